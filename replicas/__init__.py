@@ -1,0 +1,1 @@
+"""One model on one device: the engine, the model code, and the replica that wraps them."""

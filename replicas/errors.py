@@ -1,0 +1,92 @@
+"""Everything that can go wrong with a request, as one tree.
+
+An error knows its `code` (the word clients see) and whether trying again may help.
+Only `serve_app/errors.py` knows what each means in HTTP. Every argument goes to
+`Exception.__init__`, so that errors survive pickling between processes.
+"""
+
+from __future__ import annotations
+
+
+class ServingError(Exception):
+    """A request could not be served; `message` is written for the client."""
+
+    code: str = "internal_error"
+    retryable: bool = False
+
+    def __init__(self, message: str, *args: object) -> None:
+        super().__init__(message, *args)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(ServingError):
+    """The request can never be served as written; `param` names the offending field."""
+
+    def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
+        super().__init__(message, param, code)
+        self.param = param
+        self.code = code
+
+
+class UnknownModel(ServingError):
+    """No such model is served here."""
+
+    code = "model_not_found"
+
+
+class Overloaded(ServingError):
+    """A queue is full; `retry_after_s` is when room is expected, 1 to 60 seconds."""
+
+    code = "server_overloaded"
+    retryable = True
+
+    def __init__(self, message: str, retry_after_s: float = 1.0, reason: str = "max_num_queued_reqs") -> None:
+        super().__init__(message, retry_after_s, reason)
+        self.retry_after_s = min(60.0, max(1.0, retry_after_s))
+        self.reason = reason
+
+
+class NoReplicaAvailable(ServingError):
+    """No replica accepts work; `code` says why: no_ready_replica, draining or model_loading."""
+
+    retryable = True
+
+    def __init__(self, message: str, code: str = "no_ready_replica", retry_after_s: float = 5.0) -> None:
+        super().__init__(message, code, retry_after_s)
+        self.code = code
+        self.retry_after_s = min(60.0, max(1.0, retry_after_s))
+
+
+class DeadlineExceeded(ServingError):
+    """The request's deadline passed before it was finished."""
+
+    code = "deadline_exceeded"
+
+
+class ReplicaLost(ServingError):
+    """The replica that served the request died."""
+
+    code = "replica_lost"
+    retryable = True
+
+
+class EngineDead(ServingError):
+    """The engine stopped after an error of its own; it answers nothing until it is replaced."""
+
+    code = "engine_dead"
+    retryable = True
+
+
+class SequenceFailed(ServingError):
+    """Computing this one sequence failed; its neighbours were not affected."""
+
+    code = "internal_error"
+
+
+class RequestAborted(ServingError):
+    """The client went away or cancelled; never rendered."""
+
+    code = "request_aborted"

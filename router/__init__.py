@@ -1,0 +1,1 @@
+"""When a request is served and where: ordinary Python, no Ray but in `serve_router`."""
