@@ -74,8 +74,8 @@ class GenerateRequest:
     params: SamplingParams
     band: Band = Band.STANDARD
     tenant: str = "anonymous"
-    arrival_unix_s: float = 0.0
-    """When the ingress received the request, unix seconds."""
+    arrival_unix_s: float | None = None
+    """When the ingress received the request, unix seconds; None: when the engine gets it."""
     deadline_unix_s: float | None = None
     """No engine step is spent on the request after this moment, unix seconds."""
 
@@ -109,6 +109,15 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were found in the prefix cache when the sequence was first scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaIdentity:
+    """Which replica, and where it runs."""
+
+    replica_id: str
+    node_id: str
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The sequences of one step, each at most once, in order of urgency."""
+    """The sequences of one step, each at most once: those that decode first, then those that prefill."""
 
     items: tuple[ScheduledSequence, ...]
 

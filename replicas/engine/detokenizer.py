@@ -29,9 +29,7 @@ class Detokenizer:
     def push(self, token_id: int, may_stop: bool) -> str:
         """Text that can be shown now; sets `stop_string` when one is complete and `may_stop`."""
         self._held += self._decoder.push(token_id)
-        if not self._stop:
-            return self._release(len(self._held))
-        if not may_stop:
+        if not self._stop or not may_stop:
             # Text from before `min_tokens` is no part of any later match.
             return self._release(len(self._held))
         found = min(

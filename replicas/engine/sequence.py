@@ -29,7 +29,7 @@ class Sequence:
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.number = number
-        self.band: Band = request.band
+        self.is_promoted = False
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
@@ -50,9 +50,19 @@ class Sequence:
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """Sort key, most urgent first: band, then earliest deadline, then order of arrival."""
+        """Sort key, most urgent first: promoted, then band, earliest deadline, order of arrival."""
         deadline = float("inf") if self.deadline_s is None else self.deadline_s
-        return (self.band, deadline, self.number)
+        return (-1 if self.is_promoted else self.band, deadline, self.number)
+
+    @property
+    def band(self) -> Band:
+        """The urgency class the request came with."""
+        return self.request.band
+
+    @property
+    def effective_band(self) -> Band:
+        """The urgency class it is scheduled in: a promoted sequence counts as interactive."""
+        return Band.INTERACTIVE if self.is_promoted else self.band
 
     @property
     def num_output_tokens(self) -> int:

@@ -1,0 +1,211 @@
+"""The engine behind an event loop: one thread steps, streams hear back once per step."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from replicas.engine.clock import Clock
+from replicas.engine.engine import Engine
+from replicas.errors import EngineDead, InvalidRequest, ServingError
+from replicas.protocol import EngineMetrics, FinishReason, GenerateRequest, ReplicaStats, TokenDelta, Usage, merge
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Coalescing:
+    """How deltas after a stream's first are gathered: sent every `interval_s`, or when `num_tokens` wait."""
+
+    interval_s: float = 0.0
+    num_tokens: int = 1
+
+
+class Mailbox:
+    """Deltas on their way to one reader. They merge while the reader lags, so one at most waits.
+
+    Belongs to the event loop; bounded by the request's `max_tokens`.
+    """
+
+    def __init__(self, coalescing: Coalescing) -> None:
+        self._coalescing = coalescing
+        self._waiting: TokenDelta | None = None
+        self._has_any = asyncio.Event()
+        self._has_enough = asyncio.Event()
+        self._not_before_s = 0.0
+        self._num_tokens = 0
+        self._usage = Usage(0, 0, 0)
+        self._is_complete = False
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add what the sequence produced next."""
+        self._waiting = delta if self._waiting is None else merge(self._waiting, delta)
+        self._num_tokens += len(delta.token_ids)
+        self._usage = delta.usage
+        self._is_complete = delta.finish_reason is not None
+        self._has_any.set()
+        if self._is_complete or len(self._waiting.token_ids) >= self._coalescing.num_tokens:
+            self._has_enough.set()
+
+    def fail(self, request_id: str, error: ServingError) -> None:
+        """End the stream with `error`, unless it has its end already."""
+        if not self._is_complete:
+            self.put(_failure(request_id, self._num_tokens, self._usage, error))
+
+    async def take(self) -> TokenDelta:
+        """Everything since the last call, once there is anything and enough of it or time enough has passed."""
+        await self._has_any.wait()
+        loop = asyncio.get_running_loop()
+        patience_s = self._not_before_s - loop.time()
+        if patience_s > 0 and not self._has_enough.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_enough.wait(), patience_s)
+        delta, self._waiting = self._waiting, None
+        assert delta is not None
+        self._has_any.clear()
+        self._has_enough.clear()
+        self._not_before_s = loop.time() + self._coalescing.interval_s
+        return delta
+
+
+class AsyncEngine:
+    """Owns the engine thread and the streams' mailboxes.
+
+    Invariants:
+        A stream's lifetime is its request's: closing the generator aborts the request.
+        Every stream ends with a finish reason, the engine's death included.
+    """
+
+    def __init__(self, engine: Engine, coalescing: Coalescing, clock: Clock | None = None) -> None:
+        """Must be made on the event loop that will read the streams."""
+        self._engine = engine
+        self._coalescing = coalescing
+        self._clock = clock or Clock()
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._stats = engine.stats()
+        self._death: EngineDead | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of one request; the last has a finish reason, and an `error` if it could not be served."""
+        if self._death is not None:
+            yield _refusal(request, self._death)
+            return
+        if request.request_id in self._mailboxes:
+            yield _refusal(request, InvalidRequest(f"request id {request.request_id} is in use", "request_id"))
+            return
+        mailbox = self._mailboxes[request.request_id] = Mailbox(self._coalescing)
+        self._is_idle.clear()
+        self._inbox.put(partial(self._add, request))
+        is_finished = False
+        try:
+            while not is_finished:
+                delta = await mailbox.take()
+                is_finished = delta.finish_reason is not None
+                yield delta
+        finally:
+            if not is_finished:
+                self._inbox.put(partial(self._engine.abort, request.request_id))
+            del self._mailboxes[request.request_id]
+            if not self._mailboxes:
+                self._is_idle.set()
+
+    def stats(self) -> ReplicaStats:
+        """The load after the last step; while idle, the load now."""
+        stats = self._stats
+        if stats.num_running == stats.num_waiting == 0:
+            return replace(stats, taken_unix_s=self._clock.unix())
+        return stats
+
+    def metrics(self) -> EngineMetrics:
+        """Everything the engine counts; values of two neighbouring steps may mix."""
+        return self._engine.metrics()
+
+    def check_alive(self) -> None:
+        """Raise the error that ended the engine, if one did.
+
+        Raises:
+            EngineDead: the engine thread has ended; the replica must be replaced.
+        """
+        if self._death is not None:
+            raise self._death
+
+    async def drain(self) -> None:
+        """Take no new requests; return when the accepted ones have ended."""
+        self._inbox.put(self._engine.drain)
+        await self._is_idle.wait()
+
+    async def stop(self) -> None:
+        """End the engine thread after its present step; streams that are open end with `EngineDead`."""
+        self._inbox.put(self._request_stop)
+        await asyncio.to_thread(self._thread.join)
+        self._die(EngineDead("the engine was stopped"))
+
+    def _run(self) -> None:
+        try:
+            while self._take_messages():
+                deltas = self._engine.step()
+                self._post(deltas)
+        except Exception as error:
+            _log.exception("the engine died")
+            death = EngineDead(f"the engine died: {type(error).__name__}: {error}")
+            self._loop.call_soon_threadsafe(self._die, death)
+
+    def _request_stop(self) -> None:
+        self._is_stopping = True
+
+    def _take_messages(self) -> bool:
+        """Apply everything in the inbox, waiting for a message while there is no work; False to stop."""
+        while not (self._inbox.empty() and self._engine.has_work):
+            if not self._engine.has_work:
+                self._stats = self._engine.stats()
+            self._inbox.get()()
+            if self._is_stopping:
+                return False
+        return True
+
+    def _add(self, request: GenerateRequest) -> None:
+        try:
+            self._engine.add(request)
+        except ServingError as error:
+            self._post([_refusal(request, error)])
+
+    def _post(self, deltas: list[TokenDelta]) -> None:
+        """Hand a step's deltas to the event loop: one wake-up, however many streams."""
+        self._stats = self._engine.stats()
+        if deltas:
+            self._loop.call_soon_threadsafe(self._deliver, deltas, self._stats)
+
+    def _deliver(self, deltas: list[TokenDelta], stats: ReplicaStats) -> None:
+        for delta in deltas:
+            mailbox = self._mailboxes.get(delta.request_id)
+            if mailbox is not None:
+                mailbox.put(replace(delta, stats=stats))
+
+    def _die(self, death: EngineDead) -> None:
+        self._death = death
+        for request_id, mailbox in self._mailboxes.items():
+            mailbox.fail(request_id, death)
+
+
+def _refusal(request: GenerateRequest, error: ServingError) -> TokenDelta:
+    return _failure(request.request_id, 0, Usage(len(request.prompt_token_ids), 0, 0), error)
+
+
+def _failure(request_id: str, start: int, usage: Usage, error: ServingError) -> TokenDelta:
+    return TokenDelta(request_id, start, (), "", usage, finish_reason=FinishReason.ERROR, error=error)

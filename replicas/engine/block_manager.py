@@ -1,0 +1,163 @@
+"""The paged KV cache's book-keeping: which block belongs to whom, and what can be reused.
+
+Blocks are ref-counted, so that sequences with a common beginning share them. A block
+that nobody holds keeps its contents until it is needed: a later sequence that starts
+with the same tokens takes it back (prefix caching; block size, chain hashes and LRU
+eviction as in vLLM's automatic prefix caching).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from replicas.block_hash import extend_hashes
+from replicas.engine.config import EngineConfig
+from replicas.engine.sequence import Sequence
+
+
+class OutOfBlocks(Exception):
+    """Fewer free blocks than needed; nothing was taken."""
+
+
+class BlockManager:
+    """Gives block ids 1..num_blocks to sequences and takes them back.
+
+    Invariants:
+        A block has no holder <=> it is in the free list.
+        The sum of reference counts is the sum of the block tables' lengths.
+        A hash is published only for a full, computed block; each hash names one block.
+        A block that a sequence may still write has that one holder and no hash.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._num_holders = [0] * (config.num_blocks + 1)
+        self._hash_of: list[bytes | None] = [None] * (config.num_blocks + 1)
+        self._cached: dict[bytes, int] = {}
+        # Next to be reused first: blocks without contents, then cached ones, least recently freed first.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, config.num_blocks + 1))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody holds, cached ones included."""
+        return len(self._free)
+
+    def first_missing_hash(self, sequence: Sequence) -> bytes | None:
+        """Hash of the first full block that a prefix hit would not cover; None where it would cover all it may."""
+        hashes = self._reusable_hashes(sequence)
+        return next((block_hash for block_hash in hashes if block_hash not in self._cached), None)
+
+    def num_blocks_needed(self, sequence: Sequence, num_tokens: int) -> int:
+        """Free blocks that `allocate` would take so that `num_tokens` tokens have slots."""
+        hits = self._hits(sequence)
+        num_shared = sum(1 for block in hits if self._num_holders[block] > 0)
+        return self._config.blocks_for(num_tokens) - num_shared
+
+    def allocate(self, sequence: Sequence) -> None:
+        """Give a waiting sequence slots for all its known tokens, reusing cached blocks for its beginning.
+
+        At least one token is left to compute, since its logits are what the next step samples from.
+
+        Raises:
+            OutOfBlocks: fewer free blocks than needed; nothing was taken.
+        """
+        assert not sequence.block_table and sequence.num_computed_tokens == 0
+        num_tokens = len(sequence.token_ids)
+        if self.num_blocks_needed(sequence, num_tokens) > len(self._free):
+            raise OutOfBlocks
+        for block in self._hits(sequence):
+            self._free.pop(block, None)
+            self._num_holders[block] += 1
+            sequence.block_table.append(block)
+        sequence.num_computed_tokens = len(sequence.block_table) * self._config.block_size
+        self.grow(sequence, num_tokens)
+
+    def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether `grow` would succeed."""
+        return self._config.blocks_for(num_tokens) - len(sequence.block_table) <= len(self._free)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give `sequence` slots for its first `num_tokens` tokens.
+
+        Takes free blocks, evicting cached ones least recently used first.
+
+        Raises:
+            OutOfBlocks: fewer free blocks than needed; nothing was taken.
+        """
+        if not self.can_grow(sequence, num_tokens):
+            raise OutOfBlocks
+        for _ in range(self._config.blocks_for(num_tokens) - len(sequence.block_table)):
+            sequence.block_table.append(self._take_free_block())
+
+    def publish(self, sequence: Sequence, num_computed_before: int) -> None:
+        """Make the blocks that became full and computed since `num_computed_before` reusable."""
+        if not self._config.enable_prefix_caching:
+            return
+        block_size = self._config.block_size
+        first, last = num_computed_before // block_size, sequence.num_computed_tokens // block_size
+        if first == last:
+            return
+        extend_hashes(sequence.block_hashes, sequence.token_ids, block_size)
+        for index in range(first, last):
+            block, block_hash = sequence.block_table[index], sequence.block_hashes[index]
+            # A twin computed at the same time may have been first; then this block stays private.
+            if block_hash not in self._cached and self._hash_of[block] is None:
+                self._cached[block_hash] = block
+                self._hash_of[block] = block_hash
+
+    def hashes_completed(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
+        """Hashes of the full blocks that computing positions [start, end) completes."""
+        extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size)
+        return sequence.block_hashes[start // self._config.block_size : end // self._config.block_size]
+
+    def free(self, sequence: Sequence) -> None:
+        """Take back everything `sequence` holds. Its last blocks are reused before its first."""
+        for block in reversed(sequence.block_table):
+            self._num_holders[block] -= 1
+            if self._num_holders[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+        sequence.block_table.clear()
+        sequence.num_computed_tokens = 0
+
+    def check_invariants(self, sequences: list[Sequence]) -> None:
+        """Assert the class's invariants; `sequences` are all that hold blocks."""
+        holders = [0] * len(self._num_holders)
+        for sequence in sequences:
+            assert len(set(sequence.block_table)) == len(sequence.block_table)
+            for block in sequence.block_table:
+                holders[block] += 1
+            num_full = sequence.num_computed_tokens // self._config.block_size
+            for block in sequence.block_table[num_full:]:
+                assert self._num_holders[block] == 1 and self._hash_of[block] is None, "a writable block is shared"
+        assert holders == self._num_holders
+        assert set(self._free) == {block for block in range(1, len(holders)) if holders[block] == 0}
+        assert {block: block_hash for block_hash, block in self._cached.items()} == {
+            block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None
+        }
+
+    def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
+        """Hashes of the full blocks before the sequence's last known token, if it may reuse any."""
+        if not self._config.enable_prefix_caching or sequence.request.params.prompt_logprobs is not None:
+            return []
+        extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size)
+        return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._config.block_size]
+
+    def _hits(self, sequence: Sequence) -> list[int]:
+        hits: list[int] = []
+        for block_hash in self._reusable_hashes(sequence):
+            block = self._cached.get(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _take_free_block(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        evicted = self._hash_of[block]
+        if evicted is not None:
+            del self._cached[evicted]
+            self._hash_of[block] = None
+        self._num_holders[block] = 1
+        return block

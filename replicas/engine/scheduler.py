@@ -1,0 +1,237 @@
+"""Who computes what in the next step."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from replicas.engine.batch import ScheduledBatch
+from replicas.engine.block_manager import BlockManager
+from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.step_plan import StepPlan
+from replicas.engine.waiting_queue import WaitingQueue
+from replicas.protocol import Band
+
+
+def _urgency(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.urgency
+
+
+class Scheduler:
+    """Continuous batching (Orca, OSDI 2022) without a prefill or a decode phase.
+
+    A sequence has known tokens and computed tokens, and every step lets the computed ones
+    catch up. A long prompt, a prefix hit, a resumed sequence and a decode differ only in
+    how much is missing. Each step:
+
+    1. Every running sequence gets slots for its known tokens. If blocks run out, the least
+       urgent running sequence is preempted: it gives back its blocks, keeps its tokens and
+       waits; its full blocks stay cached, so resuming is mostly a prefix hit.
+    2. Sequences that miss one token get it: a decode never waits for a prefill.
+    3. The rest of the budget goes to the others and to waiting sequences, band by band, in
+       order of urgency. A prompt longer than a step gets a share at first and what is left
+       at last, so that short ones behind it start at once. A waiting sequence that is more
+       urgent by band takes slot and blocks of the least urgent running one.
+    4. A band that wants to prefill and got nothing for `max_starvation_s` has its most
+       urgent sequence promoted to the front of all: it takes the next slot that comes free
+       and is not preempted for a slot. Then the band's clock restarts.
+
+    Invariants:
+        A sequence is in `waiting` or in `running` or finished; running ones have slots for
+        all tokens known when they were last scheduled; len(running) <= max_num_seqs.
+        A sequence's worst case fits the pool, so a step with work always progresses.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
+        self._config = config
+        self._blocks = blocks
+        self._waiting = WaitingQueue(config.max_num_batched_tokens)
+        self._running: list[Sequence] = []
+        self._served_s = dict.fromkeys(Band, 0.0)
+        self.num_preemptions = 0
+        self.num_promotions = 0
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        """Sequences without a slot; to look at, not to change."""
+        return self._waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Sequences with a slot, most urgent first; to look at, not to change."""
+        return self._running
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Let a new sequence wait for its first step."""
+        if not self._wants_prefill(sequence.band):
+            self._served_s[sequence.band] = now
+        self._waiting.add(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """End `sequence`, wherever it is; its blocks are free when this returns."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._running.remove(sequence)
+            self._blocks.free(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def schedule(self, now: float) -> ScheduledBatch | None:
+        """Choose the next step; None when no sequence has anything to compute."""
+        self._promote_starved(now)
+        self._grow_running()
+        plan = StepPlan(self._config)
+        for sequence in self._running:
+            if sequence.num_uncomputed_tokens == 1:
+                plan.give(sequence, 1)
+        for band in Band:
+            self._schedule_prefills(plan, band, now)
+        return plan.batch()
+
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Note that a step computed the next `num_tokens` tokens of a running sequence."""
+        before = sequence.num_computed_tokens
+        sequence.num_computed_tokens += num_tokens
+        self._blocks.publish(sequence, before)
+
+    def check_invariants(self) -> None:
+        """Assert the class's invariants and the block manager's."""
+        assert len(self._running) <= self._config.max_num_seqs
+        assert self._running == sorted(self._running, key=_urgency)
+        for sequence in self._running:
+            assert sequence.status is SequenceStatus.RUNNING
+            assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
+            assert sequence.num_computed_tokens <= len(sequence.block_table) * self._config.block_size
+        for sequence in self._waiting.sequences():
+            assert sequence.status is SequenceStatus.WAITING
+            assert not sequence.block_table and sequence.num_computed_tokens == 0
+        self._blocks.check_invariants(self._running)
+
+    def _promote_starved(self, now: float) -> None:
+        for band in list(Band)[1:]:
+            if not self._wants_prefill(band):
+                self._served_s[band] = now
+            elif now - self._served_s[band] >= self._config.max_starvation_s:
+                self._promote(band)
+                self._served_s[band] = now
+
+    def _wants_prefill(self, band: Band) -> bool:
+        return self._waiting.num_by_band[band] > 0 or any(
+            sequence.band is band and sequence.num_uncomputed_tokens > 1 for sequence in self._running
+        )
+
+    def _promote(self, band: Band) -> None:
+        running = [s for s in self._running if s.effective_band is band and s.num_uncomputed_tokens > 1]
+        sequence = running[0] if running else self._waiting.head(band, with_long=True)
+        if sequence is None:
+            return  # Only promoted sequences wait: they are at the front already.
+        self.num_promotions += 1
+        if running:
+            sequence.is_promoted = True
+            self._running.sort(key=_urgency)
+        else:
+            self._waiting.remove(sequence)
+            sequence.is_promoted = True
+            self._waiting.add(sequence)
+
+    def _grow_running(self) -> None:
+        index = 0
+        while index < len(self._running):
+            sequence = self._running[index]
+            while not self._blocks.can_grow(sequence, len(sequence.token_ids)):
+                if self._preempt_least_urgent() is sequence:
+                    return  # It was the last of the list.
+            self._blocks.grow(sequence, len(sequence.token_ids))
+            index += 1
+
+    def _schedule_prefills(self, plan: StepPlan, band: Band, now: float) -> None:
+        long_share, long_sequences = plan.long_share, []
+        deferred: list[Sequence] = []
+        for sequence in self._prefill_candidates(plan, band, deferred):
+            is_long = plan.is_long(sequence)
+            plan.give(sequence, long_share if is_long else plan.num_tokens_left)
+            self._served_s[sequence.band] = now
+            if is_long:
+                long_sequences.append(sequence)
+        for sequence in long_sequences:
+            plan.give(sequence, plan.num_tokens_left)
+        for sequence in deferred:
+            self._waiting.add(sequence)
+
+    def _prefill_candidates(self, plan: StepPlan, band: Band, deferred: list[Sequence]) -> Iterator[Sequence]:
+        """Running sequences of `band` that can compute now, in order of urgency, admitting waiting ones on the way."""
+        prefilling = [s for s in self._running if s.effective_band is band and s.num_uncomputed_tokens > 1]
+        prefilling.reverse()
+        has_room = True
+        while plan.num_tokens_left > 0:
+            head = self._waiting.head(band, with_long=plan.takes_long) if has_room else None
+            if prefilling and (head is None or prefilling[-1].urgency < head.urgency):
+                sequence = prefilling.pop()
+                if plan.takes_long or not plan.is_long(sequence):
+                    yield sequence
+            elif head is None:
+                return
+            elif self._will_hit(plan, head):
+                self._waiting.remove(head)
+                deferred.append(head)
+            elif self._admit(plan, head):
+                yield head
+            else:
+                has_room = False
+
+    def _will_hit(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Whether this step computes the next block of `sequence`'s beginning for another: then waiting is cheaper."""
+        missing = self._blocks.first_missing_hash(sequence)
+        return missing is not None and any(
+            missing in self._blocks.hashes_completed(item.sequence, item.start, item.end)
+            for item in plan.items()
+            if item.num_tokens > 1
+        )
+
+    def _admit(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot and blocks, from less urgent bands if need be; False if there is no room."""
+        if not self._could_fit(sequence):
+            return False
+        while len(self._running) >= self._config.max_num_seqs or not self._fits(sequence):
+            if self._running[-1].effective_band <= sequence.band:
+                return False  # The bands below shared more of their blocks than `_could_fit` can tell.
+            plan.drop(self._running[-1])
+            self._preempt_least_urgent()
+        self._waiting.remove(sequence)
+        self._blocks.allocate(sequence)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        sequence.status = SequenceStatus.RUNNING
+        insort(self._running, sequence, key=_urgency)
+        return True
+
+    def _could_fit(self, sequence: Sequence) -> bool:
+        """Whether `sequence` would have room if it took everything from the bands below its own."""
+        below = [s for s in self._running if s.effective_band > sequence.band]
+        num_others = len(self._running) - len(below)
+        reclaimable = sum(len(s.block_table) for s in below)
+        return num_others < self._config.max_num_seqs and self._fits(sequence, num_others, reclaimable)
+
+    def _fits(self, sequence: Sequence, num_others: int | None = None, reclaimable: int = 0) -> bool:
+        """Whether blocks suffice beside the first `num_others` running sequences (None: all of them)."""
+        others = self._running[:num_others]
+        if not others:
+            return True  # A sequence's worst case fits an empty pool.
+        if self._config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW:
+            needed = self._blocks.num_blocks_needed(sequence, sequence.request.max_total_tokens) + sum(
+                self._config.blocks_for(other.request.max_total_tokens) - len(other.block_table) for other in others
+            )
+        else:
+            # One block of growth for each: else what is admitted now is preempted a step later.
+            needed = self._blocks.num_blocks_needed(sequence, len(sequence.token_ids)) + len(others)
+        return needed <= self._blocks.num_free_blocks + reclaimable
+
+    def _preempt_least_urgent(self) -> Sequence:
+        sequence = self._running.pop()
+        self._blocks.free(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.add(sequence)
+        return sequence

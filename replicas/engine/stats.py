@@ -1,0 +1,189 @@
+"""What an engine counts and how long things take. vLLM's names, units and buckets."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, deque
+
+from replicas.engine.batch import ScheduledBatch
+from replicas.engine.config import EngineConfig
+from replicas.engine.sequence import Sequence
+from replicas.protocol import FinishReason, HistogramMetric, Metric, MetricKind
+
+_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_GAP_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
+_NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
+_RATE_WINDOW_STEPS = 128
+
+
+def one_two_five(up_to: int) -> tuple[float, ...]:
+    """1, 2, 5, 10, 20, 50 ... up to and including the first that reaches `up_to`."""
+    bounds: list[float] = []
+    scale = 1
+    while not bounds or bounds[-1] < up_to:
+        for mantissa in (1, 2, 5):
+            if not bounds or bounds[-1] < up_to:
+                bounds.append(float(mantissa * scale))
+        scale *= 10
+    return tuple(bounds)
+
+
+class Histogram:
+    """Counts of observations in buckets (bounds[i - 1], bounds[i]], the last one open."""
+
+    def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._help, self._bounds = name, help_text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one observation."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def snapshot(self) -> HistogramMetric:
+        """The distribution so far."""
+        return HistogramMetric(self._name, self._help, self._bounds, tuple(self._counts), self._sum)
+
+
+class TokenRate:
+    """Output tokens a second over the recent steps that had work."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
+
+    def step(self, duration_s: float, num_tokens: int) -> None:
+        """Note a step that took `duration_s` and gave `num_tokens` output tokens."""
+        self._steps.append((duration_s, num_tokens))
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 before the first step."""
+        duration_s = sum(step[0] for step in self._steps)
+        return sum(step[1] for step in self._steps) / duration_s if duration_s > 0 else 0.0
+
+
+class EngineStats:
+    """Counters and histograms of one engine; written by the engine thread, read by any."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.rate = TokenRate()
+        self.num_preemptions = 0
+        self._config = config
+        self._tokens: Counter[str] = Counter()
+        self._finished: Counter[FinishReason] = Counter()
+        self._rejected: Counter[str] = Counter()
+        lengths = one_two_five(config.max_model_len)
+        make = Histogram
+        self._ttft = make("vllm:time_to_first_token_seconds", "arrival to first output token", _TTFT_S)
+        self._itl = make("vllm:inter_token_latency_seconds", "gap between two output tokens", _TOKEN_GAP_S)
+        self._tpot = make(
+            "vllm:request_time_per_output_token_seconds", "(last - first token) / (output tokens - 1)", _TOKEN_GAP_S
+        )
+        self._e2e = make("vllm:e2e_request_latency_seconds", "arrival to end", _REQUEST_S)
+        self._queue = make("vllm:request_queue_time_seconds", "arrival to first scheduled", _REQUEST_S)
+        self._inference = make("vllm:request_inference_time_seconds", "first scheduled to last token", _REQUEST_S)
+        self._prefill = make("vllm:request_prefill_time_seconds", "first scheduled to first token", _REQUEST_S)
+        self._decode = make("vllm:request_decode_time_seconds", "first to last token", _REQUEST_S)
+        self._prompt_tokens = make("vllm:request_prompt_tokens", "prompt tokens of a request", lengths)
+        self._output_tokens = make("vllm:request_generation_tokens", "output tokens of a request", lengths)
+        self._max_tokens = make("vllm:request_params_max_tokens", "max_tokens of a request", lengths)
+        self._computed = make(
+            "vllm:request_prefill_kv_computed_tokens", "prompt tokens not found in the prefix cache", lengths
+        )
+        self._preemptions = make("vllm:request_num_preemptions", "preemptions of a request", _NUM_PREEMPTIONS)
+        self._iteration = make("vllm:iteration_tokens_total", "tokens computed in a step", _ITERATION_TOKENS)
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused at the queue's limit named `reason`."""
+        self._rejected[reason] += 1
+
+    def scheduled_first(self, sequence: Sequence) -> None:
+        """A sequence was scheduled for the first time."""
+        self._tokens["prompt"] += sequence.num_prompt_tokens
+        self._tokens["cached"] += sequence.num_cached_tokens or 0
+
+    def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
+        """A step ended."""
+        num_sampled = sum(1 for item in batch.items if item.samples)
+        self.rate.step(duration_s, num_sampled)
+        self._iteration.observe(batch.num_tokens)
+
+    def produced(self, sequence: Sequence, now: float) -> None:
+        """A sequence got an output token; stamps its timings."""
+        self._tokens["generation"] += 1
+        if sequence.last_token_s is None:
+            sequence.first_token_s = now
+            self._ttft.observe(now - sequence.arrival_s)
+        else:
+            self._itl.observe(now - sequence.last_token_s)
+        sequence.last_token_s = now
+
+    def finished(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """A sequence ended, for whatever reason."""
+        self._finished[reason] += 1
+        self._e2e.observe(now - sequence.arrival_s)
+        self._prompt_tokens.observe(sequence.num_prompt_tokens)
+        self._output_tokens.observe(sequence.num_output_tokens)
+        self._max_tokens.observe(sequence.request.params.max_tokens)
+        self._preemptions.observe(sequence.num_preemptions)
+        if sequence.first_scheduled_s is None:
+            return
+        self._queue.observe(sequence.first_scheduled_s - sequence.arrival_s)
+        self._computed.observe(sequence.num_prompt_tokens - (sequence.num_cached_tokens or 0))
+        if sequence.first_token_s is None or sequence.last_token_s is None:
+            return
+        self._prefill.observe(sequence.first_token_s - sequence.first_scheduled_s)
+        self._decode.observe(sequence.last_token_s - sequence.first_token_s)
+        self._inference.observe(sequence.last_token_s - sequence.first_scheduled_s)
+        if sequence.num_output_tokens > 1:
+            self._tpot.observe((sequence.last_token_s - sequence.first_token_s) / (sequence.num_output_tokens - 1))
+
+    def histograms(self) -> tuple[HistogramMetric, ...]:
+        """Every distribution so far."""
+        return tuple(value.snapshot() for value in vars(self).values() if type(value) is Histogram)
+
+    def counters(self) -> tuple[Metric, ...]:
+        """Every counter so far."""
+        tokens = self._tokens
+        computed = tokens["prompt"] - tokens["cached"]
+        return (
+            _counter("vllm:prompt_tokens", "prompt tokens of scheduled requests", tokens["prompt"]),
+            _counter("vllm:prompt_tokens_cached", "prompt tokens found in the prefix cache", tokens["cached"]),
+            _counter("vllm:generation_tokens", "output tokens", tokens["generation"]),
+            _counter("vllm:prefix_cache_queries", "prompt tokens looked up in the prefix cache", tokens["prompt"]),
+            _counter("vllm:prefix_cache_hits", "prompt tokens found in the prefix cache", tokens["cached"]),
+            _counter("vllm:num_preemptions", "sequences preempted to be recomputed", self.num_preemptions),
+            *(
+                _counter("vllm:prompt_tokens_by_source", "prompt tokens by where they came from", value, source=source)
+                for source, value in (("local_compute", computed), ("local_cache_hit", tokens["cached"]))
+            ),
+            *(
+                _counter("vllm:request_success", "requests ended", self._finished[reason], finished_reason=reason.value)
+                for reason in FinishReason
+            ),
+            *(
+                _counter("vllm:admission_rejections", "requests refused", self._rejected[reason], reason=reason)
+                for reason in ("max_num_queued_reqs", "max_num_queued_tokens")
+            ),
+        )
+
+
+def gauge(name: str, help_text: str, value: float, **labels: str) -> Metric:
+    """A value that goes up and down."""
+    return Metric(name, help_text, MetricKind.GAUGE, value, tuple(labels.items()))
+
+
+def _counter(name: str, help_text: str, value: float, **labels: str) -> Metric:
+    return Metric(name, help_text, MetricKind.COUNTER, value, tuple(labels.items()))

@@ -1,0 +1,62 @@
+"""One step while it is being put together."""
+
+from __future__ import annotations
+
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineConfig
+from replicas.engine.sequence import Sequence
+
+
+class StepPlan:
+    """Tokens given to sequences so far, and what is left of the step's limits.
+
+    Invariants: the tokens given never exceed the budget, nor a sequence's uncomputed tokens.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._given: dict[Sequence, int] = {}
+        self._num_long = 0
+        self.num_tokens_left = config.max_num_batched_tokens
+
+    def is_long(self, sequence: Sequence) -> bool:
+        """Whether `sequence` needs more than a whole step to catch up."""
+        return sequence.num_uncomputed_tokens > self._config.max_num_batched_tokens
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether another long prefill may take part. One place is kept for short ones where there are two."""
+        return self._num_long < max(1, self._config.max_num_partial_prefills - 1)
+
+    @property
+    def long_share(self) -> int:
+        """Tokens a long prefill gets before others of its band had theirs."""
+        return max(1, self.num_tokens_left // self._config.max_num_partial_prefills)
+
+    def give(self, sequence: Sequence, at_most: int) -> None:
+        """Let `sequence` compute up to `at_most` more of its tokens in this step."""
+        given = self._given.get(sequence, 0)
+        if given == 0 and self.is_long(sequence):
+            self._num_long += 1
+        more = min(at_most, self.num_tokens_left, sequence.num_uncomputed_tokens - given)
+        assert more >= 0
+        if more:
+            self._given[sequence] = given + more
+            self.num_tokens_left -= more
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take `sequence` out of the step, before its tokens are taken back."""
+        given = self._given.pop(sequence, 0)
+        self.num_tokens_left += given
+        if given and self.is_long(sequence):
+            self._num_long -= 1
+
+    def items(self) -> list[ScheduledSequence]:
+        """What has been given so far."""
+        return [
+            ScheduledSequence(sequence, sequence.num_computed_tokens, given) for sequence, given in self._given.items()
+        ]
+
+    def batch(self) -> ScheduledBatch | None:
+        """The finished step; None when nobody has work."""
+        return ScheduledBatch(tuple(self.items())) if self._given else None
