@@ -1,0 +1,47 @@
+# Every target makes .venv when it needs one, and again when pyproject.toml or constraints.txt change.
+.PHONY: venv serve test lint bench gpu-check
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# make serve: where to listen and what to serve. ARGS takes any field of serve_app/config.py as key=value.
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+DTYPE ?=
+REPLICAS ?=
+PROFILE ?= default
+ARGS ?=
+
+venv: $(STAMP)
+
+# torch comes first and alone: asked for by name and exact version the CPU wheel is taken where one is
+# offered; a looser request may draw in gigabytes of CUDA packages.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# In the foreground; SIGTERM or Ctrl-C stops everything that it started.
+serve: $(STAMP)
+	@exec $(BIN)/python -m serve_app.cli.serve --host $(HOST) --port $(PORT) --profile $(PROFILE) -- \
+		$(if $(MODEL),'model=$(MODEL)') $(if $(DTYPE),'dtype=$(DTYPE)') $(if $(REPLICAS),'num_replicas=$(REPLICAS)') $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+bench: $(STAMP)
+	$(BIN)/python -m bench $(ARGS)
+
+# For machines without a network: uses the Python that is there, as it is.
+gpu-check:
+	PYTHONPATH=. $(PYTHON) -m bench.gpu_check $(ARGS)

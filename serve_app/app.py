@@ -1,0 +1,191 @@
+"""The wiring: which deployments there are, and what each is given.
+
+No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
+"""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import click
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from replicas.model_replica import ModelReplica
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.dispatch import Dispatcher
+from router.load_table import LoadTable
+from router.policy import LeastOutstanding
+from router.serve_router import RankedRouter, ServeReplicaClient
+from serve_app.config import HeadwayConfig
+from serve_app.ingress import IngressSettings, create_api
+
+_CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` leaves the address that a driver without any connects to."""
+
+
+def build(config: HeadwayConfig) -> serve.Application:
+    """The application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
+    model = serve.deployment(
+        Model,
+        name="Model",
+        num_replicas=config.num_replicas,
+        max_ongoing_requests=config.max_ongoing_requests_per_replica,
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": _num_gpus_per_replica(config)},
+        # A freed slot is refilled at once: Serve's own back-off of up to 0.5 s would leave it idle.
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"{RankedRouter.__module__}.{RankedRouter.__name__}",
+            initial_backoff_s=0.005,
+            max_backoff_s=0.02,
+        ),
+        **_lifecycle(config),
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="Ingress",
+        num_replicas=config.num_ingress_replicas,
+        max_ongoing_requests=config.max_ongoing_requests_per_ingress,
+        ray_actor_options={"num_cpus": config.cpus_per_ingress},
+        **_lifecycle(config),
+    )
+    return ingress.bind(config, model.bind(config))
+
+
+class Model:
+    """The Serve deployment around one `ModelReplica`."""
+
+    async def __init__(self, config: HeadwayConfig) -> None:
+        _log_through_serve()
+        context = serve.get_replica_context()
+        self._replica = await asyncio.to_thread(
+            ModelReplica,
+            config.replica_options(),
+            context.replica_id.unique_id,
+            ray.get_runtime_context().get_node_id(),
+        )
+        await self._replica.start()
+
+    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request; `ranking` is for `RankedRouter`, which has obeyed it by now."""
+        async with aclosing(self._replica.generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def stats(self) -> ReplicaStats:
+        """The present load."""
+        return self._replica.stats()
+
+    async def metrics(self) -> EngineMetrics:
+        """Everything the engine counts."""
+        return self._replica.metrics()
+
+    async def describe(self) -> ModelCard:
+        """What is served."""
+        return self._replica.describe()
+
+    async def check_health(self) -> None:
+        """Raise where the engine is dead, so that Serve replaces the replica."""
+        self._replica.check_health()
+
+    async def __del__(self) -> None:
+        """Called by Serve once no request is left or the graceful shut-down is over."""
+        if hasattr(self, "_replica"):
+            await self._replica.drain()
+
+
+class Ingress:
+    """The Serve deployment around the HTTP application, which is made in the replica's own process."""
+
+    def __init__(self, config: HeadwayConfig, model: DeploymentHandle[Any]) -> None:
+        _log_through_serve()
+        self._config = config
+        self._dispatcher = Dispatcher(
+            ServeReplicaClient(model),
+            LeastOutstanding(random.Random()),
+            LoadTable(time.monotonic),
+            config.load_poll_period_s,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve after the constructor."""
+        return create_api(_ingress_settings(self._config), self._dispatcher)
+
+
+def _ingress_settings(config: HeadwayConfig) -> IngressSettings:
+    return IngressSettings(
+        model=config.model_path,
+        served_model_name=config.model_name,
+        api_key_file=config.api_key_file,
+        max_body_bytes=int(config.max_body_bytes),
+        max_prompts=config.max_prompts,
+        max_choices=config.max_choices,
+        max_logprobs=config.max_logprobs,
+        stall_timeout_s=config.stall_timeout_s,
+    )
+
+
+def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
+    """Deployment options that both kinds of replica share."""
+    return {
+        "health_check_period_s": config.health_check_period_s,
+        "health_check_timeout_s": config.health_check_timeout_s,
+        "graceful_shutdown_timeout_s": config.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": min(0.2, config.graceful_shutdown_timeout_s),
+        # Each request is logged once by the ingress; Serve's access log would add a line for every poll.
+        "logging_config": LoggingConfig(encoding="JSON", enable_access_log=False),
+    }
+
+
+def _num_gpus_per_replica(config: HeadwayConfig) -> float:
+    if config.num_gpus_per_replica is not None:
+        return config.num_gpus_per_replica
+    return 1.0 if config.device != "cpu" and _cluster_has_gpus() else 0.0
+
+
+def _cluster_has_gpus() -> bool:
+    """Whether the cluster has GPUs now.
+
+    `serve deploy` builds inside the cluster. `serve run` builds before it connects, so we connect
+    where it will and leave again; where there is no cluster yet it will start one of this machine.
+    """
+    if ray.is_initialized():
+        return _has_gpus(ray.cluster_resources())
+    command = click.get_current_context(silent=True)
+    address = command.params.get("address") if command is not None else None
+    if address is None and not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER_FILE.exists()):
+        return _this_machine_has_gpus()
+    ray.init(address=address or "auto", log_to_driver=False)
+    try:
+        return _has_gpus(ray.cluster_resources())
+    finally:
+        ray.shutdown()
+
+
+def _has_gpus(resources: dict[str, float]) -> bool:
+    return resources.get("GPU", 0) >= 1
+
+
+def _this_machine_has_gpus() -> bool:
+    import torch  # only for this rare case: it takes seconds
+
+    return torch.cuda.is_available()
+
+
+def _log_through_serve() -> None:
+    """Give our loggers Serve's handlers, so that their lines are JSON and carry the request id."""
+    serve_logger = logging.getLogger("ray.serve")
+    for package in ("serve_app", "router", "replicas"):
+        logger = logging.getLogger(package)
+        logger.handlers = serve_logger.handlers
+        logger.setLevel(serve_logger.level)
+        logger.propagate = False

@@ -1,0 +1,104 @@
+"""A Ray cluster of one process tree on this machine, which ends with the process that started it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import psutil
+
+_OBJECT_STORE_BYTES = 256 * 2**20
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateCluster:
+    """Where a running private cluster is reached."""
+
+    address: str
+    dashboard_url: str
+
+
+@contextlib.contextmanager
+def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[PrivateCluster]:
+    """Start Ray for this process alone: own ports, own folder, nothing shared with other clusters.
+
+    On leaving, every process that descends from this one is gone, and so is the folder. Ray's
+    daemons also end when this process is killed outright.
+    """
+    _adopt_orphans()
+    # Short, because Ray keeps sockets below it and their paths are limited to 107 characters.
+    folder = tempfile.mkdtemp(prefix="headway-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+    if throughput_profile:
+        os.environ.update(_throughput_environment(folder))
+    for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS"):
+        os.environ.pop(variable, None)
+    import ray  # reads the environment when imported
+
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            include_dashboard=True,
+            dashboard_host="127.0.0.1",
+            dashboard_port=free_port("127.0.0.1"),
+            namespace="serve",
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        yield PrivateCluster(context.address_info["gcs_address"], f"http://{context.dashboard_url}")
+    finally:
+        with contextlib.suppress(Exception):
+            ray.shutdown()
+        end_processes(psutil.Process().children(recursive=True))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float = 5.0) -> None:
+    """Terminate processes, and kill those that are left after `grace_s`."""
+    for stop in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stop(process)
+        _, processes = psutil.wait_procs(processes, timeout=grace_s)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none can be lost."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _throughput_environment(folder: str) -> Mapping[str, str]:
+    """HAProxy in front and one event loop per replica; HAProxy's fixed ports and files made our own."""
+    haproxy = os.path.join(folder, "haproxy")
+    os.makedirs(haproxy)
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_MAXCONN": "16384",
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port("")),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port("")),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": os.path.join(haproxy, "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": os.path.join(haproxy, "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": os.path.join(haproxy, "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": haproxy,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": os.path.join(haproxy, "server-state"),
+    }

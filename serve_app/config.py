@@ -1,0 +1,181 @@
+"""Every choice an operator has, read and checked once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from replicas.engine.config import KVPressurePolicy
+from replicas.model_replica import ReplicaOptions
+from replicas.protocol import Band
+
+DEMO_MODEL_NAME = "headway-demo"
+
+_DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo"
+
+_CONTROL_CALLS = 64
+"""Polls, health checks, metrics and calls on their way out that a replica may hold beside its requests."""
+
+
+class HeadwayConfig(BaseModel):
+    """What is served and within which limits; each field may be given as `key=value` to `serve run`.
+
+    The defaults serve the bundled demo model on one machine without a GPU.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    model: str | None = None
+    """Directory or hub id of the model; none: the bundled demo model."""
+    served_model_name: str | None = Field(default=None, min_length=1)
+    """The name clients ask for; none: the directory's name or the hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of weights and KV cache; auto: bfloat16 where the hardware has it natively, else float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto: the GPU that a replica was given, else the CPU."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Most tokens (prompt + output) of one sequence; none: as many as the model and the KV cache allow."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    """Model replicas, each a process with its own copy of the model."""
+    num_gpus_per_replica: float | None = Field(default=None, ge=0)
+    """GPUs that Ray reserves for a model replica; none: 1 where the cluster has GPUs, else 0."""
+    cpus_per_replica: float = Field(default=1.0, ge=0)
+    """CPUs that Ray reserves for a model replica."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """torch threads of a model replica on CPU; none: as many as its reserved CPUs, at least 1."""
+    graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
+    """Seconds that running requests have to finish when a replica is stopped."""
+    health_check_period_s: float = Field(default=1.0, gt=0)
+    """Seconds between two health checks of a replica."""
+    health_check_timeout_s: float = Field(default=10.0, gt=0)
+    """Seconds after which an unanswered health check has failed; three failures replace the replica."""
+
+    block_size: int = Field(default=16, ge=1)
+    """Token slots in one KV block."""
+    max_num_seqs: int = Field(default=32, ge=1)
+    """Sequences that run together in one replica."""
+    max_num_batched_tokens: int = Field(default=512, ge=1)
+    """Tokens computed in one engine step, at most; less makes decodes smoother and prefills slower."""
+    max_num_partial_prefills: int = Field(default=2, ge=1)
+    """Prompts of one replica that may be part-way through their prefill at once."""
+    enable_prefix_caching: bool = True
+    """true: sequences that start with the same tokens share their KV blocks; false: each computes its own."""
+    kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
+    """When KV blocks run short: `preempt` the least urgent sequence, or `pause_new` admissions."""
+    max_queued_requests: int = Field(default=1024, ge=1)
+    """Waiting sequences of one replica beyond which a request is refused with 429."""
+    max_queued_tokens: int = Field(default=4_000_000, ge=1)
+    """Prompt + `max_tokens` of one replica's waiting sequences beyond which a request is refused with 429."""
+    max_starvation_s: float = Field(default=30.0, gt=0)
+    """A band that has waiting sequences gets one admitted at least this often, seconds."""
+    kv_cache_bytes: ByteSize = Field(default=ByteSize(512 * 2**20), gt=0)
+    """Size of a replica's KV cache on CPU, bytes; also as `2GiB`."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that weights, activations and KV cache may take."""
+    coalesce_interval_s: float = Field(default=0.03, ge=0)
+    """A stream's deltas after its first are sent at most this often, seconds ..."""
+    coalesce_tokens: int = Field(default=8, ge=1)
+    """... or as soon as this many tokens wait."""
+
+    num_ingress_replicas: int = Field(default=1, ge=1)
+    """HTTP ingress processes."""
+    cpus_per_ingress: float = Field(default=0.0, ge=0)
+    """CPUs that Ray reserves for an ingress replica."""
+    load_poll_period_s: float = Field(default=1.0, gt=0)
+    """Seconds between two polls of every model replica's load by each ingress."""
+    api_key_file: str | None = None
+    """File of API keys; none: every client is anonymous and unlimited."""
+    max_body_bytes: ByteSize = Field(default=ByteSize(32 * 2**20), gt=0)
+    """Largest HTTP request body, bytes; beyond it 413."""
+    max_prompts: int = Field(default=128, ge=1)
+    """Most prompts in one completions request."""
+    max_choices: int = Field(default=128, ge=1)
+    """Most choices (`n`, times prompts) in one request."""
+    max_logprobs: int = Field(default=20, ge=0)
+    """Most likeliest tokens that a request may ask for at each position."""
+    stall_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds without a step, while sequences run, after which a replica no longer counts as live."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_none(cls, value: object, info: ValidationInfo) -> object:
+        """The word `none` means None wherever that is the default, as `key=value` has no other way to say it."""
+        may_be_none = info.field_name is not None and cls.model_fields[info.field_name].default is None
+        return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
+
+    @field_validator("model", "api_key_file")
+    @classmethod
+    def _make_absolute(cls, value: str | None) -> str | None:
+        """A path that exists here is made absolute: replicas run in other directories."""
+        if value is not None and Path(value).expanduser().exists():
+            return str(Path(value).expanduser().resolve())
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or running sequences could not all decode in one step"
+            )
+        if self.device == "cpu" and self.num_gpus_per_replica:
+            raise ValueError(
+                f"device (cpu) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) contradict each other"
+            )
+        if self.device == "cuda" and self.num_gpus_per_replica == 0:
+            raise ValueError("device (cuda) and num_gpus_per_replica (0) contradict each other")
+        return self
+
+    @property
+    def model_path(self) -> str:
+        """Directory or hub id of the model, the demo's directory where none is given."""
+        return self.model if self.model is not None else str(_DEMO_MODEL_DIRECTORY)
+
+    @property
+    def model_name(self) -> str:
+        """The name clients ask for."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        if self.model is None:
+            return DEMO_MODEL_NAME
+        return Path(self.model).name if Path(self.model).is_dir() else self.model
+
+    @property
+    def max_ongoing_requests_per_replica(self) -> int:
+        """More calls than the engine can hold, so that it is the engine that refuses.
+
+        It holds its slots, what was preempted from them (at most all slots by each more urgent band),
+        its queue, and some control calls.
+        """
+        return self.max_num_seqs * len(Band) + self.max_queued_requests + _CONTROL_CALLS
+
+    @property
+    def max_ongoing_requests_per_ingress(self) -> int:
+        """More calls than all replicas can hold, so that Serve's proxy never queues ahead of them."""
+        return self.max_ongoing_requests_per_replica * self.num_replicas + self.max_queued_requests
+
+    def replica_options(self) -> ReplicaOptions:
+        """What a model replica is told."""
+        return ReplicaOptions(
+            model=self.model_path,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_partial_prefills=self.max_num_partial_prefills,
+            enable_prefix_caching=self.enable_prefix_caching,
+            kv_pressure_policy=self.kv_pressure_policy,
+            max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            max_starvation_s=self.max_starvation_s,
+            kv_cache_bytes=int(self.kv_cache_bytes),
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            num_threads=self.num_threads or max(1, int(self.cpus_per_replica)),
+            coalesce_interval_s=self.coalesce_interval_s,
+            coalesce_tokens=self.coalesce_tokens,
+        )
