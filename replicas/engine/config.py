@@ -37,9 +37,9 @@ class EngineConfig:
     """Reuse full computed blocks between sequences that start with the same tokens."""
     kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
     max_queued_requests: int = 1024
-    """Waiting sequences beyond which a request is refused (preempted ones do not count)."""
+    """Waiting sequences, beyond those that find a free slot, at which a request is refused."""
     max_queued_tokens: int = 4_000_000
-    """Prompt + `max_tokens` of the waiting sequences beyond which a request is refused."""
+    """Prompt + `max_tokens` of the waiting sequences at which a request that finds no free slot is refused."""
     max_starvation_s: float = 30.0
     """A band that has waiting sequences gets one admitted at least this often, seconds."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -198,8 +198,9 @@ class Engine:
         num_free_slots = self._config.max_num_seqs - len(self._scheduler.running)
         if len(waiting) < num_free_slots:
             return
-        if len(waiting) - num_free_slots >= self._config.max_queued_requests:
-            self._refuse("requests", len(waiting) - num_free_slots, self._config.max_queued_requests, "reqs")
+        num_queued = len(waiting) - num_free_slots + 1
+        if num_queued > self._config.max_queued_requests:
+            self._refuse("requests", num_queued, self._config.max_queued_requests, "reqs")
         num_tokens = waiting.num_tokens + request.max_total_tokens
         if num_tokens > self._config.max_queued_tokens:
             self._refuse("tokens", num_tokens, self._config.max_queued_tokens, "tokens")
@@ -210,7 +211,7 @@ class Engine:
         self._stats.rejected(reason)
         rate = self._stats.rate.tokens_per_s
         retry_after_s = self._scheduler.waiting.num_tokens / rate if rate > 0 else 1.0
-        raise Overloaded(f"the queue holds {value} {what}; its limit is {limit}", retry_after_s, reason)
+        raise Overloaded(f"the queue would hold {value} {what}; its limit is {limit}", retry_after_s, reason)
 
     def _expire(self) -> list[TokenDelta]:
         now = self._clock.monotonic()

@@ -1,0 +1,178 @@
+"""Streams over the engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from replicas.engine.async_engine import AsyncEngine, Coalescing
+from replicas.engine.batch import ItemResult, ScheduledBatch
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded
+from replicas.protocol import FinishReason, GenerateRequest, TokenDelta
+from tests.unit.engine.worlds import IDENTITY, ShadowRunner, config, continuation, decoders, request
+
+
+@asynccontextmanager
+async def running(
+    engine_config: EngineConfig | None = None, coalescing: Coalescing | None = None, runner: ShadowRunner | None = None
+) -> AsyncGenerator[AsyncEngine, None]:
+    engine_config = engine_config or config()
+    runner = runner or ShadowRunner(engine_config.block_size)
+    engine = AsyncEngine(Engine(engine_config, runner, decoders, IDENTITY), coalescing or Coalescing())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def collect(engine: AsyncEngine, asked: GenerateRequest) -> list[TokenDelta]:
+    return [delta async for delta in engine.generate(asked)]
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    async with asyncio.timeout(10):
+        while engine.stats().num_running or engine.stats().num_waiting:
+            await asyncio.sleep(0.001)
+
+
+class GatedRunner(ShadowRunner):
+    """Computes a step only when let through, so that a test decides what happens between two."""
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.gate = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+
+    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
+        self.entered.release()
+        self.gate.acquire(timeout=10)
+        return super().execute(batch)
+
+
+async def test_streams_run_together_and_each_is_right() -> None:
+    async with running() as engine:
+        requests = [request(f"r{n}", tuple(range(n, n + 5)), max_tokens=10) for n in range(12)]
+        streams = await asyncio.gather(*(collect(engine, asked) for asked in requests))
+    for asked, deltas in zip(requests, streams, strict=True):
+        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+        assert token_ids == continuation(asked.prompt_token_ids, 10)
+        assert [delta.finish_reason for delta in deltas].count(FinishReason.LENGTH) == 1
+        assert deltas[-1].finish_reason is FinishReason.LENGTH and deltas[-1].stats is not None
+
+
+async def test_deltas_merge_while_the_reader_lags() -> None:
+    async with running() as engine, aclosing(engine.generate(request(max_tokens=50))) as stream:
+        first = await anext(stream)
+        await until_idle(engine)
+        second = await anext(stream)
+    assert len(first.token_ids) + len(second.token_ids) == 50 and second.finish_reason is FinishReason.LENGTH
+
+
+async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several() -> None:
+    runner = GatedRunner(4)
+    async with (
+        running(coalescing=Coalescing(interval_s=60.0, num_tokens=4), runner=runner) as engine,
+        aclosing(engine.generate(request(max_tokens=11))) as stream,
+    ):
+        runner.gate.release()
+        sizes = [len((await anext(stream)).token_ids)]
+        runner.gate.release(10)
+        sizes += [len(delta.token_ids) async for delta in stream]
+    assert sizes[0] == 1 and sum(sizes) == 11
+    assert all(size >= 4 for size in sizes[1:-1])
+
+
+async def test_coalescing_waits_no_longer_than_its_interval() -> None:
+    runner = GatedRunner(4)
+    async with (
+        running(coalescing=Coalescing(interval_s=0.01, num_tokens=1000), runner=runner) as engine,
+        aclosing(engine.generate(request(max_tokens=3))) as stream,
+    ):
+        for _ in range(2):
+            runner.gate.release()
+            async with asyncio.timeout(5):
+                assert len((await anext(stream)).token_ids) == 1
+        runner.gate.release()
+
+
+async def test_closing_a_stream_frees_its_blocks_and_its_neighbours_go_on() -> None:
+    async with running() as engine:
+        neighbour = asyncio.create_task(collect(engine, request("neighbour", max_tokens=100)))
+        async with aclosing(engine.generate(request("gone", max_tokens=100))) as stream:
+            await anext(stream)
+        deltas = await neighbour
+        await until_idle(engine)
+        assert sum(len(delta.token_ids) for delta in deltas) == 100
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+
+
+async def test_streams_dropped_at_random_moments_leave_no_block() -> None:
+    rng = random.Random(7)
+
+    async def drop(engine: AsyncEngine, number: int) -> None:
+        async with aclosing(engine.generate(request(f"r{number}", (1, 2, rng.randrange(9)), max_tokens=60))) as stream:
+            for _ in range(rng.randrange(4)):
+                await anext(stream, None)
+
+    async with running(config(max_queued_requests=5000)) as engine:
+        async with asyncio.TaskGroup() as group:
+            for number in range(2000):
+                group.create_task(drop(engine, number))
+        await until_idle(engine)
+        stats = engine.stats()
+        assert stats.num_free_blocks == stats.num_blocks
+        assert not engine._mailboxes
+
+
+async def test_refusals_are_the_only_delta_of_their_stream() -> None:
+    runner = GatedRunner(4)
+    async with running(config(max_num_seqs=1, max_queued_requests=0), runner=runner) as engine:
+        running_stream = asyncio.create_task(collect(engine, request("runs", max_tokens=2)))
+        await asyncio.to_thread(runner.entered.acquire)
+        overloaded = asyncio.create_task(collect(engine, request("refused")))
+        too_long = asyncio.create_task(collect(engine, request("long", max_tokens=4000)))
+        twin = await collect(engine, request("runs"))
+        await asyncio.sleep(0)  # Both tasks have put their requests into the engine's inbox.
+        runner.gate.release(2)
+        for deltas, error in ((await overloaded, Overloaded), (await too_long, InvalidRequest), (twin, InvalidRequest)):
+            assert len(deltas) == 1 and isinstance(deltas[0].error, error)
+            assert deltas[0].finish_reason is FinishReason.ERROR
+        assert (await running_stream)[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_death_of_the_engine_answers_every_waiting_request() -> None:
+    runner = GatedRunner(4)
+    async with running(config(max_num_seqs=2), runner=runner) as engine:
+        streams = [asyncio.create_task(collect(engine, request(f"r{n}", max_tokens=9))) for n in range(5)]
+        await asyncio.to_thread(runner.entered.acquire)
+        runner.gate.release()
+        await asyncio.to_thread(runner.entered.acquire)
+        runner.fail_on = frozenset(range(97))
+        runner.gate.release(100)
+        for stream in streams:
+            last = (await stream)[-1]
+            assert isinstance(last.error, EngineDead) and last.finish_reason is FinishReason.ERROR
+        (refusal,) = await collect(engine, request("later"))
+        assert isinstance(refusal.error, EngineDead)
+        with pytest.raises(EngineDead, match="the device failed"):
+            engine.check_alive()
+
+
+async def test_drain_ends_when_the_accepted_streams_have() -> None:
+    async with running() as engine:
+        accepted = asyncio.create_task(collect(engine, request("accepted", max_tokens=50)))
+        await asyncio.sleep(0)
+        await asyncio.wait_for(engine.drain(), 10)
+        assert accepted.done() or (await accepted)[-1].finish_reason is FinishReason.LENGTH
+        (refusal,) = await collect(engine, request("new"))
+        assert isinstance(refusal.error, NoReplicaAvailable)
+        assert engine.stats().is_draining
