@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
-from replicas.engine.config import KVPressurePolicy
+from replicas.engine.async_engine import AsyncEngine, Coalescing
+from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.engine import Engine
+from replicas.errors import NoReplicaAvailable
+from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.tokenizer import make_decoder
+from replicas.protocol import (
+    EngineMetrics,
+    GenerateRequest,
+    ModelCard,
+    ReplicaIdentity,
+    ReplicaStats,
+    TokenDelta,
+)
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +58,112 @@ class ReplicaOptions:
     """A stream's deltas after its first are sent at most this often, seconds ..."""
     coalesce_tokens: int = 8
     """... or when this many tokens wait."""
+
+
+class ModelReplica:
+    """Model, engine and streams of one replica; knows nothing of Ray or HTTP.
+
+    Made in any thread (loading blocks), started and used on one event loop.
+    """
+
+    def __init__(self, options: ReplicaOptions, replica_id: str, node_id: str) -> None:
+        started_s = time.monotonic()
+        loaded = load_model(
+            ModelOptions(options.model, options.dtype, options.device, options.max_model_len, options.num_threads)
+        )
+        runner_options = RunnerOptions(
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            kv_cache_bytes=options.kv_cache_bytes,
+            gpu_memory_utilization=options.gpu_memory_utilization,
+        )
+        runner = build_runner(loaded, runner_options)
+        config = _engine_config(options, loaded, runner.num_blocks)
+        warm_up(runner, runner_options)
+        self._card = ModelCard(
+            model_id=options.model,
+            max_model_len=config.max_model_len,
+            vocab_size=loaded.vocab_size,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            max_num_seqs=config.max_num_seqs,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            device=str(loaded.device),
+        )
+        self._coalescing = Coalescing(options.coalesce_interval_s, options.coalesce_tokens)
+        self._engine = Engine(
+            config,
+            runner,
+            lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
+            ReplicaIdentity(replica_id, node_id, os.getpid()),
+        )
+        self._async_engine: AsyncEngine | None = None
+        _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self._card)
+
+    async def start(self) -> None:
+        """Begin to serve on the running event loop."""
+        self._async_engine = AsyncEngine(self._engine, self._coalescing)
+        self._async_engine.start()
+
+    async def stop(self) -> None:
+        """End the engine thread; open streams end with `EngineDead`."""
+        await self._running.stop()
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Deltas of one request; the last has a finish reason, and an `error` if it could not be served.
+
+        Closing the generator aborts the request.
+        """
+        return self._running.generate(request)
+
+    def stats(self) -> ReplicaStats:
+        """The present load."""
+        return self._running.stats()
+
+    def metrics(self) -> EngineMetrics:
+        """Everything the engine counts."""
+        return self._running.metrics()
+
+    def describe(self) -> ModelCard:
+        """What is served, and the limits that were derived."""
+        return self._card
+
+    def check_health(self) -> None:
+        """Do nothing while the engine works.
+
+        Raises:
+            EngineDead: the replica must be replaced.
+        """
+        self._running.check_alive()
+
+    async def drain(self) -> None:
+        """Take no new requests; return when the accepted ones have ended."""
+        await self._running.drain()
+
+    @property
+    def _running(self) -> AsyncEngine:
+        if self._async_engine is None:
+            raise NoReplicaAvailable("the replica has not been started", "model_loading")
+        return self._async_engine
+
+
+def _engine_config(options: ReplicaOptions, loaded: LoadedModel, num_blocks: int) -> EngineConfig:
+    """The engine's limits. Where no `max_model_len` was asked for, a small KV cache may lower the model's."""
+    max_model_len = loaded.max_model_len
+    if options.max_model_len is None:
+        max_model_len = min(max_model_len, num_blocks * options.block_size)
+    return EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_partial_prefills=options.max_num_partial_prefills,
+        enable_prefix_caching=options.enable_prefix_caching,
+        kv_pressure_policy=options.kv_pressure_policy,
+        max_queued_requests=options.max_queued_requests,
+        max_queued_tokens=options.max_queued_tokens,
+        max_starvation_s=options.max_starvation_s,
+        eos_token_ids=loaded.eos_token_ids,
+    )
