@@ -168,9 +168,7 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench(arguments.model, arguments.dtype, arguments.threads)
     bench.prefill_alone(BUDGETS[0])
-    print(
-        f"{NUM_DECODING} decodes, a prompt of {bench.long_prompt_tokens} tokens; milliseconds, {arguments.rounds} rounds"
-    )
+    print(f"{NUM_DECODING} decodes, a prompt of {bench.long_prompt_tokens} tokens; ms, {arguments.rounds} rounds")
     print("budget  calm p50/p99   beside p50/p99  ratio  chunk p50/p99  kept  prefill alone/beside  slowdown")
     results = []
     for budget in BUDGETS:
