@@ -1,0 +1,127 @@
+"""The seam between transformers' model code and whatever computes attention.
+
+A model loaded with `attn_implementation=ATTENTION_NAME` calls `attention_forward` once per layer. That
+function hands the call to the context its own model is running under: a probe while loading, one
+step's attention over the paged cache while serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION_NAME = "headway_paged"
+_PORT_ATTRIBUTE = "headway_attention_port"
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a layer turns products of queries and keys into scores, beside the causal order."""
+
+    scale: float
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[num_query_heads]: one more score per head that takes part in the softmax and has no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asks for, for the `num_tokens` tokens of a flat batch."""
+
+    layer: int
+    query: Tensor
+    """[num_tokens, num_query_heads, key_size]; strides are arbitrary."""
+    key: Tensor
+    """[num_tokens, num_kv_heads, key_size]"""
+    value: Tensor
+    """[num_tokens, num_kv_heads, value_size]"""
+    scoring: Scoring
+    window: int | None
+    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    extras: frozenset[str]
+    """Names of other arguments that transformers gave a value."""
+
+
+class AttentionContext(Protocol):
+    """Computes the attention of the forward pass that is running."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attention output, [num_tokens, num_query_heads, value_size]."""
+        ...
+
+
+class AttentionPort:
+    """Where the attention layers of one model find their context; several models can live in one process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._context: AttentionContext | None = None
+        for module in model.modules():
+            setattr(module, _PORT_ATTRIBUTE, self)
+
+    @contextmanager
+    def using(self, context: AttentionContext) -> Iterator[None]:
+        """Give the model's attention calls to `context` meanwhile."""
+        assert self._context is None, "a model runs one forward pass at a time"
+        self._context = context
+        try:
+            yield
+        finally:
+            self._context = None
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Pass a call on to the current context."""
+        assert self._context is not None, "attention was called outside `using`"
+        return self._context.attend(call)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **extras: object,
+) -> tuple[Tensor, None]:
+    """The function transformers calls: query, key and value are [1, num_heads, num_tokens, head_size].
+
+    Returns [1, num_tokens, num_query_heads, value_size] and no attention weights.
+    """
+    call = AttentionCall(
+        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        query=query[0].transpose(0, 1),
+        key=key[0].transpose(0, 1),
+        value=value[0].transpose(0, 1),
+        scoring=Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap or None, s_aux),
+        window=sliding_window or None,
+        extras=_given(module, attention_mask, extras),
+    )
+    port: AttentionPort = getattr(module, _PORT_ATTRIBUTE)
+    return port.attend(call)[None], None
+
+
+def register_attention() -> None:
+    """Make `ATTENTION_NAME` known to transformers; repeating it changes nothing.
+
+    No mask function is registered under the name, so that transformers builds no mask.
+    """
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+def _given(module: nn.Module, attention_mask: Tensor | None, extras: dict[str, object]) -> frozenset[str]:
+    names = {name for name, value in extras.items() if isinstance(value, torch.Tensor) or value}
+    if extras.get("is_causal", getattr(module, "is_causal", True)) is False:
+        names.add("is_causal=False")
+    if attention_mask is not None:
+        names.add("attention_mask")
+    return frozenset(names)

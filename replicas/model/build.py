@@ -1,0 +1,80 @@
+"""A runner whose KV cache fits the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from replicas.engine.batch import ScheduledBatch
+from replicas.model.errors import ModelLoadError
+from replicas.model.kv_cache import KVCache, bytes_per_block
+from replicas.model.loader import LoadedModel
+from replicas.model.runner import TorchModelRunner
+from replicas.model.scratch import scratch_batches, scratch_item
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Sizes of one runner."""
+
+    block_size: int = 16
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    kv_cache_bytes: int = 512 * 2**20
+    """Size of the KV cache on CPU."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the device's memory for weights, activations and KV cache together, on CUDA."""
+
+
+def build_runner(loaded: LoadedModel, options: RunnerOptions) -> TorchModelRunner:
+    """A runner for `loaded` with as many KV blocks as `options` allow.
+
+    Raises:
+        ModelLoadError: not even one block fits.
+    """
+    block_bytes = bytes_per_block(loaded.layers, options.block_size, loaded.dtype)
+    if loaded.device.type == "cuda":
+        available = _available_cuda_bytes(loaded, options)
+        limit = f"gpu_memory_utilization ({options.gpu_memory_utilization}) leaves {available} bytes"
+    else:
+        available = options.kv_cache_bytes
+        limit = f"kv_cache_bytes is {available}"
+    num_blocks = available // block_bytes - 1  # One more is scratch.
+    if num_blocks < 1:
+        raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
+    return TorchModelRunner(loaded, _cache(loaded, options, num_blocks))
+
+
+def warm_up(runner: TorchModelRunner, options: RunnerOptions) -> None:
+    """Run a prefill and decodes of the common sizes in the scratch block, so that no request pays for a first run."""
+    decode = scratch_item(options.block_size, 1, options.block_size)
+    prefill = scratch_item(0, options.max_num_batched_tokens, options.block_size)
+    _run(runner, [ScheduledBatch((decode,) * size) for size in (1, options.max_num_seqs)])
+    _run(runner, [ScheduledBatch((prefill,))])
+
+
+def _available_cuda_bytes(loaded: LoadedModel, options: RunnerOptions) -> int:
+    """Memory that the largest steps leave, measured by running them over a cache of the scratch block alone."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(loaded.device)
+    runner = TorchModelRunner(loaded, _cache(loaded, options, num_blocks=0))
+    sizes = (options.max_num_seqs, options.max_num_batched_tokens, loaded.max_model_len, options.block_size)
+    _run(runner, scratch_batches(*sizes))
+    torch.cuda.synchronize(loaded.device)
+    peak = torch.cuda.max_memory_allocated(loaded.device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(loaded.device)
+    # What other processes, and CUDA itself in this one, hold.
+    foreign = total - free - torch.cuda.memory_reserved(loaded.device)
+    return int(total * options.gpu_memory_utilization) - peak - foreign
+
+
+def _cache(loaded: LoadedModel, options: RunnerOptions, num_blocks: int) -> KVCache:
+    return KVCache(loaded.layers, num_blocks, options.block_size, loaded.dtype, loaded.device)
+
+
+def _run(runner: TorchModelRunner, batches: Iterable[ScheduledBatch]) -> None:
+    for batch in batches:
+        runner.execute(batch)

@@ -1,0 +1,139 @@
+"""Drawing one token per row from its distribution, with one uniform number per row.
+
+Every row is computed on its own, in the same way whatever other rows are there. Weights are
+exp((logit - largest logit) / temperature), so the likeliest token weighs 1; sums are float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replicas.protocol import SamplingParams
+
+# A full sort of the vocabulary costs 30 times as much as finding this many likeliest tokens, which nearly always hold
+# everything that top-k, top-p or min-p keep.
+NUM_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Parameters of the rows to draw for, tensors [num_rows, 1] float64."""
+
+    uniform: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor
+    """Infinite where a row sets none."""
+    needs_total: bool
+    """Whether some row's top-p is a share of the whole vocabulary."""
+
+    def select(self, rows: Tensor) -> Draws:
+        """The parameters of `rows` [n] int64."""
+        return Draws(
+            self.uniform[rows],
+            self.temperature[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.top_k[rows],
+            self.needs_total,
+        )
+
+
+def build_draws(params: Items[SamplingParams], uniforms: Items[float], vocab_size: int, device: torch.device) -> Draws:
+    """One host-to-device copy for all parameters."""
+    rows = [
+        (number, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
+        for row, number in zip(params, uniforms, strict=True)
+    ]
+    columns = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)[:, :, None]
+    needs_total = any(row.top_p < 1.0 and not _is_restricted(row, vocab_size) for row in params)
+    uniform, temperature, top_p, min_p, top_k = columns.unbind(dim=1)
+    return Draws(uniform, temperature, top_p, min_p, top_k, needs_total)
+
+
+def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether some tokens are left out before drawing."""
+    return params.top_p < 1.0 or _is_restricted(params, vocab_size)
+
+
+def _is_restricted(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether tokens are left out before top-p is applied."""
+    return params.min_p > 0.0 or _top_k(params, vocab_size) < math.inf
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> float:
+    return math.inf if params.top_k is None or params.top_k >= vocab_size else params.top_k
+
+
+def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
+    """Token ids [num_rows] drawn from the whole distributions of logits [num_rows, vocab_size] float32."""
+    peak = logits.amax(dim=-1, keepdim=True)
+    weights = torch.exp((logits - peak) / draws.temperature.float())
+    return _invert(weights.cumsum(dim=-1, dtype=torch.float64), draws.uniform)
+
+
+def draw_from_kept(logits: Tensor, draws: Draws) -> Tensor:
+    """Token ids [num_rows] drawn from what min-p, top-k, then top-p keep of logits [num_rows, vocab_size] float32."""
+    total = _total_weights(logits, draws)
+    values, token_ids = _likeliest(logits, min(NUM_CANDIDATES, logits.shape[1]))
+    tokens, fits = _draw_from_sorted(values, token_ids, total, draws)
+    if values.shape[1] == logits.shape[1] or bool(fits.all()):
+        return tokens
+    rows = (~fits).nonzero()[:, 0]
+    values, token_ids = logits[rows].sort(dim=-1, descending=True, stable=True)
+    tokens[rows], _ = _draw_from_sorted(values, token_ids, total[rows], draws.select(rows))
+    return tokens
+
+
+def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits and their ids [num_rows, count]; largest first, equal ones by id."""
+    token_ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+    values, order = logits.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
+    return values, token_ids.gather(1, order)
+
+
+def _total_weights(logits: Tensor, draws: Draws) -> Tensor:
+    """Weight of the whole vocabulary, [num_rows, 1] float64; zeros where no row needs it."""
+    if not draws.needs_total:
+        return torch.zeros_like(draws.uniform)
+    peak = logits.amax(dim=-1, keepdim=True)
+    return torch.exp((logits - peak) / draws.temperature.float()).sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+
+def _draw_from_sorted(values: Tensor, token_ids: Tensor, total: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+    """Draw among the likeliest tokens of each row.
+
+    Args:
+        values: [num_rows, count] float32, largest first.
+        token_ids: [num_rows, count]
+        total: [num_rows, 1] float64, weight of the whole vocabulary.
+        draws: the rows' parameters.
+
+    Returns:
+        Token ids [num_rows], and whether all that the row keeps was certainly among its `count` tokens.
+    """
+    weights = torch.exp((values - values[:, :1]).double() / draws.temperature)
+    rank = torch.arange(values.shape[1], device=values.device)
+    eligible = (weights >= draws.min_p) & (rank < draws.top_k)
+    weights = weights * eligible
+    cumulative = weights.cumsum(dim=-1)
+    # top-p is a share of what min-p and top-k left.
+    is_restricted = (draws.min_p > 0) | (draws.top_k < math.inf)
+    left = torch.where(is_restricted, cumulative[:, -1:], total)
+    kept = eligible & (cumulative - weights < draws.top_p * left)
+    fits = ~torch.where(is_restricted, eligible[:, -1:], kept[:, -1:])
+    index = _invert((weights * kept).cumsum(dim=-1), draws.uniform)
+    return token_ids.gather(1, index[:, None])[:, 0], fits[:, 0]
+
+
+def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
+    """Index [num_rows] of the first entry of [num_rows, count] that exceeds its row's share `uniform` of the last."""
+    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+    # Rows that are not numbers are refused elsewhere; their index must merely exist.
+    return index.clamp(max=cumulative.shape[1] - 1)

@@ -1,0 +1,47 @@
+"""Choosing the device and the number format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from replicas.model.errors import ModelLoadError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `name` (auto, cpu or cuda) means here; auto is cuda where there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ModelLoadError(f"device is {name!r}; it must be auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError("device is 'cuda', but torch finds no CUDA device here")
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> torch.dtype:
+    """The dtype that `name` means on `device`; auto is bfloat16 where the hardware computes it natively."""
+    if name != "auto":
+        if name not in _DTYPES:
+            raise ModelLoadError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device)[0] >= 8
+    else:
+        native = bool(_NATIVE_BFLOAT16_FLAGS & _cpu_flags(cpu_info))
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_flags(cpu_info: Path) -> frozenset[str]:
+    """The processor's feature flags; none where the system does not list them."""
+    if not cpu_info.exists():
+        return frozenset()
+    for line in cpu_info.read_text().splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()

@@ -1,0 +1,30 @@
+"""Work that touches no sequence's memory: for warming up and for measuring what a step needs."""
+
+from __future__ import annotations
+
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.protocol import GenerateRequest, SamplingParams
+
+
+def scratch_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequence:
+    """An item that computes positions [start, start + num_tokens) in the scratch block and samples at random."""
+    end = start + num_tokens
+    params = SamplingParams(max_tokens=1, top_p=0.9)
+    sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, number=0)
+    sequence.block_table = [0] * -(-end // block_size)
+    return ScheduledSequence(sequence, start, num_tokens)
+
+
+def scratch_batches(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+) -> list[ScheduledBatch]:
+    """The largest steps: one long prefill, many prefills, and decodes at full length."""
+    longest = min(max_num_batched_tokens, max_model_len)
+    share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
+    prefill = scratch_item(max_model_len - longest, longest, block_size)
+    return [
+        ScheduledBatch((prefill,)),
+        ScheduledBatch((scratch_item(0, share, block_size),) * max_num_seqs),
+        ScheduledBatch((scratch_item(max_model_len - 1, 1, block_size),) * max_num_seqs),
+    ]

@@ -1,0 +1,162 @@
+"""Tiny random checkpoints of every architecture, written to disk as a user would have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
+
+VOCAB_SIZE = 512
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+_WITHOUT_KV_HEADS = {name: value for name, value in _COMMON.items() if name != "num_key_value_heads"}
+_GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}
+_OPT = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "word_embed_proj_dim": 64,
+}  # fmt: skip
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+def _with(**changes: Any) -> dict[str, Any]:
+    return {**_COMMON, **changes}
+
+
+# Names are model types, with a suffix where one type appears in several forms. Windows of 24 tokens are shorter than
+# most test prompts and no multiple of the block size.
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _with(),
+    "mistral-window": _with(sliding_window=24),
+    "qwen2": _with(),
+    "qwen2-window": _with(use_sliding_window=True, sliding_window=24, max_window_layers=1),
+    "qwen3": _with(head_dim=32),
+    "gemma": _with(head_dim=32),
+    "gemma2-window": _with(head_dim=32, sliding_window=24, attn_logit_softcapping=5.0),
+    "gemma3_text-window": _with(head_dim=32, sliding_window=24, sliding_window_pattern=2),
+    "phi": _with(),
+    "phi3": _with(pad_token_id=0),
+    "phi3-window": _with(sliding_window=24, pad_token_id=0),
+    "gpt2": _GPT2,
+    "gpt_neox": _WITHOUT_KV_HEADS,
+    "opt": _OPT,
+    "olmo": _with(),
+    "olmo2": _with(),
+    "olmo3-window": _with(sliding_window=24),
+    "granite": _with(logits_scaling=4.0, attention_multiplier=0.1),
+    "starcoder2-window": _with(sliding_window=24),
+    "stablelm": _with(),
+    "cohere": _with(),
+    "cohere2-window": _with(sliding_window=24),
+    "smollm3": _with(),
+    "glm": _with(head_dim=16),
+    "glm4": _with(head_dim=16),
+    "exaone4-window": _with(sliding_window=24),
+    "ernie4_5": _with(),
+    "nemotron": _with(),
+    "helium": _with(head_dim=16),
+    "seed_oss": _with(head_dim=16),
+    "apertus": _with(),
+    "mixtral": _with(num_local_experts=4),
+    "qwen2_moe": _with(**_EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": _with(**_EXPERTS, head_dim=16),
+    "olmoe": _with(num_experts=4, num_experts_per_tok=2),
+    "gpt_oss-window": _with(head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=24),
+    "deepseek_v2": _with(**_LATENT, q_lora_rank=None),
+    "deepseek_v3": _with(**_LATENT, q_lora_rank=48),
+}
+
+# What the engine refuses, with words of the reason.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": (
+        _with(
+            **_EXPERTS, head_dim=32, shared_expert_intermediate_size=32, num_hidden_layers=4, linear_num_value_heads=4,
+            linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+        ),
+        "linear_attention",
+    ),
+    "mamba": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2}, "linear_attention|interface"),
+    "bloom": ({"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "interface"),
+    "mpt": ({"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4}, "flat batch"),
+    "falcon": (
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, "interface",
+    ),
+    "gptj": ({**_GPT2, "rotary_dim": 8}, "interface"),
+    "t5": ({"vocab_size": VOCAB_SIZE, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16}, "encoder-decoder"),
+    "falcon_h1": (_with(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16), "layers"),
+}  # fmt: skip
+
+
+def tiny_config(architecture: str) -> PretrainedConfig:
+    """The config of one of `ARCHITECTURES`. Weights are large enough that random output varies, and untied."""
+    return _config(architecture.partition("-")[0], ARCHITECTURES[architecture])
+
+
+def write_checkpoint(
+    path: Path, architecture: str = "llama", with_tokenizer: bool = True, seed: int = 0, **changes: Any
+) -> Path:
+    """Write a tiny random model (float32 safetensors) into `path`; `changes` replace fields of its config."""
+    config = tiny_config(architecture)
+    config.update(changes)
+    _write_weights(path, config, seed)
+    if with_tokenizer:
+        tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def write_refused_checkpoint(path: Path, model_type: str) -> Path:
+    """Write a tiny random model of one of the `REFUSED` types."""
+    _write_weights(path, _config(model_type, REFUSED[model_type][0]), seed=0)
+    return path
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of at most `VOCAB_SIZE` entries, complete for any text, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<bos>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        ["the quick brown fox jumps over the lazy dog, and then some more of it"] * 8, trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}",
+    )
+
+
+def _config(model_type: str, fields: dict[str, Any]) -> PretrainedConfig:
+    defaults = {"bos_token_id": 1, "eos_token_id": None, "tie_word_embeddings": False, "initializer_range": 0.15}
+    return CONFIG_MAPPING[model_type](**{"pad_token_id": 0, **defaults, **fields})
+
+
+def _write_weights(path: Path, config: PretrainedConfig, seed: int) -> None:
+    torch.manual_seed(seed)
+    auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto_class.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(path)
