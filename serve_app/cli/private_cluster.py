@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import shutil
 import socket
 import sys
@@ -34,8 +35,9 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
     daemons also end when this process is killed outright.
     """
     _adopt_orphans()
-    # Short, because Ray keeps sockets below it and their paths are limited to 107 characters.
-    folder = tempfile.mkdtemp(prefix="headway-", dir="/tmp" if os.path.isdir("/tmp") else None)
+    # Short: Ray and HAProxy keep sockets below it (HAProxy's in a folder with a name of 64 characters),
+    # and HAProxy takes no socket path longer than 97.
+    folder = tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None)
     os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
     if throughput_profile:
         os.environ.update(_throughput_environment(folder))
@@ -86,19 +88,25 @@ def _adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def _haproxy_connections() -> int:
+    """As many connections as the limit on open files allows HAProxy, which needs 2.5 for each."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 16384 if hard == resource.RLIM_INFINITY else min(16384, hard // 3)
+
+
 def _throughput_environment(folder: str) -> Mapping[str, str]:
     """HAProxy in front and one event loop per replica; HAProxy's fixed ports and files made our own."""
-    haproxy = os.path.join(folder, "haproxy")
-    os.makedirs(haproxy)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_MAXCONN": "16384",
+        # How long a replica that stops goes on listening; HAProxy has forgotten it within a second (default 30 s).
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_haproxy_connections()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port("")),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port("")),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": os.path.join(haproxy, "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": os.path.join(haproxy, "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": os.path.join(haproxy, "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": haproxy,
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": os.path.join(haproxy, "server-state"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": os.path.join(folder, "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": os.path.join(folder, "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": os.path.join(folder, "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": os.path.join(folder, "server-state"),
     }

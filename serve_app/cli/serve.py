@@ -172,5 +172,8 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code=code)
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(serve)
+
 if __name__ == "__main__":
-    typer.run(serve)
+    app()

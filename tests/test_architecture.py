@@ -1,0 +1,196 @@
+"""DESIGN.md's import table: a module imports only from lower rows, and the pure ones run without Ray or torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("serve_app", "router", "replicas")
+
+# A module's row, and its place within the row, are those of the longest prefix that names it. It may import
+# whatever stands lower, and the other modules of its own prefix.
+ROWS = {
+    "serve_app.cli": (8, 0),
+    "serve_app.app": (7, 0),
+    "serve_app.ingress": (6, 1),
+    "serve_app.endpoints": (6, 0),
+    "router.serve_router": (6, 0),
+    "serve_app.openai": (5, 2),
+    "serve_app.auth": (5, 1),
+    "serve_app.errors": (5, 0),
+    "serve_app.metrics": (5, 0),
+    "serve_app.config": (5, 0),
+    "router.dispatch": (4, 0),
+    "replicas.model_replica": (4, 0),
+    "router.policy": (3, 0),
+    "router.load_table": (3, 0),
+    "replicas.engine.async_engine": (3, 0),
+    "replicas.model": (3, 0),
+    "router.types": (2, 0),
+    "replicas.engine.engine": (2, 0),
+    "replicas.engine.scheduler": (1, 3),
+    "replicas.engine.detokenizer": (1, 3),
+    "replicas.engine.block_manager": (1, 2),
+    "replicas.engine.stopping": (1, 2),
+    "replicas.engine.stats": (1, 2),
+    "replicas.engine.step_plan": (1, 2),
+    "replicas.engine.waiting_queue": (1, 2),
+    "replicas.engine.batch": (1, 1),
+    "replicas.engine.sequence": (1, 0),
+    "replicas.engine.config": (1, 0),
+    "replicas.engine.clock": (1, 0),
+    "replicas.protocol": (0, 1),
+    "replicas.errors": (0, 0),
+    "replicas.block_hash": (0, 0),
+}
+# Scripts that nothing imports.
+APART = ("replicas.demo",)
+
+# Prefixes of the project's modules that a part may see; a part that is not listed is bound by the rows alone.
+VISIBLE = {
+    "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
+    "replicas": ("replicas",),
+    "replicas.engine": ("replicas.engine", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
+    "replicas.model": (
+        "replicas.model",
+        "replicas.engine.batch",
+        "replicas.engine.config",
+        "replicas.engine.sequence",
+        "replicas.protocol",
+        "replicas.errors",
+    ),
+}
+
+# Third-party packages, and the only modules that may import them.
+CONFINED = {
+    "ray": ("serve_app.app", "serve_app.cli", "router.serve_router"),
+    "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.app"),
+    "transformers": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app"),
+    "fastapi": ("serve_app",),
+    "starlette": ("serve_app",),
+    "pydantic": ("serve_app",),
+}
+STDLIB_ONLY = (
+    "replicas.engine",
+    "replicas.protocol",
+    "replicas.errors",
+    "replicas.block_hash",
+    "router.types",
+    "router.policy",
+    "router.load_table",
+    "router.dispatch",
+)
+
+
+def is_in(module: str, prefixes: tuple[str, ...]) -> bool:
+    return any(module == prefix or module.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def module_files() -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+FILES = module_files()
+
+
+def is_package_root(module: str) -> bool:
+    """Whether a module is the (empty) `__init__` of a package that has no row of its own."""
+    return module in FILES and FILES[module].name == "__init__.py" and module not in ROWS
+
+
+def imports(module: str) -> Iterator[str]:
+    """Absolute names of what a module imports; `from package import module` counts as the module."""
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import; write absolute ones"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in FILES else node.module
+
+
+def own_imports(module: str) -> list[str]:
+    return [name for name in imports(module) if name.split(".")[0] in PACKAGES]
+
+
+def part(module: str) -> str:
+    """The prefix in ROWS that a module belongs to."""
+    prefix = max((prefix for prefix in ROWS if is_in(module, (prefix,))), key=len, default=None)
+    assert prefix is not None, f"{module} is in no row; give it one in ROWS"
+    return prefix
+
+
+CHECKED = [module for module in FILES if not is_in(module, APART) and not is_package_root(module)]
+
+
+@pytest.mark.parametrize("module", CHECKED)
+def test_a_module_imports_only_from_lower_rows(module: str) -> None:
+    mine = part(module)
+    for imported in own_imports(module):
+        if not is_package_root(imported) and part(imported) != mine:
+            assert ROWS[part(imported)] < ROWS[mine], f"{module} {ROWS[mine]} imports {imported} {ROWS[part(imported)]}"
+
+
+@pytest.mark.parametrize("module", CHECKED)
+def test_a_part_sees_only_what_the_table_lists(module: str) -> None:
+    for prefix, visible in VISIBLE.items():
+        if is_in(module, (prefix,)) and module != "replicas.model_replica":
+            hidden = [name for name in own_imports(module) if name != prefix and not is_in(name, visible)]
+            assert not hidden, f"{module} must not import {hidden}"
+
+
+@pytest.mark.parametrize("module", CHECKED)
+def test_libraries_stay_where_they_belong(module: str) -> None:
+    for library, allowed in CONFINED.items():
+        if not is_in(module, allowed):
+            assert not any(is_in(name, (library,)) for name in imports(module)), f"{module} must not import {library}"
+
+
+@pytest.mark.parametrize("module", [module for module in CHECKED if is_in(module, STDLIB_ONLY)])
+def test_pure_modules_import_only_the_standard_library(module: str) -> None:
+    foreign = [
+        name
+        for name in imports(module)
+        if name.split(".")[0] not in sys.stdlib_module_names and name.split(".")[0] not in PACKAGES
+    ]
+    assert not foreign, f"{module} must not import {foreign}"
+
+
+def test_no_import_cycles() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"import cycle: {' -> '.join([*path, module])}"
+        if module not in done:
+            for imported in own_imports(module):
+                if imported != module and imported in FILES:
+                    visit(imported, (*path, module))
+            done.add(module)
+
+    for module in FILES:
+        visit(module, ())
+
+
+def test_pure_modules_import_without_ray_or_torch() -> None:
+    pure = [module for module in CHECKED if is_in(module, STDLIB_ONLY)]
+    blocked = ("ray", "torch", "transformers", "fastapi", "pydantic", "numpy")
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
+        f"for name in {pure!r}: importlib.import_module(name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
