@@ -1,0 +1,73 @@
+"""POST /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.auth import Authenticator
+from serve_app.endpoints.connection import read_body, while_connected
+from serve_app.endpoints.event_stream import EventStream
+from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.settings import IngressSettings
+from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from serve_app.openai.parsing import parse_body, parse_json
+from serve_app.openai.schema import ChatBody, CompletionBody
+from serve_app.openai.service import CompletionService, Generation
+from serve_app.openai.urgency import hints_from
+from serve_app.openai.validation import Caller
+
+
+class CompletionEndpoints:
+    """Chat and text completions, streamed or whole; when the client leaves, its sequences are aborted."""
+
+    def __init__(self, settings: IngressSettings, authenticator: Authenticator, service: CompletionService) -> None:
+        self._settings = settings
+        self._authenticator = authenticator
+        self._service = service
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places."""
+        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/completions", self.completion, methods=["POST"], response_model=None)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        caller = self._caller(request)
+        fields = parse_json(await read_body(request, self._settings))
+        body = parse_body(ChatBody, fields, CHAT_NEUTRAL)
+        generation = await while_connected(request.receive, self._service.chat(body, caller))
+        return await self._respond(request, generation, caller)
+
+    async def completion(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        caller = self._caller(request)
+        fields = parse_json(await read_body(request, self._settings))
+        body = parse_body(CompletionBody, fields, COMPLETION_NEUTRAL)
+        generation = await while_connected(request.receive, self._service.completion(body, caller))
+        return await self._respond(request, generation, caller)
+
+    def _caller(self, request: Request) -> Caller:
+        exchange = exchange_of(request)
+        return Caller(
+            request_id=exchange.sequence_id,
+            arrival_unix_s=exchange.arrival_unix_s,
+            principal=self._authenticator.authenticate(request.headers),
+            hints=hints_from(request.headers),
+        )
+
+    async def _respond(self, request: Request, generation: Generation, caller: Caller) -> Response:
+        exchange = exchange_of(request)
+        exchange.generation = generation
+        if generation.body.stream:
+            # Half the client's patience, so that something has arrived before it runs out.
+            patience_s = caller.hints.patience_s or float("inf")
+            header_wait_s = min(self._settings.max_header_wait_s, patience_s / 2)
+            keep_alive_s = min(self._settings.keep_alive_s, patience_s / 2)
+            return EventStream(self._service, generation, exchange, header_wait_s, keep_alive_s)
+        reply = await while_connected(request.receive, self._service.answer(generation))
+        replica_id = generation.progress.replica_id
+        headers = {} if replica_id is None else {"x-model-replica": replica_id}
+        return Response(to_json(reply), headers=headers, media_type="application/json")

@@ -1,0 +1,195 @@
+"""One HTTP exchange: its id, its log lines, its metrics, and an answer whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic_core import to_json
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.errors import ErrorReply, is_foreseen, reply_to
+from serve_app.metrics import HttpMetrics
+from serve_app.openai.service import Generation
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED = 499
+"""The status of requests whose client went away; it is only ever logged."""
+
+_SCOPE_KEY = "headway.exchange"
+_PRINTABLE = re.compile(r"[\x21-\x7e]{1,128}")
+_QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
+"""Polled all the time: logged at debug level only."""
+
+
+@dataclass(slots=True)
+class Exchange:
+    """A request and what becomes of it; one task owns it."""
+
+    request_id: str
+    """The client's, if it sent a usable one."""
+    sequence_id: str
+    """Ours, and unique, which a client's need not be: what is generated is named after it."""
+    method: str
+    path: str
+    arrival_unix_s: float
+    started_s: float
+    """Monotonic."""
+    status: int = 0
+    """0 until the response has begun."""
+    response_bytes: int = 0
+    headers_s: float | None = None
+    """When the response began, monotonic."""
+    generation: Generation | None = None
+    """What was generated, if it came so far."""
+    error: ErrorReply | None = None
+    """What the client was told instead of, or at the end of, an answer."""
+
+    def describe(self, now_s: float) -> dict[str, object]:
+        """The fields of the line that is logged when the exchange ends."""
+        fields: dict[str, object] = {
+            "request_id": self.request_id,
+            "http_method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "duration_s": round(now_s - self.started_s, 6),
+            "headers_after_s": None if self.headers_s is None else round(self.headers_s - self.started_s, 6),
+            "response_bytes": self.response_bytes,
+            "error_code": None if self.error is None else self.error.code,
+        }
+        if self.generation is not None:
+            first, progress = self.generation.requests[0], self.generation.progress
+            fields |= {
+                "response_id": self.generation.id,
+                "stream": self.generation.body.stream,
+                "num_sequences": len(self.generation.requests),
+                "tenant": first.tenant,
+                "band": first.band.name.lower(),
+                "replica_id": progress.replica_id,
+                "finish_reasons": progress.finish_reasons,
+                "prompt_tokens": progress.prompt_tokens,
+                "cached_tokens": progress.cached_tokens,
+                "completion_tokens": progress.completion_tokens,
+            }
+        return fields
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The exchange that `ExchangeMiddleware` has opened for a request."""
+    exchange: Exchange = request.scope[_SCOPE_KEY]
+    return exchange
+
+
+def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
+    """What the client is told of `error`, noted in the exchange; an error nobody foresaw is logged in full."""
+    if not is_foreseen(error):
+        logger.error("request failed", extra={"request_id": exchange.request_id}, exc_info=error)
+    exchange.error = reply_to(error, exchange.request_id)
+    return exchange.error
+
+
+def error_response(exchange: Exchange, error: BaseException) -> Response:
+    """The error object for `error` as a response."""
+    reply = fail(exchange, error)
+    return Response(to_json(reply.body), reply.status, dict(reply.headers), "application/json")
+
+
+class ExchangeMiddleware:
+    """Opens an exchange for every request, and closes it with a log line, metrics and, if all else failed, a 500."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: HttpMetrics,
+        server_sets_request_id: bool,
+        clock: Callable[[], float],
+        unix_clock: Callable[[], float],
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._server_sets_request_id = server_sets_request_id
+        self._clock = clock
+        self._unix_clock = unix_clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on and see it through."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        exchange = self._open(scope, headers)
+        scope[_SCOPE_KEY] = exchange
+        response_send = self._watch(exchange, headers, send)
+        try:
+            await self._app(scope, receive, response_send)
+        except asyncio.CancelledError:
+            exchange.status = CLIENT_CLOSED
+            raise
+        except Exception as error:
+            if exchange.status:
+                raise  # the server must cut the connection, or half an answer would look whole
+            response = error_response(exchange, error)
+            await response(scope, receive, response_send)
+        finally:
+            self._close(exchange, scope, headers)
+
+    def _open(self, scope: Scope, headers: Headers) -> Exchange:
+        given = headers.get("x-request-id", "")
+        sequence_id = uuid.uuid4().hex
+        exchange = Exchange(
+            request_id=given if _PRINTABLE.fullmatch(given) else sequence_id,
+            sequence_id=sequence_id,
+            method=scope["method"],
+            path=scope["path"],
+            arrival_unix_s=self._unix_clock(),
+            started_s=self._clock(),
+        )
+        fields = {"request_id": exchange.request_id, "http_method": exchange.method, "path": exchange.path}
+        logger.log(_log_level(exchange), "request started", extra=fields)
+        return exchange
+
+    def _watch(self, exchange: Exchange, request_headers: Headers, send: Send) -> Send:
+        """`send`, which completes the headers and notes what goes through it."""
+        is_announced = self._server_sets_request_id and request_headers.get("x-request-id") == exchange.request_id
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status, exchange.headers_s = message["status"], self._clock()
+                headers = MutableHeaders(scope=message)
+                if not is_announced:
+                    headers["x-request-id"] = exchange.request_id
+                headers["openai-processing-ms"] = str(round((exchange.headers_s - exchange.started_s) * 1000))
+            elif message["type"] == "http.response.body":
+                exchange.response_bytes += len(message.get("body", b""))
+            await send(message)
+
+        return watched
+
+    def _close(self, exchange: Exchange, scope: Scope, headers: Headers) -> None:
+        now_s = self._clock()
+        self._metrics.observe(
+            handler=getattr(scope.get("route"), "path", "none"),
+            method=exchange.method,
+            status=exchange.status,
+            duration_s=now_s - exchange.started_s,
+            request_bytes=_content_length(headers),
+            response_bytes=exchange.response_bytes,
+        )
+        logger.log(_log_level(exchange), "request finished", extra=exchange.describe(now_s))
+
+
+def _log_level(exchange: Exchange) -> int:
+    return logging.DEBUG if exchange.path in _QUIET_HANDLERS else logging.INFO
+
+
+def _content_length(headers: Headers) -> int:
+    length = headers.get("content-length", "")
+    return int(length) if length.isascii() and length.isdigit() else 0

@@ -1,0 +1,113 @@
+"""The model that is served, and its tokenizer: GET /v1/models, POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.auth import Authenticator
+from serve_app.endpoints.connection import read_body
+from serve_app.endpoints.settings import IngressSettings
+from serve_app.openai.chat import PromptTokenizer
+from serve_app.openai.dispatcher import KnownModel
+from serve_app.openai.neutral import TOKENIZE_NEUTRAL
+from serve_app.openai.parsing import parse_body, parse_json
+from serve_app.openai.reply import JsonObject
+from serve_app.openai.schema import DetokenizeBody, TokenizeBody
+from serve_app.openai.validation import check_model, check_token_ids
+
+
+class ModelEndpoints:
+    """What is served, and what its tokenizer makes of text."""
+
+    def __init__(
+        self,
+        settings: IngressSettings,
+        authenticator: Authenticator,
+        model: KnownModel,
+        tokenizer: PromptTokenizer,
+        created_unix_s: float,
+    ) -> None:
+        """`created_unix_s` is what /v1/models gives as the model's age: when this process began to serve it."""
+        self._settings = settings
+        self._authenticator = authenticator
+        self._model = model
+        self._tokenizer = tokenizer
+        self._created_unix_s = created_unix_s
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places."""
+        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
+        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
+        app.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        self._authenticator.authenticate(request.headers)
+        return _json({"object": "list", "data": [await self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}."""
+        self._authenticator.authenticate(request.headers)
+        check_model(request.path_params["model_id"], self._model.name)
+        return _json(await self._card())
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: of a prompt or of messages."""
+        self._authenticator.authenticate(request.headers)
+        fields = parse_json(await read_body(request, self._settings))
+        body = parse_body(TokenizeBody, fields, TOKENIZE_NEUTRAL)
+        check_model(body.model, self._model.name)
+        card = await self._model.card()
+        token_ids = await self._token_ids(body)
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": card.max_model_len,
+                "tokens": token_ids,
+                "token_strs": self._tokenizer.token_strings(token_ids) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        self._authenticator.authenticate(request.headers)
+        fields = parse_json(await read_body(request, self._settings))
+        body = parse_body(DetokenizeBody, fields, {})
+        check_model(body.model, self._model.name)
+        card = await self._model.card()
+        check_token_ids("tokens", body.tokens, card.vocab_size)
+        return _json({"prompt": await self._tokenizer.decode(body.tokens)})
+
+    async def _token_ids(self, body: TokenizeBody) -> tuple[int, ...]:
+        if body.messages is not None:
+            prompt = await self._tokenizer.encode_chat(
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                add_special_tokens=body.add_special_tokens is True,
+            )
+        else:
+            texts = [] if body.prompt is None else [body.prompt]
+            (prompt,) = await self._tokenizer.encode_prompts(
+                texts, add_special_tokens=body.add_special_tokens is not False
+            )
+        return prompt.token_ids
+
+    async def _card(self) -> JsonObject:
+        card = await self._model.card()
+        return {
+            "id": self._model.name,
+            "object": "model",
+            "created": int(self._created_unix_s),
+            "owned_by": "headway",
+            "root": card.model_id,
+            "parent": None,
+            "max_model_len": card.max_model_len,
+        }
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,107 @@
+"""What operators and orchestrators ask: /health, /metrics and /load. None of it needs an API key."""
+
+from __future__ import annotations
+
+import contextlib
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replicas.errors import NoReplicaAvailable, ServingError
+from replicas.protocol import Band, EngineMetrics
+from router.types import ReplicaView
+from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
+from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.reply import JsonObject
+
+
+class OperationsEndpoints:
+    """Health, metrics and load of what is behind this ingress."""
+
+    def __init__(self, dispatcher: Dispatcher, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._metrics = metrics
+        self._stall_timeout_s = stall_timeout_s
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places."""
+        app.add_api_route("/health/live", self.live, methods=["GET"], response_model=None)
+        app.add_api_route("/health/ready", self.ready, methods=["GET"], response_model=None)
+        app.add_api_route("/health", self.ready, methods=["GET"], response_model=None)
+        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
+        app.add_api_route("/load", self.load, methods=["GET"], response_model=None)
+
+    async def live(self, request: Request) -> Response:
+        """Whether this process answers and every engine with work moves.
+
+        An engine counts as stalled when it had running sequences and nothing has been heard of it, by
+        delta or by poll, for `stall_timeout_s`; it is asked once more before that is said.
+        """
+        if self._stalled():
+            with contextlib.suppress(ServingError):
+                await self._dispatcher.refresh()
+        stalled = self._stalled()
+        if stalled:
+            listed = ", ".join(f"{view.stats.replica_id} ({view.age_s:.0f} s)" for view in stalled)
+            raise NoReplicaAvailable(f"replicas with running sequences are silent: {listed}", code="engine_stalled")
+        return _json({"status": "live"})
+
+    async def ready(self, request: Request) -> Response:
+        """Whether requests would be served: a replica says what it serves, and not all are draining."""
+        await self._model.refresh()
+        views = self._dispatcher.load()
+        if views and all(view.stats.is_draining for view in views):
+            raise NoReplicaAvailable("every replica is draining", code="draining")
+        return _json({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """The counts of every engine that answers, and this ingress's own."""
+        engines: list[EngineMetrics] = []
+        # This ingress's own counts are worth a scrape even when no engine answers.
+        with contextlib.suppress(ServingError):
+            engines = await self._dispatcher.metrics()
+        return Response(exposition(engines, self._model.name, self._metrics), media_type=CONTENT_TYPE)
+
+    async def load(self, request: Request) -> Response:
+        """What this ingress knows of every replica's load, and how old that is."""
+        return _json({"replicas": [_load_of(view) for view in self._dispatcher.load()]})
+
+    def _stalled(self) -> list[ReplicaView]:
+        return [
+            view
+            for view in self._dispatcher.load()
+            if view.stats.num_running > 0 and view.age_s > self._stall_timeout_s
+        ]
+
+
+def _load_of(view: ReplicaView) -> JsonObject:
+    stats = view.stats
+    return {
+        "replica_id": stats.replica_id,
+        "node_id": stats.node_id,
+        "pid": stats.pid,
+        "age_s": round(view.age_s, 3),
+        "num_in_flight": view.num_in_flight,
+        "num_slots": stats.num_slots,
+        "num_running": stats.num_running,
+        "num_running_by_band": _by_band(stats.num_running_by_band),
+        "num_waiting": stats.num_waiting,
+        "num_waiting_by_band": _by_band(stats.num_waiting_by_band),
+        "waiting_tokens": stats.waiting_tokens,
+        "num_blocks": stats.num_blocks,
+        "num_free_blocks": stats.num_free_blocks,
+        "kv_usage": round(stats.kv_usage, 4),
+        "generated_tokens_per_s": round(stats.generated_tokens_per_s, 1),
+        "is_draining": stats.is_draining,
+    }
+
+
+def _by_band(counts: tuple[int, ...]) -> dict[str, int]:
+    return {band.name.lower(): count for band, count in zip(Band, counts, strict=True)}
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(to_json(value), media_type="application/json")

@@ -1,0 +1,91 @@
+"""The HTTP application of one ingress, with everything it needs; knows no Ray."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import cast
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replicas.errors import ServingError
+from serve_app.auth import Authenticator
+from serve_app.endpoints.completions import CompletionEndpoints
+from serve_app.endpoints.exchange import ExchangeMiddleware, error_response, exchange_of
+from serve_app.endpoints.models import ModelEndpoints
+from serve_app.endpoints.operations import OperationsEndpoints
+from serve_app.endpoints.settings import IngressSettings
+from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
+from serve_app.metrics import HttpMetrics
+from serve_app.openai.chat import PromptTokenizer
+from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.parsing import invalid_request
+from serve_app.openai.service import CompletionService
+
+__all__ = ["IngressSettings", "create_api"]
+
+
+def create_api(
+    settings: IngressSettings,
+    dispatcher: Dispatcher,
+    *,
+    rng: random.Random | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    unix_clock: Callable[[], float] = time.time,
+) -> FastAPI:
+    """The application; loads the tokenizer and the key file.
+
+    `rng` draws the seeds of requests that bring none. The documentation pages of FastAPI are off: they
+    would load their assets from elsewhere.
+
+    Raises:
+        ValueError, OSError: the tokenizer or the key file cannot be used.
+    """
+    authenticator = Authenticator.from_file(settings.api_key_file)
+    tokenizer = PromptTokenizer.load(settings.model, settings.num_tokenizer_threads)
+    model = KnownModel(settings.served_model_name, dispatcher, clock)
+    metrics = HttpMetrics()
+    service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
+    completions = CompletionEndpoints(settings, authenticator, service)
+    models = ModelEndpoints(settings, authenticator, model, tokenizer, unix_clock())
+    operations = OperationsEndpoints(dispatcher, model, metrics, settings.stall_timeout_s)
+    middleware = Middleware(
+        ExchangeMiddleware,
+        metrics=metrics,
+        server_sets_request_id=settings.server_sets_request_id,
+        clock=clock,
+        unix_clock=unix_clock,
+    )
+    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[middleware])
+    for endpoints in (completions, models, operations):
+        endpoints.add_to(app)
+    for kind in (ServingError, HttpError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """The error object for everything that is refused, by us or by the web framework."""
+    return error_response(exchange_of(request), _in_our_words(request, error))
+
+
+def _in_our_words(request: Request, error: Exception) -> Exception:
+    """The framework's errors as ours, which have the error object."""
+    if isinstance(error, RequestValidationError):
+        return invalid_request(cast("list[ErrorDetails]", error.errors()))
+    if not isinstance(error, HTTPException):
+        return error
+    method, path = request.method, request.url.path
+    if error.status_code == 404:
+        return route_not_found(method, path)
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        return method_not_allowed(method, path, headers.get("Allow", ""))
+    return http_failure(error.status_code, error.detail, list(headers.items()))

@@ -1,0 +1,100 @@
+"""Prometheus exposition of what the engines and this ingress count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
+
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+_DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class HttpMetrics:
+    """What this ingress counts of HTTP; names and labels of prometheus-fastapi-instrumentator."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "http_requests",
+            "HTTP requests answered, by route, method and class of status.",
+            ["handler", "method", "status"],
+            registry=self.registry,
+        )
+        self._duration = Histogram(
+            "http_request_duration_seconds",
+            "From the request's arrival to the last byte of its response, by route and method.",
+            ["handler", "method"],
+            buckets=_DURATION_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._request_size = Summary(
+            "http_request_size_bytes", "Content length of requests.", ["handler"], registry=self.registry
+        )
+        self._response_size = Summary(
+            "http_response_size_bytes", "Bytes of response bodies.", ["handler"], registry=self.registry
+        )
+
+    def observe(
+        self, *, handler: str, method: str, status: int, duration_s: float, request_bytes: int, response_bytes: int
+    ) -> None:
+        """Count one answered request. `handler` is the route, so that there are few of them."""
+        self._requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._duration.labels(handler, method).observe(duration_s)
+        self._request_size.labels(handler).observe(request_bytes)
+        self._response_size.labels(handler).observe(response_bytes)
+
+
+class EngineCollector(Collector):
+    """Renders one gathering of every replica's counts.
+
+    Each sample has the labels `model_name` and `engine`: the replica's place, from "0", among the
+    ids of the replicas that answered, sorted, so that all ingresses number them alike.
+    """
+
+    def __init__(self, engines: Sequence[EngineMetrics], model_name: str) -> None:
+        self._engines = sorted(engines, key=lambda engine: engine.replica_id)
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Family]:
+        """One family per metric name, with the samples of all replicas."""
+        families: dict[str, Family] = {}
+        for index, engine in enumerate(self._engines):
+            labels = {"model_name": self._model_name, "engine": str(index)}
+            for metric in engine.metrics:
+                family = families.setdefault(metric.name, _family(metric))
+                suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
+                family.add_sample(family.name + suffix, labels | dict(metric.labels), metric.value)
+            for histogram in engine.histograms:
+                family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
+                _add_histogram(family, histogram, labels)
+        yield from families.values()
+
+
+def exposition(engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics) -> bytes:
+    """The page that Prometheus scrapes, in its text format."""
+    return generate_latest(EngineCollector(list(engines), model_name)) + generate_latest(http.registry)
+
+
+def _family(metric: Metric) -> Family:
+    if metric.kind is MetricKind.COUNTER:
+        return CounterMetricFamily(metric.name, metric.help)
+    return GaugeMetricFamily(metric.name, metric.help)
+
+
+def _add_histogram(family: Family, histogram: HistogramMetric, labels: dict[str, str]) -> None:
+    """Samples as Prometheus wants them: buckets cumulative, each with its upper bound."""
+    total = 0
+    bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
+    for bound, count in zip(bounds, histogram.counts, strict=True):
+        total += count
+        family.add_sample(f"{family.name}_bucket", labels | {"le": bound}, total)
+    family.add_sample(f"{family.name}_count", labels, total)
+    family.add_sample(f"{family.name}_sum", labels, histogram.sum)

@@ -1,0 +1,89 @@
+"""OpenAI and vLLM fields that are not supported, and the values at which they ask for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+NeutralValues = Mapping[str, tuple[object, ...]]
+"""Field -> the values that are accepted and then ignored; null always is."""
+
+COMMON_NEUTRAL: NeutralValues = {
+    "store": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+}
+
+CHAT_NEUTRAL: NeutralValues = {
+    **COMMON_NEUTRAL,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+
+COMPLETION_NEUTRAL: NeutralValues = {
+    **COMMON_NEUTRAL,
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "add_special_tokens": (True,),
+}
+
+TOKENIZE_NEUTRAL: NeutralValues = {
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "tools": ([],),
+}
+
+MESSAGE_NEUTRAL: NeutralValues = {
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "reasoning": (),
+    "reasoning_content": (),
+}
+"""What the SDKs' own message objects carry when a reply is sent back as history."""
+
+
+def without_neutral(fields: Mapping[str, object], neutral: NeutralValues) -> dict[str, object]:
+    """`fields` without those that are not supported but ask for nothing."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if not (name in neutral and (value is None or value in neutral[name]))
+    }

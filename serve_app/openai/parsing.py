@@ -1,0 +1,83 @@
+"""From the bytes of a body to its schema; every refusal is an InvalidRequest that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from replicas.errors import InvalidRequest
+from serve_app.openai.neutral import NeutralValues, without_neutral
+from serve_app.openai.schema import UNSUPPORTED
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+
+def parse_json(data: bytes) -> dict[str, object]:
+    """The JSON object in `data`.
+
+    Raises:
+        InvalidRequest: it is no JSON (NaN and half surrogates are none), or no object.
+    """
+    try:
+        value = from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    return value
+
+
+def parse_body(schema: type[BodyT], fields: Mapping[str, object], neutral: NeutralValues) -> BodyT:
+    """`fields` as a `schema`; fields in `neutral` are accepted at the values given there.
+
+    Raises:
+        InvalidRequest: a field is unknown, not supported, missing or of a wrong type or value.
+    """
+    served = without_neutral(fields, neutral)
+    refused = [name for name in served if name not in schema.model_fields]
+    if refused:
+        raise _refusal(refused, neutral)
+    given = {name: value for name, value in served.items() if value is not None}
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise invalid_request(error.errors(include_url=False)) from None
+
+
+def invalid_request(errors: Sequence[ErrorDetails]) -> InvalidRequest:
+    """The refusal for what a schema found; of several findings the first."""
+    error = errors[0]
+    context = error.get("ctx", {})
+    param = context.get("param") or _path(error["loc"])
+    if error["type"] == "missing":
+        return InvalidRequest(f"`{param}` is missing", param, "missing_required_parameter")
+    if error["type"] in (UNSUPPORTED, "extra_forbidden"):
+        reason = "is not supported" if error["type"] == "extra_forbidden" else error["msg"]
+        return InvalidRequest(f"`{param}`: {reason}", param, "unsupported_parameter")
+    reason = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    return InvalidRequest(f"`{param}` {reason}{_shown(error)}", param)
+
+
+def _refusal(names: list[str], neutral: NeutralValues) -> InvalidRequest:
+    known = [name for name in names if name in neutral]
+    listed = ", ".join(f"`{name}`" for name in names)
+    if known and len(known) == len(names):
+        return InvalidRequest(f"not supported: {listed}", names[0], "unsupported_parameter")
+    return InvalidRequest(f"unknown or not supported: {listed}", names[0], "unsupported_parameter")
+
+
+def _path(location: Sequence[int | str]) -> str:
+    """A field's place in OpenAI's notation: messages[0].content."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return path.removeprefix(".")
+
+
+def _shown(error: ErrorDetails) -> str:
+    """The value that was refused, where it is short and plain."""
+    value = error["input"]
+    if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 60):
+        return f"; got {value!r}" if error["type"] not in ("conflict",) else ""
+    return ""

@@ -1,0 +1,199 @@
+"""Fakes with behaviour: a replica that answers from a script, and a dispatcher in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from replicas.errors import ServingError
+from replicas.protocol import (
+    EngineMetrics,
+    FinishReason,
+    GenerateRequest,
+    ModelCard,
+    PositionLogprobs,
+    ReplicaStats,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+)
+from router.types import ReplicaView
+
+
+@dataclass(frozen=True)
+class ScriptedToken:
+    """One output token, and the text that shows once it is there."""
+
+    token_id: int
+    text: str
+
+
+class Gate:
+    """Something a script waits for, and a test opens."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def open(self) -> None:
+        self._event.set()
+
+    async def wait(self) -> None:
+        await self._event.wait()
+
+
+@dataclass
+class FakeReplica:
+    """Answers every request with `script`, from the start again where it is too short.
+
+    Logprobs are a function of the position, so that tests can tell them; a greedy request with the
+    same prompt gets the same answer however it is asked for.
+    """
+
+    script: Sequence[ScriptedToken]
+    replica_id: str = "replica-a"
+    tokens_per_delta: int = 1
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    fail_at: int | None = None
+    """The output token instead of which `error` is raised."""
+    error: Exception = field(default_factory=lambda: ServingError("scripted failure"))
+    fail_only: Callable[[GenerateRequest], bool] = lambda request: True
+    first_token_gate: Gate | None = None
+    gate_at: int | None = None
+    """The output token before which `gate` must open."""
+    gate: Gate | None = None
+    stops_at: int | None = None
+    """The output token with which every sequence ends by itself, if `max_tokens` lets it."""
+    cached_tokens: int = 0
+    vocab_size: int = 320
+    started: list[GenerateRequest] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        self.started.append(request)
+        self.running.add(request.request_id)
+        try:
+            async for delta in self._deltas(request):
+                if delta.finish_reason is not None:
+                    self.finished.append(request.request_id)
+                yield delta
+        finally:
+            self.running.discard(request.request_id)
+            if request.request_id not in self.finished:
+                self.aborted.append(request.request_id)
+
+    async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        if self.first_token_gate is not None:
+            await self.first_token_gate.wait()
+        await asyncio.sleep(self.ttft_s)
+        num_tokens = request.params.max_tokens
+        if self.stops_at is not None:
+            num_tokens = min(num_tokens, self.stops_at)
+        is_stopped = num_tokens < request.params.max_tokens
+        if num_tokens == 0:
+            yield self._delta(request, 0, 0, FinishReason.LENGTH)
+        for start in range(0, num_tokens, self.tokens_per_delta):
+            end = min(start + self.tokens_per_delta, num_tokens)
+            if start:
+                await asyncio.sleep(self.tpot_s)
+            if self.gate is not None and self.gate_at is not None and start <= self.gate_at < end:
+                await self.gate.wait()
+            if self.fail_at is not None and start <= self.fail_at < end and self.fail_only(request):
+                raise self.error
+            reason = None
+            if end == num_tokens:
+                reason = FinishReason.STOP if is_stopped else FinishReason.LENGTH
+            yield self._delta(request, start, end, reason)
+
+    def _delta(self, request: GenerateRequest, start: int, end: int, reason: FinishReason | None) -> TokenDelta:
+        tokens = [self.script[index % len(self.script)] for index in range(start, end)]
+        num_prompt = len(request.prompt_token_ids)
+        params = request.params
+        return TokenDelta(
+            request_id=request.request_id,
+            start=start,
+            token_ids=tuple(token.token_id for token in tokens),
+            text="".join(token.text for token in tokens),
+            usage=Usage(num_prompt, end, self.cached_tokens),
+            logprobs=()
+            if params.logprobs is None
+            else tuple(
+                self._position(token.token_id, index, params.logprobs) for index, token in enumerate(tokens, start)
+            ),
+            prompt_logprobs=()
+            if params.prompt_logprobs is None or start
+            else tuple(
+                self._position(token_id, index, params.prompt_logprobs)
+                for index, token_id in enumerate(request.prompt_token_ids)
+                if index
+            ),
+            finish_reason=reason,
+            stats=self.stats(),
+        )
+
+    def _position(self, token_id: int, index: int, num_top: int) -> PositionLogprobs:
+        top = tuple(TokenLogprob((token_id + rank) % self.vocab_size, -0.5 - index - rank) for rank in range(num_top))
+        return PositionLogprobs(TokenLogprob(token_id, -0.5 - index), top)
+
+    def stats(self) -> ReplicaStats:
+        return ReplicaStats(
+            replica_id=self.replica_id,
+            node_id="node-1",
+            pid=4242,
+            taken_unix_s=0.0,
+            num_slots=8,
+            num_blocks=100,
+            num_free_blocks=75,
+            num_running_by_band=(0, len(self.running), 0),
+            num_waiting_by_band=(0, 0, 3),
+            waiting_tokens=30,
+            generated_tokens_per_s=12.5,
+            is_draining=False,
+        )
+
+
+@dataclass
+class FakeDispatcher:
+    """Sends everything to one replica; a test may put any part of what it says in its place."""
+
+    replica: FakeReplica
+    card: ModelCard | None
+    views: list[ReplicaView] | None = None
+    views_after_refresh: list[ReplicaView] | None = None
+    engine_metrics: list[EngineMetrics] = field(default_factory=list)
+    error: ServingError | None = None
+    """Raised by everything that asks the replicas."""
+
+    def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
+        return [self.replica.generate(request) for request in requests]
+
+    def load(self) -> list[ReplicaView]:
+        if self.views is not None:
+            return self.views
+        return [ReplicaView(self.replica.stats(), age_s=0.25, num_in_flight=len(self.replica.running))]
+
+    async def refresh(self) -> None:
+        self._raise()
+        self.views = self.views_after_refresh
+
+    async def metrics(self) -> list[EngineMetrics]:
+        self._raise()
+        return self.engine_metrics
+
+    async def model_card(self) -> ModelCard:
+        self._raise()
+        assert self.card is not None
+        return self.card
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def key_digest(key: str) -> str:
+    """How a key file names a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
