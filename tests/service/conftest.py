@@ -1,0 +1,79 @@
+"""The HTTP application over the real engine and a tiny random model, in one process: all of it but Ray."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+
+from replicas.model_replica import ModelReplica, ReplicaOptions
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.dispatch import Dispatcher
+from router.load_table import LoadTable
+from router.policy import LeastOutstanding
+from serve_app.ingress import IngressSettings, create_api
+from tests.http.conftest import serving
+from tests.model.tiny import write_checkpoint
+
+MODEL = "tiny"
+
+
+class LocalReplicaClient:
+    """Reaches one replica in this process; see `router.types.ReplicaClient`."""
+
+    def __init__(self, replica: ModelReplica) -> None:
+        self._replica = replica
+
+    def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        return self._replica.generate(request)
+
+    async def poll_stats(self) -> list[ReplicaStats]:
+        return [self._replica.stats()]
+
+    async def poll_metrics(self) -> list[EngineMetrics]:
+        return [self._replica.metrics()]
+
+    async def describe(self) -> ModelCard:
+        return self._replica.describe()
+
+
+@dataclass
+class Service:
+    """A running server, the replica behind it, and clients."""
+
+    url: str
+    replica: ModelReplica
+    http: httpx.AsyncClient
+    openai: openai.AsyncOpenAI
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / MODEL)
+
+
+@pytest.fixture
+async def service(checkpoint: Path) -> AsyncIterator[Service]:
+    options = ReplicaOptions(
+        str(checkpoint), dtype="float32", num_threads=1, max_num_seqs=16, max_num_batched_tokens=64,
+        kv_cache_bytes=2**20, max_queued_requests=4096, coalesce_interval_s=0.002,
+    )  # fmt: skip
+    replica = ModelReplica(options, "replica-0", "node-0")
+    await replica.start()
+    dispatcher = Dispatcher(
+        LocalReplicaClient(replica), LeastOutstanding(random.Random(0)), LoadTable(time.monotonic)
+    )
+    app = create_api(IngressSettings(model=str(checkpoint), served_model_name=MODEL), dispatcher)
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        client = openai.AsyncOpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
+        yield Service(url, replica, http, client)
+        await client.close()
+    await replica.stop()

@@ -1,0 +1,95 @@
+"""What comes over HTTP is what the model says, token for token, however it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.model.serving import random_prompts, reference_model, reference_tokens
+from tests.service.conftest import MODEL, Service
+
+NUM_TOKENS = 24
+PROMPTS = [list(prompt) for prompt in random_prompts((1, 5, 17, 40, 90, 130), seed=3)]
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> PreTrainedModel:
+    return reference_model(checkpoint)
+
+
+async def complete(service: Service, prompt: Any, **fields: Any) -> list[list[int]]:
+    """Each choice's token ids."""
+    extra = {"return_token_ids": True, "ignore_eos": True, **fields.pop("extra_body", {})}
+    body = {"max_tokens": NUM_TOKENS, "temperature": 0, **fields}
+    answer = await service.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **body)
+    return [choice.token_ids for choice in answer.choices]  # type: ignore[attr-defined]
+
+
+async def stream(service: Service, prompt: Any, **fields: Any) -> list[int]:
+    """The streamed token ids of one choice."""
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    body = {"max_tokens": NUM_TOKENS, "temperature": 0, **fields}
+    token_ids: list[int] = []
+    async for chunk in await service.openai.completions.create(
+        model=MODEL, prompt=prompt, stream=True, extra_body=extra, **body
+    ):
+        for choice in chunk.choices:
+            token_ids += choice.token_ids or []  # type: ignore[attr-defined]
+    return token_ids
+
+
+async def test_batch_equals_each_alone_equals_generate(service: Service, reference: PreTrainedModel) -> None:
+    expected = reference_tokens(reference, map(tuple, PROMPTS), NUM_TOKENS)
+    assert any(len(set(tokens)) > 5 for tokens in expected), "the model must say something to compare"
+    assert await complete(service, PROMPTS) == expected
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert await complete(service, prompt) == [tokens]
+
+
+async def test_streams_beside_one_another_equal_generate(service: Service, reference: PreTrainedModel) -> None:
+    expected = reference_tokens(reference, map(tuple, PROMPTS), NUM_TOKENS)
+    assert await asyncio.gather(*(stream(service, prompt) for prompt in PROMPTS)) == expected
+
+
+async def test_prefix_hit_equals_cold_and_is_accounted(service: Service) -> None:
+    request = {"model": MODEL, "prompt": PROMPTS[5], "max_tokens": NUM_TOKENS, "temperature": 0}
+    cold = (await service.http.post("/v1/completions", json=request)).json()
+    warm = (await service.http.post("/v1/completions", json=request)).json()
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
+
+
+async def test_seeded_samples_are_the_same_alone_streamed_and_in_company(service: Service) -> None:
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 11}
+    (alone,) = await complete(service, PROMPTS[3], **sampling)
+    company = [stream(service, prompt, temperature=0.7, seed=index) for index, prompt in enumerate(PROMPTS)]
+    streamed, beside, *_ = await asyncio.gather(
+        stream(service, PROMPTS[3], **sampling), complete(service, PROMPTS[3], n=3, **sampling), *company
+    )
+    assert streamed == alone == beside[0]
+    assert len({tuple(tokens) for tokens in beside}) == 3
+    (second,) = await complete(service, PROMPTS[3], **{**sampling, "seed": 12})
+    assert beside[1] == second, "sample i has the seed + i"
+
+
+async def test_urgent_requests_that_preempt_change_no_token(service: Service, reference: PreTrainedModel) -> None:
+    prompts = random_prompts([30] * 20, seed=5)
+    expected = reference_tokens(reference, prompts, 100)
+    background = [
+        asyncio.create_task(complete(service, list(prompt), max_tokens=100, extra_body={"priority": 2}))
+        for prompt in prompts
+    ]
+    while service.replica.stats().num_running < 16:
+        await asyncio.sleep(0.001)
+    urgent = await asyncio.gather(
+        *(complete(service, list(prompt), max_tokens=8, extra_body={"priority": 0}) for prompt in prompts[:8])
+    )
+    assert [tokens for (tokens,) in urgent] == [tokens[:8] for tokens in expected[:8]]
+    assert [tokens for (tokens,) in await asyncio.gather(*background)] == expected
+    counters = {metric.name: metric.value for metric in service.replica.metrics().metrics}
+    assert counters["vllm:num_preemptions"] > 0
