@@ -37,6 +37,11 @@ class BatchInputs:
     """[1, num_tokens] int64"""
     slots: Tensor
     """[num_tokens] int64: where each token's key and value go."""
+    begun_blocks: Tensor | None
+    """[num_blocks] int64: blocks that this pass begins and does not fill; None: there are none.
+
+    What a former owner left in them is read, although masked, and a NaN times 0 would still be a NaN.
+    """
     logits_rows: Tensor
     """[num_rows] int64: tokens whose logits are wanted, in order of the items."""
     chunks: tuple[Chunk, ...]
@@ -54,10 +59,11 @@ def num_logits_rows(item: ScheduledSequence) -> int:
 
 
 def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
-    """Lay `items` end to end. One host-to-device copy for the tokens, one for the rows."""
+    """Lay `items` end to end. Few host-to-device copies: one for the tokens, one for the rows."""
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
+    begun_blocks: list[int] = []
     rows: list[int] = []
     chunks: list[Chunk] = []
     for item in items:
@@ -65,14 +71,17 @@ def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch
         input_ids.extend(item.sequence.token_ids[item.start : item.end])
         positions.extend(range(item.start, item.end))
         _extend_slots(slots, chunk, block_size)
+        if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start:
+            begun_blocks.append(chunk.block_table[chunk.end // block_size])
         rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
         chunks.append(chunk)
-    tokens = torch.tensor([input_ids, positions, slots], dtype=torch.int64).to(device, non_blocking=True)
+    tokens = _place([input_ids, positions, slots], device)
     return BatchInputs(
         input_ids=tokens[0:1],
         position_ids=tokens[1:2],
         slots=tokens[2],
-        logits_rows=torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True),
+        begun_blocks=_place(begun_blocks, device) if begun_blocks else None,
+        logits_rows=_place(rows, device),
         chunks=tuple(chunks),
     )
 
@@ -86,3 +95,7 @@ def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
         first = chunk.block_table[index] * block_size + offset
         slots.extend(range(first, first + length))
         position += length
+
+
+def _place(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

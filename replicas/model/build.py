@@ -48,9 +48,10 @@ def build_runner(loaded: LoadedModel, options: RunnerOptions) -> TorchModelRunne
 
 
 def warm_up(runner: TorchModelRunner, options: RunnerOptions) -> None:
-    """Run a prefill and decodes of the common sizes in the scratch block, so that no request pays for a first run."""
-    decode = scratch_item(options.block_size, 1, options.block_size)
-    prefill = scratch_item(0, options.max_num_batched_tokens, options.block_size)
+    """Run a prefill and decodes in the scratch block, so that no request pays for a first run."""
+    num_prefill_tokens = min(options.max_num_batched_tokens, runner.max_model_len)
+    decode = scratch_item(runner.max_model_len // 2, 1, options.block_size)
+    prefill = scratch_item(0, num_prefill_tokens, options.block_size)
     _run(runner, [ScheduledBatch((decode,) * size) for size in (1, options.max_num_seqs)])
     _run(runner, [ScheduledBatch((prefill,))])
 

@@ -127,9 +127,11 @@ def _draw_from_sorted(values: Tensor, token_ids: Tensor, total: Tensor, draws: D
     is_restricted = (draws.min_p > 0) | (draws.top_k < math.inf)
     left = torch.where(is_restricted, cumulative[:, -1:], total)
     kept = eligible & (cumulative - weights < draws.top_p * left)
-    fits = ~torch.where(is_restricted, eligible[:, -1:], kept[:, -1:])
+    # Tokens as likely as the last may be missing, and which of them are here is the device's choice.
+    is_last = values == values[:, -1:]
+    fits = ~(is_last & torch.where(is_restricted, eligible, kept)).any(dim=-1)
     index = _invert((weights * kept).cumsum(dim=-1), draws.uniform)
-    return token_ids.gather(1, index[:, None])[:, 0], fits[:, 0]
+    return token_ids.gather(1, index[:, None])[:, 0], fits
 
 
 def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:

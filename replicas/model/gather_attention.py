@@ -26,7 +26,7 @@ class _Decodes:
     rows: Tensor
     """[num_chunks] int64: their rows in the flat batch."""
     table: Tensor
-    """[num_chunks * max_blocks] int64, padded with the scratch block."""
+    """[num_chunks * max_blocks] int64"""
     mask: Tensor
     """[num_chunks, 1, 1, max_blocks * block_size] bool: which gathered slots the token sees; at least its own."""
 
@@ -59,6 +59,8 @@ class GatherAttention:
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
         layer = self._cache[call.layer]
+        if self._inputs.begun_blocks is not None:
+            layer.clear(self._inputs.begun_blocks)
         layer.write(self._inputs.slots, call.key, call.value)
         if call.window not in self._plans:
             self._plans[call.window] = self._plan(call.window)
@@ -95,7 +97,8 @@ class GatherAttention:
     def _decodes(self, chunks: list[Chunk], window: int | None) -> _Decodes:
         tables = [self._blocks(chunk, window) for chunk in chunks]
         num_blocks = len(tables[0])
-        padded = [table + [0] * (num_blocks - len(table)) for table in tables]
+        # Padded with a block of its own: whatever a sequence reads, masked or not, is its own.
+        padded = [table + table[-1:] * (num_blocks - len(table)) for table in tables]
         block_size = self._cache.block_size
         firsts = [self._first_block(chunk, window) * block_size for chunk in chunks]
         # Relative to the first gathered slot: what a token sees is [low, high).

@@ -20,6 +20,11 @@ class LayerCache:
     values: Tensor
     """[num_blocks + 1, block_size, num_kv_heads, value_size]"""
 
+    def clear(self, blocks: Tensor) -> None:
+        """Fill `blocks` [num_blocks] int64 with zeros."""
+        self.keys.index_fill_(0, blocks, 0.0)
+        self.values.index_fill_(0, blocks, 0.0)
+
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] int64."""
         self.keys.view(-1, *self.keys.shape[2:]).index_copy_(0, slots, key)
@@ -29,7 +34,7 @@ class LayerCache:
 class KVCache:
     """Blocks of every layer of one model.
 
-    Block 0 is scratch: padding reads it, warm-up writes it. Sequences own blocks 1..num_blocks.
+    Block 0 is scratch, for warming up. Sequences own blocks 1..num_blocks.
     """
 
     def __init__(

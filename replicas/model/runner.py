@@ -45,6 +45,11 @@ class TorchModelRunner:
         """Token slots in a block."""
         return self._cache.block_size
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence that the model was loaded for."""
+        return self._loaded.max_model_len
+
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         """Compute every scheduled token, write its KV, sample where an item samples; one result per item.

@@ -11,8 +11,6 @@ from transformers import PreTrainedTokenizerFast
 # A character is at most four bytes, so valid text waits for three more tokens; only a run of tokens that each also
 # begin the next character, or invalid bytes, wait longer.
 _MAX_PENDING_TOKENS = 16
-# The end of the prompt decides whether the first output token begins with a space.
-_NUM_CONTEXT_TOKENS = 6
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -41,10 +39,10 @@ class StreamDecoder:
     and all that follows, for ever.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_token_ids: frozenset[int], context: Items[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, special_token_ids: frozenset[int], prompt: Items[int]) -> None:
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids
-        self._context = [token_id for token_id in context if self._has_text(token_id)]
+        self._context = self._end_of_text(prompt)
         self._shown = self._decode(self._context).rstrip(_INCOMPLETE)
         self._pending: list[int] = []
 
@@ -63,6 +61,20 @@ class StreamDecoder:
         self._pending = []
         return text
 
+    def _end_of_text(self, token_ids: Items[int]) -> list[int]:
+        """The last tokens that show text, beginning with a whole character; empty where there are none nearby.
+
+        What follows may complete a character that they end in the middle of.
+        """
+        end: list[int] = []
+        for token_id in reversed(token_ids[-_MAX_PENDING_TOKENS:]):
+            if self._has_text(token_id):
+                end.insert(0, token_id)
+                text = self._decode(end).rstrip(_INCOMPLETE)
+                if text and _INCOMPLETE not in text:
+                    return end
+        return []
+
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._special_token_ids and self._tokenizer.id_to_token(token_id) is not None
 
@@ -77,5 +89,5 @@ def make_decoder(tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: It
     return StreamDecoder(
         tokenizer.backend_tokenizer,
         frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special),
-        prompt_token_ids[-_NUM_CONTEXT_TOKENS:],
+        prompt_token_ids,
     )

@@ -1,0 +1,105 @@
+"""Driving the real engine over a loaded model, to completion, without a thread or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.model.kv_cache import KVCache
+from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.runner import TorchModelRunner
+from replicas.model.tokenizer import make_decoder
+from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
+
+MAX_MODEL_LEN = 256
+Prompt = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The engine's limits that tests vary."""
+
+    num_blocks: int = 64
+    max_num_batched_tokens: int = 70
+    max_num_seqs: int = 8
+    block_size: int = 16
+
+
+def load(path: Path, dtype: str = "float32") -> LoadedModel:
+    return load_model(ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=MAX_MODEL_LEN))
+
+
+def build_engine(loaded: LoadedModel, sizes: Sizes | None = None) -> Engine:
+    sizes = sizes or Sizes()
+    runner = TorchModelRunner(
+        loaded, KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
+    )
+    config = EngineConfig(
+        num_blocks=sizes.num_blocks,
+        max_model_len=min(MAX_MODEL_LEN, sizes.num_blocks * sizes.block_size),
+        block_size=sizes.block_size,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    return Engine(
+        config,
+        runner,
+        lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
+        ReplicaIdentity("replica", "node", 1),
+    )
+
+
+def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]:
+    """Each request's whole output as one delta, in order of the requests."""
+    requests = list(requests)
+    for request in requests:
+        engine.add(request)
+    outputs: dict[str, TokenDelta] = {}
+    while engine.has_work:
+        for delta in engine.step():
+            earlier = outputs.get(delta.request_id)
+            outputs[delta.request_id] = delta if earlier is None else merge(earlier, delta)
+        engine.check_invariants()
+    return [outputs[request.request_id] for request in requests]
+
+
+def tokens(engine: Engine, prompts: Iterable[Prompt], params: SamplingParams) -> list[list[int]]:
+    """Output token ids for each prompt, all added at once."""
+    outputs = run(engine, [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)])
+    assert all(output.error is None for output in outputs), [output.error for output in outputs]
+    return [list(output.token_ids) for output in outputs]
+
+
+def num_preemptions(engine: Engine) -> int:
+    return int(next(m.value for m in engine.metrics().metrics if m.name == "vllm:num_preemptions"))
+
+
+def random_prompts(lengths: Iterable[int], seed: int = 1, vocab_size: int = 512) -> list[Prompt]:
+    generator = torch.Generator().manual_seed(seed)
+    return [tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The same weights as transformers alone runs them."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+
+
+def reference_tokens(model: PreTrainedModel, prompts: Iterable[Prompt], max_tokens: int) -> list[list[int]]:
+    """Greedy output of `generate()` for each prompt alone."""
+    outputs = []
+    for prompt in prompts:
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+        )
+        outputs.append(output[0, len(prompt) :].tolist())
+    return outputs

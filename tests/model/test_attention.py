@@ -1,0 +1,126 @@
+"""Gathered attention over the paged cache against attention by definition, over every mixture of chunks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model import dense_attention, gather_attention
+from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.batch_inputs import build_inputs
+from replicas.model.gather_attention import GatherAttention
+from replicas.model.kv_cache import KVCache
+from replicas.model.probe import AttentionLayer
+from replicas.protocol import GenerateRequest, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def attend_by_definition(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, window: int | None) -> Tensor:
+    """Causal attention of one sequence's last tokens: query [n, H, D], keys [L, Hkv, D], values [L, Hkv, Dv]."""
+    num_tokens, num_heads, _ = query.shape
+    length, num_kv_heads, _ = keys.shape
+    keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys.double()) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    distance = torch.arange(length - num_tokens, length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (window or length))
+    weights = scores.masked_fill(~visible, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if scoring.sinks is not None:
+        total = total + scoring.sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", weights / total, values.double())
+
+
+def sequences(lengths: list[int], block_size: int, num_blocks: int) -> list[Sequence]:
+    """Sequences of known tokens that own blocks in random order."""
+    free = list(range(1, num_blocks + 1))
+    random.Random(0).shuffle(free)
+    made = []
+    for number, length in enumerate(lengths):
+        request = GenerateRequest(f"request-{number}", (1,) * length, SamplingParams(max_tokens=1))
+        sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=number)
+        sequence.block_table = [free.pop() for _ in range(-(-length // block_size))]
+        made.append(sequence)
+    return made
+
+
+# Positions [start, end) of each chunk: decodes of very different length, whole prompts, later chunks, mixtures.
+MIXTURES = {
+    "decodes": [(0, 1), (16, 17), (299, 300), (15, 16), (40, 41), (31, 32)],
+    "prefills": [(0, 40), (0, 3), (13, 50), (100, 121)],
+    "mixed": [(299, 300), (0, 2), (50, 51), (30, 75)],
+}
+KINDS = list(itertools.product([None, 1, 24, 40], [None, 5.0], [False, True]))
+
+
+@pytest.mark.parametrize("chunks", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize(("heads", "sizes"), [((4, 4), (16, 16)), ((6, 2), (16, 16)), ((4, 2), (24, 8))])
+def test_equals_attention_by_definition(
+    chunks: list[tuple[int, int]], heads: tuple[int, int], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather_attention, "_MAX_GATHERED_SLOTS", 256)
+    monkeypatch.setattr(gather_attention, "_SHORT_BLOCKS", 2)
+    monkeypatch.setattr(dense_attention, "_MAX_SCORES", 2000)
+    generator = torch.Generator().manual_seed(0)
+    (num_heads, num_kv_heads), (key_size, value_size) = heads, sizes
+    layer = AttentionLayer(0, num_heads, num_kv_heads, key_size, value_size, None, None, False)
+    owners = sequences([end for _, end in chunks], block_size=16, num_blocks=64)
+    keys = [torch.randn(end, num_kv_heads, key_size, generator=generator) for _, end in chunks]
+    values = [torch.randn(end, num_kv_heads, value_size, generator=generator) for _, end in chunks]
+    query = torch.randn(sum(end - start for start, end in chunks), num_heads, key_size, generator=generator)
+    for window, softcap, has_sinks in KINDS:
+        cache = KVCache([layer], 64, 16, torch.float32, CPU)
+        # What a former owner left must not show, not even a NaN.
+        cache[0].keys.fill_(torch.nan)
+        cache[0].values.fill_(torch.nan)
+        scoring = Scoring(0.3, softcap, torch.randn(num_heads, generator=generator) if has_sinks else None)
+        outputs = {}
+        for is_now in (False, True):  # First what is already in the cache, then the chunks themselves.
+            items, parts = [], []
+            for index, (start, end) in enumerate(chunks):
+                first, last = (start, end) if is_now else (0, start)
+                if last > first:
+                    items.append(ScheduledSequence(owners[index], first, last - first))
+                    parts.append((index, slice(first, last)))
+            if not items:
+                continue
+            context = GatherAttention(cache, build_inputs(items, 16, CPU))
+            call = AttentionCall(
+                layer=0,
+                query=query if is_now else query.new_zeros(sum(i.num_tokens for i in items), num_heads, key_size),
+                key=torch.cat([keys[index][part] for index, part in parts]),
+                value=torch.cat([values[index][part] for index, part in parts]),
+                scoring=scoring,
+                window=window,
+                extras=frozenset(),
+            )
+            outputs[is_now] = context.attend(call)
+        row = 0
+        for index, (start, end) in enumerate(chunks):
+            rows = slice(row, row + end - start)
+            expected = attend_by_definition(query[rows], keys[index], values[index], scoring, window)
+            torch.testing.assert_close(outputs[True][rows].double(), expected, atol=2e-5, rtol=1e-4)
+            row = rows.stop
+
+
+def test_only_blocks_inside_the_window_are_read() -> None:
+    layer = AttentionLayer(0, 1, 1, 8, 8, 24, None, False)
+    cache = KVCache([layer], 64, 16, torch.float32, CPU)
+    (owner,) = sequences([400], block_size=16, num_blocks=64)
+    ones = torch.ones(400, 1, 8)
+    for start, num_tokens in ((0, 395), (395, 4), (399, 1)):
+        inputs = build_inputs([ScheduledSequence(owner, start, num_tokens)], 16, CPU)
+        rows = ones[:num_tokens]
+        call = AttentionCall(0, rows, rows, rows, Scoring(1.0), 24, frozenset())
+        torch.testing.assert_close(GatherAttention(cache, inputs).attend(call), rows)
+        # The blocks of positions 0..367, which no later token sees.
+        cache[0].keys[owner.block_table[:23]] = torch.nan
