@@ -25,7 +25,7 @@ CLIENT_CLOSED = 499
 """The status of requests whose client went away; it is only ever logged."""
 
 _SCOPE_KEY = "headway.exchange"
-_PRINTABLE = re.compile(r"[\x21-\x7e]{1,128}")
+_PRINTABLE = re.compile(r"[\x20-\x7e]{1,128}")
 _QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
 """Polled all the time: logged at debug level only."""
 

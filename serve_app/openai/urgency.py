@@ -52,7 +52,8 @@ def hints_from(headers: Mapping[str, str]) -> ClientHints:
         )
     timeout_ms = _positive(headers, "request-timeout-ms")
     # openai-python sends the first, openai-node the second, whole seconds only: "0" is somewhere below one.
-    patience_s = _positive(headers, "x-stainless-read-timeout") or _positive(headers, "x-stainless-timeout")
+    python_s, node_s = (_positive(headers, name) for name in ("x-stainless-read-timeout", "x-stainless-timeout"))
+    patience_s = python_s or node_s
     return ClientHints(
         band=None if band_name is None else _BAND_OF_NAME[band_name.lower()],
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,

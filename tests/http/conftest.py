@@ -7,7 +7,6 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -72,7 +71,8 @@ class Api:
     dispatcher: FakeDispatcher
     app: Any
     http: httpx.AsyncClient
-    openai: openai.AsyncOpenAI
+    openai: Any
+    """The stock client; its overloads are too strict for tables of options."""
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         return await self.http.post(path, json=body, headers={key.replace("_", "-"): v for key, v in headers.items()})
