@@ -1,0 +1,6 @@
+"""The bundled demo model: weights, tokenizer, model card and the scripts that made them."""
+
+from pathlib import Path
+
+DIRECTORY = Path(__file__).resolve().parent
+"""The folder to pass to `from_pretrained`."""

@@ -1,0 +1,179 @@
+"""Make the demo model from the running interpreter's standard library, or measure the one that is here.
+
+    python -m replicas.demo.train train     trains on the CPU and writes weights, tokenizer and configuration
+    python -m replicas.demo.train evaluate  prints held-out bits per byte beside what xz reaches
+
+A run is a fixed number of steps of 8192 tokens: windows of 512 tokens first, of 2048 tokens for the last fifth.
+The learning rate is constant up to the decay, and a step's windows do not depend on how many steps follow, so a
+checkpoint resumed with fewer steps in all ends as a shorter run from the start would.
+"""
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from replicas.demo import DIRECTORY
+from replicas.demo.chats import chat_documents
+from replicas.demo.corpus import Corpus, documents, load_corpus, standard_library
+from replicas.demo.evaluation import evaluate
+from replicas.demo.tokenization import END_OF_TEXT, MAX_CONTEXT_TOKENS, MESSAGE_END, VOCABULARY, train_tokenizer
+from replicas.demo.trainer import Trainer
+
+STEP_TOKENS = 8192
+SHORT_WINDOW_TOKENS = 512
+LONG_SHARE = 0.2
+WARMUP_STEPS = 40
+DECAY_SHARE = 1 / 3
+LIBRARY_REPEATS = 2
+GREETING_REPEATS = 40
+CHECKPOINT_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one training run is asked to do; `work` keeps the resumable state, `output` the model."""
+
+    steps: int
+    seed: int
+    threads: int
+    output: Path
+    work: Path
+
+    @property
+    def long_from(self) -> int:
+        """The first step with windows of 2048 tokens."""
+        return self.steps - round(self.steps * LONG_SHARE)
+
+    def window_tokens(self, step: int) -> int:
+        """The length of the windows of one step."""
+        return SHORT_WINDOW_TOKENS if step < self.long_from else MAX_CONTEXT_TOKENS
+
+    def learning_rate_scale(self, step: int) -> float:
+        """A trapezoid: linear warm-up, constant, linear decay that would reach 0 after the last step."""
+        decay_steps = round(self.steps * DECAY_SHARE)
+        return min(1.0, (step + 1) / WARMUP_STEPS, (self.steps - step) / decay_steps)
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A small Llama with random weights, generation stopping at either end token."""
+    token_ids = tokenizer.get_vocab()
+    end_of_text = token_ids[END_OF_TEXT]
+    ends = [end_of_text, token_ids[MESSAGE_END]]
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=MAX_CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=end_of_text,
+        eos_token_id=ends,
+        pad_token_id=end_of_text,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=end_of_text, eos_token_id=ends, pad_token_id=end_of_text)
+    return model
+
+
+def packed_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, seed: int) -> Tensor:
+    """Every training document after an end-of-text token, in random order, as one [num_tokens] int64 tensor."""
+    library = [file for file in corpus.training if not file.is_test]
+    tests = [file for file in corpus.training if file.is_test]
+    texts = [text for file in library * LIBRARY_REPEATS + tests for text in documents(file)]
+    chats = chat_documents(library, GREETING_REPEATS, seed)
+    rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    code_ids = tokenizer(texts, verbose=False)["input_ids"]
+    chat_ids = tokenizer(rendered, verbose=False)["input_ids"]
+    all_ids: list[list[int]] = code_ids + chat_ids
+    random.Random(seed).shuffle(all_ids)
+    separator = tokenizer.get_vocab()[END_OF_TEXT]
+    stream = torch.tensor([token for ids in all_ids for token in (separator, *ids)])
+    print(f"stream {len(stream)} tokens, of which chat {sum(map(len, chat_ids)) / len(stream):.1%}", flush=True)
+    return stream
+
+
+def step_windows(stream: Tensor, step: int, window_tokens: int, seed: int) -> Tensor:
+    """The windows of one step, [STEP_TOKENS / window_tokens, window_tokens + 1].
+
+    A pass over the stream cuts it into windows from a random offset and visits them in random order, each once.
+    """
+    per_step = STEP_TOKENS // window_tokens
+    steps_per_pass = (len(stream) - 2 * window_tokens) // window_tokens // per_step
+    passes, step_of_pass = divmod(step, steps_per_pass)
+    generator = torch.Generator().manual_seed(seed + 1000 * window_tokens + passes)
+    offset = int(torch.randint(window_tokens, (1,), generator=generator))
+    order = torch.randperm(steps_per_pass * per_step, generator=generator)
+    chosen = order[step_of_pass * per_step : (step_of_pass + 1) * per_step]
+    positions = offset + chosen[:, None] * window_tokens + torch.arange(window_tokens + 1)
+    return stream[positions]
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
+    """Write the bfloat16 model and its tokenizer into `output`."""
+    model.config.dtype = torch.bfloat16
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+def checkpoint(trainer: Trainer, tokenizer: PreTrainedTokenizerFast, plan: Plan, steps_done: int) -> None:
+    """Write the model to `plan.output` and what resuming needs to `plan.work`."""
+    save(trainer.model, tokenizer, plan.output)
+    plan.work.mkdir(parents=True, exist_ok=True)
+    torch.save({"steps_done": steps_done, "trainer": trainer.state()}, plan.work / "state.pt")
+
+
+def train(plan: Plan) -> None:
+    """Run `plan`, from its last checkpoint where `plan.work` holds one."""
+    torch.manual_seed(plan.seed)
+    torch.set_num_threads(plan.threads)
+    corpus = load_corpus(standard_library())
+    tokenizer = train_tokenizer(text for file in corpus.training for text in documents(file))
+    stream = packed_stream(corpus, tokenizer, plan.seed)
+    trainer = Trainer(new_model(tokenizer))
+    first = 0
+    if (plan.work / "state.pt").exists():
+        saved = torch.load(plan.work / "state.pt", weights_only=True)
+        trainer.restore(saved["trainer"])
+        first = saved["steps_done"]
+    started, recent = time.monotonic(), 0.0
+    for step in range(first, plan.steps):
+        window_tokens = plan.window_tokens(step)
+        loss = trainer.step(step_windows(stream, step, window_tokens, plan.seed), plan.learning_rate_scale(step))
+        recent = loss if step == first else 0.95 * recent + 0.05 * loss
+        if (step + 1) % 10 == 0:
+            rate = (step + 1 - first) * STEP_TOKENS / (time.monotonic() - started)
+            print(f"step {step + 1}/{plan.steps} window {window_tokens} loss {recent:.3f} {rate:.0f} tok/s", flush=True)
+        if (step + 1) % CHECKPOINT_STEPS == 0 or step + 1 == plan.steps:
+            checkpoint(trainer, tokenizer, plan, step + 1)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="train and write the model")
+    training.add_argument("--steps", type=int, default=1200, help="updates of 8192 tokens (default: %(default)s)")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--threads", type=int, default=2)
+    training.add_argument("--output", type=Path, default=DIRECTORY, help="folder of the model (default: %(default)s)")
+    training.add_argument("--work", type=Path, default=Path("/tmp/headway-demo"), help="folder of the resumable state")
+    measuring = commands.add_parser("evaluate", help="print held-out bits per byte beside xz's")
+    measuring.add_argument("--model", type=Path, default=DIRECTORY, help="folder of the model (default: %(default)s)")
+    arguments = vars(parser.parse_args())
+    if arguments.pop("command") == "train":
+        train(Plan(**arguments))
+    else:
+        evaluate(arguments["model"])
+
+
+if __name__ == "__main__":
+    main()
