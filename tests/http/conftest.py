@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 import uvicorn
@@ -103,7 +104,11 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(http.aclose)
-            client = openai.AsyncOpenAI(api_key="secret", base_url="http://test/v1", http_client=http, max_retries=0)
+            sdk_http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
+            stack.push_async_callback(sdk_http.aclose)
+            client = openai.AsyncOpenAI(
+                api_key="secret", base_url="http://test/v1", http_client=sdk_http, max_retries=0
+            )
             return Api(fake, front, app, http, client)
 
         yield make

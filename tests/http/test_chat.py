@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -67,7 +68,9 @@ async def test_streamed_and_whole_say_the_same(make_api: MakeApi, tokens_per_del
     api = make_api(tokens_per_delta=tokens_per_delta)
     options = {"max_tokens": 20, "n": 2, "logprobs": True, "top_logprobs": 2, "extra_body": {"return_token_ids": True}}
     whole = await api.openai.chat.completions.create(model=MODEL, messages=HELLO, **options)
-    texts, positions, token_ids = ["", ""], [[], []], [[], []]
+    texts = ["", ""]
+    positions: list[list[Any]] = [[], []]
+    token_ids: list[list[int]] = [[], []]
     stream = await api.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **options)
     prompts = []
     async for chunk in stream:

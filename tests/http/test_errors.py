@@ -153,8 +153,9 @@ async def test_stream_without_a_last_delta_is_an_error(make_api: MakeApi) -> Non
 
 
 async def _nothing() -> Any:
-    for nothing in ():
-        yield nothing
+    nothing: list[Any] = []
+    for item in nothing:
+        yield item
 
 
 @pytest.mark.parametrize(

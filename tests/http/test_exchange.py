@@ -38,7 +38,7 @@ async def test_id_of_the_client_is_kept(api: Api, stream: bool) -> None:
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "h\u00e9"])
 async def test_unusable_id_is_replaced(api: Api, given: str) -> None:
-    response = await api.http.get("/health", headers={"x-request-id": given.encode("latin-1")})
+    response = await api.http.get("/health", headers={b"x-request-id": given.encode("latin-1")})
     assert response.headers["x-request-id"] != given
     assert len(response.headers["x-request-id"]) == 32
 

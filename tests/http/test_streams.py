@@ -134,7 +134,7 @@ async def test_slow_reader_holds_the_stream_back(make_api: MakeApi) -> None:
         produced += 1
         return original(*args)
 
-    api.replica._delta = counting  # type: ignore[method-assign]
+    api.replica._delta = counting  # type: ignore[method-assign, assignment]
     async with serving(api.app) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)

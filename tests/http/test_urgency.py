@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 
@@ -23,7 +23,9 @@ def last(api: Api) -> GenerateRequest:
 def allowed_s(api: Api) -> float | None:
     """Seconds from the arrival of the last request to its deadline."""
     request = last(api)
-    return None if request.deadline_unix_s is None else round(request.deadline_unix_s - request.arrival_unix_s, 3)
+    if request.deadline_unix_s is None:
+        return None
+    return round(request.deadline_unix_s - request.arrival_unix_s, 3)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ async def test_deadline_is_the_earliest_anyone_named(
 async def test_time_out_of_the_stock_client_is_understood(api: Api) -> None:
     await api.openai.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
     assert allowed_s(api) is None
-    timeout = httpx.Timeout(30.0, read=7.5)
+    timeout = httpx2.Timeout(30.0, read=7.5)
     await api.openai.with_options(timeout=timeout).chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1)
     assert allowed_s(api) == 7.5
     await api.openai.with_options(timeout=9).completions.create(model=MODEL, prompt="hi", max_tokens=1)
