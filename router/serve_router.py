@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import contextvars
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import grpc
@@ -53,7 +54,7 @@ class ServeReplicaClient:
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; closing the generator cancels it in the replica."""
-        response = self._generate.remote(request, ranking=ranking)
+        response = _in_own_context(self._generate.remote, request, ranking=ranking)
         try:
             async for delta in response:
                 yield delta
@@ -80,7 +81,7 @@ class ServeReplicaClient:
         """What the replicas serve, as any one of them says."""
         try:
             async with asyncio.timeout(self._poll_timeout_s):
-                card: ModelCard = await self._describe.remote()
+                card: ModelCard = await _in_own_context(self._describe.remote)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
         except _RAY_ERRORS as error:
@@ -99,6 +100,15 @@ class ServeReplicaClient:
         except _RAY_ERRORS as error:
             raise _as_serving_error(error) from error
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    """Make a handle call that Serve does not take for a part of the HTTP request being served.
+
+    Calls made for one HTTP request share its internal id, and Serve's router (2.60) finds a waiting
+    call by that id alone: of several concurrent ones all but one would wait for ever, at full speed.
+    """
+    return contextvars.Context().run(call, *args, **kwargs)
 
 
 def _as_serving_error(error: Exception) -> ServingError:

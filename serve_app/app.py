@@ -21,7 +21,6 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from replicas.model_replica import ModelReplica
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.dispatch import Dispatcher
 from router.load_table import LoadTable
@@ -65,6 +64,8 @@ class Model:
     """The Serve deployment around one `ModelReplica`."""
 
     async def __init__(self, config: HeadwayConfig) -> None:
+        from replicas.model_replica import ModelReplica  # brings torch: seconds that only a replica should spend
+
         _log_through_serve()
         context = serve.get_replica_context()
         self._replica = await asyncio.to_thread(
@@ -101,12 +102,13 @@ class Model:
         """Called by Serve once no request is left or the graceful shut-down is over."""
         if hasattr(self, "_replica"):
             await self._replica.drain()
+            await self._replica.stop()
 
 
 class Ingress:
     """The Serve deployment around the HTTP application, which is made in the replica's own process."""
 
-    def __init__(self, config: HeadwayConfig, model: DeploymentHandle[Any]) -> None:
+    async def __init__(self, config: HeadwayConfig, model: DeploymentHandle[Any]) -> None:
         _log_through_serve()
         self._config = config
         self._dispatcher = Dispatcher(
@@ -115,6 +117,12 @@ class Ingress:
             LoadTable(time.monotonic),
             config.load_poll_period_s,
         )
+        self._poll = asyncio.create_task(self._dispatcher.run())
+
+    async def __del__(self) -> None:
+        """Called by Serve when the replica stops."""
+        if hasattr(self, "_poll"):
+            self._poll.cancel()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
@@ -130,7 +138,11 @@ def _ingress_settings(config: HeadwayConfig) -> IngressSettings:
         max_prompts=config.max_prompts,
         max_choices=config.max_choices,
         max_logprobs=config.max_logprobs,
+        num_tokenizer_threads=config.num_tokenizer_threads,
+        upload_timeout_s=config.upload_timeout_s,
+        keep_alive_s=config.keep_alive_s,
         stall_timeout_s=config.stall_timeout_s,
+        server_sets_request_id=True,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from replicas.engine.config import KVPressurePolicy
-from replicas.model_replica import ReplicaOptions
 from replicas.protocol import Band
+
+if TYPE_CHECKING:
+    from replicas.model_replica import ReplicaOptions
 
 DEMO_MODEL_NAME = "headway-demo"
 
@@ -96,8 +98,14 @@ class HeadwayConfig(BaseModel):
     """Most choices (`n`, times prompts) in one request."""
     max_logprobs: int = Field(default=20, ge=0)
     """Most likeliest tokens that a request may ask for at each position."""
-    stall_timeout_s: float = Field(default=30.0, gt=0)
-    """Seconds without a step, while sequences run, after which a replica no longer counts as live."""
+    num_tokenizer_threads: int = Field(default=2, ge=1)
+    """Threads of an ingress that render chat templates and tokenize."""
+    upload_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds that a request body may take to arrive; beyond it 408."""
+    keep_alive_s: float = Field(default=10.0, gt=0)
+    """Longest silence on a stream, seconds, before a comment is sent."""
+    stall_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds of silence of a replica with running sequences after which it no longer counts as live."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -159,6 +167,8 @@ class HeadwayConfig(BaseModel):
 
     def replica_options(self) -> ReplicaOptions:
         """What a model replica is told."""
+        from replicas.model_replica import ReplicaOptions  # brings torch: seconds that only a replica should spend
+
         return ReplicaOptions(
             model=self.model_path,
             dtype=self.dtype,

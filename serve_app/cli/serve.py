@@ -6,6 +6,7 @@ stops everything that was started.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -78,6 +79,8 @@ def _serve_on(cluster: PrivateCluster, host: str, port: int, arguments: list[str
         _wait_until_ready(run, f"http://{_reachable(host)}:{port}")
         _print_how_to_use(f"http://{_reachable(host)}:{port}", cluster, config)
         while run.poll() is None:
+            if _has_make_been_interrupted():
+                raise _Stopped
             _wait(run)
         raise typer.Exit(code=run.returncode or 1)
     finally:
@@ -90,13 +93,17 @@ def _serve_on(cluster: PrivateCluster, host: str, port: int, arguments: list[str
 
 
 def _wait_until_ready(run: subprocess.Popen[bytes], url: str) -> None:
-    with httpx.Client(timeout=2.0, trust_env=False) as client:
+    """Return once every replica runs and the ingress says that it is ready."""
+    from ray import serve as ray_serve
+
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
         while run.poll() is None:
-            try:
-                if client.get(f"{url}/health/ready").status_code == httpx.codes.OK:
-                    return
-            except httpx.TransportError:
-                pass
+            if any(app.status == "RUNNING" for app in ray_serve.status().applications.values()):
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"{url}/health/ready").status_code == httpx.codes.OK:
+                        return
+            if _has_make_been_interrupted():
+                raise _Stopped
             _wait(run)
     _fail(f"the application did not start; `serve run` ended with {run.returncode}", code=1)
 
@@ -158,6 +165,18 @@ def _cpus_needed(config: HeadwayConfig) -> float:
 
 def _reachable(host: str) -> str:
     return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def _has_make_been_interrupted() -> bool:
+    """Whether our parent is a `make` that got a SIGINT for itself alone.
+
+    It then waits for us without a word (it passes on SIGTERM only), inside its handler: that is, with SIGINT blocked.
+    """
+    parent = Path(f"/proc/{os.getppid()}/status")
+    if not parent.exists():
+        return False
+    fields = dict(line.split(":\t", 1) for line in parent.read_text().splitlines())
+    return fields["Name"] == "make" and bool(int(fields["SigBlk"], 16) & 1 << (signal.SIGINT - 1))
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
