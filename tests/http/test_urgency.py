@@ -25,6 +25,7 @@ def allowed_s(api: Api) -> float | None:
     request = last(api)
     if request.deadline_unix_s is None:
         return None
+    assert request.arrival_unix_s is not None
     return round(request.deadline_unix_s - request.arrival_unix_s, 3)
 
 
