@@ -87,8 +87,8 @@ def random_prompts(lengths: Iterable[int], seed: int = 1, vocab_size: int = 512)
 
 
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same weights as transformers alone runs them."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    """The same weights as transformers alone runs them. Its fused attention leaves out score caps in some versions."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
 def reference_tokens(model: PreTrainedModel, prompts: Iterable[Prompt], max_tokens: int) -> list[list[int]]:
