@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from replicas.errors import ServingError
 from serve_app.auth import Authenticator
+from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.completions import CompletionEndpoints
 from serve_app.endpoints.exchange import ExchangeMiddleware, error_response, exchange_of
 from serve_app.endpoints.models import ModelEndpoints
@@ -28,6 +29,7 @@ from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
 from serve_app.openai.parsing import invalid_request
 from serve_app.openai.service import CompletionService
+from serve_app.openai.workers import WorkerThreads
 
 __all__ = ["IngressSettings", "create_api"]
 
@@ -49,12 +51,14 @@ def create_api(
         ValueError, OSError: the tokenizer or the key file cannot be used.
     """
     authenticator = Authenticator.from_file(settings.api_key_file)
-    tokenizer = PromptTokenizer.load(settings.model, settings.num_tokenizer_threads)
+    workers = WorkerThreads(settings.num_tokenizer_threads)
+    tokenizer = PromptTokenizer.load(settings.model, workers)
+    bodies = BodyReader(settings, workers)
     model = KnownModel(settings.served_model_name, dispatcher, clock)
     metrics = HttpMetrics()
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
-    completions = CompletionEndpoints(settings, authenticator, service)
-    models = ModelEndpoints(settings, authenticator, model, tokenizer, unix_clock())
+    completions = CompletionEndpoints(settings, authenticator, bodies, service)
+    models = ModelEndpoints(authenticator, bodies, model, tokenizer, unix_clock())
     operations = OperationsEndpoints(dispatcher, model, metrics, settings.stall_timeout_s)
     middleware = Middleware(
         ExchangeMiddleware,

@@ -8,12 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
-from serve_app.endpoints.connection import read_body, while_connected
+from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.event_stream import EventStream
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
-from serve_app.openai.parsing import parse_body, parse_json
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, Generation
 from serve_app.openai.urgency import hints_from
@@ -23,9 +23,16 @@ from serve_app.openai.validation import Caller
 class CompletionEndpoints:
     """Chat and text completions, streamed or whole; when the client leaves, its sequences are aborted."""
 
-    def __init__(self, settings: IngressSettings, authenticator: Authenticator, service: CompletionService) -> None:
+    def __init__(
+        self,
+        settings: IngressSettings,
+        authenticator: Authenticator,
+        bodies: BodyReader,
+        service: CompletionService,
+    ) -> None:
         self._settings = settings
         self._authenticator = authenticator
+        self._bodies = bodies
         self._service = service
 
     def add_to(self, app: FastAPI) -> None:
@@ -36,16 +43,14 @@ class CompletionEndpoints:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         caller = self._caller(request)
-        fields = parse_json(await read_body(request, self._settings))
-        body = parse_body(ChatBody, fields, CHAT_NEUTRAL)
+        body = await self._bodies.read(request, ChatBody, CHAT_NEUTRAL)
         generation = await while_connected(request.receive, self._service.chat(body, caller))
         return await self._respond(request, generation, caller)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
         caller = self._caller(request)
-        fields = parse_json(await read_body(request, self._settings))
-        body = parse_body(CompletionBody, fields, COMPLETION_NEUTRAL)
+        body = await self._bodies.read(request, CompletionBody, COMPLETION_NEUTRAL)
         generation = await while_connected(request.receive, self._service.completion(body, caller))
         return await self._respond(request, generation, caller)
 

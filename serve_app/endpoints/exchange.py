@@ -26,6 +26,7 @@ CLIENT_CLOSED = 499
 
 _SCOPE_KEY = "headway.exchange"
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,128}")
+_LENGTH = re.compile(r"[0-9]{1,18}")
 _QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
 """Polled all the time: logged at debug level only."""
 
@@ -86,6 +87,12 @@ def exchange_of(request: Request) -> Exchange:
     """The exchange that `ExchangeMiddleware` has opened for a request."""
     exchange: Exchange = request.scope[_SCOPE_KEY]
     return exchange
+
+
+def content_length(headers: Headers) -> int:
+    """What a request says of its size, bytes; 0 where it says nothing that makes sense."""
+    length = headers.get("content-length", "")
+    return int(length) if _LENGTH.fullmatch(length) else 0
 
 
 def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
@@ -180,7 +187,7 @@ class ExchangeMiddleware:
             method=exchange.method,
             status=exchange.status,
             duration_s=now_s - exchange.started_s,
-            request_bytes=_content_length(headers),
+            request_bytes=content_length(headers),
             response_bytes=exchange.response_bytes,
         )
         logger.log(_log_level(exchange), "request finished", extra=exchange.describe(now_s))
@@ -188,8 +195,3 @@ class ExchangeMiddleware:
 
 def _log_level(exchange: Exchange) -> int:
     return logging.DEBUG if exchange.path in _QUIET_HANDLERS else logging.INFO
-
-
-def _content_length(headers: Headers) -> int:
-    length = headers.get("content-length", "")
-    return int(length) if length.isascii() and length.isdigit() else 0

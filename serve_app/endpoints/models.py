@@ -8,12 +8,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
-from serve_app.endpoints.connection import read_body
-from serve_app.endpoints.settings import IngressSettings
+from serve_app.endpoints.bodies import BodyReader
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.neutral import TOKENIZE_NEUTRAL
-from serve_app.openai.parsing import parse_body, parse_json
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
 from serve_app.openai.validation import check_model, check_token_ids
@@ -24,15 +22,15 @@ class ModelEndpoints:
 
     def __init__(
         self,
-        settings: IngressSettings,
         authenticator: Authenticator,
+        bodies: BodyReader,
         model: KnownModel,
         tokenizer: PromptTokenizer,
         created_unix_s: float,
     ) -> None:
         """`created_unix_s` is what /v1/models gives as the model's age: when this process began to serve it."""
-        self._settings = settings
         self._authenticator = authenticator
+        self._bodies = bodies
         self._model = model
         self._tokenizer = tokenizer
         self._created_unix_s = created_unix_s
@@ -58,8 +56,7 @@ class ModelEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt or of messages."""
         self._authenticator.authenticate(request.headers)
-        fields = parse_json(await read_body(request, self._settings))
-        body = parse_body(TokenizeBody, fields, TOKENIZE_NEUTRAL)
+        body = await self._bodies.read(request, TokenizeBody, TOKENIZE_NEUTRAL)
         check_model(body.model, self._model.name)
         card = await self._model.card()
         token_ids = await self._token_ids(body)
@@ -75,8 +72,7 @@ class ModelEndpoints:
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
         self._authenticator.authenticate(request.headers)
-        fields = parse_json(await read_body(request, self._settings))
-        body = parse_body(DetokenizeBody, fields, {})
+        body = await self._bodies.read(request, DetokenizeBody, {})
         check_model(body.model, self._model.name)
         card = await self._model.card()
         check_token_ids("tokens", body.tokens, card.vocab_size)

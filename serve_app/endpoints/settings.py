@@ -28,7 +28,7 @@ class IngressSettings:
     upload_timeout_s: float = 60.0
     """Longest that a body may take to arrive, seconds; beyond it 408."""
     num_tokenizer_threads: int = 2
-    """Threads that render chat templates and tokenize; what does not fit waits its turn."""
+    """Threads that parse large bodies, render chat templates and tokenize; what does not fit waits its turn."""
     max_header_wait_s: float = 5.0
     """Longest that a stream's status waits for its first delta, seconds, so that early failures have one of their own.
     A client with a shorter read time-out is let wait half of that."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import anyio
-import anyio.to_thread
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -15,8 +13,7 @@ from transformers import AutoTokenizer
 from replicas.errors import InvalidRequest
 from serve_app.openai.schema import ChatMessage, Prompt
 from serve_app.openai.token_text import TokenText
-
-ResultT = TypeVar("ResultT")
+from serve_app.openai.workers import WorkerThreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +26,12 @@ class EncodedPrompt:
 
 
 class PromptTokenizer:
-    """Turns messages and texts into token ids, in a bounded number of worker threads.
+    """Turns messages and texts into token ids, in worker threads.
 
     No code that comes with a model is ever run but its chat template, in transformers' Jinja sandbox.
     """
 
-    def __init__(self, tokenizer: Any, name: str, num_threads: int) -> None:
+    def __init__(self, tokenizer: Any, name: str, workers: WorkerThreads) -> None:
         """`tokenizer` is one of transformers' that is backed by the `tokenizers` library."""
         backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -45,15 +42,15 @@ class PromptTokenizer:
         self._templates = tokenizer
         self._tokenizer = backend
         self._name = name
-        self._threads = anyio.CapacityLimiter(num_threads)
+        self._workers = workers
         self._max_token_chars = max(map(len, backend.get_vocab()))
         self._knows_developer = "developer" in str(tokenizer.chat_template)
         self.token_text = TokenText(backend)
 
     @classmethod
-    def load(cls, model: str, num_threads: int) -> PromptTokenizer:
+    def load(cls, model: str, workers: WorkerThreads) -> PromptTokenizer:
         """The tokenizer of `model`, a directory or hub id."""
-        return cls(AutoTokenizer.from_pretrained(model, trust_remote_code=False), model, num_threads)
+        return cls(AutoTokenizer.from_pretrained(model, trust_remote_code=False), model, workers)
 
     async def encode_chat(
         self,
@@ -75,7 +72,7 @@ class PromptTokenizer:
             self._refuse_hopeless(text, "messages", max_prompt_tokens)
             return self._encode(text, add_special_tokens)
 
-        return await self._in_thread(encode)
+        return await self._workers.run(encode)
 
     async def encode_prompts(
         self, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None = None, add_special_tokens: bool = True
@@ -92,11 +89,11 @@ class PromptTokenizer:
             self._refuse_hopeless(prompt, "prompt", max_prompt_tokens)
             return self._encode(prompt, add_special_tokens)
 
-        return await self._in_thread(lambda: [encode(prompt) for prompt in prompts])
+        return await self._workers.run(lambda: [encode(prompt) for prompt in prompts])
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        return await self._in_thread(
+        return await self._workers.run(
             lambda: self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         )
 
@@ -126,9 +123,6 @@ class PromptTokenizer:
         min_tokens = -(-len(text) // self._max_token_chars)
         if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
             raise prompt_too_long(min_tokens, max_prompt_tokens, param, at_least=True)
-
-    async def _in_thread(self, work: Callable[[], ResultT]) -> ResultT:
-        return await anyio.to_thread.run_sync(work, limiter=self._threads, abandon_on_cancel=True)
 
 
 def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:

@@ -123,4 +123,4 @@ def fingerprint_of(card: ModelCard) -> str:
 
 def shown_logprob(logprob: float) -> float:
     """A log probability that JSON can carry."""
-    return max(logprob, MIN_LOGPROB)
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

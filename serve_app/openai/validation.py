@@ -138,12 +138,14 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
     """Refuse prompts that need no tokenizer to be seen as useless.
 
     Raises:
-        InvalidRequest: a prompt is empty or has ids that are no tokens.
+        InvalidRequest: a prompt is empty, or its ids are too many or no tokens.
     """
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest("`prompt` is empty; it must have at least one token", "prompt")
         if not isinstance(prompt, str):
+            if len(prompt) > card.max_model_len:
+                raise prompt_too_long(len(prompt), card.max_model_len, "prompt")
             check_token_ids("prompt", prompt, card.vocab_size)
 
 

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from replicas.errors import ReplicaLost, RequestAborted
@@ -49,6 +50,15 @@ async def test_impatient_client_gets_headers_and_comments_while_it_waits(make_ap
         gate.open()
         rest = [line async for line in lines]
     assert "data: [DONE]" in rest
+
+
+async def test_stock_client_outlasts_its_own_read_time_out(make_api: MakeApi) -> None:
+    api = make_api(ttft_s=0.5)
+    async with serving(api.app) as url:
+        client = openai.AsyncOpenAI(api_key="x", base_url=f"{url}/v1", timeout=0.2, max_retries=0)
+        stream = await client.completions.create(model=MODEL, prompt="hi", stream=True)
+        texts = [chunk.choices[0].text async for chunk in stream]
+    assert "".join(texts) == "".join(token.text for token in api.replica.script[:16])
 
 
 async def test_silence_amid_a_stream_is_filled(make_api: MakeApi) -> None:
