@@ -27,7 +27,6 @@ from router.load_table import LoadTable
 from router.policy import LeastOutstanding
 from router.serve_router import RankedRouter, ServeReplicaClient
 from serve_app.config import HeadwayConfig
-from serve_app.ingress import IngressSettings, create_api
 
 _CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address that a driver without any connects to."""
@@ -63,7 +62,7 @@ def build(config: HeadwayConfig) -> serve.Application:
 class Model:
     """The Serve deployment around one `ModelReplica`."""
 
-    async def __init__(self, config: HeadwayConfig) -> None:
+    async def __init__(self, config: HeadwayConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         from replicas.model_replica import ModelReplica  # brings torch: seconds that only a replica should spend
 
         _log_through_serve()
@@ -108,7 +107,9 @@ class Model:
 class Ingress:
     """The Serve deployment around the HTTP application, which is made in the replica's own process."""
 
-    async def __init__(self, config: HeadwayConfig, model: DeploymentHandle[Any]) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: HeadwayConfig, model: DeploymentHandle[Any]
+    ) -> None:
         _log_through_serve()
         self._config = config
         self._dispatcher = Dispatcher(
@@ -126,24 +127,24 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        return create_api(_ingress_settings(self._config), self._dispatcher)
+        from serve_app.ingress import IngressSettings, create_api  # brings transformers, as above
 
-
-def _ingress_settings(config: HeadwayConfig) -> IngressSettings:
-    return IngressSettings(
-        model=config.model_path,
-        served_model_name=config.model_name,
-        api_key_file=config.api_key_file,
-        max_body_bytes=int(config.max_body_bytes),
-        max_prompts=config.max_prompts,
-        max_choices=config.max_choices,
-        max_logprobs=config.max_logprobs,
-        num_tokenizer_threads=config.num_tokenizer_threads,
-        upload_timeout_s=config.upload_timeout_s,
-        keep_alive_s=config.keep_alive_s,
-        stall_timeout_s=config.stall_timeout_s,
-        server_sets_request_id=True,
-    )
+        config = self._config
+        settings = IngressSettings(
+            model=config.model_path,
+            served_model_name=config.model_name,
+            api_key_file=config.api_key_file,
+            max_body_bytes=int(config.max_body_bytes),
+            max_prompts=config.max_prompts,
+            max_choices=config.max_choices,
+            max_logprobs=config.max_logprobs,
+            num_tokenizer_threads=config.num_tokenizer_threads,
+            upload_timeout_s=config.upload_timeout_s,
+            keep_alive_s=config.keep_alive_s,
+            stall_timeout_s=config.stall_timeout_s,
+            server_sets_request_id=True,
+        )
+        return create_api(settings, self._dispatcher)
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:

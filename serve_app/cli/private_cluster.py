@@ -16,6 +16,12 @@ from dataclasses import dataclass
 import psutil
 
 _OBJECT_STORE_BYTES = 256 * 2**20
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # A model that cannot be loaded is somebody's mistake, to be told at once rather than tried three times.
+    "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
+}
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -38,7 +44,7 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
     # Short: Ray and HAProxy keep sockets below it (HAProxy's in a folder with a name of 64 characters),
     # and HAProxy takes no socket path longer than 97.
     folder = tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None)
-    os.environ.update({"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
+    os.environ.update(_ENVIRONMENT)
     if throughput_profile:
         os.environ.update(_throughput_environment(folder))
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS"):

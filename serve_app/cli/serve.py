@@ -94,11 +94,9 @@ def _serve_on(cluster: PrivateCluster, host: str, port: int, arguments: list[str
 
 def _wait_until_ready(run: subprocess.Popen[bytes], url: str) -> None:
     """Return once every replica runs and the ingress says that it is ready."""
-    from ray import serve as ray_serve
-
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while run.poll() is None:
-            if any(app.status == "RUNNING" for app in ray_serve.status().applications.values()):
+            if _is_running():
                 with contextlib.suppress(httpx.TransportError):
                     if client.get(f"{url}/health/ready").status_code == httpx.codes.OK:
                         return
@@ -106,6 +104,19 @@ def _wait_until_ready(run: subprocess.Popen[bytes], url: str) -> None:
                 raise _Stopped
             _wait(run)
     _fail(f"the application did not start; `serve run` ended with {run.returncode}", code=1)
+
+
+def _is_running() -> bool:
+    """Whether Serve says that all replicas of the application run."""
+    from ray import serve as ray_serve
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        applications = ray_serve.status().applications
+    except (RayError, RayServeException):  # `serve run` shuts Serve down when the application fails
+        return False
+    return any(application.status == "RUNNING" for application in applications.values())
 
 
 def _wait(run: subprocess.Popen[bytes]) -> None:

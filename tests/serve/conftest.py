@@ -1,0 +1,40 @@
+"""One `make serve` for all tests that only use it: two replicas of a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.model.tiny import write_checkpoint
+from tests.serve.instance import Instance, serving
+
+NUM_SLOTS = 4
+"""Sequences that run together in each of the two replicas."""
+MODEL_NAME = "tiny-llama"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama with a context that is long enough for streams of many seconds."""
+    path = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
+    path.mkdir()
+    return write_checkpoint(path, max_position_embeddings=32768)
+
+
+@pytest.fixture(scope="session")
+def app(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """A served application that tests share and leave as they found it."""
+    arguments = f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB load_poll_period_s=0.2"
+    with serving(
+        tmp_path_factory.mktemp("home"), f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}"
+    ) as instance:
+        yield instance
+
+
+@pytest.fixture
+def client(app: Instance) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+        yield client

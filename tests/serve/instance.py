@@ -1,0 +1,115 @@
+"""Headway as a user starts it: `make serve` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+
+from serve_app.cli.private_cluster import end_processes, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_LIMIT_S = 150.0
+STOP_LIMIT_S = 60.0
+
+T = TypeVar("T")
+
+
+def wait_for(get: Callable[[], T | None], what: str, limit_s: float = 20.0, period_s: float = 0.05) -> T:
+    """The first value of `get` that is not None (and not False)."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        value = get()
+        if value is not None and value is not False:
+            return value
+        time.sleep(period_s)
+    raise AssertionError(f"not within {limit_s} s: {what}")
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """Ours, without what an outer `make` or Ray left in it, and with a home folder of its own."""
+    left_out = ("MAKE", "MFLAGS", "RAY_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    return {**environment, "HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A running `make serve`."""
+
+    url: str
+    dashboard_url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> Any:
+        response = httpx.get(self.url + path, timeout=10.0)
+        response.raise_for_status()
+        return response.json()
+
+    def replicas(self) -> list[dict[str, Any]]:
+        replicas: list[dict[str, Any]] = self.get("/load")["replicas"]
+        return replicas
+
+    def applications(self) -> dict[str, Any]:
+        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=30.0)
+        response.raise_for_status()
+        applications: dict[str, Any] = response.json()["applications"]
+        return applications
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def start(home: Path, *variables: str) -> subprocess.Popen[bytes]:
+    """`make serve` with variables such as `PORT=...`, its output in `home`/serve.log."""
+    with open(home / "serve.log", "wb") as log:
+        return subprocess.Popen(
+            ["make", "--no-print-directory", "serve", *variables],
+            cwd=ROOT,
+            env=clean_environment(home),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+@contextmanager
+def serving(home: Path, *variables: str) -> Iterator[Instance]:
+    """A `make serve` that has said it is ready; nothing of it is left afterwards."""
+    port = free_port("127.0.0.1")
+    process = start(home, f"PORT={port}", *variables)
+    log = home / "serve.log"
+
+    def ready() -> re.Match[str] | None:
+        text = log.read_text(errors="replace")
+        assert process.poll() is None, f"make serve ended with {process.returncode}:\n{text}"
+        return re.search(r"^Ray dashboard at (\S+)", text, re.MULTILINE)
+
+    descendants: list[psutil.Process] = []
+    try:
+        found = wait_for(ready, f"make serve is ready, see {log}", START_LIMIT_S, 0.2)
+        instance = Instance(f"http://127.0.0.1:{port}", found[1], process, log)
+        descendants = instance.descendants()
+        yield instance
+    finally:
+        stop(process)
+        end_processes(descendants)
+
+
+def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTERM) -> None:
+    """Ask `make serve` to stop and wait until it has."""
+    if process.poll() is None:
+        process.send_signal(signum)
+        process.wait(STOP_LIMIT_S)
