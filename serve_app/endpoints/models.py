@@ -11,10 +11,10 @@ from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import KnownModel
+from serve_app.openai.limits import check_model, check_token_ids
 from serve_app.openai.neutral import TOKENIZE_NEUTRAL
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
-from serve_app.openai.validation import check_model, check_token_ids
 
 
 class ModelEndpoints:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from serve_app.openai.validation import RequestLimits
+from serve_app.openai.limits import RequestLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from replicas.errors import InvalidRequest, UnknownModel
+from replicas.errors import InvalidRequest
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
 from serve_app.auth import ANONYMOUS, Principal
 from serve_app.openai.chat import EncodedPrompt, prompt_too_long, spaced
+from serve_app.openai.limits import check_token_ids
 from serve_app.openai.schema import MIN_INT64, ChatBody, CompletionBody, GenerationBody, Prompt
 from serve_app.openai.urgency import ClientHints, band_of, deadline_of
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Most that one HTTP request may ask for."""
-
-    max_prompts: int
-    max_choices: int
-    """Bound of `n`, and of prompts times `n`."""
-    max_logprobs: int
-    """Most likeliest tokens per position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,56 +27,6 @@ class Caller:
     arrival_unix_s: float
     principal: Principal
     hints: ClientHints
-
-
-def check_model(model: str | None, served_model_name: str) -> None:
-    """Refuse a model that is not served; None, where a body may leave it out, is the one that is.
-
-    Raises:
-        UnknownModel: it is another.
-    """
-    if model is not None and model != served_model_name:
-        raise UnknownModel(f"model `{model}` is not served here; `{served_model_name}` is")
-
-
-def check_counts(body: GenerationBody, num_prompts: int, limits: RequestLimits) -> None:
-    """Refuse more prompts or choices than a request may ask for.
-
-    Raises:
-        InvalidRequest: naming the field, the limit and the value.
-    """
-    check_at_most("n", body.n, limits.max_choices)
-    if num_prompts > limits.max_prompts:
-        message = f"`prompt` has {spaced(num_prompts)} prompts; at most {spaced(limits.max_prompts)} are accepted"
-        raise InvalidRequest(message, "prompt")
-    if num_prompts * body.n > limits.max_choices:
-        raise InvalidRequest(
-            f"{spaced(num_prompts)} prompts times `n` = {spaced(body.n)} are {spaced(num_prompts * body.n)} "
-            f"choices; at most {spaced(limits.max_choices)} are accepted",
-            "n",
-        )
-
-
-def check_at_most(name: str, value: int, limit: int) -> None:
-    """Refuse a number above its bound.
-
-    Raises:
-        InvalidRequest: naming the field, the limit and the value.
-    """
-    if value > limit:
-        raise InvalidRequest(f"`{name}` is {spaced(value)}; it must be at most {spaced(limit)}", name)
-
-
-def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that are no tokens of the model.
-
-    Raises:
-        InvalidRequest: naming the field and the first such id.
-    """
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            message = f"`{name}` has the token id {token_id}; the model's are 0 to {vocab_size - 1}"
-            raise InvalidRequest(message, name)
 
 
 def chat_requests(
