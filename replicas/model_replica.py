@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from replicas.engine.async_engine import AsyncEngine, Coalescing
+from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig, KVPressurePolicy
-from replicas.engine.engine import Engine
+from replicas.engine.engine import DecoderFactory, Engine
 from replicas.errors import NoReplicaAvailable
 from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import ModelOptions, load_model
 from replicas.model.tokenizer import make_decoder
 from replicas.protocol import (
     EngineMetrics,
@@ -60,44 +61,79 @@ class ReplicaOptions:
     """... or when this many tokens wait."""
 
 
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What an engine runs on: a device that computes steps, and the facts it derives its limits from."""
+
+    runner: ModelRunner
+    decoders: DecoderFactory
+    num_blocks: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    device: str
+
+
+def load_torch_backend(options: ReplicaOptions) -> Backend:
+    """The model that `options` name, loaded and warmed up.
+
+    Raises:
+        ModelLoadError: files or options cannot be used, or the KV cache does not fit.
+        UnsupportedModel: its architecture cannot be served.
+    """
+    loaded = load_model(
+        ModelOptions(options.model, options.dtype, options.device, options.max_model_len, options.num_threads)
+    )
+    runner_options = RunnerOptions(
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        kv_cache_bytes=options.kv_cache_bytes,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+    )
+    runner = build_runner(loaded, runner_options)
+    warm_up(runner, runner_options)
+    return Backend(
+        runner=runner,
+        decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
+        num_blocks=runner.num_blocks,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=str(loaded.device),
+    )
+
+
+LoadBackend = Callable[[ReplicaOptions], Backend]
+
+
 class ModelReplica:
     """Model, engine and streams of one replica; knows nothing of Ray or HTTP.
 
     Made in any thread (loading blocks), started and used on one event loop.
     """
 
-    def __init__(self, options: ReplicaOptions, replica_id: str, node_id: str) -> None:
+    def __init__(
+        self, options: ReplicaOptions, replica_id: str, node_id: str, load_backend: LoadBackend = load_torch_backend
+    ) -> None:
         started_s = time.monotonic()
-        loaded = load_model(
-            ModelOptions(options.model, options.dtype, options.device, options.max_model_len, options.num_threads)
-        )
-        runner_options = RunnerOptions(
-            block_size=options.block_size,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            kv_cache_bytes=options.kv_cache_bytes,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-        )
-        runner = build_runner(loaded, runner_options)
-        config = _engine_config(options, loaded, runner.num_blocks)
-        warm_up(runner, runner_options)
+        backend = load_backend(options)
+        config = _engine_config(options, backend)
         self._card = ModelCard(
             model_id=options.model,
             max_model_len=config.max_model_len,
-            vocab_size=loaded.vocab_size,
+            vocab_size=backend.vocab_size,
             block_size=config.block_size,
             num_blocks=config.num_blocks,
             max_num_seqs=config.max_num_seqs,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            device=str(loaded.device),
+            dtype=backend.dtype,
+            device=backend.device,
         )
         self._coalescing = Coalescing(options.coalesce_interval_s, options.coalesce_tokens)
-        self._engine = Engine(
-            config,
-            runner,
-            lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
-            ReplicaIdentity(replica_id, node_id, os.getpid()),
-        )
+        identity = ReplicaIdentity(replica_id, node_id, os.getpid())
+        self._engine = Engine(config, backend.runner, backend.decoders, identity)
         self._async_engine: AsyncEngine | None = None
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self._card)
 
@@ -148,13 +184,13 @@ class ModelReplica:
         return self._async_engine
 
 
-def _engine_config(options: ReplicaOptions, loaded: LoadedModel, num_blocks: int) -> EngineConfig:
+def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     """The engine's limits. Where no `max_model_len` was asked for, a small KV cache may lower the model's."""
-    max_model_len = loaded.max_model_len
+    max_model_len = backend.max_model_len
     if options.max_model_len is None:
-        max_model_len = min(max_model_len, num_blocks * options.block_size)
+        max_model_len = min(max_model_len, backend.num_blocks * options.block_size)
     return EngineConfig(
-        num_blocks=num_blocks,
+        num_blocks=backend.num_blocks,
         max_model_len=max_model_len,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
@@ -165,5 +201,5 @@ def _engine_config(options: ReplicaOptions, loaded: LoadedModel, num_blocks: int
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         max_starvation_s=options.max_starvation_s,
-        eos_token_ids=loaded.eos_token_ids,
+        eos_token_ids=backend.eos_token_ids,
     )
