@@ -31,8 +31,8 @@ class Sizes:
     block_size: int = 16
 
 
-def load(path: Path, dtype: str = "float32") -> LoadedModel:
-    return load_model(ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=MAX_MODEL_LEN))
+def load(path: Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    return load_model(ModelOptions(str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN))
 
 
 def build_engine(loaded: LoadedModel, sizes: Sizes | None = None) -> Engine:
@@ -96,8 +96,8 @@ def reference_tokens(model: PreTrainedModel, prompts: Iterable[Prompt], max_toke
     outputs = []
     for prompt in prompts:
         output = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            torch.tensor([prompt], device=model.device),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
             max_new_tokens=max_tokens,
             do_sample=False,
         )

@@ -1,0 +1,237 @@
+"""`make gpu-check`: is the model right on this CUDA device, and how fast is a step?
+
+Needs nothing but torch and transformers: no network, no test framework. Without a CUDA device it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers.utils import logging
+
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.loader import LoadedModel
+from replicas.model.probe import probe_attention
+from replicas.model.runner import TorchModelRunner
+from replicas.model.sampler import Sampler
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
+from tests.model.serving import build_engine, load, random_prompts, reference_model, reference_tokens, tokens
+from tests.model.tiny import write_checkpoint
+
+ARCHITECTURES = (
+    "llama",
+    "mistral-window",
+    "qwen3",
+    "gemma2-window",
+    "gemma3_text-window",
+    "gpt2",
+    "phi3",
+    "qwen3_moe",
+    "gpt_oss-window",
+    "deepseek_v3",
+)
+# Two logits this close may change places between two orders of summation in float32.
+NEAR_TIE = 1e-3
+NUM_ITERATIONS = 20
+LLAMA_1B = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Whether one promise holds on the device."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Duration of one kind of step, over `NUM_ITERATIONS` repetitions."""
+
+    step: str
+    num_tokens: int
+    min_ms: float
+    median_ms: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1000 * self.num_tokens / self.median_ms
+
+
+def check_architecture(architecture: str, device: str) -> Check:
+    """Batched and chunked output in float32 on `device` equals transformers' `generate()` there."""
+    prompts = random_prompts((5, 33, 60, 90))
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
+        reference = reference_model(path).to(device)
+        expected = reference_tokens(reference, prompts, max_tokens=24)
+        engine = build_engine(load(path, device=device))
+        outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
+    gaps = []
+    for prompt, output, other in zip(prompts, outputs, expected, strict=True):
+        index = next((i for i in range(len(other)) if output[i] != other[i]), None)
+        if index is not None:
+            known = torch.tensor([[*prompt, *other[:index]]], device=device)
+            with torch.inference_mode():
+                logits = reference(known).logits[0, -1]
+            gaps.append(abs(float(logits[output[index]] - logits[other[index]])))
+    detail = f"{len(gaps)} first differences" + (f", largest gap {max(gaps):.1e}" if gaps else "")
+    return Check(f"{architecture} equals generate()", all(gap < NEAR_TIE for gap in gaps), detail)
+
+
+def check_sampler(device: str) -> Check:
+    """Every kind of row draws the same token on `device` as on the CPU."""
+    kinds = [
+        SamplingParams(max_tokens=8, temperature=0.0),
+        SamplingParams(max_tokens=8),
+        SamplingParams(max_tokens=8, top_p=0.9),
+        SamplingParams(max_tokens=8, top_k=40, min_p=0.02),
+        SamplingParams(max_tokens=8, temperature=1.5, top_p=0.99, min_p=0.001),
+        SamplingParams(max_tokens=8, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=(LogitBias(9, 4.0),)),
+    ]
+    sequences = [
+        Sequence(GenerateRequest(f"row-{row}", (row, 9, 9), kinds[row % len(kinds)]), 0.0, None, row)
+        for row in range(20 * len(kinds))
+    ]
+    logits = torch.randn(len(sequences), 32_000, generator=torch.Generator().manual_seed(0)) * 3
+    sampler = Sampler(frozenset({2}))
+    on_cpu = [result.token_id for result in sampler.sample(logits, sequences)]
+    on_device = [result.token_id for result in sampler.sample(logits.to(device), sequences)]
+    num_different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True))
+    return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> LoadedModel:
+    """A model with random weights, made on the device."""
+    register_attention()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
+    port = AttentionPort(model)
+    return LoadedModel(
+        model_id="random",
+        model=model,
+        port=port,
+        layers=probe_attention(model, port),
+        tokenizer=None,
+        max_model_len=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_token_ids=frozenset(),
+        dtype=dtype,
+        device=torch.device(device),
+    )
+
+
+def measure_decode(runner: TorchModelRunner, num_seqs: int, context: int, params: SamplingParams) -> StepTime:
+    """One token of each of `num_seqs` sequences that hold `context` tokens."""
+    items = []
+    for number in range(num_seqs):
+        sequence = _sequence(number, context, params)
+        num_blocks = -(-context // runner.block_size)
+        sequence.block_table = [1 + (number * num_blocks + i) % runner.num_blocks for i in range(num_blocks)]
+        items.append(ScheduledSequence(sequence, context - 1, 1))
+    batch = ScheduledBatch(tuple(items))
+    return _time(f"decode {num_seqs} x {context}", num_seqs, lambda: runner.execute(batch))
+
+
+def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
+    """A whole prompt of `num_tokens` tokens in one step."""
+    sequence = _sequence(0, num_tokens, SamplingParams(max_tokens=8, temperature=0.0))
+    sequence.block_table = list(range(1, 1 + -(-num_tokens // runner.block_size)))
+    batch = ScheduledBatch((ScheduledSequence(sequence, 0, num_tokens),))
+    return _time(f"prefill {num_tokens}", num_tokens, lambda: runner.execute(batch))
+
+
+def run_checks(device: str) -> list[Check]:
+    """Everything that must be right, each printed when known."""
+    checks = []
+    for check in (*(lambda a=a: check_architecture(a, device) for a in ARCHITECTURES), lambda: check_sampler(device)):
+        checks.append(check())
+        print(f"{'ok  ' if checks[-1].passed else 'FAIL'}  {checks[-1].name}: {checks[-1].detail}", flush=True)
+    return checks
+
+
+def run_benchmark(device: str) -> list[StepTime]:
+    """Step times of a random model of Llama-3.2-1B's shape in bfloat16."""
+    runner = build_runner(
+        random_model(LLAMA_1B, torch.bfloat16, device), RunnerOptions(max_num_seqs=64, max_num_batched_tokens=2048)
+    )
+    greedy, seeded = SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, top_p=0.95)
+    print(f"\nLlama-3.2-1B shape, bfloat16, {runner.num_blocks} KV blocks of {runner.block_size}")
+    times = [measure_decode(runner, num_seqs, 1024, greedy) for num_seqs in (1, 8, 32, 64)]
+    times += [measure_decode(runner, 32, 4096, greedy), measure_decode(runner, 32, 1024, seeded)]
+    times += [measure_prefill(runner, num_tokens) for num_tokens in (512, 2048)]
+    for step in times:
+        print(
+            f"{step.step:20} {step.min_ms:8.2f} ms min {step.median_ms:8.2f} median {step.tokens_per_s:10.0f} tokens/s"
+        )
+    return times
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_check.json")
+    output: Path = parser.parse_args(arguments).output
+    if not torch.cuda.is_available():
+        print("gpu-check needs a CUDA device, and torch finds none here", file=sys.stderr)
+        return 1
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_float32_matmul_precision("highest")
+    checks = run_checks("cuda")
+    times = run_benchmark("cuda")
+    figures = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "checks": [asdict(check) for check in checks],
+        "steps": [{**asdict(step), "tokens_per_s": step.tokens_per_s} for step in times],
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"written to {output}")
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def _sequence(number: int, num_tokens: int, params: SamplingParams) -> Sequence:
+    prompt = tuple((number + 7 * position) % 500 for position in range(num_tokens))
+    return Sequence(GenerateRequest(f"row-{number}", prompt, params), arrival_s=0.0, deadline_s=None, number=number)
+
+
+def _time(step: str, num_tokens: int, execute: Callable[[], object]) -> StepTime:
+    """`execute` returns when its tokens are on the host, so that the wall clock sees the whole step."""
+    durations = []
+    for _ in range(NUM_ITERATIONS + 3):
+        started_s = time.perf_counter()
+        execute()
+        durations.append(1000 * (time.perf_counter() - started_s))
+    return StepTime(step, num_tokens, min(durations[3:]), statistics.median(durations[3:]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

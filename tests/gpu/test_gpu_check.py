@@ -1,0 +1,55 @@
+"""The same checks as `make gpu-check`, as tests; and that the command never passes without a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bench import gpu_check
+from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.protocol import SamplingParams
+
+SMALL = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
+    max_position_embeddings=256,
+)  # fmt: skip
+HAS_CUDA = torch.cuda.is_available()
+needs_gpu = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="tests what happens without a CUDA device")
+def test_command_fails_without_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_check.main(["--output", str(tmp_path / "figures.json")]) == 1
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert not (tmp_path / "figures.json").exists()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampler_draws_as_on_the_cpu(device: str) -> None:
+    assert gpu_check.check_sampler(device).passed
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("architecture", gpu_check.ARCHITECTURES)
+def test_architecture_equals_generate_on_the_gpu(architecture: str) -> None:
+    assert gpu_check.check_architecture(architecture, "cuda").passed
+
+
+def test_architecture_check_runs_on_the_cpu() -> None:
+    assert gpu_check.check_architecture("gpt_oss-window", "cpu").detail == "0 first differences"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "NUM_ITERATIONS", 2)
+    options = RunnerOptions(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_bytes=2**22)
+    runner = build_runner(gpu_check.random_model(SMALL, torch.bfloat16, device), options)
+    warm_up(runner, options)
+    params = SamplingParams(max_tokens=8, top_p=0.9)
+    assert gpu_check.measure_decode(runner, 4, 100, params).min_ms > 0
+    assert gpu_check.measure_prefill(runner, 64).tokens_per_s > 0
