@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import ray
@@ -28,12 +28,20 @@ from router.policy import LeastOutstanding
 from router.serve_router import RankedRouter, ServeReplicaClient
 from serve_app.config import HeadwayConfig
 
+if TYPE_CHECKING:
+    from replicas.model_replica import LoadBackend
+
 _CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address that a driver without any connects to."""
 
 
 def build(config: HeadwayConfig) -> serve.Application:
     """The application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
+    return build_with(config)
+
+
+def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None) -> serve.Application:
+    """The application over engines that run on what `load_backend` gives; None: on the model, in torch."""
     model = serve.deployment(
         Model,
         name="Model",
@@ -56,22 +64,25 @@ def build(config: HeadwayConfig) -> serve.Application:
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
         **_lifecycle(config),
     )
-    return ingress.bind(config, model.bind(config))
+    return ingress.bind(config, model.bind(config, load_backend))
 
 
 class Model:
     """The Serve deployment around one `ModelReplica`."""
 
-    async def __init__(self, config: HeadwayConfig) -> None:  # type: ignore[misc]  # Serve awaits it
-        from replicas.model_replica import ModelReplica  # brings torch: seconds that only a replica should spend
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
+    ) -> None:
+        from replicas import model_replica  # brings torch: seconds that only a replica should spend
 
         _log_through_serve()
         context = serve.get_replica_context()
         self._replica = await asyncio.to_thread(
-            ModelReplica,
+            model_replica.ModelReplica,
             config.replica_options(),
             context.replica_id.unique_id,
             ray.get_runtime_context().get_node_id(),
+            load_backend or model_replica.load_torch_backend,
         )
         await self._replica.start()
 
