@@ -78,6 +78,14 @@ class GenerateRequest:
     """When the ingress received the request, unix seconds; None: when the engine gets it."""
     deadline_unix_s: float | None = None
     """No engine step is spent on the request after this moment, unix seconds."""
+    expected_output_tokens: int | None = None
+    """What the ingress expects of it, from what the tenant's requests came to before; None: `max_tokens`."""
+    affinity_key: str | None = None
+    """Requests with one key prefer one replica (OpenAI's `prompt_cache_key`)."""
+    output_token_ids: tuple[int, ...] = ()
+    """Output that another replica has already given; generation goes on behind it, as if it had never moved."""
+    runs_alone: bool = False
+    """Nothing else runs beside it: it was there when two replicas died."""
 
     @property
     def max_total_tokens(self) -> int:
@@ -121,6 +129,15 @@ class ReplicaIdentity:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantTokens:
+    """Tokens (prompt and output) that one tenant has had in one band."""
+
+    tenant: str
+    band: Band
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """What a replica holds at one moment; attached to every delta and returned by a poll."""
 
@@ -140,6 +157,15 @@ class ReplicaStats:
     generated_tokens_per_s: float
     """Output tokens a second, measured over recent steps that had work."""
     is_draining: bool
+    num_held_blocks_by_band: tuple[int, ...] = (0, 0, 0)
+    """Blocks in the running sequences' tables, a shared one counted for each."""
+    outstanding_tokens: int = 0
+    """Tokens still to compute: known ones of all sequences, and the output expected of them."""
+    saturated_tokens_per_s: float = 0.0
+    """Tokens computed a second (prompt and output) over recent steps in which every slot was taken or something
+    waited: what this replica can do, where `generated_tokens_per_s` is what was asked of it. 0 before the first."""
+    served_tokens: tuple[TenantTokens, ...] = ()
+    """Tokens computed for the tenants served last, since the replica began; in polled stats only, not in deltas'."""
 
     @property
     def num_running(self) -> int:

@@ -33,13 +33,14 @@ class Mailbox:
     Belongs to the event loop; bounded by the request's `max_tokens`.
     """
 
-    def __init__(self, coalescing: Coalescing) -> None:
+    def __init__(self, coalescing: Coalescing, num_tokens: int = 0) -> None:
+        """`num_tokens` is how many output tokens the reader has already."""
         self._coalescing = coalescing
         self._waiting: TokenDelta | None = None
         self._has_any = asyncio.Event()
         self._has_enough = asyncio.Event()
         self._not_before_s = 0.0
-        self._num_tokens = 0
+        self._num_tokens = num_tokens
         self._usage = Usage(0, 0, 0)
         self._is_complete = False
 
@@ -109,7 +110,7 @@ class AsyncEngine:
         if request.request_id in self._mailboxes:
             yield _refusal(request, InvalidRequest(f"request id {request.request_id} is in use", "request_id"))
             return
-        mailbox = self._mailboxes[request.request_id] = Mailbox(self._coalescing)
+        mailbox = self._mailboxes[request.request_id] = Mailbox(self._coalescing, len(request.output_token_ids))
         self._is_idle.clear()
         self._inbox.put(partial(self._add, request))
         is_finished = False
@@ -127,7 +128,7 @@ class AsyncEngine:
 
     def stats(self) -> ReplicaStats:
         """The load after the last step; while idle, the load now."""
-        stats = self._stats
+        stats = replace(self._stats, served_tokens=self._engine.served_tokens())
         if stats.num_running == stats.num_waiting == 0:
             return replace(stats, taken_unix_s=self._clock.unix())
         return stats
@@ -204,7 +205,9 @@ class AsyncEngine:
 
 
 def _refusal(request: GenerateRequest, error: ServingError) -> TokenDelta:
-    return _failure(request.request_id, 0, Usage(len(request.prompt_token_ids), 0, 0), error)
+    num_output_tokens = len(request.output_token_ids)
+    usage = Usage(len(request.prompt_token_ids), num_output_tokens, 0)
+    return _failure(request.request_id, num_output_tokens, usage, error)
 
 
 def _failure(request_id: str, start: int, usage: Usage, error: ServingError) -> TokenDelta:

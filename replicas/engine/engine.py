@@ -31,6 +31,7 @@ from replicas.protocol import (
     PositionLogprobs,
     ReplicaIdentity,
     ReplicaStats,
+    TenantTokens,
     TokenDelta,
     Usage,
 )
@@ -97,6 +98,9 @@ class Engine:
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
         sequence = Sequence(request, arrival_s, deadline_s, self._num_added)
         detokenizer = Detokenizer(self._decoders(request), request.params.stop)
+        for index, token_id in enumerate(request.output_token_ids):
+            # The reader has this text; what is held back of it is held back again.
+            detokenizer.push(token_id, may_stop_on_text(request.params, index + 1))
         self._num_added += 1
         self._generations[request.request_id] = _Generation(sequence, detokenizer)
         if deadline_s is not None:
@@ -127,7 +131,7 @@ class Engine:
                 self._stats.scheduled_first(item.sequence)
         results = self._execute(batch)
         now = self._clock.monotonic()
-        self._stats.stepped(batch, now - started_s)
+        self._stats.stepped(batch, now - started_s, self._is_saturated(batch))
         self._last_step_s = now
         for item, result in zip(batch.items, results, strict=True):
             delta = self._apply(item, result, now)
@@ -144,9 +148,12 @@ class Engine:
         """The present load. While there is work it bears the time of the last step, so that a stall shows as age."""
         now = self._clock.monotonic()
         idle_s = now - self._last_step_s if self._scheduler.running else 0.0
-        running = [0] * len(Band)
+        running, held_blocks = [0] * len(Band), [0] * len(Band)
+        outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
         for sequence in self._scheduler.running:
             running[sequence.band] += 1
+            held_blocks[sequence.band] += len(sequence.block_table)
+            outstanding_tokens += sequence.num_outstanding_tokens
         return ReplicaStats(
             replica_id=self._identity.replica_id,
             node_id=self._identity.node_id,
@@ -160,7 +167,14 @@ class Engine:
             waiting_tokens=self._scheduler.waiting.num_tokens,
             generated_tokens_per_s=self._stats.rate.tokens_per_s,
             is_draining=self._is_draining,
+            num_held_blocks_by_band=tuple(held_blocks),
+            outstanding_tokens=outstanding_tokens,
+            saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
         )
+
+    def served_tokens(self) -> tuple[TenantTokens, ...]:
+        """Tokens computed for the tenants served last; may be asked from any thread."""
+        return self._stats.account.snapshot()
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
@@ -180,6 +194,13 @@ class Engine:
             ),
         )  # fmt: skip
         return EngineMetrics(self._identity.replica_id, (*gauges, *self._stats.counters()), self._stats.histograms())
+
+    def _is_saturated(self, batch: ScheduledBatch) -> bool:
+        return (
+            len(self._scheduler.waiting) > 0
+            or len(self._scheduler.running) == self._config.max_num_seqs
+            or batch.num_tokens == self._config.max_num_batched_tokens
+        )
 
     def _check_size(self, request: GenerateRequest) -> None:
         if request.request_id in self._generations:
@@ -280,7 +301,11 @@ class Engine:
         """Text that the newest token makes known, and whether the sequence ends with it."""
         detokenizer = self._generations[sequence.request_id].detokenizer
         stop = stop_token(sequence, self._config.eos_token_ids)
-        text = "" if stop else detokenizer.push(token_id, may_stop_on_text(sequence))
+        text = (
+            ""
+            if stop
+            else detokenizer.push(token_id, may_stop_on_text(sequence.request.params, sequence.num_output_tokens))
+        )
         if detokenizer.stop_string is not None:
             stop = Stop(FinishReason.STOP, detokenizer.stop_string)
         stop = stop or length_reached(sequence)

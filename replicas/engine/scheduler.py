@@ -33,7 +33,8 @@ class Scheduler:
        order of urgency. A prompt longer than a step gets a share at first and what is left
        at last, so that short ones behind it start at once. A waiting sequence that is more
        urgent by band takes slot and blocks of the least urgent running one.
-    4. A band that wants to prefill and got nothing for `max_starvation_s` has its most
+    4. A sequence that runs alone preempts all others, and none is admitted beside it.
+    5. A band that wants to prefill and got nothing for `max_starvation_s` has its most
        urgent sequence promoted to the front of all: it takes the next slot that comes free
        and is not preempted for a slot. Then the band's clock restarts.
 
@@ -155,7 +156,8 @@ class Scheduler:
             if is_long:
                 long_sequences.append(sequence)
         for sequence in long_sequences:
-            plan.give(sequence, plan.num_tokens_left)
+            if sequence.status is SequenceStatus.RUNNING:
+                plan.give(sequence, plan.num_tokens_left)
         for sequence in deferred:
             self._waiting.add(sequence)
 
@@ -163,11 +165,13 @@ class Scheduler:
         """Running sequences of `band` that can compute now, in order of urgency, admitting waiting ones on the way."""
         prefilling = [s for s in self._running if s.effective_band is band and s.num_uncomputed_tokens > 1]
         prefilling.reverse()
-        has_room = True
+        has_room = not any(sequence.request.runs_alone for sequence in self._running)
         while plan.num_tokens_left > 0:
             head = self._waiting.head(band, with_long=plan.takes_long) if has_room else None
             if prefilling and (head is None or prefilling[-1].urgency < head.urgency):
                 sequence = prefilling.pop()
+                if sequence.status is not SequenceStatus.RUNNING:
+                    continue  # Preempted by one that runs alone.
                 if plan.takes_long or not plan.is_long(sequence):
                     yield sequence
             elif head is None:
@@ -176,6 +180,7 @@ class Scheduler:
                 self._waiting.remove(head)
                 deferred.append(head)
             elif self._admit(plan, head):
+                has_room = not head.request.runs_alone
                 yield head
             else:
                 has_room = False
@@ -191,6 +196,8 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and blocks, from less urgent bands if need be; False if there is no room."""
+        if sequence.request.runs_alone:
+            self._preempt_all(plan)
         if not self._could_fit(sequence):
             return False
         while len(self._running) >= self._config.max_num_seqs or not self._fits(sequence):
@@ -226,6 +233,11 @@ class Scheduler:
             # One block of growth for each: else what is admitted now is preempted a step later.
             needed = self._blocks.num_blocks_needed(sequence, len(sequence.token_ids)) + len(others)
         return needed <= self._blocks.num_free_blocks + reclaimable
+
+    def _preempt_all(self, plan: StepPlan) -> None:
+        while self._running:
+            plan.drop(self._running[-1])
+            self._preempt_least_urgent()
 
     def _preempt_least_urgent(self) -> Sequence:
         sequence = self._running.pop()

@@ -30,8 +30,8 @@ class Sequence:
         self.deadline_s = deadline_s
         self.number = number
         self.is_promoted = False
-        self.token_ids: list[int] = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
@@ -73,6 +73,14 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not in the cache."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Tokens still to compute: the known ones, and the output still expected."""
+        expected = self.request.expected_output_tokens
+        if expected is None:
+            expected = self.request.params.max_tokens
+        return self.num_uncomputed_tokens + max(0, expected - self.num_output_tokens)
 
     @property
     def can_sample(self) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
-from replicas.protocol import FinishReason, HistogramMetric, Metric, MetricKind
+from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -25,6 +25,7 @@ _REQUEST_S = (
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 _RATE_WINDOW_STEPS = 128
+_MAX_ACCOUNTS = 64
 
 
 def one_two_five(up_to: int) -> tuple[float, ...]:
@@ -58,13 +59,13 @@ class Histogram:
 
 
 class TokenRate:
-    """Output tokens a second over the recent steps that had work."""
+    """Tokens a second over recent steps."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
 
     def step(self, duration_s: float, num_tokens: int) -> None:
-        """Note a step that took `duration_s` and gave `num_tokens` output tokens."""
+        """Note a step that took `duration_s` for `num_tokens`."""
         self._steps.append((duration_s, num_tokens))
 
     @property
@@ -74,11 +75,31 @@ class TokenRate:
         return sum(step[1] for step in self._steps) / duration_s if duration_s > 0 else 0.0
 
 
+class TenantAccount:
+    """Tokens computed for each tenant in each band; those served longest ago are forgotten beyond a bound."""
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[tuple[str, Band], int] = OrderedDict()
+
+    def add(self, tenant: str, band: Band, num_tokens: int) -> None:
+        """Count tokens computed for a tenant."""
+        key = (tenant, band)
+        self._tokens[key] = self._tokens.pop(key, 0) + num_tokens
+        if len(self._tokens) > _MAX_ACCOUNTS:
+            self._tokens.popitem(last=False)
+
+    def snapshot(self) -> tuple[TenantTokens, ...]:
+        """The account, those served longest ago first."""
+        return tuple(TenantTokens(tenant, band, tokens) for (tenant, band), tokens in list(self._tokens.items()))
+
+
 class EngineStats:
     """Counters and histograms of one engine; written by the engine thread, read by any."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.rate = TokenRate()
+        self.saturated_rate = TokenRate()
+        self.account = TenantAccount()
         self.num_preemptions = 0
         self._config = config
         self._tokens: Counter[str] = Counter()
@@ -114,20 +135,27 @@ class EngineStats:
         self._tokens["prompt"] += sequence.num_prompt_tokens
         self._tokens["cached"] += sequence.num_cached_tokens or 0
 
-    def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """A step ended."""
-        num_sampled = sum(1 for item in batch.items if item.samples)
+    def stepped(self, batch: ScheduledBatch, duration_s: float, is_saturated: bool) -> None:
+        """A step ended; `is_saturated` if it had as much work as the engine's limits allow."""
+        num_tokens = num_sampled = 0
+        for item in batch.items:
+            num_tokens += item.num_tokens
+            num_sampled += item.samples
+            self.account.add(item.sequence.request.tenant, item.sequence.band, item.num_tokens)
         self.rate.step(duration_s, num_sampled)
-        self._iteration.observe(batch.num_tokens)
+        if is_saturated:
+            self.saturated_rate.step(duration_s, num_tokens)
+        self._iteration.observe(num_tokens)
 
     def produced(self, sequence: Sequence, now: float) -> None:
         """A sequence got an output token; stamps its timings."""
         self._tokens["generation"] += 1
-        if sequence.last_token_s is None:
-            sequence.first_token_s = now
-            self._ttft.observe(now - sequence.arrival_s)
-        else:
+        if sequence.last_token_s is not None:
             self._itl.observe(now - sequence.last_token_s)
+        else:
+            sequence.first_token_s = now
+            if not sequence.request.output_token_ids:
+                self._ttft.observe(now - sequence.arrival_s)
         sequence.last_token_s = now
 
     def finished(self, sequence: Sequence, reason: FinishReason, now: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from replicas.engine.sequence import Sequence
-from replicas.protocol import FinishReason
+from replicas.protocol import FinishReason, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ def stop_token(sequence: Sequence, eos_token_ids: frozenset[int]) -> Stop | None
     return None
 
 
-def may_stop_on_text(sequence: Sequence) -> bool:
-    """Whether a stop string that the newest output token completes ends the sequence."""
-    return sequence.num_output_tokens > sequence.request.params.min_tokens
+def may_stop_on_text(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether a stop string that the newest of so many output tokens completes ends the sequence."""
+    return num_output_tokens > params.min_tokens
 
 
 def length_reached(sequence: Sequence) -> Stop | None:

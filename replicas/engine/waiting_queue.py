@@ -25,6 +25,7 @@ class WaitingQueue:
         self._long: dict[Band, list[_Entry]] = {band: [] for band in Band}
         self._num_by_band = dict.fromkeys(Band, 0)
         self._num_tokens = 0
+        self._num_outstanding_tokens = 0
 
     def __len__(self) -> int:
         return sum(self._num_by_band.values())
@@ -39,11 +40,17 @@ class WaitingQueue:
         """Prompt and output tokens that the waiting sequences may still come to need."""
         return self._num_tokens
 
+    @property
+    def num_outstanding_tokens(self) -> int:
+        """Known tokens of the waiting sequences, and the output still expected of them."""
+        return self._num_outstanding_tokens
+
     def add(self, sequence: Sequence) -> None:
         """Put `sequence` where its urgency says."""
         insort(self._line(sequence), (sequence.urgency, sequence))
         self._num_by_band[sequence.band] += 1
         self._num_tokens += sequence.request.max_total_tokens
+        self._num_outstanding_tokens += sequence.num_outstanding_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Take out `sequence`, which must be here."""
@@ -53,6 +60,7 @@ class WaitingQueue:
         del line[index]
         self._num_by_band[sequence.band] -= 1
         self._num_tokens -= sequence.request.max_total_tokens
+        self._num_outstanding_tokens -= sequence.num_outstanding_tokens
 
     def head(self, band: Band, with_long: bool) -> Sequence | None:
         """The most urgent sequence scheduled in `band`; among the short ones only unless `with_long`."""

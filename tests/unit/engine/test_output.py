@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,27 @@ def test_stop_string_ends_the_sequence_at_the_source() -> None:
     assert cut.text == whole[: whole.index(whole[3:6])] and cut.finish_reason is FinishReason.STOP
     assert len(cut.token_ids) < 20
     assert cut.last is not None and cut.last.stop_reason == whole[3:6]
+
+
+@pytest.mark.parametrize("num_had", [1, 3, 4, 7])
+def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
+    world = World(config())
+    world.add(request("whole", max_tokens=20))
+    world.run()
+    whole = world.outcomes["whole"]
+    stop = whole.text[8:11]
+    had = World(config())
+    had.add(request("first", max_tokens=20, stop=(stop,)))
+    while len(had.outcomes["first"].token_ids) < num_had:
+        had.step()
+    shown = had.outcomes["first"].text
+    output = tuple(had.outcomes["first"].token_ids)
+    world.add(replace(request("second", max_tokens=20, stop=(stop,)), output_token_ids=output))
+    world.run()
+    second = world.outcomes["second"]
+    assert tuple(second.token_ids) == tuple(whole.token_ids[: len(second.token_ids)])
+    assert shown + second.text == whole.text[: whole.text.index(stop)]
+    assert second.last is not None and second.last.usage.completion_tokens == len(second.token_ids)
 
 
 def test_prompt_can_be_scored_without_generating() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -36,14 +37,14 @@ def random_request(rng: random.Random, world: World, number: int) -> GenerateReq
     prompt = tuple(rng.choice([1, 2]) for _ in range(rng.randint(1, limit - 1)))
     deadline = world.clock.unix(world.clock.now + rng.uniform(0, 20)) if rng.random() < 0.2 else None
     scores_only = rng.random() < 0.1
-    return request(
-        f"r{number}",
-        prompt,
-        0 if scores_only else rng.randint(1, limit - len(prompt)),
-        rng.choice(list(Band)),
-        deadline,
-        prompt_logprobs=0 if scores_only or rng.random() < 0.1 else None,
+    max_tokens = 0 if scores_only else rng.randint(1, limit - len(prompt))
+    has_scores = scores_only or rng.random() < 0.1
+    new = request(
+        f"r{number}", prompt, max_tokens, rng.choice(list(Band)), deadline, prompt_logprobs=0 if has_scores else None
     )
+    resumes = max_tokens > 1 and not has_scores and rng.random() < 0.2
+    output = continuation(prompt, rng.randint(1, max_tokens - 1)) if resumes else ()
+    return replace(new, output_token_ids=output, runs_alone=rng.random() < 0.05)
 
 
 def act(rng: random.Random, world: World, requests: dict[str, GenerateRequest], aborted: set[str]) -> None:

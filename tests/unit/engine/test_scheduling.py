@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from replicas.engine.config import KVPressurePolicy
@@ -106,6 +108,23 @@ def test_urgent_request_takes_blocks_from_lower_bands_only() -> None:
     assert len(world.outcomes["peer"].token_ids) == 2
     assert world.engine.stats().num_waiting_by_band == (0, 0, 1)
     world.run()
+
+
+def test_suspect_runs_alone_at_once_and_the_others_resume_unchanged() -> None:
+    world = World(config())
+    for number in range(3):
+        world.add(request(f"r{number}", prompt(8, number), max_tokens=20))
+    for _ in range(3):
+        world.step()
+    world.add(replace(request("suspect", prompt(6, 9), max_tokens=5, band=Band.INTERACTIVE), runs_alone=True))
+    world.add(request("urgent", prompt(6, 19), max_tokens=5, band=Band.INTERACTIVE))
+    first = len(world.runner.batches)
+    world.run()
+    alone = [[item.sequence.request_id for item in batch.items] for batch in world.runner.batches[first : first + 5]]
+    assert alone == [["suspect"]] * 5
+    assert tuple(world.outcomes["urgent"].token_ids) == continuation(prompt(6, 19), 5)
+    for number in range(3):
+        assert tuple(world.outcomes[f"r{number}"].token_ids) == continuation(prompt(8, number), 20)
 
 
 def test_same_band_runs_earliest_deadline_first_then_in_order_of_arrival() -> None:

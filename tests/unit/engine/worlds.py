@@ -153,7 +153,7 @@ class World:
 
     def add(self, request: GenerateRequest) -> None:
         self.engine.add(request)
-        self.outcomes[request.request_id] = Outcome()
+        self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
 
     def step(self) -> None:
         for delta in self.engine.step():
