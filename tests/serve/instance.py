@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 import psutil
@@ -25,12 +25,14 @@ STOP_LIMIT_S = 60.0
 T = TypeVar("T")
 
 
-def wait_for(get: Callable[[], T | None], what: str, limit_s: float = 20.0, period_s: float = 0.05) -> T:
-    """The first value of `get` that is not None (and not False)."""
+def wait_for(
+    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = 20.0, period_s: float = 0.05
+) -> T:
+    """The first value of `get` that is not empty."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         value = get()
-        if value is not None and value is not False:
+        if value:
             return value
         time.sleep(period_s)
     raise AssertionError(f"not within {limit_s} s: {what}")

@@ -2,10 +2,11 @@
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.serve.conftest import MODEL_NAME
 
-MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "the quick brown fox"}]
 
 
 def chat(client: openai.OpenAI, **options):

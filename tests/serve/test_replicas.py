@@ -57,7 +57,8 @@ def test_more_requests_than_slots_are_all_answered_by_both_replicas(app):
                 reply = await client.completions.with_raw_response.create(
                     model=MODEL_NAME, prompt=f"request {index}", max_tokens=16, extra_body={"ignore_eos": True}
                 )
-                assert reply.parse().usage.completion_tokens == 16
+                usage = reply.parse().usage
+                assert usage is not None and usage.completion_tokens == 16
                 return reply.headers["x-model-replica"]
 
             return list(await asyncio.gather(*(ask(index) for index in range(20 * NUM_SLOTS))))
@@ -87,7 +88,8 @@ def test_running_load_shows_on_both_replicas(app):
 
 def test_a_client_that_goes_away_frees_its_sequence(app):
     with httpx.stream("POST", f"{app.url}/v1/completions", json=body(20_000, stream=True), timeout=60.0) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # kept: httpx closes the stream with its iterator
+        next(lines)
         wait_for(lambda: held(app) > 0, "the stream shows as load")
     wait_until_idle(app)
 
