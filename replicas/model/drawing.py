@@ -15,9 +15,9 @@ from torch import Tensor
 
 from replicas.protocol import SamplingParams
 
-# A full sort of the vocabulary costs 30 times as much as finding this many likeliest tokens, which nearly always hold
-# everything that top-k, top-p or min-p keep.
-NUM_CANDIDATES = 256
+# Sorting the whole vocabulary costs 30 times as much as finding the 256 likeliest tokens, which nearly always hold
+# everything that top-k, top-p or min-p keep. Rows for which they do not try again with more, and at last with all.
+_NUM_CANDIDATES = (256, 8192)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,23 @@ def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
 def draw_from_kept(logits: Tensor, draws: Draws) -> Tensor:
     """Token ids [num_rows] drawn from what min-p, top-k, then top-p keep of logits [num_rows, vocab_size] float32."""
     total = _total_weights(logits, draws)
-    values, token_ids = _likeliest(logits, min(NUM_CANDIDATES, logits.shape[1]))
-    tokens, fits = _draw_from_sorted(values, token_ids, total, draws)
-    if values.shape[1] == logits.shape[1] or bool(fits.all()):
-        return tokens
-    rows = (~fits).nonzero()[:, 0]
-    values, token_ids = logits[rows].sort(dim=-1, descending=True, stable=True)
-    tokens[rows], _ = _draw_from_sorted(values, token_ids, total[rows], draws.select(rows))
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    rows, remaining = torch.arange(logits.shape[0], device=logits.device), logits
+    for num_candidates in (*_NUM_CANDIDATES, logits.shape[1]):
+        values, token_ids = _likeliest(remaining, min(num_candidates, logits.shape[1]))
+        tokens[rows], fits = _draw_from_sorted(values, token_ids, total[rows], draws.select(rows))
+        if num_candidates >= logits.shape[1] or bool(fits.all()):
+            break
+        rows = rows[~fits]
+        remaining = logits[rows]
     return tokens
 
 
 def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits and their ids [num_rows, count]; largest first, equal ones by id."""
+    if count == logits.shape[1]:
+        values, token_ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, token_ids
     token_ids = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
     values, order = logits.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
     return values, token_ids.gather(1, order)

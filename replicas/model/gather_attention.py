@@ -168,14 +168,15 @@ def _attend_prefill(call: AttentionCall, layer: LayerCache, prefill: _Prefill) -
     if _needs_dense(call):
         output = attend_dense(query, keys, values, prefill.mask, call.scoring)
     else:
+        # Repeated, not `enable_gqa`: CUDA's kernels that take a mask lack it, and torch would write all scores out.
+        group_size = query.shape[1] // keys.shape[1]
         output = functional.scaled_dot_product_attention(
             query,
-            keys,
-            values,
+            keys.repeat_interleave(group_size, dim=1),
+            values.repeat_interleave(group_size, dim=1),
             attn_mask=prefill.mask,
             is_causal=prefill.mask is None,
             scale=call.scoring.scale,
-            enable_gqa=query.shape[1] != keys.shape[1],
         )
     return output[0].transpose(0, 1)
 

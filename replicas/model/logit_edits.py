@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -47,8 +48,8 @@ class LogitEdits:
         self._added = _Entries()
         self._forbidden = _Entries()
         for row, sequence in enumerate(sequences):
-            self._add_penalties(row, sequence)
-            self._add_bias(row, sequence)
+            self._penalize_repetition(row, sequence)
+            self._add_offsets(row, sequence)
             self._forbid_stops(row, sequence, eos_token_ids)
 
     @property
@@ -73,23 +74,23 @@ class LogitEdits:
             logits[index] = values
         return logits
 
-    def _add_penalties(self, row: int, sequence: Sequence) -> None:
-        params = sequence.request.params
-        if params.repetition_penalty != 1.0:
+    def _penalize_repetition(self, row: int, sequence: Sequence) -> None:
+        penalty = sequence.request.params.repetition_penalty
+        if penalty != 1.0:
             seen = self._known(set(sequence.token_ids))
-            self._repetition.add(row, seen, [params.repetition_penalty] * len(seen))
-        if params.presence_penalty or params.frequency_penalty:
-            counts = Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-            self._added.add(
-                row,
-                list(counts),
-                [-params.presence_penalty - params.frequency_penalty * count for count in counts.values()],
-            )
+            self._repetition.add(row, seen, [penalty] * len(seen))
 
-    def _add_bias(self, row: int, sequence: Sequence) -> None:
-        bias = {entry.token_id: entry.bias for entry in sequence.request.params.logit_bias}
-        token_ids = self._known(bias)
-        self._added.add(row, token_ids, [bias[token_id] for token_id in token_ids])
+    def _add_offsets(self, row: int, sequence: Sequence) -> None:
+        """One entry per token, so that sums do not depend on the order in which a device adds."""
+        params = sequence.request.params
+        offsets: dict[int, float] = defaultdict(float)
+        if params.presence_penalty or params.frequency_penalty:
+            for token_id, count in Counter(sequence.token_ids[sequence.num_prompt_tokens :]).items():
+                offsets[token_id] = -params.presence_penalty - params.frequency_penalty * count
+        for entry in params.logit_bias:
+            offsets[entry.token_id] += entry.bias
+        token_ids = self._known(offsets)
+        self._added.add(row, token_ids, [offsets[token_id] for token_id in token_ids])
 
     def _forbid_stops(self, row: int, sequence: Sequence, eos_token_ids: frozenset[int]) -> None:
         params = sequence.request.params
@@ -99,6 +100,6 @@ class LogitEdits:
         token_ids = self._known(stops)
         self._forbidden.add(row, token_ids, [float("-inf")] * len(token_ids))
 
-    def _known(self, token_ids: Items[int] | set[int] | dict[int, float]) -> list[int]:
+    def _known(self, token_ids: Iterable[int]) -> list[int]:
         """Those that the model has a logit for."""
         return [token_id for token_id in token_ids if token_id < self._vocab_size]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
 from replicas.model.attention import AttentionContext
-from replicas.model.batch_inputs import BatchInputs, build_inputs, num_logits_rows, wants_prompt_logprobs
+from replicas.model.batch_inputs import BatchInputs, build_inputs, wants_prompt_logprobs
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel
@@ -86,7 +86,7 @@ class TorchModelRunner:
         for start in range(item.start, item.end, _MAX_SCORED_TOKENS):
             piece = ScheduledSequence(item.sequence, start, min(_MAX_SCORED_TOKENS, item.end - start))
             logits = self._forward([piece])
-            if num_logits_rows(piece) == piece.num_tokens:
+            if wants_prompt_logprobs(piece):
                 scores.extend(_prompt_logprobs(logits, piece))
             if piece.samples:
                 result = self._sampler.sample(logits[-1:], [item.sequence])[0]

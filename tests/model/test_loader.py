@@ -13,10 +13,12 @@ from transformers import AutoModelForCausalLM
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.build import RunnerOptions, build_runner, warm_up
 from replicas.model.errors import ModelLoadError, UnsupportedModel
-from replicas.model.kv_cache import bytes_per_block
+from replicas.model.kv_cache import KVCache, bytes_per_block
 from replicas.model.loader import ModelOptions, load_model
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import probe_attention
+from replicas.model.runner import TorchModelRunner
+from replicas.model.scratch import scratch_batches
 from tests.model.tiny import (
     ARCHITECTURES,
     REFUSED,
@@ -206,6 +208,18 @@ def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path: Path, lla
     options = RunnerOptions(kv_cache_bytes=2**20, max_num_batched_tokens=64)
     for loaded in (first, second, first):
         warm_up(build_runner(loaded, options), options)
+
+
+def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
+    loaded = load_model(ModelOptions(str(llama), dtype="float32"))
+    runner = TorchModelRunner(loaded, KVCache(loaded.layers, 0, 16, loaded.dtype, loaded.device))
+    batches = scratch_batches(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=loaded.max_model_len, block_size=16
+    )
+    assert [batch.num_tokens for batch in batches] == [64, 64, 4]
+    assert batches[0].items[0].end == batches[2].items[0].end == loaded.max_model_len
+    for batch in batches:
+        assert all(result.token_id is not None for result in runner.execute(batch))
 
 
 def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:

@@ -109,6 +109,18 @@ def test_every_draw_is_the_inverse_of_the_distribution_function(params: Sampling
         assert sample(logits, [sequence(replace(params, seed=seed))]) == [int(order[position])]
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.5, 3.0])
+def test_large_vocabulary_is_truncated_exactly(spread: float) -> None:
+    """Whether 256, some thousands or all of the tokens must be looked at, the token is the same."""
+    logits = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(11)) * spread
+    params = SamplingParams(max_tokens=8, top_p=0.9)
+    probabilities = expected_probabilities(logits[0], params)
+    order = probabilities.argsort(descending=True, stable=True)
+    cumulative = probabilities[order].cumsum(0)
+    expected = [int(order[torch.searchsorted(cumulative, uniform(seed, 0), right=True)]) for seed in range(50)]
+    assert sample(logits.expand(50, -1), [sequence(replace(params, seed=seed)) for seed in range(50)]) == expected
+
+
 def test_equal_logits_are_ordered_by_token_id() -> None:
     logits = torch.zeros(1, 2000)
     params = SamplingParams(max_tokens=8, top_k=10)
