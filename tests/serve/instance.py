@@ -70,7 +70,8 @@ class Instance:
         return applications
 
     def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
 
 
 def start(home: Path, *variables: str) -> subprocess.Popen[bytes]:

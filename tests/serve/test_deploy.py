@@ -44,8 +44,8 @@ class Cluster:
 
     def model_replicas(self) -> dict[str, str]:
         """State of each model replica, by id."""
-        replicas = self.application()["deployments"]["Model"]["replicas"]
-        return {replica["replica_id"]: replica["state"] for replica in replicas}
+        model = self.application()["deployments"].get("Model", {})  # not there while the application is built
+        return {replica["replica_id"]: replica["state"] for replica in model.get("replicas", [])}
 
     def wait_until_running(self) -> dict[str, Any]:
         def running() -> dict[str, Any] | None:
@@ -132,7 +132,10 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
     reader.start()
     assert started.wait(30.0)
     cluster.run(f"serve deploy {local_config(tmp_path, **arguments, max_num_seqs=8)}")
-    wait_for(lambda: cluster.model_replicas().get(first) != "RUNNING", "the old replica is told to stop")
+    wait_for(
+        lambda: (states := cluster.model_replicas()) and states.get(first) != "RUNNING",
+        "the old replica is told to stop",
+    )
     assert reader.is_alive()
     second = wait_for(
         lambda: (replica := cluster.complete(model=MODEL_NAME).headers["x-model-replica"]) != first and replica,
