@@ -22,6 +22,8 @@ from serve_app.ingress import IngressSettings, create_api
 from tests.fakes import FakeDispatcher, FakeReplica, ScriptedToken
 
 MODEL = "tiny"
+LIMIT_S = 20.0
+"""Longest that a test waits for an answer, seconds: what hangs fails."""
 REPLY = "hello wörld 👋, how are you today?"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}"
@@ -76,7 +78,10 @@ class Api:
     """The stock client; its overloads are too strict for tables of options."""
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-        return await self.http.post(path, json=body, headers={key.replace("_", "-"): v for key, v in headers.items()})
+        async with asyncio.timeout(LIMIT_S):
+            return await self.http.post(
+                path, json=body, headers={key.replace("_", "-"): v for key, v in headers.items()}
+            )
 
     async def complete(self, **fields: Any) -> httpx.Response:
         return await self.post("/v1/completions", {"model": MODEL, "prompt": "the quick", **fields})
@@ -136,7 +141,9 @@ def card_of(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 256) -> Mod
 @contextlib.asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[str]:
     """The application behind a real server on a free port; gives its base URL."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=5)
+    )
     task = asyncio.create_task(server.serve())
     try:
         await until(lambda: server.started)
