@@ -3,7 +3,7 @@
     python -m replicas.demo.train train     trains on the CPU and writes weights, tokenizer and configuration
     python -m replicas.demo.train evaluate  prints held-out bits per byte beside what xz reaches
 
-A run is a fixed number of steps of 8192 tokens: windows of 512 tokens first, of 2048 tokens for the last fifth.
+A run is a fixed number of steps of 8192 tokens: windows of 512 tokens first, of 2048 tokens for the last tenth.
 The learning rate is constant up to the decay, and a step's windows do not depend on how many steps follow, so a
 checkpoint resumed with fewer steps in all ends as a shorter run from the start would.
 """
@@ -27,12 +27,12 @@ from replicas.demo.trainer import Trainer
 
 STEP_TOKENS = 8192
 SHORT_WINDOW_TOKENS = 512
-LONG_SHARE = 0.2
+LONG_SHARE = 0.1
 WARMUP_STEPS = 40
-DECAY_SHARE = 1 / 3
+DECAY_SHARE = 1 / 6
 LIBRARY_REPEATS = 2
 GREETING_REPEATS = 40
-CHECKPOINT_STEPS = 100
+CHECKPOINT_STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train and write the model")
-    training.add_argument("--steps", type=int, default=1200, help="updates of 8192 tokens (default: %(default)s)")
+    training.add_argument("--steps", type=int, default=960, help="updates of 8192 tokens (default: %(default)s)")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--threads", type=int, default=2)
     training.add_argument("--output", type=Path, default=DIRECTORY, help="folder of the model (default: %(default)s)")
