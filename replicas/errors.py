@@ -38,15 +38,24 @@ class UnknownModel(ServingError):
 
 
 class Overloaded(ServingError):
-    """A queue is full; `retry_after_s` is when room is expected, 1 to 60 seconds."""
+    """A queue is full; `retry_after_s` is when room is expected, 1 to 60 seconds.
 
-    code = "server_overloaded"
+    `reason` names the limit; `code` is `server_overloaded`, or `slow_down` where the request's own deadline is.
+    """
+
     retryable = True
 
-    def __init__(self, message: str, retry_after_s: float = 1.0, reason: str = "max_num_queued_reqs") -> None:
-        super().__init__(message, retry_after_s, reason)
+    def __init__(
+        self,
+        message: str,
+        retry_after_s: float = 1.0,
+        reason: str = "max_num_queued_reqs",
+        code: str = "server_overloaded",
+    ) -> None:
+        super().__init__(message, retry_after_s, reason, code)
         self.retry_after_s = min(60.0, max(1.0, retry_after_s))
         self.reason = reason
+        self.code = code
 
 
 class NoReplicaAvailable(ServingError):
@@ -67,10 +76,20 @@ class DeadlineExceeded(ServingError):
 
 
 class ReplicaLost(ServingError):
-    """The replica that served the request died."""
+    """The replica that served the request is gone; `has_died`, or else it was stopped in good order."""
 
     code = "replica_lost"
     retryable = True
+
+    def __init__(self, message: str, has_died: bool = True) -> None:
+        super().__init__(message, has_died)
+        self.has_died = has_died
+
+
+class RequestQuarantined(ServingError):
+    """Every replica that the request was given to died, the last while it ran there alone."""
+
+    code = "request_quarantined"
 
 
 class EngineDead(ServingError):

@@ -164,6 +164,8 @@ class ReplicaStats:
     saturated_tokens_per_s: float = 0.0
     """Tokens computed a second (prompt and output) over recent steps in which every slot was taken or something
     waited: what this replica can do, where `generated_tokens_per_s` is what was asked of it. 0 before the first."""
+    block_size: int = 16
+    """Token slots in a block."""
     served_tokens: tuple[TenantTokens, ...] = ()
     """Tokens computed for the tenants served last, since the replica began; in polled stats only, not in deltas'."""
 

@@ -1,46 +1,66 @@
-"""Gives requests to replicas and learns their load from what comes back."""
+"""Takes requests through flow control to replicas, and through the loss of replicas to their end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from replicas.errors import EngineDead, NoReplicaAvailable, ReplicaLost, ServingError
+from replicas.errors import (
+    EngineDead,
+    NoReplicaAvailable,
+    Overloaded,
+    ReplicaLost,
+    RequestQuarantined,
+    ServingError,
+)
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from router.flow_control import FlowController, Placement, SampleGroup
+from router.journey import DEATHS_BEFORE_ALONE, Journey
 from router.load_table import LoadTable
-from router.types import ReplicaClient, ReplicaView, RoutingPolicy
+from router.types import ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)
 
+_MAX_MOVES = 16
+
 
 class Dispatcher:
-    """Starts requests where the policy says, keeps the load table true, and owns the slow poll.
+    """Starts requests when flow control says, keeps the load table true, and owns the slow poll.
 
-    Invariant: between `begin` and `end` of the load table every request that has been sent and has
-    not ended is counted exactly once, on the replica that is known or expected to serve it.
+    A request survives its replica: what it has already given is sent along to the next one, which goes on behind
+    it. Sampling depends on the seed and the index of a token alone, so the client's stream is the one it would
+    have been. A request that was there when two replicas died runs alone on the third; if that one dies too, it is
+    what kills them, and it is refused for good.
+
+    Invariant: between its dispatch and its end a request is counted exactly once, on the replica that is known or
+    expected to serve it.
     """
 
     def __init__(
-        self, client: ReplicaClient, policy: RoutingPolicy, table: LoadTable, poll_period_s: float = 1.0
-    ) -> None:
+        self, client: ReplicaClient, flow: FlowController, table: LoadTable, observer: RouterObserver,
+        poll_period_s: float = 1.0, unix_clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
         """`poll_period_s` bounds how long load that came by another ingress stays unknown."""
         self._client = client
-        self._policy = policy
+        self._flow = flow
         self._table = table
+        self._observer = observer
         self._poll_period_s = poll_period_s
+        self._unix_clock = unix_clock
 
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
-        """One stream of deltas per request, all on one replica.
+        """One stream of deltas per request. Closing a stream aborts its request.
 
-        The group is ranked once, when the first stream is first asked for a delta. Closing a stream
-        aborts its request. A stream raises ServingError where its request fails, so no delta that it
-        yields has an error; a stream that ends otherwise ended with a finish reason.
+        A stream raises ServingError where its request fails, so no delta that it yields has an error; a stream
+        that ends otherwise ended with a finish reason. Requests with one prompt go to one replica, while it
+        has room, so that they share the prompt's blocks.
         """
-        group = _Group(self._rank)
-        return [self._stream(request, group) for request in requests]
+        groups = {request.prompt_token_ids: SampleGroup() for request in requests}
+        return [self._stream(request, groups[request.prompt_token_ids]) for request in requests]
 
     def load(self) -> list[ReplicaView]:
         """What is known of every replica, by id."""
@@ -53,7 +73,9 @@ class Dispatcher:
             ServingError: the poll failed; the table keeps what it knew, and its ages grow.
         """
         asked_s = self._table.now()
-        self._table.replace(await self._client.poll_stats(), asked_s)
+        for replica_id in self._table.replace(await self._client.poll_stats(), asked_s):
+            self._flow.forget(replica_id)
+        self._flow.notify()
 
     async def metrics(self) -> list[EngineMetrics]:
         """Everything that every replica's engine counts."""
@@ -76,89 +98,82 @@ class Dispatcher:
                 logger.warning("load poll failed", extra={"error": str(error)})
             await asyncio.sleep(self._poll_period_s)
 
-    async def _rank(self, request: GenerateRequest) -> list[str]:
+    async def _stream(self, request: GenerateRequest, group: SampleGroup) -> AsyncGenerator[TokenDelta, None]:
+        deadline_s = self._deadline_s(request)
+        number = self._flow.admit(request, deadline_s)
+        journey = Journey(request)
+        started_s = self._table.now()
         if not self._table.views():
-            await self.refresh()
-        ranking = self._policy.rank(request, self._table.views())
-        if not ranking:
-            raise NoReplicaAvailable("no model replica is ready")
-        return ranking
-
-    async def _stream(self, request: GenerateRequest, group: _Group) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; begins again elsewhere, once, if its replica dies before any output."""
-        ranking = await group.ranking(request)
-        for may_retry in (True, False):
+            await self._learn_replicas()
+        while not journey.is_finished:
+            request = journey.next_request()
+            placement = await self._flow.acquire(request, number, deadline_s, group)
             try:
-                async with aclosing(self._attempt(request, ranking)) as deltas:
+                async with aclosing(self._attempt(request, placement, journey)) as deltas:
                     async for delta in deltas:
+                        journey.first_s = journey.first_s or self._table.now()
                         yield delta
-                return
-            except _LostBeforeOutput as lost:
-                ranking = [replica_id for replica_id in ranking if replica_id != lost.replica_id]
-                if not (may_retry and ranking):
-                    raise lost.error from None
-                logger.warning("replica lost, trying another", extra={"request_id": request.request_id})
+            except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
+                self._move_on(journey, request.request_id, error)
+        self._flow.observe(request, len(journey.output_token_ids))
+        now = self._table.now()
+        ttft_s = None if journey.first_s is None else journey.first_s - started_s
+        self._observer.finished(request.band, ttft_s, now - started_s, len(journey.output_token_ids))
 
-    async def _attempt(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas that the replicas of one ranking give, counted in flight on the one that serves.
-
-        Raises:
-            _LostBeforeOutput: the replica died and nothing was yielded.
-        """
-        serving = ranking[0]
-        self._table.begin(serving)
-        has_output = is_finished = False
+    async def _attempt(
+        self, request: GenerateRequest, placement: Placement, journey: Journey
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """What one replica gives of a request; ends or raises with the request's stay there."""
+        num_had = len(journey.output_token_ids)
         try:
-            async with aclosing(self._client.generate(request, ranking)) as deltas:
+            told = replace(request, expected_output_tokens=placement.expected_output_tokens)
+            async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
                 async for delta in deltas:
-                    serving = self._learn(delta, serving)
-                    if delta.error is None or delta.token_ids or delta.text:
-                        has_output = True
-                        is_finished = delta.error is None and delta.finish_reason is not None
-                        yield delta if delta.error is None else replace(delta, finish_reason=None, error=None)
+                    self._learn(delta, placement)
+                    if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
+                        yield journey.take(delta)
                     if delta.error is not None:
                         raise delta.error
-            if not is_finished:
+            if not journey.is_finished:
                 raise ReplicaLost("the replica's stream ended before the sequence did")
-        except (ReplicaLost, EngineDead) as error:
-            self._table.forget(serving)
-            if has_output:
-                raise
-            raise _LostBeforeOutput(serving, error) from error
+        except (ReplicaLost, EngineDead):
+            self._flow.forget(placement.in_flight.replica_id)
+            raise
         finally:
-            self._table.end(serving)
+            self._flow.settle(placement, request, len(journey.output_token_ids) - num_had)
 
-    def _learn(self, delta: TokenDelta, expected: str) -> str:
-        """Take in the load that a delta brings; the id of the replica that is serving."""
-        if delta.stats is None:
-            return expected
-        self._table.record(delta.stats)
-        actual = delta.stats.replica_id
-        if actual != expected:
-            self._table.begin(actual)
-            self._table.end(expected)
-        return actual
+    def _learn(self, delta: TokenDelta, placement: Placement) -> None:
+        """Take in the load that a delta brings."""
+        if delta.stats is not None:
+            if delta.stats.replica_id != placement.in_flight.replica_id:
+                self._table.move(placement.in_flight, delta.stats.replica_id)
+            self._table.progress(placement.in_flight, len(delta.token_ids))
+            self._table.record(delta.stats)
+            self._flow.notify()
 
+    async def _learn_replicas(self) -> None:
+        """Fill an empty table, if replicas answer; a request can wait for the first one as well."""
+        try:
+            await self.refresh()
+        except ServingError as error:
+            logger.warning("load poll failed", extra={"error": str(error)})
 
-class _Group:
-    """The one ranking that the requests of a group share, made when the first of them needs it."""
+    def _move_on(self, journey: Journey, request_id: str, error: ServingError) -> None:
+        """Note why a request left a replica; raises where it must not go to another."""
+        kind = "resumed" if journey.output_token_ids else "restarted"
+        was_alone = journey.runs_alone
+        journey.moved(has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died))
+        fields = {"request_id": request_id, "cause": str(error), "num_deaths": journey.num_deaths}
+        if journey.num_deaths > DEATHS_BEFORE_ALONE and was_alone:
+            self._observer.migrated("failed")
+            raise RequestQuarantined(f"{journey.num_deaths} replicas died while serving the request") from error
+        if journey.num_moves > _MAX_MOVES:
+            self._observer.migrated("failed")
+            raise error
+        self._observer.migrated(kind)
+        logger.warning("request moves to another replica", extra=fields)
 
-    def __init__(self, rank: Callable[[GenerateRequest], Awaitable[list[str]]]) -> None:
-        self._rank = rank
-        self._ranking: list[str] | None = None
-        self._lock = asyncio.Lock()
-
-    async def ranking(self, request: GenerateRequest) -> list[str]:
-        async with self._lock:
-            if self._ranking is None:
-                self._ranking = await self._rank(request)
-            return self._ranking
-
-
-class _LostBeforeOutput(Exception):
-    """A replica died before its request had any output, so the request may begin again elsewhere."""
-
-    def __init__(self, replica_id: str, error: ServingError) -> None:
-        super().__init__(replica_id, error)
-        self.replica_id = replica_id
-        self.error = error
+    def _deadline_s(self, request: GenerateRequest) -> float | None:
+        if request.deadline_unix_s is None:
+            return None
+        return self._table.now() + request.deadline_unix_s - self._unix_clock()

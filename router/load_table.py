@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from replicas.protocol import ReplicaStats
+from replicas.protocol import Band, ReplicaStats
 from router.types import ReplicaView
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """One of our requests on a replica, as the table counts it; changed only by the table."""
+
+    replica_id: str
+    band: Band
+    prompt_tokens: int
+    outstanding_tokens: int
+    is_seen: bool = False
+    """Whether a report that counts it has come."""
+
+
+@dataclass(slots=True)
+class _Own:
+    """Our requests on one replica."""
+
+    requests: dict[InFlight, None] = field(default_factory=dict)
+    num_by_band: list[int] = field(default_factory=lambda: [0] * len(Band))
+    outstanding_tokens: int = 0
+    unseen_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
     stats: ReplicaStats
     received_s: float
+    foreign_by_band: tuple[int, ...]
+    """Requests of other ingresses: what was reported beyond what we had there when the report came."""
+    foreign_tokens: int
 
 
 class LoadTable:
-    """The newest stats of each replica, and how many of our own requests each one has.
+    """The newest report of each replica, and our own requests on each one.
 
     Invariants:
         at most `max_replicas` entries;
-        every in-flight count is at least 1 (a replica with none has no count);
-        the stats of an entry never go back in time.
+        the stats of an entry never go back in time;
+        a replica's own counts are the sums over our requests in flight on it.
     """
 
     def __init__(self, clock: Callable[[], float], max_replicas: int = 4096) -> None:
@@ -29,7 +54,7 @@ class LoadTable:
         self._clock = clock
         self._max_replicas = max_replicas
         self._entries: dict[str, _Entry] = {}
-        self._num_in_flight: dict[str, int] = {}
+        self._own: dict[str, _Own] = {}
 
     def now(self) -> float:
         """The moment by the table's own clock, as `replace` wants it."""
@@ -45,10 +70,17 @@ class LoadTable:
             return
         if known is None and len(self._entries) >= self._max_replicas:
             del self._entries[min(self._entries, key=lambda replica_id: self._entries[replica_id].received_s)]
-        self._entries[stats.replica_id] = _Entry(stats, self._clock())
+        own = self._own.get(stats.replica_id, _Own())
+        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, own.num_by_band, strict=True)
+        self._entries[stats.replica_id] = _Entry(
+            stats,
+            self._clock(),
+            tuple(max(0, running + waiting - ours) for running, waiting, ours in reported),
+            max(0, stats.outstanding_tokens - own.outstanding_tokens),
+        )
 
-    def replace(self, polled: Iterable[ReplicaStats], asked_s: float) -> None:
-        """Take in what a poll of all replicas answered, and forget the replicas that did not.
+    def replace(self, polled: Iterable[ReplicaStats], asked_s: float) -> list[str]:
+        """Take in what a poll of all replicas answered, and forget the replicas that did not; returns those.
 
         `asked_s` is `now()` before the poll: a replica heard of since then stays.
         """
@@ -56,38 +88,85 @@ class LoadTable:
         for stats in polled:
             self.record(stats)
             answered.add(stats.replica_id)
-        self._entries = {
-            replica_id: entry
+        gone = [
+            replica_id
             for replica_id, entry in self._entries.items()
-            if replica_id in answered or entry.received_s > asked_s
-        }
+            if replica_id not in answered and entry.received_s <= asked_s
+        ]
+        for replica_id in gone:
+            del self._entries[replica_id]
+        return gone
 
     def forget(self, replica_id: str) -> None:
-        """Drop a replica that was found dead; its in-flight count ends with its requests."""
+        """Drop a replica that was found dead; our requests on it are counted until they end."""
         self._entries.pop(replica_id, None)
 
-    def begin(self, replica_id: str) -> None:
-        """Count one more of our requests on a replica."""
-        self._num_in_flight[replica_id] = self._num_in_flight.get(replica_id, 0) + 1
+    def begin(self, replica_id: str, band: Band, prompt_tokens: int, output_tokens: int) -> InFlight:
+        """Count one more of our requests on a replica, with what it is expected to need."""
+        in_flight = InFlight(replica_id, band, prompt_tokens, prompt_tokens + output_tokens)
+        self._add(in_flight)
+        return in_flight
 
-    def end(self, replica_id: str) -> None:
+    def move(self, in_flight: InFlight, replica_id: str) -> None:
+        """Count a request on the replica that really serves it."""
+        self.end(in_flight)
+        in_flight.replica_id = replica_id
+        self._add(in_flight)
+
+    def progress(self, in_flight: InFlight, num_tokens: int) -> None:
+        """Note output: the replica has the request in its reports, and owes so much less."""
+        own = self._own[in_flight.replica_id]
+        if not in_flight.is_seen:
+            in_flight.is_seen = True
+            own.unseen_tokens -= in_flight.prompt_tokens
+            num_tokens += in_flight.prompt_tokens
+        # One token is owed until the end, however wrong the expectation was.
+        done = min(num_tokens, in_flight.outstanding_tokens - 1)
+        in_flight.outstanding_tokens -= done
+        own.outstanding_tokens -= done
+
+    def end(self, in_flight: InFlight) -> None:
         """Count one less; exactly once for each `begin`."""
-        left = self._num_in_flight[replica_id] - 1
-        if left:
-            self._num_in_flight[replica_id] = left
-        else:
-            del self._num_in_flight[replica_id]
+        own = self._own[in_flight.replica_id]
+        del own.requests[in_flight]
+        own.num_by_band[in_flight.band] -= 1
+        own.outstanding_tokens -= in_flight.outstanding_tokens
+        if not in_flight.is_seen:
+            own.unseen_tokens -= in_flight.prompt_tokens
+        if not own.requests:
+            del self._own[in_flight.replica_id]
 
     def views(self) -> list[ReplicaView]:
         """Every known replica, by id."""
         now = self._clock()
-        return [
-            ReplicaView(entry.stats, max(0.0, now - entry.received_s), self._num_in_flight.get(replica_id, 0))
-            for replica_id, entry in sorted(self._entries.items())
-        ]
+        return [self._view(entry, now) for _, entry in sorted(self._entries.items())]
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
         assert len(self._entries) <= self._max_replicas
-        assert all(count >= 1 for count in self._num_in_flight.values())
         assert all(replica_id == entry.stats.replica_id for replica_id, entry in self._entries.items())
+        for replica_id, own in self._own.items():
+            assert own.requests
+            assert all(in_flight.replica_id == replica_id for in_flight in own.requests)
+            assert own.num_by_band == [sum(r.band is band for r in own.requests) for band in Band]
+            assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
+            assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
+
+    def _add(self, in_flight: InFlight) -> None:
+        own = self._own.setdefault(in_flight.replica_id, _Own())
+        own.requests[in_flight] = None
+        own.num_by_band[in_flight.band] += 1
+        own.outstanding_tokens += in_flight.outstanding_tokens
+        if not in_flight.is_seen:
+            own.unseen_tokens += in_flight.prompt_tokens
+
+    def _view(self, entry: _Entry, now: float) -> ReplicaView:
+        own = self._own.get(entry.stats.replica_id, _Own())
+        return ReplicaView(
+            stats=entry.stats,
+            age_s=max(0.0, now - entry.received_s),
+            num_in_flight=len(own.requests),
+            num_by_band=tuple(f + o for f, o in zip(entry.foreign_by_band, own.num_by_band, strict=True)),
+            outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,
+            unseen_tokens=own.unseen_tokens,
+        )

@@ -3,40 +3,116 @@
 from __future__ import annotations
 
 import random
+from hashlib import blake2b
 
-from replicas.protocol import GenerateRequest
-from router.types import ReplicaView
+from router.prefix_index import PrefixIndex
+from router.types import ReplicaView, RoutingRequest
+
+_LOAD_BOUND = 1.25
+_AFFINITY_TOLERANCE = 0.1
 
 
-class LeastOutstanding:
-    """The replica with the least work relative to its slots.
+class LeastTokens:
+    """The replica with the least work in tokens, counting what its cache would save.
 
-    1. A replica's outstanding requests are those that it last reported, running and waiting, or
-       those that this ingress has there, whichever is more: its report covers what other ingresses
-       sent, our count covers what we sent since.
-    2. Replicas that drain come after all others.
-    3. Fewer outstanding requests per slot come first; ties are drawn.
+    1. A replica's work is its outstanding tokens plus this request's: prompt tokens that it does not hold yet,
+       and the output expected. What it holds counts only while its outstanding tokens are at most 1.25 times
+       the mean (bounded loads: Mirrokni et al., SODA 2018), so that a popular prefix makes no hot spot.
+    2. Replicas are ordered by that work.
+    3. Those within a tenth of this request's own tokens of the least are as good as it; among them rendezvous
+       hashing (Thaler and Ravishankar, 1998) of the request's affinity key, or else of its first block, chooses,
+       so that several ingresses that know nothing of each other send one prefix to one replica.
+    4. A request with neither goes to a random one of those.
     """
+
+    def __init__(self, rng: random.Random, index: PrefixIndex | None = None) -> None:
+        self._rng = rng
+        self._index = index or PrefixIndex()
+
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
+        """Replica ids, best first."""
+        if not views:
+            return []
+        held = self._index.num_blocks_held(routing.block_hashes)
+        bound = _LOAD_BOUND * sum(view.outstanding_tokens for view in views) / len(views)
+        work = {}
+        for view in views:
+            replica_id = view.stats.replica_id
+            has_bonus = view.outstanding_tokens <= bound
+            saved = held.get(replica_id, 0) * view.stats.block_size if has_bonus else 0
+            work[replica_id] = view.outstanding_tokens + routing.num_tokens - saved
+        least = min(work.values()) + _AFFINITY_TOLERANCE * routing.num_tokens
+        key = self._key(routing)
+        return sorted(work, key=lambda replica_id: (max(work[replica_id], least), self._tie(key, replica_id)))
+
+    def placed(self, routing: RoutingRequest, replica_id: str) -> int:
+        """Learn that a replica will hold the request's blocks; prompt tokens that it has to compute for it."""
+        held = self._index.num_blocks_held(routing.block_hashes).get(replica_id, 0)
+        self._index.add(replica_id, routing.block_hashes)
+        num_prompt_tokens = len(routing.request.prompt_token_ids)
+        if not held:
+            return num_prompt_tokens
+        return num_prompt_tokens * (len(routing.block_hashes) - held + 1) // (len(routing.block_hashes) + 1)
+
+    def forget(self, replica_id: str) -> None:
+        """Learn that a replica's blocks are gone."""
+        self._index.forget(replica_id)
+
+    def _key(self, routing: RoutingRequest) -> bytes | None:
+        if routing.request.affinity_key is not None:
+            return routing.request.affinity_key.encode()
+        return routing.block_hashes[0] if routing.block_hashes else None
+
+    def _tie(self, key: bytes | None, replica_id: str) -> float:
+        if key is None:
+            return self._rng.random()
+        digest = blake2b(key + replica_id.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") / 2**64
+
+
+class _Blind:
+    """What the baselines share: every prompt is computed anew, as far as they know."""
+
+    def placed(self, routing: RoutingRequest, replica_id: str) -> int:
+        """Prompt tokens of the request."""
+        return len(routing.request.prompt_token_ids)
+
+    def forget(self, replica_id: str) -> None:
+        """Nothing is remembered of a replica."""
+
+
+class LeastRequests(_Blind):
+    """The replica with the fewest requests; ties are drawn. A baseline: blind to their lengths and prefixes."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank(self, request: GenerateRequest, views: list[ReplicaView]) -> list[str]:
-        """Replica ids, least loaded first."""
-        keyed = [(view.stats.is_draining, _load(view), self._rng.random(), view.stats.replica_id) for view in views]
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
+        """Replica ids, fewest requests first."""
+        keyed = [(sum(view.num_by_band), self._rng.random(), view.stats.replica_id) for view in views]
         return [replica_id for *_, replica_id in sorted(keyed)]
 
 
-class RoundRobin:
-    """Each replica in turn, blind to load: a baseline.
+class PowerOfTwo(_Blind):
+    """Two replicas drawn, the one with fewer requests first (Mitzenmacher, 2001): Ray Serve's own default."""
 
-    1. The replicas in order of id, starting one later with each request.
-    """
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
+        """The two drawn, then the others at random."""
+        order = self._rng.sample(views, len(views))
+        order[:2] = sorted(order[:2], key=lambda view: sum(view.num_by_band))
+        return [view.stats.replica_id for view in order]
+
+
+class RoundRobin(_Blind):
+    """Each replica in turn, in order of id: a baseline, blind to load."""
 
     def __init__(self) -> None:
         self._num_ranked = 0
 
-    def rank(self, request: GenerateRequest, views: list[ReplicaView]) -> list[str]:
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
         """Replica ids, the next in turn first."""
         if not views:
             return []
@@ -46,19 +122,14 @@ class RoundRobin:
         return replica_ids[start:] + replica_ids[:start]
 
 
-class Random:
-    """A random order, blind to load: a baseline."""
+class Random(_Blind):
+    """A random order: a baseline, blind to load."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank(self, request: GenerateRequest, views: list[ReplicaView]) -> list[str]:
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
         """Replica ids in random order."""
         replica_ids = sorted(view.stats.replica_id for view in views)
         self._rng.shuffle(replica_ids)
         return replica_ids
-
-
-def _load(view: ReplicaView) -> float:
-    reported = view.stats.num_running + view.stats.num_waiting
-    return max(reported, view.num_in_flight) / view.stats.num_slots

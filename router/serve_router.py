@@ -62,7 +62,7 @@ class ServeReplicaClient:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
                 # Nobody cancelled us: the replica was told to give up the request, as when it is being stopped.
-                raise ReplicaLost("the replica gave up the request") from None
+                raise ReplicaLost("the replica gave up the request", has_died=False) from None
             raise
         except _RAY_ERRORS as error:
             raise _as_serving_error(error) from error

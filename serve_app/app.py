@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,14 @@ from ray.serve.schema import LoggingConfig
 
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.dispatch import Dispatcher
+from router.flow_control import FlowController
 from router.load_table import LoadTable
-from router.policy import LeastOutstanding
+from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
 from router.serve_router import RankedRouter, ServeReplicaClient
+from router.types import RoutingPolicy
 from serve_app.config import HeadwayConfig
+from serve_app.metrics import HttpMetrics
+from serve_app.router_metrics import RouterCollector, RouterMetrics
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -123,12 +127,12 @@ class Ingress:
     ) -> None:
         _log_through_serve()
         self._config = config
-        self._dispatcher = Dispatcher(
-            ServeReplicaClient(model),
-            LeastOutstanding(random.Random()),
-            LoadTable(time.monotonic),
-            config.load_poll_period_s,
-        )
+        self._metrics = HttpMetrics()
+        observer = RouterMetrics(self._metrics.registry)
+        table = LoadTable(time.monotonic)
+        flow = FlowController(config.flow_limits(), table, _policy(config), observer, time.monotonic)
+        self._metrics.registry.register(RouterCollector(flow.queue, table))
+        self._dispatcher = Dispatcher(ServeReplicaClient(model), flow, table, observer, config.load_poll_period_s)
         self._poll = asyncio.create_task(self._dispatcher.run())
 
     async def __del__(self) -> None:
@@ -155,7 +159,19 @@ class Ingress:
             stall_timeout_s=config.stall_timeout_s,
             server_sets_request_id=True,
         )
-        return create_api(settings, self._dispatcher)
+        return create_api(settings, self._dispatcher, metrics=self._metrics)
+
+
+def _policy(config: HeadwayConfig) -> RoutingPolicy:
+    rng = random.Random()
+    policies: dict[str, Callable[[], RoutingPolicy]] = {
+        "least_tokens": lambda: LeastTokens(rng),
+        "least_requests": lambda: LeastRequests(rng),
+        "power_of_two": lambda: PowerOfTwo(rng),
+        "round_robin": RoundRobin,
+        "random": lambda: Random(rng),
+    }
+    return policies[config.routing_policy]()
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:

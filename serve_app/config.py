@@ -9,6 +9,8 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, fie
 
 from replicas.engine.config import KVPressurePolicy
 from replicas.protocol import Band
+from router.flow_control import FlowLimits
+from router.flow_queue import BandLimits
 
 if TYPE_CHECKING:
     from replicas.model_replica import ReplicaOptions
@@ -68,11 +70,19 @@ class HeadwayConfig(BaseModel):
     kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
     """When KV blocks run short: `preempt` the least urgent sequence, or `pause_new` admissions."""
     max_queued_requests: int = Field(default=1024, ge=1)
-    """Waiting sequences of one replica beyond which a request is refused with 429."""
+    """Sequences of one band that may wait in one ingress; beyond it 429."""
     max_queued_tokens: int = Field(default=4_000_000, ge=1)
-    """Prompt + `max_tokens` of one replica's waiting sequences beyond which a request is refused with 429."""
+    """Tokens, prompt and output expected, of the sequences of one band that wait in one ingress; beyond it 429."""
+    max_queued_batch_requests: int = Field(default=16_384, ge=1)
+    """The same limit for the band `batch`, where waiting is the rule."""
+    max_queued_batch_tokens: int = Field(default=64_000_000, ge=1)
+    """The same limit for the band `batch`."""
     max_starvation_s: float = Field(default=30.0, gt=0)
-    """A band that has waiting sequences gets one admitted at least this often, seconds."""
+    """A band that waits gets a sequence dispatched, and one scheduled in the engine, at least this often, seconds."""
+    max_queue_wait_s: float = Field(default=600.0, gt=0)
+    """Longest that a request waits for a replica, seconds; then 504, or 503 where there is no replica at all."""
+    routing_policy: Literal["least_tokens", "least_requests", "power_of_two", "round_robin", "random"] = "least_tokens"
+    """Which replica a request goes to: the one with the least work in tokens after prefix hits, or a baseline."""
     kv_cache_bytes: ByteSize = Field(default=ByteSize(512 * 2**20), gt=0)
     """Size of a replica's KV cache on CPU, bytes; also as `2GiB`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
@@ -152,18 +162,33 @@ class HeadwayConfig(BaseModel):
         return Path(self.model).name if Path(self.model).is_dir() else self.model
 
     @property
-    def max_ongoing_requests_per_replica(self) -> int:
-        """More calls than the engine can hold, so that it is the engine that refuses.
+    def max_queued_requests_per_replica(self) -> int:
+        """What waits in an engine: what each ingress may send before it hears of the others, and what is preempted.
 
-        It holds its slots, what was preempted from them (at most all slots by each more urgent band),
-        its queue, and some control calls.
+        Requests wait in the ingress; a replica that has more than this gives them back.
         """
-        return self.max_num_seqs * len(Band) + self.max_queued_requests + _CONTROL_CALLS
+        return self.max_num_seqs * (self.num_ingress_replicas + 1) * len(Band)
+
+    @property
+    def max_ongoing_requests_per_replica(self) -> int:
+        """More calls than the engine can hold, so that it is the engine that refuses."""
+        return self.max_num_seqs + self.max_queued_requests_per_replica + _CONTROL_CALLS
 
     @property
     def max_ongoing_requests_per_ingress(self) -> int:
         """More calls than all replicas can hold, so that Serve's proxy never queues ahead of them."""
-        return self.max_ongoing_requests_per_replica * self.num_replicas + self.max_queued_requests
+        waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
+        return self.max_ongoing_requests_per_replica * self.num_replicas + waiting + _CONTROL_CALLS
+
+    def flow_limits(self) -> FlowLimits:
+        """What may wait in an ingress, and how long."""
+        usual = BandLimits(self.max_queued_requests, self.max_queued_tokens)
+        batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens)
+        return FlowLimits(
+            bands={Band.INTERACTIVE: usual, Band.STANDARD: usual, Band.BATCH: batch},
+            max_starvation_s=self.max_starvation_s,
+            max_wait_s=self.max_queue_wait_s,
+        )
 
     def replica_options(self) -> ReplicaOptions:
         """What a model replica is told."""
@@ -180,7 +205,7 @@ class HeadwayConfig(BaseModel):
             max_num_partial_prefills=self.max_num_partial_prefills,
             enable_prefix_caching=self.enable_prefix_caching,
             kv_pressure_policy=self.kv_pressure_policy,
-            max_queued_requests=self.max_queued_requests,
+            max_queued_requests=self.max_queued_requests_per_replica,
             max_queued_tokens=self.max_queued_tokens,
             max_starvation_s=self.max_starvation_s,
             kv_cache_bytes=int(self.kv_cache_bytes),

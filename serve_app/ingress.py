@@ -38,14 +38,15 @@ def create_api(
     settings: IngressSettings,
     dispatcher: Dispatcher,
     *,
+    metrics: HttpMetrics | None = None,
     rng: random.Random | None = None,
     clock: Callable[[], float] = time.monotonic,
     unix_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application; loads the tokenizer and the key file.
 
-    `rng` draws the seeds of requests that bring none. The documentation pages of FastAPI are off: they
-    would load their assets from elsewhere.
+    `metrics` has the registry whose page `/metrics` shows; `rng` draws the seeds of requests that bring none.
+    The documentation pages of FastAPI are off: they would load their assets from elsewhere.
 
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
@@ -55,7 +56,7 @@ def create_api(
     tokenizer = PromptTokenizer.load(settings.model, workers)
     bodies = BodyReader(settings, workers)
     model = KnownModel(settings.served_model_name, dispatcher, clock)
-    metrics = HttpMetrics()
+    metrics = metrics or HttpMetrics()
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
     completions = CompletionEndpoints(settings, authenticator, bodies, service)
     models = ModelEndpoints(authenticator, bodies, model, tokenizer, unix_clock())

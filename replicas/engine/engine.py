@@ -169,6 +169,7 @@ class Engine:
             is_draining=self._is_draining,
             num_held_blocks_by_band=tuple(held_blocks),
             outstanding_tokens=outstanding_tokens,
+            block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
         )
 

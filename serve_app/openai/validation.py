@@ -146,6 +146,7 @@ def _requests(
                     tenant=tenant,
                     arrival_unix_s=caller.arrival_unix_s,
                     deadline_unix_s=deadline_unix_s,
+                    affinity_key=body.prompt_cache_key,
                 )
             )
     return tuple(requests)

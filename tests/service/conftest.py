@@ -14,11 +14,15 @@ import pytest
 import torch
 
 from replicas.model_replica import ModelReplica, ReplicaOptions
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.dispatch import Dispatcher
+from router.flow_control import FlowController, FlowLimits
+from router.flow_queue import BandLimits
 from router.load_table import LoadTable
-from router.policy import LeastOutstanding
+from router.policy import LeastTokens
 from serve_app.ingress import IngressSettings, create_api
+from serve_app.metrics import HttpMetrics
+from serve_app.router_metrics import RouterMetrics
 from tests.http.conftest import serving
 from tests.model.tiny import write_checkpoint
 
@@ -68,10 +72,13 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     )  # fmt: skip
     replica = ModelReplica(options, "replica-0", "node-0")
     await replica.start()
-    dispatcher = Dispatcher(
-        LocalReplicaClient(replica), LeastOutstanding(random.Random(0)), LoadTable(time.monotonic)
-    )
-    app = create_api(IngressSettings(model=str(checkpoint), served_model_name=MODEL), dispatcher)
+    table, metrics = LoadTable(time.monotonic), HttpMetrics()
+    observer = RouterMetrics(metrics.registry)
+    limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
+    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
+    dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
+    settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
+    app = create_api(settings, dispatcher, metrics=metrics)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         client = openai.AsyncOpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
         yield Service(url, replica, http, client)

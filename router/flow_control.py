@@ -1,0 +1,254 @@
+"""When a request is given to a replica: requests wait here, in order of urgency, while every replica is full."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from replicas.block_hash import extend_hashes
+from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
+from replicas.protocol import Band, GenerateRequest
+from router.flow_queue import BandLimits, FlowQueue, Waiting
+from router.load_table import InFlight, LoadTable
+from router.output_lengths import OutputLengths
+from router.types import Outcome, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FlowLimits:
+    """How much may wait, and how long."""
+
+    bands: Mapping[Band, BandLimits]
+    max_starvation_s: float = 30.0
+    """A band that waits goes no longer without a dispatch, as long as replicas finish anything at all."""
+    max_wait_s: float = 600.0
+    """Nothing waits longer than this, whatever its deadline."""
+    batch_lookahead: float = 0.125
+    """Batch requests given to a replica beyond its slots, as a share of them: work for the moment between the end
+    of one and the arrival of the next. They wait there in the lowest band and delay nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request's place: the replica that has room for it comes first, where it is counted already."""
+
+    ranking: list[str]
+    in_flight: InFlight
+    expected_tokens: int
+    """What its tenant was charged."""
+    expected_output_tokens: int
+
+
+@dataclass(slots=True)
+class SampleGroup:
+    """Requests with one prompt; where the first of them went."""
+
+    replica_id: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    waiting: Waiting
+    routing: RoutingRequest
+    group: SampleGroup
+    placement: asyncio.Future[Placement]
+
+
+class FlowController:
+    """Decides when each request is dispatched, and has the policy decide where.
+
+    Late binding: a request is given to a replica only when one has room, so that a more urgent one that comes
+    later is served first. Room for a band counts slots and blocks held by lower bands, since the engine preempts.
+    Whenever something may have changed (`notify`), the queue is walked in order and each request that finds room
+    is dispatched; behind one that does not, less urgent ones of the same band wait.
+
+    Invariant: a request is counted on a replica from its dispatch on, so that room is never given twice.
+    """
+
+    def __init__(
+        self, limits: FlowLimits, table: LoadTable, policy: RoutingPolicy, observer: RouterObserver,
+        clock: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._limits = limits
+        self._table = table
+        self._policy = policy
+        self._observer = observer
+        self._clock = clock
+        self._queue = FlowQueue(limits.bands, limits.max_starvation_s)
+        self._lengths = OutputLengths()
+        self._waiters: dict[int, _Waiter] = {}
+        self._num_arrived = 0
+
+    @property
+    def queue(self) -> FlowQueue:
+        """What waits; to look at, not to change."""
+        return self._queue
+
+    def admit(self, request: GenerateRequest, deadline_s: float | None) -> int:
+        """Accept a new request; gives its place in the order of arrival.
+
+        Raises:
+            Overloaded: the band's queue is full, or the request could not start before its deadline (monotonic).
+        """
+        now = self._clock()
+        drain_s = self.drain_s(request.band) or 0.0
+        num_tokens = self._num_tokens(request)
+        try:
+            self._queue.check_room(request.band, num_tokens)
+            if deadline_s is not None and drain_s > deadline_s - now:
+                message = f"it would start in about {drain_s:.1f} s and its deadline is in {deadline_s - now:.1f} s"
+                raise Overloaded(message, code="slow_down")
+        except Overloaded as error:
+            self._observer.waited(request.band, Outcome.REJECTED_CAPACITY, 0.0)
+            raise Overloaded(str(error), drain_s, error.reason, error.code) from None
+        self._num_arrived += 1
+        return self._num_arrived
+
+    async def acquire(
+        self, request: GenerateRequest, number: int, deadline_s: float | None, group: SampleGroup
+    ) -> Placement:
+        """Wait until a replica has room and it is this request's turn.
+
+        `number` is from `admit`; a request that comes back after a dispatch brings its old one and stands
+        where it stood.
+
+        Raises:
+            DeadlineExceeded: the deadline, monotonic, or the longest wait passed.
+            NoReplicaAvailable: the longest wait passed and there was no replica at all.
+        """
+        started_s = self._clock()
+        waiting = Waiting(request, self._num_tokens(request), deadline_s, number)
+        waiter = self._enqueue(waiting, group)
+        outcome = Outcome.EVICTED_OTHER
+        try:
+            self.notify()
+            placement = await self._wait(waiter, started_s)
+            outcome = Outcome.DISPATCHED
+            return placement
+        except asyncio.CancelledError:
+            outcome = Outcome.EVICTED_CONTEXT_CANCELLED
+            raise
+        except DeadlineExceeded:
+            outcome = Outcome.EVICTED_TTL
+            raise
+        except NoReplicaAvailable:
+            outcome = Outcome.EVICTED_NO_ENDPOINTS
+            raise
+        finally:
+            self._observer.waited(request.band, outcome, self._clock() - started_s)
+            if outcome is not Outcome.DISPATCHED:
+                self._withdraw(waiter)
+
+    def settle(self, placement: Placement, request: GenerateRequest, num_output_tokens: int) -> None:
+        """Give up a placement that gave `num_output_tokens`; its tenant is charged what it really cost."""
+        self._table.end(placement.in_flight)
+        cost = len(request.prompt_token_ids) + num_output_tokens
+        self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
+        self.notify()
+
+    def observe(self, request: GenerateRequest, num_output_tokens: int) -> None:
+        """Learn what a request came to in the end."""
+        self._lengths.observe(request.tenant, request.band, num_output_tokens)
+
+    def notify(self) -> None:
+        """Dispatch what can be dispatched now. Call it whenever load, replicas or the queue changed."""
+        while self._waiters and self._dispatch_next():
+            pass
+
+    def forget(self, replica_id: str) -> None:
+        """A replica is gone."""
+        self._table.forget(replica_id)
+        self._policy.forget(replica_id)
+
+    def drain_s(self, band: Band) -> float | None:
+        """Seconds until what waits in `band` and above is done, at the replicas' measured rate; None if unknown."""
+        views = self._table.views()
+        tokens_per_s = sum(view.stats.saturated_tokens_per_s for view in views)
+        if tokens_per_s <= 0:
+            return None
+        num_tokens = sum(self._queue.num_tokens(other) for other in Band if other <= band)
+        return num_tokens / tokens_per_s
+
+    def _enqueue(self, waiting: Waiting, group: SampleGroup) -> _Waiter:
+        request = waiting.request
+        routing = RoutingRequest(request, self._lengths.expect(request), self._hashes(request))
+        waiter = _Waiter(waiting, routing, group, asyncio.get_running_loop().create_future())
+        self._waiters[waiting.number] = waiter
+        self._queue.add(waiting, self._clock())
+        return waiter
+
+    def _num_tokens(self, request: GenerateRequest) -> int:
+        return len(request.prompt_token_ids) + self._lengths.expect(request)
+
+    def _hashes(self, request: GenerateRequest) -> list[bytes]:
+        block_size = next((view.stats.block_size for view in self._table.views()), None)
+        hashes: list[bytes] = []
+        if block_size is not None:
+            extend_hashes(hashes, request.prompt_token_ids, block_size)
+        return hashes
+
+    async def _wait(self, waiter: _Waiter, started_s: float) -> Placement:
+        limit_s = self._limits.max_wait_s
+        if waiter.waiting.deadline_s is not None:
+            limit_s = min(limit_s, waiter.waiting.deadline_s - started_s)
+        try:
+            async with asyncio.timeout(max(0.0, limit_s)):
+                return await waiter.placement
+        except TimeoutError:
+            if not self._table.views():
+                raise NoReplicaAvailable(f"no model replica was there for {limit_s:.1f} s") from None
+            raise DeadlineExceeded(f"no replica had room for the request within {limit_s:.1f} s") from None
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """Take a request out that will not be served, or back a placement that nobody will use."""
+        if self._waiters.pop(waiter.waiting.number, None) is not None:
+            self._queue.remove(waiter.waiting)
+        elif waiter.placement.done() and not waiter.placement.cancelled():
+            placement = waiter.placement.result()
+            self._table.end(placement.in_flight)
+            self._queue.charge(waiter.waiting.request.band, waiter.waiting.request.tenant, -placement.expected_tokens)
+            self.notify()
+
+    def _dispatch_next(self) -> bool:
+        """Dispatch one request, the first in order for which a replica has room; False if there is none."""
+        now = self._clock()
+        views = self._table.views()
+        full_bands: set[Band] = set()
+        for waiting in self._queue.in_order(now):
+            if self._waiters[waiting.number].placement.cancelled():
+                self._withdraw(self._waiters[waiting.number])
+                return True
+            if waiting.request.band in full_bands:
+                continue
+            with_room = [view for view in views if self._has_room(view, waiting)]
+            if with_room:
+                self._dispatch(self._waiters[waiting.number], with_room, now)
+                return True
+            full_bands.add(waiting.request.band)
+        return False
+
+    def _has_room(self, view: ReplicaView, waiting: Waiting) -> bool:
+        band = waiting.request.band
+        num_slots = view.num_free_slots(band)
+        if band is Band.BATCH and not view.stats.is_draining:
+            num_slots += max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
+        num_tokens = len(waiting.request.prompt_token_ids) + len(waiting.request.output_token_ids)
+        # An empty replica takes anything: what could never fit it refuses.
+        return num_slots > 0 and (num_tokens <= view.num_free_tokens(band) or sum(view.num_by_band) == 0)
+
+    def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], now: float) -> None:
+        ranking = self._policy.rank(waiter.routing, with_room)
+        if waiter.group.replica_id in ranking:
+            ranking.sort(key=lambda replica_id: replica_id != waiter.group.replica_id)
+        waiter.group.replica_id = ranking[0]
+        num_prompt_tokens = self._policy.placed(waiter.routing, ranking[0])
+        request = waiter.waiting.request
+        num_output_tokens = max(0, waiter.routing.expected_output_tokens - len(request.output_token_ids))
+        in_flight = self._table.begin(ranking[0], request.band, num_prompt_tokens, num_output_tokens)
+        if self._queue.dispatch(waiter.waiting, now):
+            self._observer.promoted(request.band)
+        del self._waiters[waiter.waiting.number]
+        waiter.placement.set_result(
+            Placement(ranking, in_flight, waiter.waiting.expected_tokens, waiter.routing.expected_output_tokens)
+        )

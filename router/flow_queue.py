@@ -1,0 +1,191 @@
+"""Requests that wait for a replica, and which of them is next. Pure: time is an argument, nothing here waits."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from replicas.errors import Overloaded
+from replicas.protocol import Band, GenerateRequest
+
+_MAX_IDLE_TENANTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class BandLimits:
+    """What may wait in one band of one ingress."""
+
+    max_requests: int
+    max_tokens: int
+    """Prompt tokens plus output tokens still expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request in line."""
+
+    request: GenerateRequest
+    expected_tokens: int
+    """What it will cost: prompt tokens plus the output expected of it."""
+    deadline_s: float | None
+    """Monotonic."""
+    number: int
+    """Order of arrival; kept when a request comes back, so that it stands where it stood."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Earliest deadline first, then in order of arrival."""
+        return (float("inf") if self.deadline_s is None else self.deadline_s, self.number)
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """One tenant in one band: what it has had, and what it waits for, in order."""
+
+    tokens: float
+    line: list[Waiting] = field(default_factory=list)
+
+
+class _BandQueue:
+    """One band's requests, token-fair between tenants; the algorithm is `FlowQueue`'s."""
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, _Tenant] = {}
+        self._last_floor = 0.0
+        self.num_requests = 0
+        self.num_tokens = 0
+
+    def add(self, waiting: Waiting) -> None:
+        tenant = self._tenant(waiting.request.tenant)
+        if not tenant.line:
+            tenant.tokens = max(tenant.tokens, self._floor())
+        insort(tenant.line, waiting, key=lambda entry: entry.order)
+        self.num_requests += 1
+        self.num_tokens += waiting.expected_tokens
+
+    def remove(self, waiting: Waiting) -> None:
+        line = self._tenants[waiting.request.tenant].line
+        index = bisect_left(line, waiting.order, key=lambda entry: entry.order)
+        assert line[index] is waiting
+        del line[index]
+        self.num_requests -= 1
+        self.num_tokens -= waiting.expected_tokens
+
+    def heads(self) -> list[Waiting]:
+        """The first of each tenant's line, the tenant that has had least first."""
+        tenants = sorted((t for t in self._tenants.values() if t.line), key=lambda t: (t.tokens, t.line[0].order))
+        return [tenant.line[0] for tenant in tenants]
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        self._tenant(tenant).tokens += tokens
+
+    def num_by_tenant(self) -> dict[str, int]:
+        return {name: len(tenant.line) for name, tenant in self._tenants.items() if tenant.line}
+
+    def _tenant(self, name: str) -> _Tenant:
+        """The tenant, now the most recently used one; a new one starts at the least counter that waits."""
+        tenant = self._tenants.pop(name, None) or _Tenant(self._floor())
+        self._tenants[name] = tenant
+        if len(self._tenants) > _MAX_IDLE_TENANTS:
+            idle = next((name for name, tenant in self._tenants.items() if not tenant.line), None)
+            if idle is not None:
+                del self._tenants[idle]
+        return tenant
+
+    def _floor(self) -> float:
+        """The least counter of the tenants that wait; when nobody does, the last one known."""
+        self._last_floor = min((t.tokens for t in self._tenants.values() if t.line), default=self._last_floor)
+        return self._last_floor
+
+
+class FlowQueue:
+    """Every request that waits in one ingress, in the order in which they should be dispatched.
+
+    1. A band that has waited `max_starvation_s` without a dispatch is first, once; then its clock restarts.
+    2. Otherwise the most urgent band is first.
+    3. In a band, the tenant that has had the fewest tokens is first (virtual token counters: Sheng et al.,
+       Fairness in Serving Large Language Models, OSDI 2024). A tenant is charged what a request is expected
+       to cost when it is dispatched, and the difference when its cost is known. A tenant that begins to wait
+       is lifted to the least counter among those that wait: having asked for nothing earns no credit.
+    4. In a tenant, the earliest deadline is first, then the first to come.
+
+    Invariants: a band holds at most its limits, save requests that come back after a dispatch; a request is in
+    at most one line.
+    """
+
+    def __init__(self, limits: Mapping[Band, BandLimits], max_starvation_s: float) -> None:
+        self._limits = limits
+        self._max_starvation_s = max_starvation_s
+        self._bands = {band: _BandQueue() for band in Band}
+        self._served_s = dict.fromkeys(Band, 0.0)
+
+    def __len__(self) -> int:
+        return sum(queue.num_requests for queue in self._bands.values())
+
+    def check_room(self, band: Band, expected_tokens: int) -> None:
+        """Refuse what the band's limits do not allow.
+
+        Raises:
+            Overloaded: naming the limit and the value.
+        """
+        queue, limits = self._bands[band], self._limits[band]
+        name = band.name.lower()
+        if queue.num_requests >= limits.max_requests:
+            message = f"{queue.num_requests} {name} requests wait; the limit is {limits.max_requests}"
+            raise Overloaded(message, reason="max_num_queued_reqs")
+        if queue.num_tokens + expected_tokens > limits.max_tokens and queue.num_requests:
+            message = (
+                f"{queue.num_tokens} tokens of {name} requests wait and this one is expected to need "
+                f"{expected_tokens}; the limit is {limits.max_tokens}"
+            )
+            raise Overloaded(message, reason="max_num_queued_tokens")
+
+    def add(self, waiting: Waiting, now: float) -> None:
+        """Put a request in line, whatever the limits: one that comes back was accepted before."""
+        queue = self._bands[waiting.request.band]
+        if not queue.num_requests:
+            self._served_s[waiting.request.band] = now
+        queue.add(waiting)
+
+    def remove(self, waiting: Waiting) -> None:
+        """Take out a request that waits no longer."""
+        self._bands[waiting.request.band].remove(waiting)
+
+    def in_order(self, now: float) -> Iterator[Waiting]:
+        """Whom to try next: of each tenant the first request, in the order of the class's algorithm."""
+        starved = [band for band in Band if self._is_starved(band, now)]
+        for band in [*starved, *(band for band in Band if band not in starved)]:
+            yield from self._bands[band].heads()
+
+    def dispatch(self, waiting: Waiting, now: float) -> bool:
+        """Take out the request that is dispatched and charge its tenant; whether its band had been starved."""
+        band = waiting.request.band
+        was_starved = self._is_starved(band, now)
+        self.remove(waiting)
+        self._bands[band].charge(waiting.request.tenant, waiting.expected_tokens)
+        self._served_s[band] = now
+        return was_starved
+
+    def charge(self, band: Band, tenant: str, tokens: float) -> None:
+        """Correct a tenant's counter by what its requests really cost, or cost elsewhere; may be negative."""
+        self._bands[band].charge(tenant, tokens)
+
+    def num_requests(self, band: Band) -> int:
+        """Requests that wait in a band."""
+        return self._bands[band].num_requests
+
+    def num_tokens(self, band: Band) -> int:
+        """Tokens that the requests waiting in a band are expected to cost."""
+        return self._bands[band].num_tokens
+
+    def num_by_tenant(self, band: Band) -> dict[str, int]:
+        """Requests that wait in a band, by tenant."""
+        return self._bands[band].num_by_tenant()
+
+    def starved_s(self, band: Band, now: float) -> float:
+        """How long a band that waits has had no dispatch, seconds."""
+        return now - self._served_s[band] if self._bands[band].num_requests else 0.0
+
+    def _is_starved(self, band: Band, now: float) -> bool:
+        return self.starved_s(band, now) >= self._max_starvation_s

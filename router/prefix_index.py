@@ -1,0 +1,51 @@
+"""Which replica has probably computed which prefix."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+
+
+class PrefixIndex:
+    """Block hashes, as the engine computes them, and the replicas they were sent to.
+
+    A guess, kept without asking: a replica may have evicted a block since, which costs time, not
+    correctness. At most `max_blocks` hashes; those used longest ago are forgotten.
+    """
+
+    def __init__(self, max_blocks: int = 200_000) -> None:
+        self._max_blocks = max_blocks
+        self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def add(self, replica_id: str, hashes: Sequence[bytes]) -> None:
+        """Note that a replica was given a prompt with these block hashes, in order."""
+        # The last blocks first: what is forgotten first must be the ends, since a chain without its start is useless.
+        for block_hash in reversed(hashes):
+            self._holders.setdefault(block_hash, set()).add(replica_id)
+            self._holders.move_to_end(block_hash)
+        while len(self._holders) > self._max_blocks:
+            self._holders.popitem(last=False)
+
+    def num_blocks_held(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """For each replica that holds some, how many of the leading blocks it holds without a gap."""
+        held: dict[str, int] = defaultdict(int)
+        remaining: set[str] | None = None
+        for count, block_hash in enumerate(hashes, start=1):
+            holders = self._holders.get(block_hash, set())
+            remaining = set(holders) if remaining is None else remaining & holders
+            if not remaining:
+                break
+            for replica_id in remaining:
+                held[replica_id] = count
+        return dict(held)
+
+    def forget(self, replica_id: str) -> None:
+        """A replica is gone, and its blocks with it."""
+        for block_hash in [h for h, holders in self._holders.items() if replica_id in holders]:
+            holders = self._holders[block_hash]
+            holders.discard(replica_id)
+            if not holders:
+                del self._holders[block_hash]
