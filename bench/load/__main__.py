@@ -1,0 +1,48 @@
+"""`python -m bench.load --url http://... --spec file.json --output result.json`: offer a load and measure.
+
+Exit codes: 0, or 3 where the run is void because more than 1 % of the sends were late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.load.generator import run_schedule
+from bench.load.rows import write_rows
+from bench.load.schedule import make_schedule
+from bench.load.spec import PRESETS, read_spec
+from bench.load.summary import summarize, table
+
+VOID_EXIT_CODE = 3
+
+
+def main() -> int:
+    """Run and record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True, help="of the server, without /v1")
+    parser.add_argument("--spec", default="chat", help=f"JSON file of a LoadSpec, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--output", type=Path, required=True, help="JSON result, ending in .json")
+    parser.add_argument("--rows", type=Path, help="also keep every request, one JSON object a line")
+    arguments = parser.parse_args()
+    spec = read_spec(arguments.spec)
+    run = run_schedule(arguments.url.rstrip("/"), spec, make_schedule(spec))
+    summary = summarize(spec, run.rows, run.duration_s)
+    figures = {
+        "spec": spec.model_dump(mode="json"),
+        "started_unix_s": run.started_unix_s,
+        "generator_cpu_share": run.cpu_s / run.duration_s,
+        **summary,
+    }
+    from bench.record import write  # brings torch to tell its version: only now that nothing is measured any more
+
+    write(str(arguments.output.absolute().with_suffix("")), " ".join(["python -m bench.load", *sys.argv[1:]]), figures)
+    if arguments.rows is not None:
+        write_rows(arguments.rows, run.rows)
+    print(table(summary))
+    return VOID_EXIT_CODE if summary["is_void"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

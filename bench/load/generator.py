@@ -1,0 +1,95 @@
+"""Sends a schedule, each request at its time, whatever became of those before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import random
+import time
+from dataclasses import dataclass
+
+import aiohttp
+
+from bench.load.client import Client
+from bench.load.rows import Row
+from bench.load.schedule import ScheduledRequest
+from bench.load.spec import LoadSpec
+
+_HEAD_START_S = 0.5
+"""Between being ready and the start of the run."""
+_READ_BUFFER_BYTES = 2**18
+_URGENT = -10
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """What came of a schedule."""
+
+    rows: list[Row]
+    started_unix_s: float
+    """The moment that every row's seconds count from."""
+    duration_s: float
+    """From the start to the end of the last request."""
+    cpu_s: float
+    """Processor time that this process itself used."""
+
+
+def run_schedule(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> LoadRun:
+    """Send everything; return when all requests have ended."""
+    with contextlib.suppress(PermissionError):
+        # The server must not be able to delay our sending by taking the processor.
+        os.setpriority(os.PRIO_PROCESS, 0, _URGENT)
+    gc.freeze()
+    return asyncio.run(_run(url, spec, schedule))
+
+
+async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> LoadRun:
+    rows = [_row(request) for request in schedule]
+    timeout = aiohttp.ClientTimeout(total=spec.timeout_s)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=timeout, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
+    ) as session:
+        started_s = time.monotonic() + _HEAD_START_S
+        started_unix_s = time.time() + _HEAD_START_S
+
+        def clock() -> float:
+            return time.monotonic() - started_s
+
+        client = Client(session, url, clock, spec.has_retries, random.Random(spec.seed))
+        tasks = []
+        for request, row in zip(schedule, rows, strict=True):
+            # Also between requests that are due: the answers of earlier ones must be read in time.
+            await asyncio.sleep(max(0.0, request.at_s - clock()))
+            tasks.append(asyncio.create_task(client.run(request.body, row)))
+        await _finish(tasks, rows, None if spec.end_s is None else spec.end_s - clock())
+        return LoadRun(rows, started_unix_s, clock(), time.process_time())
+
+
+async def _finish(tasks: list[asyncio.Task[None]], rows: list[Row], within_s: float | None) -> None:
+    """Wait for every request; cut off those that are open after `within_s`."""
+    if not tasks:
+        return
+    _, open_tasks = await asyncio.wait(tasks, timeout=within_s)
+    for task, row in zip(tasks, rows, strict=True):
+        row.is_cut_off = task in open_tasks
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+def _row(request: ScheduledRequest) -> Row:
+    return Row(
+        index=request.index,
+        stream=request.stream,
+        priority=request.priority,
+        user=request.user,
+        group=request.group,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        scheduled_s=request.at_s,
+    )

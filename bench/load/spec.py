@@ -1,0 +1,154 @@
+"""What load to offer: streams of requests, their sizes, shared prefixes and latency targets. Read from JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Component(_Spec):
+    """One part of a mixture: a log-normal around `median`; `sigma` 0 is always the median."""
+
+    median: float = Field(gt=0)
+    sigma: float = Field(default=0.0, ge=0)
+    weight: float = Field(default=1.0, gt=0)
+
+
+class Lengths(_Spec):
+    """A distribution of token counts: a mixture of log-normals, held within [low, high]."""
+
+    parts: tuple[Component, ...] = Field(min_length=1)
+    low: int = Field(default=1, ge=1)
+    high: int = Field(default=1_000_000, ge=1)
+
+    @classmethod
+    def around(cls, median: float, sigma: float = 0.0, low: int = 1, high: int = 1_000_000) -> Self:
+        """One log-normal."""
+        return cls(parts=(Component(median=median, sigma=sigma),), low=low, high=high)
+
+
+class Prefixes(_Spec):
+    """Shared beginnings: a request's prompt starts with its group's `num_tokens` tokens, drawn by Zipf's law."""
+
+    num_groups: int = Field(ge=1)
+    num_tokens: int = Field(ge=1)
+    zipf_exponent: float = Field(default=1.0, ge=0)
+    """Group k (from 1) has weight k ** -zipf_exponent; 0 is uniform."""
+
+
+class Phase(_Spec):
+    """Poisson arrivals at a constant rate over [start_s, end_s)."""
+
+    start_s: float = Field(default=0.0, ge=0)
+    end_s: float
+    rate_per_s: float = Field(ge=0)
+
+
+class Burst(_Spec):
+    """`count` requests in a row, evenly over `spread_s`: one process cannot send them all in the same instant."""
+
+    at_s: float = Field(default=0.0, ge=0)
+    count: int = Field(ge=1)
+    spread_s: float = Field(default=0.0, ge=0)
+
+
+class Targets(_Spec):
+    """A band's service level: a request's tokens count as goodput if it met both."""
+
+    ttft_s: float | None = Field(default=None, gt=0)
+    """Longest time to first token; none: any will do."""
+    tpot_s: float | None = Field(default=None, gt=0)
+    """Longest time per output token; none: any will do."""
+
+    def are_met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
+        """Whether a request with these times met both; one without a second chunk has no pace to miss."""
+        is_prompt = ttft_s is not None and (self.ttft_s is None or ttft_s <= self.ttft_s)
+        return is_prompt and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
+
+
+class Stream(_Spec):
+    """One kind of request with its own arrivals."""
+
+    name: str
+    priority: int = Field(default=1, ge=0, le=2)
+    """The band: 0 interactive, 1 standard, 2 batch."""
+    user: str | None = None
+    """The tenant."""
+    phases: tuple[Phase, ...] = ()
+    bursts: tuple[Burst, ...] = ()
+    prompt: Lengths = Lengths.around(64)
+    """Tokens of a prompt of its own, behind the shared prefix."""
+    output: Lengths = Lengths.around(32)
+    prefixes: Prefixes | None = None
+    max_tokens: int | None = None
+    """None: `max_tokens` is the drawn output length, and `ignore_eos` makes it exact. Otherwise this is
+    declared instead, and the drawn length is known to nobody but a `TimedRunner`, which ends the sequence
+    after it (see `bench.timed_runner`)."""
+    temperature: float = Field(default=0.0, ge=0)
+
+
+class LoadSpec(_Spec):
+    """Everything about a run; the same spec and seed give the same requests at the same times."""
+
+    streams: tuple[Stream, ...] = Field(min_length=1)
+    seed: int = 0
+    model: str = "headway-demo"
+    vocab_size: int = 4096
+    """Prompts use token ids from 16 up to this."""
+    targets: dict[int, Targets] = {}
+    """By priority; a band without has no limits."""
+    has_retries: bool = False
+    """true: a refused request is sent up to 3 times, as the OpenAI SDKs do; false: once."""
+    late_after_s: float = Field(default=0.005, gt=0)
+    """A request that leaves this much after its time is late."""
+    max_late_share: float = Field(default=0.01, ge=0)
+    """More late requests than this share make the run void."""
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest that one request may take."""
+    end_s: float | None = None
+    """Requests still open this long after the start are cut off and counted; none: all are waited for."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [stream.name for stream in self.streams]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two streams have the same name among {names}: their requests would be equal")
+        return self
+
+    def target(self, priority: int) -> Targets:
+        """The targets of a band."""
+        return self.targets.get(priority, Targets())
+
+
+def read_spec(text: str) -> LoadSpec:
+    """The spec in a JSON file, or the preset of that name."""
+    if text in PRESETS:
+        return PRESETS[text]
+    return LoadSpec.model_validate_json(Path(text).read_text())
+
+
+_CHAT = Stream(
+    name="chat",
+    priority=0,
+    user="chat",
+    phases=(Phase(end_s=20.0, rate_per_s=3.0),),
+    prompt=Lengths.around(96, 0.6, 8, 512),
+    output=Lengths.around(48, 0.6, 4, 256),
+)
+PRESETS = {
+    "chat": LoadSpec(streams=(_CHAT,), targets={0: Targets(ttft_s=0.5, tpot_s=0.1)}),
+    "mixed": LoadSpec(
+        streams=(
+            _CHAT,
+            Stream(name="api", priority=1, user="api", phases=(Phase(end_s=20.0, rate_per_s=2.0),)),
+            Stream(name="documents", priority=2, user="documents", bursts=(Burst(count=40, spread_s=0.5),)),
+        ),
+        targets={0: Targets(ttft_s=0.5, tpot_s=0.1), 1: Targets(ttft_s=2.0, tpot_s=0.2)},
+    ),
+}

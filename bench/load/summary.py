@@ -1,0 +1,98 @@
+"""Figures of a run, per band and in all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bench.load.percentiles import percentiles
+from bench.load.rows import Outcome, Row
+from bench.load.spec import LoadSpec
+
+BAND_NAMES = {0: "interactive", 1: "standard", 2: "batch"}
+PERCENTS = (50, 90, 99)
+_NAMES = (*(f"p{percent}" for percent in PERCENTS), "max")
+
+
+def summarize(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> dict[str, Any]:
+    """The whole result; `is_void` says that the generator itself was too late to be believed."""
+    late = [row for row in rows if row.lateness_s > spec.late_after_s or row.sent_s is None]
+    late_share = len(late) / len(rows) if rows else 0.0
+    bands = sorted({row.priority for row in rows})
+    return {
+        "is_void": late_share > spec.max_late_share,
+        "late": {
+            "after_ms": spec.late_after_s * 1e3,
+            "count": len(late),
+            "share": late_share,
+            "max_share": spec.max_late_share,
+            "worst_ms": max((row.lateness_s for row in rows), default=0.0) * 1e3,
+        },
+        "duration_s": duration_s,
+        "all": summarize_rows(spec, rows, duration_s),
+        "bands": {
+            BAND_NAMES[band]: summarize_rows(spec, [row for row in rows if row.priority == band], duration_s)
+            for band in bands
+        },
+    }
+
+
+def summarize_rows(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> dict[str, Any]:
+    """Counts, latencies and rates of some rows.
+
+    TTFT and end-to-end count from the scheduled moment. Inter-token spreads each gap between two chunks
+    over the tokens of the second. Rates divide by `duration_s`.
+    """
+    outcomes = Counter(row.outcome.value for row in rows)
+    whole = [row for row in rows if row.outcome is Outcome.OK]
+    good = [row for row in whole if is_good(spec, row)]
+    return {
+        "requests": len(rows),
+        "outcomes": {outcome.value: outcomes[outcome.value] for outcome in Outcome if outcomes[outcome.value]},
+        "status": dict(Counter(str(row.status) for row in rows)),
+        "error_codes": dict(Counter(row.error_code for row in rows if row.error_code is not None)),
+        "attempts": sum(row.num_attempts for row in rows),
+        "unanswered": sum(row.ttft_s is None for row in rows),
+        "ttft_ms": _percentiles([row.ttft_s for row in rows if row.ttft_s is not None]),
+        "inter_token_ms": _percentiles([gap for row in rows for gap in row.inter_token_s]),
+        "tpot_ms": _percentiles([row.tpot_s for row in rows if row.tpot_s is not None]),
+        "e2e_ms": _percentiles([row.end_s - row.scheduled_s for row in whole if row.end_s is not None]),
+        "output_tokens": sum(row.num_tokens for row in rows),
+        "prompt_tokens": sum(row.num_prompt_tokens for row in rows),
+        "tokens_per_s": sum(row.num_tokens for row in rows) / duration_s,
+        "good_requests": len(good),
+        "goodput_tokens_per_s": sum(row.num_tokens for row in good) / duration_s,
+    }
+
+
+def is_good(spec: LoadSpec, row: Row) -> bool:
+    """Whether a request was served whole and within its band's targets."""
+    return row.outcome is Outcome.OK and spec.target(row.priority).are_met(row.ttft_s, row.tpot_s)
+
+
+def table(summary: dict[str, Any]) -> str:
+    """A few lines for a person."""
+    late = summary["late"]
+    lines = [
+        f"{summary['duration_s']:.1f} s; {late['count']} sends ({100 * late['share']:.2f} %) more than "
+        f"{late['after_ms']:.0f} ms late, the worst {late['worst_ms']:.1f} ms" + ("  VOID" * summary["is_void"]),
+        "band         requests  ok  TTFT p50/p99 ms  inter-token p50/p99 ms  tokens/s  goodput/s  other outcomes",
+    ]
+    for name, band in [*summary["bands"].items(), ("all", summary["all"])]:
+        ttft, gap = band["ttft_ms"] or {}, band["inter_token_ms"] or {}
+        others = {key: count for key, count in band["outcomes"].items() if key != "ok"}
+        lines.append(
+            f"{name:12s} {band['requests']:6d} {band['outcomes'].get('ok', 0):5d}"
+            f"  {ttft.get('p50', 0):7.1f} {ttft.get('p99', 0):8.1f}  {gap.get('p50', 0):9.2f} {gap.get('p99', 0):9.2f}"
+            f"  {band['tokens_per_s']:9.1f} {band['goodput_tokens_per_s']:9.1f}  {others or ''}"
+        )
+    return "\n".join(lines)
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
+    """In milliseconds; None where there is nothing to tell."""
+    if not seconds:
+        return None
+    values_s = percentiles(seconds, (*PERCENTS, 100))
+    return {name: value_s * 1e3 for name, value_s in zip(_NAMES, values_s, strict=True)}

@@ -1,0 +1,96 @@
+"""The real application over `TimedRunner`s: `serve run bench.timed_app:build key=value`.
+
+Same ingress, router, engine and scheduler; only the device is replaced. The tokenizer is that of the model
+named (the bundled demo model by default). Takes every field of `HeadwayConfig` and those of `TimedConfig`.
+
+No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import Field, model_validator
+from ray import serve
+
+from bench.step_times import STEP_TIMES
+from bench.timed_runner import StepTimes, TimedRunner
+from replicas.engine.detokenizer import IncrementalDecoder
+from replicas.protocol import GenerateRequest
+from serve_app.app import build_with
+from serve_app.config import HeadwayConfig
+
+if TYPE_CHECKING:
+    from replicas.model_replica import Backend, ReplicaOptions
+
+
+class TimedConfig(HeadwayConfig):
+    """What a timed application has beside the real one's fields."""
+
+    num_blocks: int = Field(default=8192, ge=1)
+    """KV blocks of a replica."""
+    step_times: str = "gpu-8b"
+    """How long steps take: a name in `bench.step_times`, or a result file of `bench.fit_step_times`."""
+    detokenize: bool = True
+    """true: replicas turn tokens into text; false: they leave it out, to spare the processor with many replicas."""
+
+    @model_validator(mode="after")
+    def _check_step_times(self) -> Self:
+        if self.step_times not in STEP_TIMES and not Path(self.step_times).is_file():
+            raise ValueError(f"step_times ({self.step_times}) is neither a file nor one of {', '.join(STEP_TIMES)}")
+        return self
+
+
+def build(config: TimedConfig) -> serve.Application:
+    """The application, for `serve run` and `bench.serving`."""
+    plain = HeadwayConfig(**config.model_dump(include=set(HeadwayConfig.model_fields)))
+    loader = TimedBackendLoader(read_step_times(config.step_times), config.num_blocks, config.detokenize)
+    return build_with(plain, loader)
+
+
+def read_step_times(name: str) -> StepTimes:
+    """The step times of a preset, or those fitted in a result file."""
+    if name in STEP_TIMES:
+        return STEP_TIMES[name]
+    return StepTimes(**json.loads(Path(name).read_text())["step_times"])
+
+
+class _SilentDecoder:
+    def push(self, token_id: int) -> str:
+        return ""
+
+
+def _silent(request: GenerateRequest) -> IncrementalDecoder:
+    return _SilentDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class TimedBackendLoader:
+    """Makes what a timed replica runs on, in the replica's process."""
+
+    step_times: StepTimes
+    num_blocks: int
+    has_text: bool
+
+    def __call__(self, options: "ReplicaOptions") -> "Backend":
+        """A `TimedRunner` with the vocabulary, the context length and the tokenizer of the model named."""
+        from transformers import AutoTokenizer  # seconds that only a replica should spend
+
+        from replicas.model.tokenizer import make_decoder
+        from replicas.model_replica import Backend
+
+        model = json.loads((Path(options.model) / "config.json").read_text())
+        eos = model["eos_token_id"]
+        eos_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
+        tokenizer = AutoTokenizer.from_pretrained(options.model) if self.has_text else None
+        return Backend(
+            runner=TimedRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
+            decoders=(lambda request: make_decoder(tokenizer, request.prompt_token_ids)) if self.has_text else _silent,
+            num_blocks=self.num_blocks,
+            max_model_len=options.max_model_len or model["max_position_embeddings"],
+            vocab_size=model["vocab_size"],
+            eos_token_ids=eos_token_ids,
+            dtype="none",
+            device="timed",
+        )

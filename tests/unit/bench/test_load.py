@@ -1,0 +1,200 @@
+"""The load generator: what it sends and when, and what it makes of what came back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+from collections import Counter
+
+import pytest
+
+from bench.load.percentiles import percentiles
+from bench.load.retries import retry_delay_s
+from bench.load.rows import Outcome, Row, read_rows, write_rows
+from bench.load.schedule import arrivals, draw_length, make_schedule
+from bench.load.spec import Burst, Component, Lengths, LoadSpec, Phase, Prefixes, Stream, Targets
+from bench.load.summary import summarize, table
+
+CHAT = Stream(name="chat", priority=0, user="ann", phases=(Phase(end_s=50.0, rate_per_s=20.0),))
+DOCUMENTS = Stream(name="documents", priority=2, bursts=(Burst(at_s=1.0, count=5, spread_s=0.5),))
+
+
+def row(scheduled_s: float = 0.0, chunks: tuple[tuple[float, int], ...] = (), **changes: object) -> Row:
+    """A request that left on time and whose chunks came at these times with so many tokens."""
+    made = Row(0, "chat", 0, None, None, 10, sum(count for _, count in chunks), scheduled_s)
+    made.sent_s, made.num_attempts = scheduled_s, 1
+    made.chunk_s = [at_s for at_s, _ in chunks]
+    made.chunk_tokens = [count for _, count in chunks]
+    if chunks:
+        made.status, made.finish_reason, made.end_s = 200, "length", chunks[-1][0]
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
+    spec = LoadSpec(streams=(CHAT, DOCUMENTS), seed=1)
+    assert make_schedule(spec) == make_schedule(spec)
+    other = make_schedule(spec.model_copy(update={"seed": 2}))
+    assert [request.body for request in other] != [request.body for request in make_schedule(spec)]
+
+
+def test_a_stream_is_the_same_whatever_runs_beside_it():
+    alone = make_schedule(LoadSpec(streams=(CHAT,)))
+    beside = [r for r in make_schedule(LoadSpec(streams=(DOCUMENTS, CHAT))) if r.stream == "chat"]
+    assert [(r.at_s, r.body) for r in alone] == [(r.at_s, r.body) for r in beside]
+
+
+def test_arrivals_of_a_phase_are_poisson():
+    times = arrivals((Phase(start_s=10.0, end_s=1010.0, rate_per_s=20.0),), (), random.Random(0))
+    assert times[0] >= 10.0 and times[-1] < 1010.0 and times == sorted(times)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert statistics.mean(gaps) == pytest.approx(1 / 20, rel=0.03)
+    # Exponential: the deviation equals the mean, and a share of 1 - 1/e is below it.
+    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.05)
+    assert sum(gap < 1 / 20 for gap in gaps) / len(gaps) == pytest.approx(0.632, abs=0.015)
+    # Counts of a second: the variance equals the mean.
+    counts = Counter(int(at_s) for at_s in times)
+    per_second = [counts[second] for second in range(10, 1010)]
+    assert statistics.pvariance(per_second) == pytest.approx(20.0, rel=0.15)
+
+
+def test_a_burst_is_spread_evenly_and_a_rate_of_zero_sends_nothing():
+    silent = Phase(end_s=5.0, rate_per_s=0.0)
+    assert arrivals((silent,), (Burst(at_s=1.0, count=4, spread_s=0.4),), random.Random(0)) == pytest.approx(
+        [1.0, 1.1, 1.2, 1.3]
+    )
+
+
+def test_a_mixture_has_its_weights_and_bounds():
+    lengths = Lengths(
+        parts=(Component(median=10, weight=9), Component(median=1000, sigma=0.3, weight=1)), low=10, high=1500
+    )
+    rng = random.Random(0)
+    drawn = [draw_length(lengths, rng) for _ in range(5000)]
+    assert sum(length == 10 for length in drawn) / len(drawn) == pytest.approx(0.9, abs=0.02)
+    assert max(drawn) == 1500 or max(drawn) > 1300
+    assert 950 < statistics.median(length for length in drawn if length > 10) < 1050
+
+
+def test_requests_of_a_group_share_their_prefix_and_groups_follow_zipf():
+    stream = CHAT.model_copy(update={"prefixes": Prefixes(num_groups=4, num_tokens=32, zipf_exponent=1.0)})
+    schedule = make_schedule(LoadSpec(streams=(stream,)))
+    prefixes = {(r.group, tuple(json.loads(r.body)["prompt"][:32])) for r in schedule}
+    assert len(prefixes) == 4
+    counts = Counter(r.group for r in schedule)
+    assert counts[0] / len(schedule) == pytest.approx(1 / (1 + 1 / 2 + 1 / 3 + 1 / 4), abs=0.05)
+    assert all(r.num_prompt_tokens == len(json.loads(r.body)["prompt"]) for r in schedule)
+
+
+def test_a_body_says_what_the_stream_is():
+    [request] = make_schedule(LoadSpec(streams=(DOCUMENTS.model_copy(update={"bursts": (Burst(count=1),)}),)))
+    body = json.loads(request.body)
+    assert body["priority"] == 2 and body["stream"] and body["return_token_ids"] and body["ignore_eos"]
+    assert body["max_tokens"] == request.num_output_tokens
+    assert "user" not in body
+
+
+def test_a_hidden_length_is_not_in_max_tokens():
+    stream = CHAT.model_copy(update={"max_tokens": 900})
+    request = make_schedule(LoadSpec(streams=(stream,)))[0]
+    body = json.loads(request.body)
+    assert body["max_tokens"] == 900 and "ignore_eos" not in body
+    assert body["seed"] == request.num_prompt_tokens + request.num_output_tokens
+
+
+def test_two_streams_with_one_name_are_refused():
+    with pytest.raises(ValueError, match="same name"):
+        LoadSpec(streams=(CHAT, CHAT))
+
+
+def test_retries_are_those_of_the_sdk():
+    rng = random.Random(0)
+    for status in (408, 409, 429, 500, 503, None):
+        assert 0.375 <= (retry_delay_s(status, {}, 1, rng) or 0) <= 0.5
+        assert 0.75 <= (retry_delay_s(status, {}, 2, rng) or 0) <= 1.0
+        assert retry_delay_s(status, {}, 3, rng) is None
+    for status in (400, 401, 404, 413, 422, 499):
+        assert retry_delay_s(status, {}, 1, rng) is None
+    assert retry_delay_s(429, {"retry-after": "7"}, 1, rng) == 7.0
+    assert retry_delay_s(429, {"retry-after": "7", "retry-after-ms": "250"}, 1, rng) == 0.25
+    assert retry_delay_s(429, {"retry-after": "121"}, 1, rng) is None
+    assert retry_delay_s(503, {"x-should-retry": "false"}, 1, rng) is None
+    assert retry_delay_s(404, {"x-should-retry": "true", "retry-after": "2"}, 1, rng) == 2.0
+
+
+def test_times_count_from_the_scheduled_moment():
+    late = row(scheduled_s=1.0, chunks=((1.5, 1), (1.7, 2), (1.9, 1)), sent_s=1.2)
+    assert late.ttft_s == pytest.approx(0.5)
+    assert late.lateness_s == pytest.approx(0.2)
+    assert late.tpot_s == pytest.approx(0.4 / 3)
+    assert late.inter_token_s == pytest.approx([0.1, 0.1, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({}, Outcome.OK),
+        ({"finish_reason": "stop"}, Outcome.OK),
+        ({"finish_reason": None}, Outcome.TRUNCATED),
+        ({"finish_reason": None, "error_code": "replica_lost"}, Outcome.STREAM_ERROR),
+        ({"finish_reason": None, "error_code": "client:ClientPayloadError"}, Outcome.FAILED),
+        ({"status": 429, "error_code": "server_overloaded"}, Outcome.REFUSED),
+        ({"status": 504}, Outcome.SERVER_ERROR),
+        ({"status": 400}, Outcome.CLIENT_ERROR),
+        ({"status": None, "error_code": "client:TimeoutError"}, Outcome.FAILED),
+        ({"is_cut_off": True}, Outcome.CUT_OFF),
+    ],
+)
+def test_outcomes(changes, outcome):
+    assert row(chunks=((0.1, 1),), **changes).outcome is outcome
+
+
+def test_late_sends_are_counted_and_void_the_run_above_one_percent():
+    spec = LoadSpec(streams=(CHAT,))
+    rows = [row(chunks=((0.1, 1),)) for _ in range(198)]
+    late = [row(chunks=((0.1, 1),), sent_s=0.0051) for _ in range(2)]
+    on_time = summarize(spec, [*rows, *late], 1.0)
+    assert on_time["late"]["count"] == 2 and on_time["late"]["share"] == 0.01 and not on_time["is_void"]
+    assert on_time["late"]["worst_ms"] == pytest.approx(5.1)
+    void = summarize(spec, [*rows[1:], *late, row(sent_s=None)], 1.0)
+    assert void["late"]["count"] == 3 and void["is_void"]
+    assert "VOID" in table(void) and "VOID" not in table(on_time)
+
+
+def test_goodput_counts_tokens_of_whole_streams_inside_their_targets():
+    spec = LoadSpec(streams=(CHAT,), targets={0: Targets(ttft_s=0.2, tpot_s=0.1)})
+    rows = [
+        row(chunks=((0.1, 1), (0.15, 1))),  # good
+        row(chunks=((0.1, 3),)),  # good: nothing to miss but the first token
+        row(chunks=((0.3, 1), (0.35, 1))),  # late first token
+        row(chunks=((0.1, 1), (0.25, 1))),  # slow
+        row(chunks=((0.1, 1), (0.15, 1)), finish_reason=None),  # truncated
+        row(chunks=((9.0, 7),), priority=2),  # another band, without targets: good
+    ]
+    figures = summarize(spec, rows, 2.0)
+    interactive = figures["bands"]["interactive"]
+    assert interactive["good_requests"] == 2 and interactive["goodput_tokens_per_s"] == 2.5
+    assert interactive["tokens_per_s"] == 5.5
+    assert interactive["outcomes"] == {"ok": 4, "truncated": 1}
+    assert figures["bands"]["batch"]["good_requests"] == 1
+    assert figures["all"]["goodput_tokens_per_s"] == 6.0
+    assert interactive["inter_token_ms"]["p50"] == pytest.approx(50.0)
+    assert interactive["ttft_ms"]["max"] == pytest.approx(300.0)
+
+
+def test_percentiles_are_interpolated():
+    assert percentiles([4.0, 1.0, 2.0, 3.0], (0, 50, 100)) == [1.0, 2.5, 4.0]
+    assert percentiles([7.0], (50, 99)) == [7.0, 7.0]
+
+
+def test_nothing_to_tell_is_none_not_zero():
+    assert summarize(LoadSpec(streams=(CHAT,)), [row()], 1.0)["all"]["ttft_ms"] is None
+
+
+def test_rows_survive_the_file(tmp_path):
+    rows = [row(chunks=((0.1, 1), (0.2, 3)), token_ids=[1, 2, 3, 4])]
+    write_rows(tmp_path / "rows", rows)
+    assert read_rows(tmp_path / "rows") == rows

@@ -1,0 +1,119 @@
+"""`TimedRunner` under the real engine: a step's time, and output that no history changes."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from bench.timed_runner import StepShape, StepTimes, TimedRunner, shape_of
+from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.engine.sequence import Sequence
+from replicas.protocol import Band, FinishReason, GenerateRequest
+from tests.unit.engine.worlds import IDENTITY, Outcome, config, decoders, request
+
+VOCABULARY, EOS = 4096, 2
+STEP_TIMES = StepTimes(base_s=5e-3, per_decode_s=1e-3, per_prefill_token_s=1e-4, per_context_token_s=1e-5)
+INSTANT = StepTimes(0.0, 0.0, 0.0)
+
+
+class Recorder:
+    """Passes steps on and remembers their shapes."""
+
+    def __init__(self, runner: TimedRunner) -> None:
+        self._runner = runner
+        self.shapes: list[StepShape] = []
+
+    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
+        self.shapes.append(shape_of(batch))
+        results = self._runner.execute(batch)
+        assert len(results) == len(batch.items)
+        for item, result in zip(batch.items, results, strict=True):
+            assert (result.token_id is not None) == item.samples
+        return results
+
+
+def run(requests: list[GenerateRequest], engine_config: EngineConfig) -> tuple[dict[str, Outcome], Engine, Recorder]:
+    recorder = Recorder(TimedRunner(INSTANT, VOCABULARY, EOS))
+    engine = Engine(engine_config, recorder, decoders, IDENTITY)
+    outcomes = {}
+    for each in requests:
+        engine.add(each)
+        outcomes[each.request_id] = Outcome()
+    for _ in range(10_000):
+        if not engine.has_work:
+            break
+        for delta in engine.step():
+            outcomes[delta.request_id].read(delta)
+        engine.check_invariants()
+    assert not engine.has_work
+    return outcomes, engine, recorder
+
+
+def tokens_alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    outcomes, _, _ = run([request("alone", prompt, max_tokens, ignore_eos=True)], config())
+    return outcomes["alone"].token_ids
+
+
+def test_a_step_takes_its_time_and_no_more():
+    runner = TimedRunner(STEP_TIMES, VOCABULARY, EOS)
+    decoding = Sequence(request("a", (30, 31, 32, 33)), 0.0, None, 0)
+    prefilling = Sequence(request("b", tuple(range(20, 60))), 0.0, None, 1)
+    batch = ScheduledBatch((ScheduledSequence(decoding, 3, 1), ScheduledSequence(prefilling, 0, 20)))
+    assert shape_of(batch) == StepShape(num_decodes=1, num_prefill_tokens=20, num_context_tokens=24)
+    expected_s = 5e-3 + 1e-3 + 20e-4 + 24e-5
+    durations = []
+    for _ in range(20):
+        started_s, cpu_s = time.perf_counter(), time.thread_time()
+        runner.execute(batch)
+        durations.append((time.perf_counter() - started_s, time.thread_time() - cpu_s))
+    assert min(taken for taken, _ in durations) == pytest.approx(expected_s, rel=0.05)
+    assert all(taken >= expected_s for taken, _ in durations)
+    assert sum(cpu for _, cpu in durations) < 0.1 * len(durations) * expected_s, "it burns the processor"
+
+
+def test_output_is_reproduced_in_any_company_with_chunks_and_preemption():
+    prompts = {f"r{number}": tuple(16 + (number * 37 + i * 11) % 500 for i in range(20)) for number in range(8)}
+    requests = [request(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()]
+    outcomes, engine, recorder = run(requests, config(num_blocks=40))
+    assert any(metric.name == "vllm:num_preemptions" and metric.value > 0 for metric in engine.metrics().metrics)
+    assert any(shape.num_decodes and shape.num_prefill_tokens for shape in recorder.shapes)
+    for name, prompt in prompts.items():
+        assert outcomes[name].token_ids == tokens_alone(prompt, 30)
+        assert outcomes[name].finish_reason is FinishReason.LENGTH
+
+
+def test_a_sequence_resumed_elsewhere_goes_on_with_the_same_tokens():
+    prompt = (50, 60, 70)
+    whole = tokens_alone(prompt, 40)
+    assert tokens_alone((*prompt, *whole[:15]), 25) == whole[15:]
+    assert len(set(whole)) > 20 and min(whole) >= 16 and max(whole) < VOCABULARY
+
+
+def test_a_hidden_length_ends_the_sequence_and_survives_resumption():
+    prompt = tuple(range(20, 30))
+    outcomes, _, _ = run(
+        [request("whole", prompt, 60, seed=10 + 25), request("kept", prompt, 60, seed=10 + 25, ignore_eos=True)],
+        config(eos_token_ids=frozenset({EOS})),
+    )
+    assert outcomes["whole"].finish_reason is FinishReason.STOP
+    assert len(outcomes["whole"].token_ids) == 25 and outcomes["whole"].token_ids[-1] == EOS
+    assert outcomes["kept"].finish_reason is FinishReason.LENGTH and len(outcomes["kept"].token_ids) == 60
+    emitted = tuple(outcomes["whole"].token_ids[:10])
+    resumed, _, _ = run([request("rest", (*prompt, *emitted), 50, seed=35)], config(eos_token_ids=frozenset({EOS})))
+    assert resumed["rest"].token_ids == outcomes["whole"].token_ids[10:]
+
+
+def test_scoring_samples_nothing_and_gives_log_probabilities():
+    outcomes, _, _ = run(
+        [
+            request("score", tuple(range(20, 60)), 0, prompt_logprobs=0),
+            request("sample", (20, 21), 3, logprobs=0, band=Band.INTERACTIVE),
+        ],
+        config(),
+    )
+    assert outcomes["score"].token_ids == []
+    assert [p.chosen.token_id for p in outcomes["score"].prompt_logprobs] == list(range(21, 60))
+    assert len(outcomes["sample"].token_ids) == 3
