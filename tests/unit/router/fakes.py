@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import (
+    Band,
     EngineMetrics,
     FinishReason,
     GenerateRequest,
@@ -18,7 +19,7 @@ from replicas.protocol import (
     TokenDelta,
     Usage,
 )
-from router.types import ReplicaView
+from router.types import Outcome, ReplicaView
 
 
 @dataclass
@@ -54,17 +55,35 @@ def stats(
     )
 
 
-def view(replica_id: str, *, in_flight: int = 0, **of_stats) -> ReplicaView:
-    return ReplicaView(stats(replica_id, **of_stats), age_s=0.0, num_in_flight=in_flight)
+def view(replica_id: str, *, requests: int = 0, tokens: int = 0, **of_stats) -> ReplicaView:
+    return ReplicaView(
+        stats(replica_id, **of_stats), age_s=0.0, num_by_band=(0, requests, 0), outstanding_tokens=tokens
+    )
 
 
-def request(request_id: str = "r", max_tokens: int = 3) -> GenerateRequest:
-    return GenerateRequest(request_id, (1, 2), SamplingParams(max_tokens=max_tokens))
+def request(request_id: str = "r", max_tokens: int = 3, prompt: tuple[int, ...] = (1, 2)) -> GenerateRequest:
+    return GenerateRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+class SilentObserver:
+    """A `RouterObserver` that remembers only how requests moved."""
+
+    def __init__(self) -> None:
+        self.migrations: list[str] = []
+
+    def waited(self, band: Band, outcome: Outcome, seconds: float) -> None: ...
+
+    def promoted(self, band: Band) -> None: ...
+
+    def migrated(self, outcome: str) -> None:
+        self.migrations.append(outcome)
+
+    def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None: ...
 
 
 @dataclass
 class FakeReplica:
-    """Emits one token a step; fails with `error` once `fail_at` tokens are out."""
+    """Emits one token a step, behind what the request has already; fails with `error` once `fail_at` tokens are out."""
 
     replica_id: str
     fail_at: int | None = None
@@ -81,7 +100,7 @@ class FakeReplica:
         self.num_running += 1
         self.num_started += 1
         try:
-            for index in range(request.params.max_tokens):
+            for index in range(len(request.output_token_ids), request.params.max_tokens):
                 await asyncio.sleep(0)
                 if index == self.fail_at:
                     if self.error is None:
