@@ -48,6 +48,7 @@ class Client:
     async def _attempt(self, body: bytes, row: Row) -> float | None:
         """One attempt; seconds until the next, or None."""
         row.num_attempts += 1
+        row.last_sent_s = self._clock()
         row.status = row.error_code = None
         headers: dict[str, str] = {}
         try:

@@ -45,6 +45,8 @@ class Row:
     scheduled_s: float
     sent_s: float | None = None
     """When the first attempt left."""
+    last_sent_s: float | None = None
+    """When the last attempt left."""
     end_s: float | None = None
     status: int | None = None
     """Of the last attempt; None: no response."""

@@ -1,0 +1,1 @@
+"""What routing promises, measured: one experiment a module, each `python -m bench.routing.<name> [--quick]`."""

@@ -1,0 +1,152 @@
+"""Does a standing backlog of batch work disturb interactive work? `python -m bench.routing.backlog`.
+
+One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one
+that has 1,000 batch requests to do. Then the batch runs alone. Interactive latencies are compared over the
+requests that came and ended while every slot was wanted by the batch, total tokens/s (prompt and output) over
+the same stretch of the backlog. Run on a timed replica, and on the demo model on CPU, where a step with more
+sequences is itself slower: how much of the ratio that is, is told by `decode_step_ratio`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.load.percentiles import percentile
+from bench.load.rows import Outcome, Row
+from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
+from bench.routing.applications import demo, timed, without_missing
+from bench.routing.offer import Offered, offer, tokens_computed
+from bench.routing.report import Bar, Options, ratio, read_options, report
+from bench.serving import Served
+
+_LEAD_S = 5.0
+"""From the first batch request to the first interactive one: until then every slot is taken."""
+NUM_SLOTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is sent to one kind of replica, and what is promised."""
+
+    name: str
+    num_batch: int
+    batch_output: int
+    interactive_s: float
+    """How long interactive requests keep coming; the backlog must outlast it."""
+    interactive_per_s: float
+    max_ttft_ratio: float
+    max_gap_ratio: float
+
+
+FULL = (
+    Scale("timed", 1000, 160, 150.0, 2.0, 1.5, 1.3),
+    Scale("demo", 1000, 96, 120.0, 1.5, 2.5, 2.0),
+)
+QUICK = (Scale("timed", 80, 48, 4.0, 4.0, 1.5, 1.3),)
+
+
+def main() -> int:
+    """Measure on both kinds of replica."""
+    options = read_options(__doc__)
+    bars: list[Bar] = []
+    figures: dict[str, Any] = {}
+    loads: list[Offered] = []
+    start: dict[str, Callable[..., AbstractContextManager[Served]]] = {"timed": timed, "demo": demo}
+    for scale in QUICK if options.is_quick else FULL:
+        settings = {"num_replicas": 1, "max_num_seqs": NUM_SLOTS, "max_queued_requests": 2 * scale.num_batch}
+        with start[scale.name](options, **settings, **without_missing(max_queue_wait_s=3600)) as served:
+            runs = _measure(served, scale, options)
+        bars += judge(scale, *runs)
+        figures[scale.name] = {"scale": asdict(scale), **figures_of(*runs)}
+        loads += runs
+    return report("backlog", options, bars, figures, loads)
+
+
+def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, Offered, Offered]:
+    """Interactive alone, both, batch alone."""
+    interactive = Stream(
+        name="interactive",
+        priority=0,
+        user="people",
+        phases=(Phase(start_s=_LEAD_S, end_s=_LEAD_S + scale.interactive_s, rate_per_s=scale.interactive_per_s),),
+        prompt=Lengths.around(96, 0.5, 16, 384),
+        output=Lengths.around(40, 0.5, 8, 160),
+    )
+    batch = Stream(
+        name="batch",
+        priority=2,
+        user="night",
+        bursts=(Burst(count=scale.num_batch, spread_s=scale.num_batch / 400),),
+        prompt=Lengths.around(64, 0.4, 16, 256),
+        output=Lengths.around(scale.batch_output, 0.4, 8, 1024),
+    )
+
+    def run(*streams: Stream) -> Offered:
+        print(f"{scale.name}: {' and '.join(stream.name for stream in streams)}")
+        return offer(served.url, LoadSpec(streams=streams, seed=options.seed, timeout_s=3600.0))
+
+    return run(interactive), run(interactive, batch), run(batch)
+
+
+def judge(scale: Scale, alone: Offered, both: Offered, batch: Offered) -> list[Bar]:
+    """The promises, on the requests whose whole life the backlog stood over."""
+    figures = figures_of(alone, both, batch)
+    prefix = f"{scale.name}: "
+    return [
+        Bar(f"{prefix}interactive TTFT p99, with backlog / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio),
+        Bar(f"{prefix}interactive inter-token p99, ratio", figures["gap_p99_ratio"], scale.max_gap_ratio),
+        Bar(f"{prefix}batch requests lost", figures["num_batch_lost"], 0),
+        Bar(f"{prefix}interactive requests failed", figures["num_interactive_failed"], 0),
+        Bar(f"{prefix}share of interactive requests beside a standing backlog", figures["share_beside"], 0.9, True),
+        Bar(f"{prefix}total tokens/s, both / batch alone", figures["tokens_per_s_ratio"], 0.95, True),
+    ]
+
+
+def figures_of(alone: Offered, both: Offered, batch: Offered) -> dict[str, Any]:
+    """Everything compared."""
+    stands_until_s = backlog_stands_until_s(both.of("batch"))
+    beside = [row for row in both.of("interactive") if (row.end_s or row.scheduled_s) <= stands_until_s]
+    indices = {row.scheduled_s for row in beside}
+    same = [row for row in alone.rows if row.scheduled_s in indices]
+    ttft = [_percentile([row.ttft_s for row in rows if row.ttft_s is not None], 99) for rows in (beside, same)]
+    gaps = [_percentile([gap for row in rows for gap in row.inter_token_s], 99) for rows in (beside, same)]
+    middle = [_percentile([gap for row in rows for gap in row.inter_token_s], 50) for rows in (beside, same)]
+    rates = [_total_rate(run) for run in (both, batch)]
+    return {
+        "backlog_stands_until_s": stands_until_s,
+        "share_beside": ratio(len(beside), len(alone.rows)),
+        "ttft_p99_s": ttft,
+        "ttft_p99_ratio": ratio(*ttft),
+        "gap_p99_s": gaps,
+        "gap_p99_ratio": ratio(*gaps),
+        "decode_step_ratio": ratio(*middle),
+        "num_batch_lost": sum(row.outcome is not Outcome.OK for run in (both, batch) for row in run.of("batch")),
+        "num_interactive_failed": sum(row.outcome is not Outcome.OK for row in [*alone.rows, *both.of("interactive")]),
+        "total_tokens_per_s": rates,
+        "tokens_per_s_ratio": ratio(*rates),
+    }
+
+
+def backlog_stands_until_s(batch: Sequence[Row]) -> float:
+    """When the last batch request got its first token: until then every free slot had a taker."""
+    return max((row.chunk_s[0] for row in batch if row.chunk_s), default=0.0)
+
+
+def _total_rate(run: Offered) -> float | None:
+    """Tokens a second, prompt and output, while the backlog stands, from the lead on."""
+    end_s = backlog_stands_until_s(run.of("batch"))
+    if end_s <= _LEAD_S:
+        return None
+    return sum(tokens_computed(run.rows, _LEAD_S, end_s)) / (end_s - _LEAD_S)
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return percentile(values, percent) if values else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

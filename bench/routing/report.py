@@ -1,0 +1,100 @@
+"""Bars: what was promised, what was seen, and whether it was kept."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.record import write
+from bench.routing.offer import VOID_EXIT_CODE, Offered
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One promise: `value` is at most (or at least) `limit`; None: it could not be measured, and fails."""
+
+    name: str
+    value: float | None
+    limit: float
+    is_lower_bound: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the promise was kept."""
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.is_lower_bound else self.value <= self.limit
+
+    def __str__(self) -> str:
+        value = "not measured" if self.value is None else f"{self.value:.3f}"
+        bound = "at least" if self.is_lower_bound else "at most"
+        return f"{'PASS' if self.is_kept else 'FAIL'}  {self.name}: {value} ({bound} {self.limit:g})"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a person chose for an experiment."""
+
+    is_quick: bool
+    settings: dict[str, str]
+    """Configuration of the application beside the experiment's own."""
+    has_throughput_profile: bool
+    step_times: str
+    seed: int
+
+
+def read_options(description: str | None, arguments: Sequence[str] | None = None) -> Options:
+    """The options that every experiment has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a smoke version; its figures mean nothing")
+    parser.add_argument("--profile", choices=("default", "throughput"), default="default", help="of Ray Serve")
+    parser.add_argument("--step-times", default="slow-gpu", help="of timed replicas, see bench.timed_app")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="configuration of the application")
+    parsed = parser.parse_args(arguments)
+    return Options(
+        is_quick=parsed.quick,
+        settings=dict(setting.split("=", 1) for setting in parsed.settings),
+        has_throughput_profile=parsed.profile == "throughput",
+        step_times=parsed.step_times,
+        seed=parsed.seed,
+    )
+
+
+def report(name: str, options: Options, bars: Sequence[Bar], figures: dict[str, Any], loads: Sequence[Offered]) -> int:
+    """Print and record; the exit code: 0 all kept, 1 not, 3 void.
+
+    A quick run is recorded among temporary files, not with the results.
+    """
+    is_void = any(load.is_void for load in loads)
+    print(f"\nrouting: {name}")
+    for bar in bars:
+        print(f"  {bar}")
+    if is_void:
+        print("  VOID: the load generator was late too often; nothing above counts")
+    place = str(Path(tempfile.gettempdir()) / f"routing_{name}_quick") if options.is_quick else f"routing_{name}"
+    path = write(
+        place,
+        " ".join([f"python -m bench.routing.{name}", *sys.argv[1:]]),
+        {
+            "is_void": is_void,
+            "options": asdict(options),
+            "bars": [{**asdict(bar), "is_kept": bar.is_kept} for bar in bars],
+            **figures,
+            "loads": [load.summary for load in loads],
+        },
+    )
+    print(f"  {path}")
+    if is_void:
+        return VOID_EXIT_CODE
+    return 0 if all(bar.is_kept for bar in bars) else 1
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    """value / base where both are known and the base is not 0."""
+    return None if value is None or not base else value / base
