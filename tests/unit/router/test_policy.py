@@ -1,87 +1,142 @@
+"""Where a request goes."""
+
+from __future__ import annotations
+
 import random
 from collections import Counter
-from dataclasses import replace
 
+from replicas.block_hash import extend_hashes
 from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
 from router.types import RoutingRequest
-from tests.unit.router.fakes import request, view
+from tests.unit.router.fakes import BLOCK_SIZE, request, routing, view
 
-HASHES = [bytes([index]) for index in range(4)]
-
-
-def routing(num_prompt_tokens: int = 64, hashes: list[bytes] | None = None, **changes) -> RoutingRequest:
-    asked = replace(request(prompt=tuple(range(num_prompt_tokens))), **changes)
-    return RoutingRequest(asked, expected_output_tokens=16, block_hashes=hashes or [])
+PROMPT = tuple(range(1, 41))
 
 
-def test_least_tokens_orders_by_outstanding_tokens():
-    policy = LeastTokens(random.Random(0))
-    views = [view("busy", tokens=500), view("idle"), view("queued", tokens=900)]
-    assert policy.rank(routing(), views) == ["idle", "busy", "queued"]
-    assert policy.rank(routing(), []) == []
+def least_tokens(seed: int = 0) -> LeastTokens:
+    return LeastTokens(random.Random(seed))
 
 
-def test_least_tokens_prefers_the_replica_that_holds_the_prefix():
-    policy = LeastTokens(random.Random(0))
-    views = [view("a", tokens=100), view("b", tokens=100)]
-    for holder in ("a", "b"):
-        policy = LeastTokens(random.Random(0))
-        policy.placed(routing(hashes=HASHES), holder)
-        assert policy.rank(routing(hashes=HASHES), views)[0] == holder
+def with_prefix(prompt: tuple[int, ...] = PROMPT, affinity_key: str | None = None, expected: int = 8) -> RoutingRequest:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, prompt, BLOCK_SIZE)
+    return routing(request(prompt=prompt, affinity_key=affinity_key), expected=expected, hashes=hashes)
 
 
-def test_least_tokens_leaves_a_holder_that_has_far_more_than_the_mean():
-    policy = LeastTokens(random.Random(0))
-    policy.placed(routing(hashes=HASHES), "hot")
-    assert policy.rank(routing(hashes=HASHES), [view("hot", tokens=130), view("cold", tokens=70)])[0] == "cold"
+def test_least_outstanding_tokens_first():
+    views = [view("c", outstanding=500), view("a", outstanding=900), view("b", outstanding=100)]
+    assert least_tokens().rank(routing(), views) == ["b", "c", "a"]
 
 
-def test_least_tokens_forgets_what_a_lost_replica_held():
-    policy = LeastTokens(random.Random(0))
-    computed = policy.placed(routing(hashes=HASHES), "a")
-    assert computed == 64
-    assert policy.placed(routing(hashes=HASHES), "a") < computed
-    policy.forget("a")
-    assert policy.placed(routing(hashes=HASHES), "a") == computed
+def test_many_short_requests_are_less_work_than_one_long():
+    views = [view("one-long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(0, 9, 0), outstanding=300)]
+    assert least_tokens().rank(routing(), views) == ["short", "one-long"]
 
 
-def test_ingresses_that_know_nothing_of_each_other_send_one_affinity_key_to_one_replica():
-    views = [view(name) for name in "abcd"]
-    chosen = {
-        key: {LeastTokens(random.Random(seed)).rank(routing(affinity_key=key), views)[0] for seed in range(5)}
-        for key in (f"key-{index}" for index in range(40))
-    }
-    assert all(len(replicas) == 1 for replicas in chosen.values())
-    assert len(set().union(*chosen.values())) == 4
+def test_no_replica_no_ranking():
+    assert least_tokens().rank(routing(), []) == []
 
 
-def test_requests_without_a_key_spread_evenly_and_reproducibly():
+def test_the_holder_of_the_prefix_is_preferred_over_a_slightly_less_loaded_one():
+    policy, wanted = least_tokens(), with_prefix()
+    views = [view("cold", outstanding=100), view("warm", outstanding=120)]
+    assert policy.rank(wanted, views)[0] == "cold"
+    policy.placed(wanted, "warm")
+    assert policy.rank(wanted, views)[0] == "warm", "40 tokens saved against 20 more to wait for"
+
+
+def test_a_holder_beyond_the_load_bound_is_not_preferred():
+    policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
+    policy.placed(wanted, "hot")
+    within = [view("hot", outstanding=1249), view("a", outstanding=751)]
+    beyond = [view("hot", outstanding=1251), view("a", outstanding=749)]
+    assert policy.rank(wanted, within)[0] == "hot"
+    assert policy.rank(wanted, beyond)[0] == "a"
+
+
+def test_placed_counts_what_is_left_of_the_prompt_to_compute():
+    policy, wanted = least_tokens(), with_prefix()
+    assert policy.placed(wanted, "a") == len(PROMPT)
+    assert 0 < policy.placed(wanted, "a") <= BLOCK_SIZE, "all of it is there, but for the end"
+    longer = with_prefix((*PROMPT, *range(100, 140)))
+    assert len(PROMPT) - BLOCK_SIZE <= policy.placed(longer, "a") <= len(PROMPT) + BLOCK_SIZE
+    assert policy.placed(wanted, "b") == len(PROMPT)
+
+
+def test_a_replica_that_is_gone_holds_nothing():
+    policy, wanted = least_tokens(), with_prefix()
+    policy.placed(wanted, "warm")
+    policy.forget("warm")
+    views = [view("cold", outstanding=100), view("warm", outstanding=120)]
+    assert policy.rank(wanted, views)[0] == "cold"
+
+
+def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():
+    views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
+    one, other = least_tokens(1), least_tokens(2)
+    chosen = Counter()
+    for number in range(400):
+        wanted = with_prefix((number, *range(1, 20)))
+        assert one.rank(wanted, views) == other.rank(wanted, views[::-1])
+        chosen[one.rank(wanted, views)[0]] += 1
+    assert len(chosen) == 8 and max(chosen.values()) < 100, "and different ones to different replicas"
+
+
+def test_losing_a_replica_moves_only_the_prefixes_it_had():
+    views = [view(f"replica-{number}") for number in range(5)]
+    policy = least_tokens()
+    for number in range(200):
+        wanted = with_prefix((number, *range(1, 20)))
+        before = policy.rank(wanted, views)[0]
+        after = policy.rank(wanted, views[1:])[0]
+        assert after == before or before == "replica-0"
+
+
+def test_requests_with_one_affinity_key_go_to_one_replica():
+    views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
+    prompts = [(number, *range(1, 20)) for number in range(20)]
+    rankings = {tuple(least_tokens().rank(with_prefix(p, affinity_key="session"), views)) for p in prompts}
+    assert len(rankings) == 1
+    others = {least_tokens().rank(with_prefix(affinity_key=f"session-{number}"), views)[0] for number in range(100)}
+    assert len(others) == 8
+
+
+def test_affinity_does_not_outweigh_load():
+    views = [view(f"replica-{number}", outstanding=1000) for number in range(4)]
+    preferred = least_tokens().rank(with_prefix(affinity_key="k"), views)[0]
+    views = [view(v.stats.replica_id, outstanding=1100 if v.stats.replica_id == preferred else 1000) for v in views]
+    assert least_tokens().rank(with_prefix(affinity_key="k"), views)[-1] == preferred
+
+
+def test_without_prefix_or_key_ties_are_drawn_evenly_and_reproducibly():
     views = [view("a"), view("b"), view("c")]
-    first = [LeastTokens(random.Random(7)).rank(routing(), views) for _ in range(2)]
+    first = [least_tokens(7).rank(routing(), views) for _ in range(2)]
     assert first[0] == first[1]
-    policy = LeastTokens(random.Random(7))
+    policy = least_tokens(7)
     chosen = Counter(policy.rank(routing(), views)[0] for _ in range(3000))
     assert all(900 < count < 1100 for count in chosen.values())
 
 
-def test_least_requests_counts_requests():
+def test_least_requests_counts_requests_and_not_their_length():
     policy = LeastRequests(random.Random(0))
-    assert policy.rank(routing(), [view("a", requests=2), view("b", tokens=9999), view("c", requests=1)]) == [
-        "b",
-        "c",
-        "a",
-    ]
+    views = [view("long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(1, 1, 1), outstanding=30)]
+    assert policy.rank(routing(), views) == ["long", "short"]
 
 
-def test_power_of_two_puts_the_less_loaded_of_two_first():
+def test_power_of_two_puts_the_emptier_of_two_first():
     policy = PowerOfTwo(random.Random(0))
-    views = [view("a", requests=5), view("b")]
-    assert all(policy.rank(routing(), views) == ["b", "a"] for _ in range(20))
+    views = [view("busy", by_band=(0, 9, 0)), view("a"), view("b")]
+    rankings = [policy.rank(routing(), views) for _ in range(300)]
+    assert {tuple(sorted(ranking)) for ranking in rankings} == {("a", "b", "busy")}
+    firsts = Counter(ranking[0] for ranking in rankings)
+    assert firsts["busy"] == 0, "whichever other is drawn with it has fewer"
+    assert min(firsts["a"], firsts["b"]) > 100
+    assert policy.rank(routing(), [view("only")]) == ["only"]
 
 
 def test_round_robin_takes_turns():
     policy = RoundRobin()
-    views = [view("b"), view("a", requests=4)]
+    views = [view("b"), view("a", outstanding=4)]
     assert [policy.rank(routing(), views) for _ in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
     assert policy.rank(routing(), []) == []
 
@@ -90,3 +145,15 @@ def test_random_ranks_every_replica_once():
     policy = Random(random.Random(0))
     rankings = {tuple(policy.rank(routing(), [view("a"), view("b")])) for _ in range(50)}
     assert rankings == {("a", "b"), ("b", "a")}
+
+
+def test_the_baselines_take_every_prompt_for_new():
+    wanted = with_prefix()
+    for policy in (
+        LeastRequests(random.Random(0)),
+        PowerOfTwo(random.Random(0)),
+        RoundRobin(),
+        Random(random.Random(0)),
+    ):
+        assert [policy.placed(wanted, "a") for _ in range(2)] == [len(PROMPT)] * 2
+        policy.forget("a")
