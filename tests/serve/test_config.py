@@ -71,16 +71,19 @@ def test_a_directory_is_made_absolute_and_gives_its_name(tmp_path, monkeypatch):
 
 
 def test_replicas_are_told_every_engine_limit():
-    config = HeadwayConfig(max_num_seqs=7, max_queued_requests=9, max_starvation_s=3.0, cpus_per_replica=2.0)
+    config = HeadwayConfig(max_num_seqs=7, max_starvation_s=3.0, cpus_per_replica=2.0)
     options = config.replica_options()
-    assert (options.max_num_seqs, options.max_queued_requests, options.max_starvation_s) == (7, 9, 3.0)
-    assert options.num_threads == 2
-    shared = EngineConfig.__dataclass_fields__.keys() & HeadwayConfig.model_fields.keys()
+    assert (options.max_num_seqs, options.max_starvation_s, options.num_threads) == (7, 3.0, 2)
+    # Requests wait in the ingress; an engine's queue is as long as late binding needs, which is derived.
+    shared = EngineConfig.__dataclass_fields__.keys() & HeadwayConfig.model_fields.keys() - {"max_queued_requests"}
     assert {name: getattr(options, name) for name in shared} == {name: getattr(config, name) for name in shared}
 
 
-def test_serve_refuses_later_than_the_engine_does():
-    config = HeadwayConfig(max_num_seqs=4, max_queued_requests=10, num_replicas=3)
-    # Running, preempted by each of the two more urgent bands, and queued.
-    assert config.max_ongoing_requests_per_replica > 4 + 2 * 4 + 10
-    assert config.max_ongoing_requests_per_ingress > 3 * config.max_ongoing_requests_per_replica
+@pytest.mark.parametrize("num_ingress_replicas", [1, 4])
+def test_serve_refuses_later_than_we_do(num_ingress_replicas):
+    config = HeadwayConfig(
+        max_num_seqs=4, max_queued_requests=10, num_replicas=3, num_ingress_replicas=num_ingress_replicas
+    )
+    assert config.max_ongoing_requests_per_replica > config.max_num_seqs + config.replica_options().max_queued_requests
+    may_wait = sum(limits.max_requests for limits in config.flow_limits().bands.values())
+    assert config.max_ongoing_requests_per_ingress > 3 * config.max_ongoing_requests_per_replica + may_wait

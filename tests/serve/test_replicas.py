@@ -106,15 +106,16 @@ def test_a_client_that_goes_away_while_it_waits_for_a_whole_reply_frees_it_too(a
 
 
 def test_clients_that_go_away_while_queued_leave_nothing_behind(app):
+    def every_slot_is_taken() -> bool:
+        return all(replica["num_running"] == NUM_SLOTS for replica in app.replicas())
+
     async def start_and_leave() -> None:
         async with httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_connections=100)) as http:
             tasks = [
                 asyncio.create_task(http.post(f"{app.url}/v1/completions", json=body(20_000)))
                 for _ in range(6 * NUM_SLOTS)
             ]
-            await asyncio.to_thread(
-                wait_for, lambda: any(replica["num_waiting"] > 0 for replica in app.replicas()), "some requests wait"
-            )
+            await asyncio.to_thread(wait_for, every_slot_is_taken, "every slot is taken and the others wait")
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
