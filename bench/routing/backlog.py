@@ -23,8 +23,6 @@ from bench.routing.offer import Offered, offer, tokens_computed
 from bench.routing.report import Bar, Options, ratio, read_options, report
 from bench.serving import Served
 
-_LEAD_S = 5.0
-"""From the first batch request to the first interactive one: until then every slot is taken."""
 NUM_SLOTS = 32
 
 
@@ -35,6 +33,8 @@ class Scale:
     name: str
     num_batch: int
     batch_output: int
+    lead_s: float
+    """From the first batch request to the first interactive one: until then every slot is taken."""
     interactive_s: float
     """How long interactive requests keep coming; the backlog must outlast it."""
     interactive_per_s: float
@@ -43,10 +43,10 @@ class Scale:
 
 
 FULL = (
-    Scale("timed", 1000, 160, 150.0, 2.0, 1.5, 1.3),
-    Scale("demo", 1000, 96, 120.0, 1.5, 2.5, 2.0),
+    Scale("timed", 1000, 160, 15.0, 150.0, 2.0, 1.5, 1.3),
+    Scale("demo", 1000, 96, 15.0, 120.0, 1.5, 2.5, 2.0),
 )
-QUICK = (Scale("timed", 80, 48, 4.0, 4.0, 1.5, 1.3),)
+QUICK = (Scale("timed", 80, 96, 2.0, 4.0, 4.0, 1.5, 1.3),)
 
 
 def main() -> int:
@@ -60,8 +60,9 @@ def main() -> int:
         settings = {"num_replicas": 1, "max_num_seqs": NUM_SLOTS, "max_queued_requests": 2 * scale.num_batch}
         with start[scale.name](options, **settings, **without_missing(max_queue_wait_s=3600)) as served:
             runs = _measure(served, scale, options)
-        bars += judge(scale, *runs)
-        figures[scale.name] = {"scale": asdict(scale), **figures_of(*runs)}
+        seen = figures_of(scale.lead_s, *runs)
+        bars += judge(scale, seen)
+        figures[scale.name] = {"scale": asdict(scale), **seen}
         loads += runs
     return report("backlog", options, bars, figures, loads)
 
@@ -72,7 +73,9 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
         name="interactive",
         priority=0,
         user="people",
-        phases=(Phase(start_s=_LEAD_S, end_s=_LEAD_S + scale.interactive_s, rate_per_s=scale.interactive_per_s),),
+        phases=(
+            Phase(start_s=scale.lead_s, end_s=scale.lead_s + scale.interactive_s, rate_per_s=scale.interactive_per_s),
+        ),
         prompt=Lengths.around(96, 0.5, 16, 384),
         output=Lengths.around(40, 0.5, 8, 160),
     )
@@ -80,7 +83,7 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
         name="batch",
         priority=2,
         user="night",
-        bursts=(Burst(count=scale.num_batch, spread_s=scale.num_batch / 400),),
+        bursts=(Burst(count=scale.num_batch, spread_s=scale.num_batch / 100),),
         prompt=Lengths.around(64, 0.4, 16, 256),
         output=Lengths.around(scale.batch_output, 0.4, 8, 1024),
     )
@@ -92,9 +95,8 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
     return run(interactive), run(interactive, batch), run(batch)
 
 
-def judge(scale: Scale, alone: Offered, both: Offered, batch: Offered) -> list[Bar]:
+def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
     """The promises, on the requests whose whole life the backlog stood over."""
-    figures = figures_of(alone, both, batch)
     prefix = f"{scale.name}: "
     return [
         Bar(f"{prefix}interactive TTFT p99, with backlog / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio),
@@ -106,7 +108,7 @@ def judge(scale: Scale, alone: Offered, both: Offered, batch: Offered) -> list[B
     ]
 
 
-def figures_of(alone: Offered, both: Offered, batch: Offered) -> dict[str, Any]:
+def figures_of(lead_s: float, alone: Offered, both: Offered, batch: Offered) -> dict[str, Any]:
     """Everything compared."""
     stands_until_s = backlog_stands_until_s(both.of("batch"))
     beside = [row for row in both.of("interactive") if (row.end_s or row.scheduled_s) <= stands_until_s]
@@ -115,7 +117,7 @@ def figures_of(alone: Offered, both: Offered, batch: Offered) -> dict[str, Any]:
     ttft = [_percentile([row.ttft_s for row in rows if row.ttft_s is not None], 99) for rows in (beside, same)]
     gaps = [_percentile([gap for row in rows for gap in row.inter_token_s], 99) for rows in (beside, same)]
     middle = [_percentile([gap for row in rows for gap in row.inter_token_s], 50) for rows in (beside, same)]
-    rates = [_total_rate(run) for run in (both, batch)]
+    rates = [_total_rate(run, lead_s) for run in (both, batch)]
     return {
         "backlog_stands_until_s": stands_until_s,
         "share_beside": ratio(len(beside), len(alone.rows)),
@@ -136,12 +138,12 @@ def backlog_stands_until_s(batch: Sequence[Row]) -> float:
     return max((row.chunk_s[0] for row in batch if row.chunk_s), default=0.0)
 
 
-def _total_rate(run: Offered) -> float | None:
+def _total_rate(run: Offered, lead_s: float) -> float | None:
     """Tokens a second, prompt and output, while the backlog stands, from the lead on."""
     end_s = backlog_stands_until_s(run.of("batch"))
-    if end_s <= _LEAD_S:
+    if end_s <= lead_s:
         return None
-    return sum(tokens_computed(run.rows, _LEAD_S, end_s)) / (end_s - _LEAD_S)
+    return sum(tokens_computed(run.rows, lead_s, end_s)) / (end_s - lead_s)
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

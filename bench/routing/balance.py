@@ -1,0 +1,204 @@
+"""Is work spread as it should be? `python -m bench.routing.balance`.
+
+Four timed replicas. 1. 200 requests at once: outstanding tokens of the replicas, max / mean, from what each was
+given and from `/load`. 2. A trace of shared prefixes under each policy: prefix hit rate, TTFT, hottest replica.
+3. A trace of skewed lengths that nobody can know beforehand, under each policy, beside a simulated oracle that
+does know them (`bench.routing.oracle`), to which the TTFT overhead of an idle system is added.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.load.percentiles import percentile
+from bench.load.rows import Row
+from bench.load.spec import Burst, Component, Lengths, LoadSpec, Phase, Prefixes, Stream
+from bench.routing.applications import is_offered, timed
+from bench.routing.offer import Offered, offer
+from bench.routing.oracle import Arrival, oracle_ttft_s
+from bench.routing.report import Bar, Options, ratio, read_options, report
+from bench.routing.watch import Seen, watching
+from bench.serving import Served
+from bench.timed_app import read_step_times
+
+NUM_REPLICAS = 4
+OURS, LEAST_LOADED, POWER_OF_TWO = "least_tokens", "least_requests", "power_of_two"
+POLICIES = (OURS, LEAST_LOADED, POWER_OF_TWO, "round_robin", "random")
+_BUDGET = 512
+_NUM_SLOTS_AT_ONCE, _NUM_SLOTS = 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is sent."""
+
+    num_at_once: int = 200
+    trace_s: float = 180.0
+    prefix_per_s: float = 12.0
+    skewed_per_s: float = 8.0
+    policies: tuple[str, ...] = POLICIES
+
+
+QUICK = Scale(num_at_once=40, trace_s=5.0, policies=(OURS,))
+
+
+def main() -> int:
+    """All three parts; each policy on an application of its own."""
+    options = read_options(__doc__)
+    scale = QUICK if options.is_quick else Scale()
+    policies = scale.policies if is_offered("routing_policy") else (OURS,)
+    common = {"num_replicas": NUM_REPLICAS, "max_num_batched_tokens": _BUDGET, "load_poll_period_s": 0.2}
+    with timed(options, **common, max_num_seqs=_NUM_SLOTS_AT_ONCE) as served:
+        at_once, at_once_figures = _all_at_once(served, scale, options)
+    prefix: dict[str, dict[str, Any]] = {}
+    skewed: dict[str, Offered] = {}
+    loads = [at_once]
+    for policy in policies:
+        choice = {"routing_policy": policy} if is_offered("routing_policy") else {}
+        with timed(options, **common, **choice, max_num_seqs=_NUM_SLOTS, num_blocks=1024) as served:
+            idle_ttft_s = _idle_ttft_s(served, options)
+            offered, prefix[policy] = _prefix_trace(served, scale, options)
+            skewed[policy] = offer(served.url, _skewed_spec(scale, options.seed))
+            loads += [offered, skewed[policy]]
+    skewed_figures = compare_skewed(skewed, idle_ttft_s, options)
+    bars = _judge(at_once_figures, prefix, skewed_figures)
+    figures = {"scale": asdict(scale), "at_once": at_once_figures, "prefixes": prefix, "skewed": skewed_figures}
+    return report("balance", options, bars, figures, loads)
+
+
+def _judge(at_once: dict[str, Any], prefix: dict[str, dict[str, Any]], skewed: dict[str, Any]) -> list[Bar]:
+    ours, least_loaded = prefix[OURS], prefix.get(LEAST_LOADED, {})
+    p99 = skewed["ttft_p99_s"]
+    hit_rates, ttfts = ((ours[key], least_loaded.get(key)) for key in ("hit_rate", "ttft_p50_s"))
+    return [
+        Bar("at once: tokens given to replicas, max / mean", at_once["given_max_over_mean"], 1.15),
+        Bar("at once: outstanding tokens in /load, max / mean", at_once["load_max_over_mean"], 1.15),
+        Bar("prefixes: hit rate, ours / least loaded", ratio(*hit_rates), 1.0, True),
+        Bar("prefixes: TTFT p50, ours / least loaded", ratio(*ttfts), 1.0),
+        Bar("prefixes: requests on the hottest replica, max / mean", ours["hot_spot"], 1.5),
+        Bar("skewed: TTFT p99, ours / oracle", ratio(p99[OURS], p99["oracle"]), 1.2),
+        Bar("skewed: TTFT p99, ours / power of two choices", ratio(p99[OURS], p99.get(POWER_OF_TWO)), 1.0),
+    ]
+
+
+def _all_at_once(served: Served, scale: Scale, options: Options) -> tuple[Offered, dict[str, Any]]:
+    """200 requests of mixed sizes within a fifth of a second; none ends before all are placed."""
+    stream = Stream(
+        name="at-once",
+        bursts=(Burst(count=scale.num_at_once, spread_s=scale.num_at_once / 1000),),
+        prompt=Lengths.around(128, 0.8, 16, 1024),
+        output=Lengths.around(96, 0.6, 32, 512),
+    )
+    with watching(served.load, 0.1) as watch:
+        offered = offer(served.url, LoadSpec(streams=(stream,), seed=options.seed))
+    given: Counter[str] = Counter()
+    for row in offered.rows:
+        if row.replica_id is not None:
+            given[row.replica_id] += row.num_prompt_tokens + row.num_output_tokens
+    return offered, {
+        "given_tokens": dict(given),
+        "given_max_over_mean": max_over_mean(given),
+        "load_max_over_mean": _load_at_its_height(watch.seen),
+    }
+
+
+def _load_at_its_height(looks: Sequence[Seen]) -> float | None:
+    """max / mean of `/load`'s outstanding tokens in the look in which they were most."""
+    key = "outstanding_tokens"
+    known = [{r["replica_id"]: r[key] for r in look.value} for look in looks if all(key in r for r in look.value)]
+    return max_over_mean(max(known, key=lambda tokens: sum(tokens.values()))) if known else None
+
+
+def max_over_mean(amounts: dict[str, int] | Counter[str]) -> float | None:
+    """The largest / the mean over all replicas, those without any included."""
+    values = list(amounts.values())
+    return ratio(max(values), sum(values) / NUM_REPLICAS) if values else None
+
+
+def _prefix_trace(served: Served, scale: Scale, options: Options) -> tuple[Offered, dict[str, Any]]:
+    """Long shared prefixes, more of them than one replica's cache holds."""
+    stream = Stream(
+        name="prefixes",
+        priority=0,
+        phases=(Phase(end_s=scale.trace_s, rate_per_s=scale.prefix_per_s),),
+        prompt=Lengths.around(48, 0.5, 8, 192),
+        output=Lengths.around(32, 0.5, 8, 128),
+        prefixes=Prefixes(num_groups=48, num_tokens=512, zipf_exponent=1.0),
+    )
+    before = _cache_counts(served)
+    offered = offer(served.url, LoadSpec(streams=(stream,), seed=options.seed))
+    hits, queries = (now - then for now, then in zip(_cache_counts(served), before, strict=True))
+    placed = Counter(row.replica_id for row in offered.rows if row.replica_id is not None)
+    ttft_s = [row.ttft_s for row in offered.rows if row.ttft_s is not None]
+    return offered, {
+        "hit_rate": ratio(hits, queries),
+        "ttft_p50_s": percentile(ttft_s, 50),
+        "ttft_p99_s": percentile(ttft_s, 99),
+        "hot_spot": max_over_mean(placed),
+    }
+
+
+def _cache_counts(served: Served) -> tuple[float, float]:
+    return served.metric("vllm:prefix_cache_hits_total"), served.metric("vllm:prefix_cache_queries_total")
+
+
+def _skewed_spec(scale: Scale, seed: int) -> LoadSpec:
+    """Most answers are short, one in ten is 20 times longer, and nobody says which: `max_tokens` is the same."""
+    stream = Stream(
+        name="skewed",
+        phases=(Phase(end_s=scale.trace_s, rate_per_s=scale.skewed_per_s),),
+        prompt=Lengths.around(96, 0.8, 16, 1024),
+        output=Lengths(
+            parts=(Component(median=24, sigma=0.5, weight=9), Component(median=480, sigma=0.2)), low=4, high=900
+        ),
+        max_tokens=1000,
+    )
+    return LoadSpec(streams=(stream,), seed=seed)
+
+
+def compare_skewed(skewed: dict[str, Offered], idle_ttft_s: float, options: Options) -> dict[str, Any]:
+    """TTFT p99 of every policy, and of the oracle on the same trace."""
+    step_times = read_step_times(options.settings.get("step_times", options.step_times))
+    some = next(iter(skewed.values()))
+    arrivals = [Arrival(r.scheduled_s, r.priority, r.num_prompt_tokens, r.num_output_tokens) for r in some.rows]
+    ideal_s = oracle_ttft_s(arrivals, step_times, NUM_REPLICAS, _NUM_SLOTS, _BUDGET)
+    [alone_s] = oracle_ttft_s([_IDLE_ARRIVAL], step_times, NUM_REPLICAS, _NUM_SLOTS, _BUDGET)
+    overhead_s = max(0.0, idle_ttft_s - alone_s)
+    ttft_s = {policy: _ttft_s(offered.rows) for policy, offered in skewed.items()}
+    ttft_s["oracle"] = [value_s + overhead_s for value_s in ideal_s]
+    return {
+        "idle_overhead_s": overhead_s,
+        "ttft_p50_s": {policy: percentile(values_s, 50) for policy, values_s in ttft_s.items()},
+        "ttft_p99_s": {policy: percentile(values_s, 99) for policy, values_s in ttft_s.items()},
+        "hot_spot": {
+            policy: max_over_mean(Counter(row.replica_id for row in offered.rows if row.replica_id is not None))
+            for policy, offered in skewed.items()
+        },
+    }
+
+
+_IDLE_ARRIVAL = Arrival(0.0, 1, 96, 4)
+
+
+def _idle_ttft_s(served: Served, options: Options) -> float:
+    """Median time to first token with nothing else to do."""
+    stream = Stream(
+        name="idle",
+        bursts=(Burst(count=10, spread_s=5.0),),
+        prompt=Lengths.around(_IDLE_ARRIVAL.num_prompt_tokens),
+        output=Lengths.around(_IDLE_ARRIVAL.num_output_tokens),
+    )
+    return percentile(_ttft_s(offer(served.url, LoadSpec(streams=(stream,), seed=options.seed)).rows), 50)
+
+
+def _ttft_s(rows: Sequence[Row]) -> list[float]:
+    """Of every request; one without a first token waited at least until its end."""
+    return [row.ttft_s if row.ttft_s is not None else (row.end_s or 0.0) - row.scheduled_s for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

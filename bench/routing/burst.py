@@ -1,0 +1,173 @@
+"""Does the number of replicas follow the load? `python -m bench.routing.burst`.
+
+Timed replicas, scaled from 1 to 6. 1. A steady load jumps to ten times as much: how long until Serve's target
+rises, and how long each new replica, once it is running, stays without work. 2. A square wave for 20 minutes:
+how often a period the target turns from rising to falling (following the wave once is one such reversal).
+No request may fail in either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.load.spec import Lengths, LoadSpec, Phase, Stream
+from bench.routing.applications import timed, without_missing
+from bench.routing.offer import Offered, RunningLoad
+from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.watch import Seen, Watch, watching
+from bench.serving import Served
+
+MIN_REPLICAS, MAX_REPLICAS = 1, 6
+_NUM_SLOTS = 16
+_LOOK_PERIOD_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Rates and seconds."""
+
+    low_per_s: float = 1.0
+    high_per_s: float = 10.0
+    before_s: float = 30.0
+    burst_s: float = 90.0
+    after_s: float = 60.0
+    half_period_s: float = 60.0
+    num_periods: int = 10
+
+
+QUICK = Scale(before_s=3.0, burst_s=6.0, after_s=2.0, half_period_s=3.0, num_periods=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What Serve and the ingress said of the replicas at one moment."""
+
+    target: int
+    running_ids: frozenset[str]
+    busy_ids: frozenset[str]
+
+
+def main() -> int:
+    """Both parts on one application."""
+    options = read_options(__doc__)
+    scale = QUICK if options.is_quick else Scale()
+    scaling = without_missing(min_replicas=MIN_REPLICAS, max_replicas=MAX_REPLICAS)
+    with timed(options, **scaling, max_num_seqs=_NUM_SLOTS, load_poll_period_s=0.2) as served:
+        burst, burst_seen = _observe(served, _burst_phases(scale), options)
+        wave, wave_seen = _observe(served, _wave_phases(scale), options)
+    burst_at_unix_s = burst.started_unix_s + scale.before_s
+    decision_s = decision_delay_s(burst_seen.seen, burst_at_unix_s)
+    idle_s = idle_before_first_work_s(burst_seen.seen)
+    turns = num_reversals([seen.value.target for seen in wave_seen.seen])
+    bars = [
+        Bar("from the burst to the decision to scale up, s", decision_s, 2.0),
+        Bar("from a new replica running to its first work, worst, s", max(idle_s.values(), default=None), 1.0),
+        Bar("square wave: reversals a period", turns / scale.num_periods, 1.0),
+        Bar("square wave: highest target", max((s.value.target for s in wave_seen.seen), default=0), 2.0, True),
+        Bar("requests that failed", burst.num_failed + wave.num_failed, 0),
+    ]
+    figures = {
+        "scale": asdict(scale),
+        "decision_s": decision_s,
+        "idle_before_first_work_s": idle_s,
+        "num_reversals": turns,
+        "burst_history": history(burst_seen.seen, burst.started_unix_s),
+        "wave_history": history(wave_seen.seen, wave.started_unix_s),
+        "num_failed_looks": burst_seen.num_failed + wave_seen.num_failed,
+    }
+    return report("burst", options, bars, figures, [burst, wave])
+
+
+def decision_delay_s(seen: Sequence[Seen], burst_at_unix_s: float) -> float | None:
+    """Seconds from the burst until Serve's target was above what it was before; None: never."""
+    before = [look.value.target for look in seen if look.at_unix_s < burst_at_unix_s]
+    if not before:
+        return None
+    for look in seen:
+        if look.at_unix_s >= burst_at_unix_s and look.value.target > before[-1]:
+            return look.at_unix_s - burst_at_unix_s
+    return None
+
+
+def idle_before_first_work_s(seen: Sequence[Seen]) -> dict[str, float]:
+    """By replica that began to run while watched, seconds until it was first seen with work.
+
+    One that never had any counts until the last look.
+    """
+    if not seen:
+        return {}
+    idle_s = {}
+    known = set(seen[0].value.running_ids)
+    for number, look in enumerate(seen):
+        for replica_id in look.value.running_ids - known:
+            busy = (later.at_unix_s for later in seen[number:] if replica_id in later.value.busy_ids)
+            idle_s[replica_id] = next(busy, seen[-1].at_unix_s) - look.at_unix_s
+            known.add(replica_id)
+    return idle_s
+
+
+def num_reversals(targets: Sequence[int]) -> int:
+    """How often the target, having risen, falls."""
+    changes = [later - earlier for earlier, later in itertools.pairwise(targets) if later != earlier]
+    return sum(earlier > 0 > later for earlier, later in itertools.pairwise(changes))
+
+
+def history(seen: Sequence[Seen], started_unix_s: float) -> list[dict[str, float]]:
+    """Target and running replicas each time that either changed."""
+    changes: list[dict[str, float]] = []
+    last: tuple[int, int] | None = None
+    for look in seen:
+        now = (look.value.target, len(look.value.running_ids))
+        if now != last:
+            changes.append({"at_s": round(look.at_unix_s - started_unix_s, 2), "target": now[0], "running": now[1]})
+            last = now
+    return changes
+
+
+def _observe(served: Served, phases: tuple[Phase, ...], options: Options) -> tuple[Offered, Watch]:
+    """Offer a load and look at the replicas until it is over."""
+    stream = Stream(
+        name="steady",
+        phases=phases,
+        prompt=Lengths.around(96, 0.5, 16, 384),
+        output=Lengths.around(64, 0.5, 8, 256),
+    )
+    with watching(lambda: _look(served), _LOOK_PERIOD_S) as watch:
+        return RunningLoad(served.url, LoadSpec(streams=(stream,), seed=options.seed)).wait(), watch
+
+
+def _look(served: Served) -> Replicas:
+    deployment = served.model_deployment()
+    running = {str(r["replica_id"]) for r in deployment["replicas"] if r["state"] == "RUNNING"}
+    load: list[dict[str, Any]] = served.load()
+    busy = {str(r["replica_id"]) for r in load if r["num_running"] + r["num_waiting"] + r["num_in_flight"] > 0}
+    return Replicas(deployment["target_num_replicas"], frozenset(running), frozenset(busy))
+
+
+def _burst_phases(scale: Scale) -> tuple[Phase, ...]:
+    start_s, end_s = scale.before_s, scale.before_s + scale.burst_s
+    return (
+        Phase(end_s=start_s, rate_per_s=scale.low_per_s),
+        Phase(start_s=start_s, end_s=end_s, rate_per_s=scale.high_per_s),
+        Phase(start_s=end_s, end_s=end_s + scale.after_s, rate_per_s=scale.low_per_s),
+    )
+
+
+def _wave_phases(scale: Scale) -> tuple[Phase, ...]:
+    """Low, high, low, high, ..."""
+    return tuple(
+        Phase(
+            start_s=number * scale.half_period_s,
+            end_s=(number + 1) * scale.half_period_s,
+            rate_per_s=scale.high_per_s if number % 2 else scale.low_per_s,
+        )
+        for number in range(2 * scale.num_periods)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

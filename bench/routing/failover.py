@@ -1,0 +1,180 @@
+"""What does a stream lose when its replica is killed? `python -m bench.routing.failover`.
+
+The demo model in float32 on three replicas, 200 greedy streams. The same requests are served twice: undisturbed,
+and while replicas are killed with SIGKILL, ten times, each time one that holds a stream in mid-decode: `/load`
+says so before the kill, and the clients' own chunks afterwards (a stream of that replica had a token before and
+was not at its end). Outputs are compared token for token.
+
+A stream's added pause is its longest gap between two chunks that spans a kill, less its own usual gap. Beyond
+the bar of 2 s lies only what no router can do: while too few replicas are left for all streams, some wait.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from bench.load.percentiles import percentile
+from bench.load.rows import Outcome, Row
+from bench.load.spec import Burst, Lengths, LoadSpec, Stream
+from bench.routing.applications import demo
+from bench.routing.offer import Offered, RunningLoad, offer
+from bench.routing.report import Bar, read_options, report
+from bench.serving import Served
+
+_NUM_REPLICAS = 3
+_RECOVERY_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is sent, and how often a replica dies."""
+
+    num_streams: int = 200
+    num_kills: int = 10
+    arrive_s: float = 240.0
+    """Requests come evenly over this time, so that streams are under way at every kill."""
+    output_tokens: int = 384
+    first_kill_s: float = 8.0
+    between_kills_s: float = 12.0
+
+
+QUICK = Scale(num_streams=12, num_kills=1, arrive_s=5.0, output_tokens=160, first_kill_s=3.0, between_kills_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One replica's death."""
+
+    at_unix_s: float
+    replica_id: str
+    pid: int
+    num_running: int
+    """Sequences that it was running, by `/load`."""
+
+
+def main() -> int:
+    """Serve undisturbed, serve and kill, compare."""
+    options = read_options(__doc__)
+    scale = QUICK if options.is_quick else Scale()
+    settings = {"num_replicas": _NUM_REPLICAS, "dtype": "float32", "max_num_seqs": 32, "load_poll_period_s": 0.2}
+    with demo(options, **settings) as served:
+        calm = offer(served.url, _spec(scale, options.seed))
+        load = RunningLoad(served.url, _spec(scale, options.seed))
+        kills = _kill_repeatedly(served, load, scale, random.Random(options.seed))
+        stormy = load.wait()
+    figures, bars = judge(scale, calm, stormy, kills)
+    return report("failover", options, bars, {"scale": asdict(scale), **figures}, [calm, stormy])
+
+
+def judge(scale: Scale, calm: Offered, stormy: Offered, kills: Sequence[Kill]) -> tuple[dict[str, Any], list[Bar]]:
+    """The promises, and what they were judged on."""
+    different = [
+        row.index
+        for row, undisturbed in zip(stormy.rows, calm.rows, strict=True)
+        if row.token_ids != undisturbed.token_ids
+    ]
+    hits = [len(streams_hit(stormy.rows, kill, stormy.started_unix_s)) for kill in kills]
+    pauses = [p for row in stormy.rows if (p := added_pause_s(row, kills, stormy.started_unix_s)) is not None]
+    truncated = sum(row.outcome is Outcome.TRUNCATED for row in stormy.rows)
+    bars = [
+        Bar("kills of a replica with a stream in mid-decode", sum(hit > 0 for hit in hits), scale.num_kills, True),
+        Bar("undisturbed streams that failed", calm.num_failed, 0),
+        Bar("streams that ended in an error", stormy.num_failed - truncated, 0),
+        Bar("streams that were truncated", truncated, 0),
+        Bar("outputs that differ", len(different), 0),
+        Bar("added pause p95, s", percentile(pauses, 95) if pauses else None, 2.0),
+    ]
+    return {
+        "kills": [{**asdict(kill), "streams_hit": hit} for kill, hit in zip(kills, hits, strict=True)],
+        "different_indices": different,
+        "pauses_s": sorted(pauses, reverse=True),
+    }, bars
+
+
+def streams_hit(rows: Sequence[Row], kill: Kill, started_unix_s: float) -> list[Row]:
+    """Streams that began on the killed replica, had a token before the kill and were not at their end."""
+    at_s = kill.at_unix_s - started_unix_s
+    return [
+        row
+        for row in rows
+        if row.replica_id == kill.replica_id and row.chunk_s and row.chunk_s[0] < at_s < (row.end_s or at_s)
+    ]
+
+
+def added_pause_s(row: Row, kills: Sequence[Kill], started_unix_s: float) -> float | None:
+    """The longest gap that spans a kill of the stream's first replica, less its median gap; None: was not hit.
+
+    After it has moved once the client does not know where a stream runs, so later kills count for all that
+    moved before, with whatever gap they span.
+    """
+    gaps = list(zip(row.chunk_s, row.chunk_s[1:], strict=False))
+    hit_s = [kill.at_unix_s for kill in kills if streams_hit([row], kill, started_unix_s)]
+    if not hit_s or not gaps:
+        return None
+    times_s = [k.at_unix_s - started_unix_s for k in kills if k.at_unix_s >= min(hit_s)]
+    spanning = [end - start for start, end in gaps if any(start <= at_s < end for at_s in times_s)]
+    return max(spanning, default=0.0) - percentile([end - start for start, end in gaps], 50)
+
+
+def _kill_repeatedly(served: Served, load: RunningLoad, scale: Scale, rng: random.Random) -> list[Kill]:
+    """One kill after another, each once all replicas run again, while the load lasts."""
+    kills: list[Kill] = []
+    time.sleep(scale.first_kill_s)
+    while len(kills) < scale.num_kills and load.is_running:
+        kill = _kill_one(served, load, rng)
+        if kill is None:
+            break
+        kills.append(kill)
+        print(f"killed {kill.replica_id} (pid {kill.pid}) with {kill.num_running} sequences", flush=True)
+        time.sleep(scale.between_kills_s)
+        _wait_until_whole(served, load)
+    return kills
+
+
+def _kill_one(served: Served, load: RunningLoad, rng: random.Random) -> Kill | None:
+    """Kill a replica that runs a sequence, once there is one; None: the load ended first."""
+    while load.is_running:
+        victims = [replica for replica in served.load() if replica["num_running"] > 0 and served.owns(replica["pid"])]
+        if victims:
+            victim = rng.choice(victims)
+            at_unix_s = time.time()
+            os.kill(victim["pid"], signal.SIGKILL)
+            return Kill(at_unix_s, victim["replica_id"], victim["pid"], victim["num_running"])
+        time.sleep(0.1)
+    return None
+
+
+def _wait_until_whole(served: Served, load: RunningLoad) -> None:
+    """Return when as many replicas run as there should be, or the load has ended."""
+    deadline_s = time.monotonic() + _RECOVERY_LIMIT_S
+    while time.monotonic() < deadline_s and load.is_running:
+        try:
+            states = [replica["state"] for replica in served.model_deployment()["replicas"]]
+        except httpx.HTTPError:
+            states = []
+        if states == ["RUNNING"] * _NUM_REPLICAS:
+            return
+        time.sleep(0.2)
+
+
+def _spec(scale: Scale, seed: int) -> LoadSpec:
+    stream = Stream(
+        name="greedy",
+        bursts=(Burst(count=scale.num_streams, spread_s=scale.arrive_s),),
+        prompt=Lengths.around(64, 0.4, 16, 256),
+        output=Lengths.around(scale.output_tokens, 0.3, 64, 1024),
+    )
+    return LoadSpec(streams=(stream,), seed=seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""How well a trace could be served: the same replicas, simulated, with every length known beforehand.
+
+1. Requests wait in one line, most urgent band first, then in order of arrival; none is given away before a
+   replica has a free slot (late binding), so no choice is ever regretted.
+2. It goes to the replica with a free slot that has the least work left: prompt and *true* output tokens.
+3. Each replica steps like the engine: one token for each running sequence, prompts in chunks, within the token
+   budget; a step takes what `StepTimes` says.
+
+HTTP, Ray and processes cost nothing here; experiments add what an idle system measures for them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.timed_runner import StepShape, StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of the trace."""
+
+    at_s: float
+    priority: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(slots=True)
+class _Running:
+    index: int
+    prompt_left: int
+    output_left: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Replica:
+    running: list[_Running] = field(default_factory=list)
+    is_stepping: bool = False
+
+    @property
+    def tokens_left(self) -> int:
+        return sum(sequence.prompt_left + sequence.output_left for sequence in self.running)
+
+
+def oracle_ttft_s(
+    arrivals: Sequence[Arrival], step_times: StepTimes, num_replicas: int, num_slots: int, budget: int
+) -> list[float]:
+    """The time to first token of each arrival, in their order. No prefix is shared."""
+    return _Simulation(arrivals, step_times, num_replicas, num_slots, budget).run()
+
+
+class _Simulation:
+    def __init__(
+        self, arrivals: Sequence[Arrival], step_times: StepTimes, num_replicas: int, num_slots: int, budget: int
+    ) -> None:
+        self._arrivals = arrivals
+        self._step_times = step_times
+        self._num_slots = num_slots
+        self._budget = budget
+        self._replicas = [_Replica() for _ in range(num_replicas)]
+        self._waiting: list[tuple[int, float, int]] = []
+        self._first_token_s: dict[int, float] = {}
+        # (time, kind, what): kind 0 is the end of a replica's step, kind 1 an arrival.
+        self._events = [(arrival.at_s, 1, index) for index, arrival in enumerate(arrivals)]
+
+    def run(self) -> list[float]:
+        heapq.heapify(self._events)
+        while self._events:
+            now, kind, what = heapq.heappop(self._events)
+            if kind == 1:
+                heapq.heappush(self._waiting, (self._arrivals[what].priority, self._arrivals[what].at_s, what))
+            else:
+                self._end_step(self._replicas[what], now)
+            self._place()
+            self._start_steps(now)
+        return [self._first_token_s[index] - arrival.at_s for index, arrival in enumerate(self._arrivals)]
+
+    def _place(self) -> None:
+        while self._waiting:
+            free = [replica for replica in self._replicas if len(replica.running) < self._num_slots]
+            if not free:
+                return
+            *_, index = heapq.heappop(self._waiting)
+            arrival = self._arrivals[index]
+            replica = min(free, key=lambda replica: replica.tokens_left)
+            replica.running.append(_Running(index, arrival.num_prompt_tokens, arrival.num_output_tokens, 0))
+
+    def _start_steps(self, now: float) -> None:
+        for number, replica in enumerate(self._replicas):
+            if replica.running and not replica.is_stepping:
+                replica.is_stepping = True
+                heapq.heappush(self._events, (now + self._step_times.of(self._plan(replica)), 0, number))
+
+    def _plan(self, replica: _Replica) -> StepShape:
+        """Advance the sequences by one step; its shape."""
+        decoding = [sequence for sequence in replica.running if sequence.prompt_left == 0]
+        left = self._budget - len(decoding)
+        num_prefill_tokens = 0
+        for sequence in decoding:
+            sequence.num_tokens += 1
+            sequence.output_left -= 1
+        for sequence in replica.running:
+            if sequence.prompt_left and left:
+                num_tokens = min(left, sequence.prompt_left)
+                left -= num_tokens
+                num_prefill_tokens += num_tokens
+                sequence.prompt_left -= num_tokens
+                sequence.num_tokens += num_tokens
+                if sequence.prompt_left == 0:
+                    sequence.output_left -= 1
+        context = sum(sequence.num_tokens for sequence in replica.running)
+        return StepShape(len(decoding), num_prefill_tokens, context)
+
+    def _end_step(self, replica: _Replica, now: float) -> None:
+        replica.is_stepping = False
+        for sequence in replica.running:
+            if sequence.prompt_left == 0:
+                self._first_token_s.setdefault(sequence.index, now)
+        replica.running = [s for s in replica.running if s.prompt_left or s.output_left > 0]
