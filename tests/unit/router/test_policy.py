@@ -74,7 +74,7 @@ def test_a_replica_that_is_gone_holds_nothing():
 def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():
     views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
     one, other = least_tokens(1), least_tokens(2)
-    chosen = Counter()
+    chosen: Counter[str] = Counter()
     for number in range(400):
         wanted = with_prefix((number, *range(1, 20)))
         assert one.rank(wanted, views) == other.rank(wanted, views[::-1])
