@@ -78,7 +78,11 @@ class _BandQueue:
         return [tenant.line[0] for tenant in tenants]
 
     def charge(self, tenant: str, tokens: float) -> None:
-        self._tenant(tenant).tokens += tokens
+        charged = self._tenant(tenant)
+        charged.tokens += tokens
+        if not self.num_requests:
+            # Nobody was made to wait for it, so whoever begins to wait next owes nothing and is owed nothing.
+            self._last_floor = max(self._last_floor, charged.tokens)
 
     def num_by_tenant(self) -> dict[str, int]:
         return {name: len(tenant.line) for name, tenant in self._tenants.items() if tenant.line}

@@ -123,6 +123,18 @@ def test_having_asked_for_nothing_earns_no_credit():
     assert abs(Counter(tenants([line.dispatch_next() for _ in range(40)]))["a"] - 20) <= 1
 
 
+def test_serving_one_while_nobody_else_asks_is_not_held_against_it():
+    line = Line()
+    for _ in range(100):
+        line.add(tenant="a")
+        line.dispatch_next()
+    for _ in range(20):
+        line.add(tenant="b")
+    for _ in range(20):
+        line.add(tenant="a")
+    assert abs(Counter(tenants([line.dispatch_next() for _ in range(20)]))["a"] - 10) <= 1
+
+
 def test_a_tenant_that_pauses_comes_back_at_its_turn():
     line = Line()
     for _ in range(30):
