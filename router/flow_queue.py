@@ -92,7 +92,7 @@ class _BandQueue:
         tenant = self._tenants.pop(name, None) or _Tenant(self._floor())
         self._tenants[name] = tenant
         if len(self._tenants) > _MAX_IDLE_TENANTS:
-            idle = next((name for name, tenant in self._tenants.items() if not tenant.line), None)
+            idle = next((other for other, its in self._tenants.items() if not its.line and other != name), None)
             if idle is not None:
                 del self._tenants[idle]
         return tenant

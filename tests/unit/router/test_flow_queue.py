@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+import router.flow_queue as module
 from replicas.errors import Overloaded
 from replicas.protocol import Band
 from router.flow_queue import BandLimits, FlowQueue, Waiting
@@ -147,6 +148,16 @@ def test_a_tenant_that_pauses_comes_back_at_its_turn():
     for _ in range(20):
         line.add(tenant="a")
     assert abs(Counter(tenants([line.dispatch_next() for _ in range(20)]))["a"] - 10) <= 1
+
+
+def test_more_tenants_than_are_remembered_all_get_their_turn():
+    line = Line()
+    num_tenants = module._MAX_IDLE_TENANTS + 50
+    added = {line.add(tenant=f"tenant-{number}") for number in range(num_tenants)}
+    assert set(line.dispatch_all()) == added
+    for number in range(num_tenants):
+        line.queue.charge(Band.STANDARD, f"other-{number}", 1)
+    assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS
 
 
 def test_a_starved_band_gets_one_dispatch_and_then_its_clock_restarts():
