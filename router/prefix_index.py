@@ -11,11 +11,14 @@ class PrefixIndex:
 
     A guess, kept without asking: a replica may have evicted a block since, which costs time, not
     correctness. At most `max_blocks` hashes; those used longest ago are forgotten.
+
+    Invariant: a replica's blocks are those that it is a holder of, and every block has a holder.
     """
 
     def __init__(self, max_blocks: int = 200_000) -> None:
         self._max_blocks = max_blocks
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
+        self._blocks: dict[str, set[bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -26,8 +29,11 @@ class PrefixIndex:
         for block_hash in reversed(hashes):
             self._holders.setdefault(block_hash, set()).add(replica_id)
             self._holders.move_to_end(block_hash)
+        self._blocks.setdefault(replica_id, set()).update(hashes)
         while len(self._holders) > self._max_blocks:
-            self._holders.popitem(last=False)
+            block_hash, holders = self._holders.popitem(last=False)
+            for holder in holders:
+                self._blocks[holder].discard(block_hash)
 
     def num_blocks_held(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """For each replica that holds some, how many of the leading blocks it holds without a gap."""
@@ -44,8 +50,14 @@ class PrefixIndex:
 
     def forget(self, replica_id: str) -> None:
         """A replica is gone, and its blocks with it."""
-        for block_hash in [h for h, holders in self._holders.items() if replica_id in holders]:
+        for block_hash in self._blocks.pop(replica_id, ()):
             holders = self._holders[block_hash]
             holders.discard(replica_id)
             if not holders:
                 del self._holders[block_hash]
+
+    def check_invariants(self) -> None:
+        """Fail if an invariant of the class does not hold."""
+        assert len(self._holders) <= self._max_blocks and all(self._holders.values())
+        pairs = {(block_hash, holder) for block_hash, holders in self._holders.items() for holder in holders}
+        assert pairs == {(block_hash, holder) for holder, blocks in self._blocks.items() for block_hash in blocks}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import pytest
 
 from router.prefix_index import PrefixIndex
@@ -60,3 +63,25 @@ def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had():
     index.forget("b")
     assert len(index) == 0
     index.forget("never seen")
+
+
+def test_forgetting_a_replica_again_for_each_of_its_streams_costs_nothing():
+    index = PrefixIndex(max_blocks=50_000)
+    index.add("others", [number.to_bytes(4) for number in range(50_000)])
+    started_s = time.perf_counter()
+    for _ in range(1000):
+        index.forget("dead")
+    assert time.perf_counter() - started_s < 0.5
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_stays_consistent_in_random_histories(seed: int):
+    rng = random.Random(seed)
+    index = PrefixIndex(max_blocks=20)
+    for _ in range(300):
+        replica_id = rng.choice("abc")
+        if rng.random() < 0.1:
+            index.forget(replica_id)
+        else:
+            index.add(replica_id, chain(*(str(rng.randrange(30)) for _ in range(rng.randrange(6)))))
+        index.check_invariants()
