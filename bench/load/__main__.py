@@ -32,6 +32,7 @@ def main() -> int:
     figures = {
         "spec": spec.model_dump(mode="json"),
         "started_unix_s": run.started_unix_s,
+        "generator_scheduling": run.scheduling,
         "generator_cpu_share": run.cpu_s / run.duration_s,
         **summary,
     }
