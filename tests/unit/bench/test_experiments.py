@@ -1,0 +1,161 @@
+"""What the routing experiments compute from what they saw, on hand-made observations."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.load.rows import Row
+from bench.load.spec import LoadSpec, Stream, Targets
+from bench.routing.backlog import Scale as BacklogScale
+from bench.routing.backlog import figures_of, judge
+from bench.routing.burst import Replicas, decision_delay_s, history, idle_before_first_work_s, num_reversals
+from bench.routing.failover import Kill, added_pause_s, streams_hit
+from bench.routing.offer import Offered, tokens_computed
+from bench.routing.oracle import Arrival, oracle_ttft_s
+from bench.routing.overload import Scale, goodput, recovery_s, starvation_s, sustained_rate
+from bench.routing.report import Bar, ratio
+from bench.routing.watch import Seen
+from bench.timed_runner import StepTimes
+
+
+def row(
+    sent_s: float, chunks: tuple[tuple[float, int], ...] = (), stream: str = "s", status: int = 200, **changes: object
+) -> Row:
+    made = Row(0, stream, 0, None, None, 10, sum(count for _, count in chunks), sent_s)
+    made.sent_s = made.last_sent_s = sent_s
+    made.status = status
+    made.chunk_s = [at_s for at_s, _ in chunks]
+    made.chunk_tokens = [count for _, count in chunks]
+    made.finish_reason = "length" if chunks else None
+    made.end_s = chunks[-1][0] if chunks else sent_s
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def offered(*rows: Row, spec: LoadSpec | None = None) -> Offered:
+    spec = spec or LoadSpec(streams=(Stream(name="s"),))
+    return Offered({"spec": spec.model_dump(mode="json"), "is_void": False}, list(rows), 1000.0)
+
+
+def test_a_bar_that_was_not_measured_fails():
+    assert not Bar("x", None, 1.0).is_kept
+    assert Bar("x", 1.0, 1.0).is_kept and not Bar("x", 1.01, 1.0).is_kept
+    assert Bar("x", 0.95, 0.95, is_lower_bound=True).is_kept and not Bar("x", 0.9, 0.95, is_lower_bound=True).is_kept
+    assert ratio(1.0, None) is None and ratio(1.0, 0.0) is None and ratio(3.0, 2.0) == 1.5
+
+
+def test_tokens_computed_counts_prompts_at_their_first_token():
+    rows = [row(0.0, ((1.0, 1), (2.0, 3))), row(0.0, ((3.0, 2),)), row(0.0, status=429)]
+    assert tokens_computed(rows, 0.0, 2.0) == (10, 1)
+    assert tokens_computed(rows, 2.0, 4.0) == (10, 5)
+
+
+def test_backlog_compares_only_what_ran_beside_the_backlog():
+    def interactive(sent_s: float, ttft_s: float, gap_s: float) -> Row:
+        return row(sent_s, ((sent_s + ttft_s, 1), (sent_s + ttft_s + gap_s, 1)), "interactive")
+
+    batch = [row(0.0, ((1.0, 1), (6.0, 40)), "batch"), row(0.0, ((5.0, 1), (8.0, 50)), "batch")]
+    both = offered(interactive(2.0, 0.2, 0.13), interactive(6.0, 9.0, 9.0), *batch)
+    alone = offered(interactive(2.0, 0.1, 0.1), interactive(6.0, 0.1, 0.1))
+    scale = BacklogScale("timed", 2, 50, 2.0, 5.0, 1.0, 1.5, 1.3)
+    figures = figures_of(scale.lead_s, alone, both, offered(*batch))
+    assert figures["backlog_stands_until_s"] == 5.0
+    assert figures["ttft_p99_ratio"] == pytest.approx(2.0)
+    assert figures["gap_p99_ratio"] == pytest.approx(1.3)
+    assert figures["share_beside"] == 0.5 and figures["num_batch_lost"] == 0
+    kept = {bar.name: bar.is_kept for bar in judge(scale, figures)}
+    assert kept["timed: interactive TTFT p99, with backlog / without"] is False
+    assert kept["timed: batch requests lost"] is True
+
+
+def test_starvation_is_waiting_while_nobody_in_the_band_begins():
+    rows = [
+        row(0.0, ((1.0, 1),)),
+        row(0.5, ((9.0, 1),)),
+        row(2.0, ((4.0, 1),)),
+        row(20.0, ((20.5, 1),)),
+        row(30.0, status=429),
+    ]
+    assert starvation_s(rows) == 5.0  # from 4.0 to 9.0; nobody waits from 9 to 20
+    assert starvation_s([row(1.0, end_s=61.0, status=504)]) == 60.0
+    assert starvation_s([]) == 0.0
+
+
+def test_goodput_counts_tokens_when_they_came():
+    spec = LoadSpec(streams=(Stream(name="s"),), targets={0: Targets(ttft_s=1.0)})
+    run = offered(row(0.0, ((0.5, 1), (5.0, 4))), row(0.0, ((2.0, 1), (3.0, 9))), spec=spec)
+    assert goodput(run, 0.0, 4.0) == 0.25
+    assert goodput(run, 4.0, 8.0) == 1.0
+
+
+@pytest.mark.parametrize(("bad_until_s", "expected_s"), [(100.0, 0.0), (106.0, 6.0), (1000.0, None)])
+def test_recovery_is_when_windows_are_good_again_for_good(bad_until_s, expected_s):
+    spec = LoadSpec(streams=(Stream(name="s"),), targets={0: Targets(ttft_s=1.0)})
+    scale = Scale(before_s=50.0, overload_s=50.0, after_s=50.0, window_s=2.0)
+
+    def at(sent_s: float) -> Row:
+        is_bad = 50.0 <= sent_s < bad_until_s
+        return row(sent_s, ((sent_s + (3.0 if is_bad else 0.1), 1),))
+
+    found = recovery_s(spec, [at(number / 10) for number in range(1500)], 50.0, 100.0, scale)
+    assert found == (None if expected_s is None else pytest.approx(expected_s, abs=0.5))
+
+
+def test_the_rate_of_a_flood_leaves_out_its_end():
+    rows = [row(0.0, ((float(number + 1), 1),)) for number in range(9)] + [row(0.0, ((100.0, 1),))]
+    assert sustained_rate(rows) == 1.0
+
+
+def look(at_s: float, target: int, running: str = "", busy: str = "") -> Seen:
+    return Seen(1000.0 + at_s, Replicas(target, frozenset(running), frozenset(busy)))
+
+
+def test_the_decision_is_when_the_target_rises_after_the_burst():
+    seen = [look(0.0, 1), look(9.9, 1), look(10.1, 1), look(11.5, 3), look(12.0, 4)]
+    assert decision_delay_s(seen, 1010.0) == pytest.approx(1.5)
+    assert decision_delay_s(seen[:3], 1010.0) is None
+
+
+def test_a_new_replica_is_idle_until_it_is_seen_with_work():
+    seen = [look(0.0, 1, "a"), look(1.0, 3, "ab"), look(1.5, 3, "ab", "ab"), look(2.0, 3, "abc"), look(9.0, 3, "abc")]
+    assert idle_before_first_work_s(seen) == {"b": 0.5, "c": 7.0}
+
+
+def test_following_a_wave_is_one_reversal_a_period():
+    assert num_reversals([1, 1, 2, 4, 4, 3, 1, 1, 4, 1]) == 2
+    assert num_reversals([1, 2, 1, 2, 1, 2, 1]) == 3
+    assert num_reversals([4, 2, 1, 1, 3]) == 0
+    seen = [look(0.0, 1, "a"), look(1.0, 1, "a"), look(2.0, 2, "a"), look(3.0, 2, "ab")]
+    assert [change["at_s"] for change in history(seen, 1000.0)] == [0.0, 2.0, 3.0]
+
+
+def test_a_stream_is_hit_if_it_was_in_mid_decode_on_the_replica():
+    kill = Kill(1005.0, "r1", 1, 3)
+    during = row(0.0, ((1.0, 1), (2.0, 1), (3.0, 1), (4.0, 1), (7.5, 1), (8.5, 1)), replica_id="r1")
+    elsewhere = row(0.0, ((1.0, 1), (8.0, 1)), replica_id="r2")
+    over = row(0.0, ((1.0, 1), (4.0, 1)), replica_id="r1")
+    prefilling = row(4.0, ((6.0, 1), (8.0, 1)), replica_id="r1")
+    assert streams_hit([during, elsewhere, over, prefilling], kill, 1000.0) == [during]
+    assert added_pause_s(during, [kill], 1000.0) == pytest.approx(2.5)
+    assert added_pause_s(elsewhere, [kill], 1000.0) is None
+
+
+STEP = StepTimes(base_s=0.01, per_decode_s=0.0, per_prefill_token_s=0.001)
+
+
+def test_the_oracle_serves_at_once_while_slots_are_free():
+    ttft_s = oracle_ttft_s([Arrival(0.0, 1, 20, 5), Arrival(0.0, 1, 20, 5)], STEP, 2, 1, 512)
+    assert ttft_s == pytest.approx([0.03, 0.03])
+
+
+def test_the_oracle_waits_for_the_slot_that_frees_first_and_prefers_urgent_work():
+    arrivals = [Arrival(0.0, 1, 10, 101), Arrival(0.0, 1, 10, 11), Arrival(0.001, 2, 10, 1), Arrival(0.002, 0, 10, 1)]
+    ttft_s = oracle_ttft_s(arrivals, STEP, 2, 1, 512)
+    # The second request ends after its prefill of 20 ms and ten decodes of 10 ms; then the urgent one goes first.
+    assert ttft_s[3] == pytest.approx(0.12 + 0.02 - 0.002)
+    assert ttft_s[2] == pytest.approx(0.14 + 0.02 - 0.001)
+
+
+def test_the_oracle_chunks_prompts_by_the_budget():
+    assert oracle_ttft_s([Arrival(0.0, 1, 100, 1)], STEP, 1, 1, 40) == pytest.approx([0.03 + 0.1])
