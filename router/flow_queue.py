@@ -84,6 +84,10 @@ class _BandQueue:
             # Nobody was made to wait for it, so whoever begins to wait next owes nothing and is owed nothing.
             self._last_floor = max(self._last_floor, charged.tokens)
 
+    def waiting(self) -> Iterator[Waiting]:
+        for tenant in self._tenants.values():
+            yield from tenant.line
+
     def num_by_tenant(self) -> dict[str, int]:
         return {name: len(tenant.line) for name, tenant in self._tenants.items() if tenant.line}
 
@@ -182,6 +186,10 @@ class FlowQueue:
     def num_tokens(self, band: Band) -> int:
         """Tokens that the requests waiting in a band are expected to cost."""
         return self._bands[band].num_tokens
+
+    def waiting(self, band: Band) -> Iterator[Waiting]:
+        """Every request that waits in a band, in no order; the queue must not change meanwhile."""
+        return self._bands[band].waiting()
 
     def num_by_tenant(self, band: Band) -> dict[str, int]:
         """Requests that wait in a band, by tenant."""

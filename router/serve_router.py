@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
 from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.config import AutoscalingContext
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -20,7 +24,9 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, HeldWork, PollAnswer
 
+_WAKE_S = 1.0
 _RAY_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
 """What a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
 
@@ -42,8 +48,48 @@ class RankedRouter(RequestRouter):
         return [*ranks, list(unranked.values())] if unranked else ranks
 
 
+_MODEL_DEPLOYMENT = "Model"
+
+
+def obey_model_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Autoscaling policy of the model's deployment: as many replicas as the ingresses have told its replicas.
+
+    Where nothing is known, as while there is no replica, the number stays as it is; from zero, a call that waits for
+    a replica starts the first one.
+    """
+    asked = _desired_replicas([context])
+    return context.target_num_replicas if asked is None else asked, {}
+
+
+def obey_ingresses(contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
+    """Autoscaling policy of the application: as many model replicas as the ingresses ask for.
+
+    The other deployments stay as they are, and so does the model where no ingress has reported lately.
+    """
+    asked = _desired_replicas(contexts.values())
+    models = [key for key, context in contexts.items() if context.deployment_name == _MODEL_DEPLOYMENT]
+    return {} if asked is None else dict.fromkeys(models, asked), {}
+
+
+def _desired_replicas(contexts: Iterable[AutoscalingContext]) -> int | None:
+    """The most that any replica of any of these deployments has lately reported."""
+    newest = [
+        (context.current_time - series[-1].timestamp, int(series[-1].value))
+        for context in contexts
+        for series in context.raw_metrics.get(DESIRED_REPLICAS, {}).values()
+        if series
+    ]
+    return max((number for age_s, number in newest if age_s <= MAX_REPORT_AGE_S), default=None)
+
+
 class ServeReplicaClient:
-    """Reaches the model replicas over a Serve deployment handle; see `router.types.ReplicaClient`."""
+    """Reaches the model replicas over a Serve deployment handle.
+
+    See `router.types.ReplicaClient` and `router.autoscaling_loop.ScalingClient`.
+
+    A replica that polls no longer reach though its streams go on is being stopped: Serve has taken it from its list.
+    It shows as draining then, and its end is no death.
+    """
 
     def __init__(self, handle: DeploymentHandle[Any], poll_timeout_s: float = 2.0) -> None:
         """`poll_timeout_s` bounds every call but `generate`, seconds."""
@@ -51,13 +97,26 @@ class ServeReplicaClient:
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
         self._poll_timeout_s = poll_timeout_s
+        self._held: HeldWork | None = None
+        self._polled: list[ReplicaStats] = []
+        self._held_elsewhere: list[HeldWork] = []
+        self._num_streams: Counter[str] = Counter()
+        self._missed: set[str] = set()
+        """Replicas with streams of ours that were in an earlier poll and not in the last one."""
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; closing the generator cancels it in the replica."""
         response = _in_own_context(self._generate.remote, request, ranking=ranking)
+        replica_id: str | None = None
+        is_stopping = False
         try:
             async for delta in response:
-                yield delta
+                if delta.stats is not None:
+                    if replica_id is None:
+                        replica_id = delta.stats.replica_id
+                        self._num_streams[replica_id] += 1
+                    is_stopping = replica_id in self._missed
+                yield _as_draining(delta) if is_stopping else delta
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and not task.cancelling():
@@ -65,20 +124,53 @@ class ServeReplicaClient:
                 raise ReplicaLost("the replica gave up the request", has_died=False) from None
             raise
         except _RAY_ERRORS as error:
-            raise _as_serving_error(error) from error
+            lost = _as_serving_error(error)
+            if is_stopping and isinstance(lost, ReplicaLost):
+                raise ReplicaLost("the replica was stopped before the request ended", has_died=False) from error
+            raise lost from error
         finally:
+            if replica_id is not None:
+                self._num_streams[replica_id] -= 1
             response.cancel()
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        """The present load of every replica that answers."""
-        return await self._ask_all("stats")
+        """The present load of every replica that answers; each hears what this ingress holds."""
+        answers: list[PollAnswer] = await self._ask_all("exchange", self._held)
+        before = self._missed.union(stats.replica_id for stats in self._polled)
+        self._polled = [answer.stats for answer in answers]
+        self._num_streams += Counter()  # drops those at zero
+        self._missed = before.difference(stats.replica_id for stats in self._polled).intersection(self._num_streams)
+        newest = {held.ingress_id: held for answer in answers for held in answer.held_elsewhere}
+        self._held_elsewhere = list(newest.values())
+        return self._polled
+
+    def share(self, held: HeldWork) -> None:
+        """Tell the replicas with every poll from now on what this ingress holds."""
+        self._held = held
+
+    def held_elsewhere(self) -> Sequence[HeldWork]:
+        """What other ingresses hold, as the replicas said in the last poll."""
+        return self._held_elsewhere
+
+    def polled(self) -> Sequence[ReplicaStats]:
+        """What the last poll answered."""
+        return self._polled
+
+    async def wake(self) -> None:
+        """Have a replica started where there is none: a call that waits for one does that, if only for a moment."""
+        with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
+            async with asyncio.timeout(_WAKE_S):
+                await _in_own_context(self._describe.remote)
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Everything that every replica's engine counts."""
         return await self._ask_all("metrics")
 
     async def describe(self) -> ModelCard:
-        """What the replicas serve, as any one of them says."""
+        """What the replicas serve, as any one of them says; does not wake any where there are none."""
+        with contextlib.suppress(ReplicaLost):
+            if not await self.poll_stats():
+                raise NoReplicaAvailable("no model replica is running yet", code="model_loading")
         try:
             async with asyncio.timeout(self._poll_timeout_s):
                 card: ModelCard = await _in_own_context(self._describe.remote)
@@ -88,10 +180,10 @@ class ServeReplicaClient:
             raise _as_serving_error(error) from error
         return card
 
-    async def _ask_all(self, method_name: str) -> list[Any]:
+    async def _ask_all(self, method_name: str, *args: object) -> list[Any]:
         """What each replica answers; those that fail are left out."""
         try:
-            response = self._handle.broadcast(method_name)
+            response = self._handle.broadcast(method_name, *args)
             answers = await response.results_async(timeout_s=self._poll_timeout_s, return_exceptions=True)
         except DeploymentUnavailableError:
             return []  # Serve's word for: there is no running replica
@@ -100,6 +192,10 @@ class ServeReplicaClient:
         except _RAY_ERRORS as error:
             raise _as_serving_error(error) from error
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def _as_draining(delta: TokenDelta) -> TokenDelta:
+    return delta if delta.stats is None else replace(delta, stats=replace(delta.stats, is_draining=True))
 
 
 def _in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:

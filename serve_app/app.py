@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import time
+import warnings
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from pathlib import Path
@@ -17,16 +18,19 @@ import click
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from router.autoscaling import Autoscaler
+from router.autoscaling_loop import AutoscalingLoop
 from router.dispatch import Dispatcher
 from router.flow_control import FlowController
+from router.held_work import DESIRED_REPLICAS, HeldWork, HeldWorkBoard, PollAnswer
 from router.load_table import LoadTable
 from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
-from router.serve_router import RankedRouter, ServeReplicaClient
+from router.serve_router import RankedRouter, ServeReplicaClient, obey_model_replicas
 from router.types import RoutingPolicy
 from serve_app.config import HeadwayConfig
 from serve_app.metrics import HttpMetrics
@@ -49,7 +53,6 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
     model = serve.deployment(
         Model,
         name="Model",
-        num_replicas=config.num_replicas,
         max_ongoing_requests=config.max_ongoing_requests_per_replica,
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": _num_gpus_per_replica(config)},
         # A freed slot is refilled at once: Serve's own back-off of up to 0.5 s would leave it idle.
@@ -58,14 +61,15 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
             initial_backoff_s=0.005,
             max_backoff_s=0.02,
         ),
+        **_num_model_replicas(config),
         **_lifecycle(config),
     )
     ingress = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
-        num_replicas=config.num_ingress_replicas,
         max_ongoing_requests=config.max_ongoing_requests_per_ingress,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
+        **_num_ingress_replicas(config),
         **_lifecycle(config),
     )
     return ingress.bind(config, model.bind(config, load_backend))
@@ -80,6 +84,7 @@ class Model:
         from replicas import model_replica  # brings torch: seconds that only a replica should spend
 
         _log_through_serve()
+        self._board = HeldWorkBoard(time.monotonic)
         context = serve.get_replica_context()
         self._replica = await asyncio.to_thread(
             model_replica.ModelReplica,
@@ -96,9 +101,13 @@ class Model:
             async for delta in deltas:
                 yield delta
 
-    async def stats(self) -> ReplicaStats:
-        """The present load."""
-        return self._replica.stats()
+    async def exchange(self, told: HeldWork | None) -> PollAnswer:
+        """The present load, and what other ingresses hold; `told` is what the one that asks does."""
+        return PollAnswer(self._replica.stats(), self._board.exchange(told))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve: what `obey_model_replicas` obeys."""
+        return self._board.autoscaling_stats()
 
     async def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
@@ -131,14 +140,30 @@ class Ingress:
         observer = RouterMetrics(self._metrics.registry)
         table = LoadTable(time.monotonic)
         flow = FlowController(config.flow_limits(), table, _policy(config), observer, time.monotonic)
-        self._metrics.registry.register(RouterCollector(flow.queue, table))
-        self._dispatcher = Dispatcher(ServeReplicaClient(model), flow, table, observer, config.load_poll_period_s)
-        self._poll = asyncio.create_task(self._dispatcher.run())
+        client = ServeReplicaClient(model)
+        self._dispatcher = Dispatcher(client, flow, table, observer, config.load_poll_period_s)
+        self._autoscaling = AutoscalingLoop(
+            serve.get_replica_context().replica_id.unique_id,
+            Autoscaler(config.autoscaling_settings(), time.monotonic),
+            flow.queue,
+            table,
+            client,
+        )
+        self._metrics.registry.register(RouterCollector(flow.queue, table, self._autoscaling))
+        self._tasks = [
+            asyncio.create_task(self._dispatcher.run()),
+            asyncio.create_task(self._autoscaling.run(self._dispatcher.refresh)),
+        ]
 
     async def __del__(self) -> None:
         """Called by Serve when the replica stops."""
-        if hasattr(self, "_poll"):
-            self._poll.cancel()
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve: what `obey_ingresses` obeys."""
+        decision = self._autoscaling.decision
+        return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
@@ -159,7 +184,7 @@ class Ingress:
             stall_timeout_s=config.stall_timeout_s,
             server_sets_request_id=True,
         )
-        return create_api(settings, self._dispatcher, metrics=self._metrics)
+        return create_api(settings, self._dispatcher, metrics=self._metrics, autoscaling=self._autoscaling)
 
 
 def _policy(config: HeadwayConfig) -> RoutingPolicy:
@@ -172,6 +197,45 @@ def _policy(config: HeadwayConfig) -> RoutingPolicy:
         "random": lambda: Random(rng),
     }
     return policies[config.routing_policy]()
+
+
+def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
+    """How many model replicas: a number, or one that the ingresses decide."""
+    if not config.is_autoscaled:
+        return {"num_replicas": config.num_replicas}
+    policy = AutoscalingPolicy(policy_function=f"{obey_model_replicas.__module__}:{obey_model_replicas.__name__}")
+    return {
+        "autoscaling_config": _autoscaling_config(
+            config,
+            min_replicas=config.fewest_replicas,
+            max_replicas=config.most_replicas,
+            initial_replicas=config.num_replicas,
+            policy=policy,
+        )
+    }
+
+
+def _num_ingress_replicas(config: HeadwayConfig) -> dict[str, Any]:
+    """How many ingresses: always the same number, but an application's policy sees only what has such a config."""
+    number = config.num_ingress_replicas
+    if not config.is_autoscaled:
+        return {"num_replicas": number}
+    return {"autoscaling_config": _autoscaling_config(config, min_replicas=number, max_replicas=number)}
+
+
+def _autoscaling_config(config: HeadwayConfig, **fields: Any) -> AutoscalingConfig:
+    """Serve obeys at once: all patience is in the decision."""
+    with warnings.catch_warnings():
+        # Serve announces that environment variables, which are for all applications, will replace this field.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            metrics_interval_s=config.autoscale_interval_s,
+            look_back_period_s=2 * config.autoscale_interval_s,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            downscale_to_zero_delay_s=0.0,
+            **fields,
+        )
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, fie
 
 from replicas.engine.config import KVPressurePolicy
 from replicas.protocol import Band
+from router.autoscaling import AutoscalingSettings
 from router.flow_control import FlowLimits
 from router.flow_queue import BandLimits
 
@@ -43,7 +44,23 @@ class HeadwayConfig(BaseModel):
     """Most tokens (prompt + output) of one sequence; none: as many as the model and the KV cache allow."""
 
     num_replicas: int = Field(default=1, ge=1)
-    """Model replicas, each a process with its own copy of the model."""
+    """Model replicas to start with, each a process with its own copy of the model."""
+    min_replicas: int | None = Field(default=None, ge=0)
+    """Fewest model replicas; none: `num_replicas`; 0: none at all while there is nothing to do."""
+    max_replicas: int | None = Field(default=None, ge=1)
+    """Most model replicas; none: `num_replicas`. Their number follows the load wherever this is above the fewest."""
+    target_drain_s: float = Field(default=2.0, gt=0)
+    """Replicas are added until what waits, save batch work, could be done within this time, seconds."""
+    batch_drain_s: float = Field(default=86_400.0, gt=0)
+    """Batch work without a deadline is to be done within this time, seconds; with one, in time for it."""
+    downscale_delay_s: float = Field(default=60.0, ge=0)
+    """Replicas are given back when fewer have been enough for this long, seconds."""
+    scale_to_zero_delay_s: float = Field(default=300.0, ge=0)
+    """The last replica is given back when there has been no request for this long, seconds; needs `min_replicas=0`."""
+    replica_tokens_per_s: float = Field(default=1000.0, gt=0)
+    """Tokens a second, prompt and output, that a replica is taken to compute until one has been measured under load."""
+    autoscale_interval_s: float = Field(default=0.5, gt=0)
+    """Seconds between two reports of the number of replicas asked for to Serve's controller."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a model replica; none: 1 where the cluster has GPUs, else 0."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
@@ -139,6 +156,15 @@ class HeadwayConfig(BaseModel):
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), or running sequences could not all decode in one step"
             )
+        if not self.fewest_replicas <= self.num_replicas <= self.most_replicas:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}), to start with, must be at least min_replicas "
+                f"({self.fewest_replicas}) and at most max_replicas ({self.most_replicas})"
+            )
+        if self.batch_drain_s < self.target_drain_s:
+            raise ValueError(
+                f"batch_drain_s ({self.batch_drain_s:g}) must be at least target_drain_s ({self.target_drain_s:g})"
+            )
         if self.device == "cpu" and self.num_gpus_per_replica:
             raise ValueError(
                 f"device (cpu) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) contradict each other"
@@ -162,6 +188,21 @@ class HeadwayConfig(BaseModel):
         return Path(self.model).name if Path(self.model).is_dir() else self.model
 
     @property
+    def fewest_replicas(self) -> int:
+        """The bound below for the number of model replicas."""
+        return self.num_replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """The bound above for the number of model replicas."""
+        return self.num_replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def is_autoscaled(self) -> bool:
+        """Whether the number of model replicas follows the load."""
+        return self.fewest_replicas < self.most_replicas
+
+    @property
     def max_queued_requests_per_replica(self) -> int:
         """What waits in an engine: what each ingress may send before it hears of the others, and what is preempted.
 
@@ -178,7 +219,7 @@ class HeadwayConfig(BaseModel):
     def max_ongoing_requests_per_ingress(self) -> int:
         """More calls than all replicas can hold, so that Serve's proxy never queues ahead of them."""
         waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
-        return self.max_ongoing_requests_per_replica * self.num_replicas + waiting + _CONTROL_CALLS
+        return self.max_ongoing_requests_per_replica * self.most_replicas + waiting + _CONTROL_CALLS
 
     def flow_limits(self) -> FlowLimits:
         """What may wait in an ingress, and how long."""
@@ -188,6 +229,19 @@ class HeadwayConfig(BaseModel):
             bands={Band.INTERACTIVE: usual, Band.STANDARD: usual, Band.BATCH: batch},
             max_starvation_s=self.max_starvation_s,
             max_wait_s=self.max_queue_wait_s,
+        )
+
+    def autoscaling_settings(self) -> AutoscalingSettings:
+        """How the number of model replicas follows the load."""
+        return AutoscalingSettings(
+            min_replicas=self.fewest_replicas,
+            max_replicas=self.most_replicas,
+            num_replicas=self.num_replicas,
+            target_drain_s=self.target_drain_s,
+            batch_drain_s=self.batch_drain_s,
+            downscale_delay_s=self.downscale_delay_s,
+            scale_to_zero_delay_s=self.scale_to_zero_delay_s,
+            replica_tokens_per_s=self.replica_tokens_per_s,
         )
 
     def replica_options(self) -> ReplicaOptions:

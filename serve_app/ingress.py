@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.errors import ServingError
+from router.autoscaling_loop import AutoscalingLoop
 from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.completions import CompletionEndpoints
@@ -39,13 +40,15 @@ def create_api(
     dispatcher: Dispatcher,
     *,
     metrics: HttpMetrics | None = None,
+    autoscaling: AutoscalingLoop | None = None,
     rng: random.Random | None = None,
     clock: Callable[[], float] = time.monotonic,
     unix_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application; loads the tokenizer and the key file.
 
-    `metrics` has the registry whose page `/metrics` shows; `rng` draws the seeds of requests that bring none.
+    `metrics` has the registry whose page `/metrics` shows; `autoscaling` is shown in `/load`; `rng` draws the seeds
+    of requests that bring none.
     The documentation pages of FastAPI are off: they would load their assets from elsewhere.
 
     Raises:
@@ -60,7 +63,7 @@ def create_api(
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
     completions = CompletionEndpoints(settings, authenticator, bodies, service)
     models = ModelEndpoints(authenticator, bodies, model, tokenizer, unix_clock())
-    operations = OperationsEndpoints(dispatcher, model, metrics, settings.stall_timeout_s)
+    operations = OperationsEndpoints(dispatcher, model, metrics, settings.stall_timeout_s, autoscaling)
     middleware = Middleware(
         ExchangeMiddleware,
         metrics=metrics,

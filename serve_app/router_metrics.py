@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from replicas.protocol import Band
+from router.autoscaling_loop import AutoscalingLoop
 from router.flow_queue import FlowQueue
 from router.load_table import LoadTable
 from router.types import Outcome
@@ -59,11 +60,12 @@ class RouterMetrics:
 
 
 class RouterCollector(Collector):
-    """Renders what waits in flow control, and how old the load table's entries are."""
+    """Renders what waits in flow control, how old the load table's entries are, and how many replicas are wanted."""
 
-    def __init__(self, queue: FlowQueue, table: LoadTable) -> None:
+    def __init__(self, queue: FlowQueue, table: LoadTable, autoscaling: AutoscalingLoop) -> None:
         self._queue = queue
         self._table = table
+        self._autoscaling = autoscaling
 
     def collect(self) -> Iterator[Family]:
         """Gauges of this moment."""
@@ -78,7 +80,15 @@ class RouterCollector(Collector):
             tokens.add_metric([_name(band)], self._queue.num_tokens(band))
         for view in self._table.views():
             age.add_metric([view.stats.replica_id], view.age_s)
-        yield from (size, tokens, age)
+        desired = GaugeMetricFamily("headway:autoscale_desired_replicas", "Model replicas that there should be.")
+        drain = GaugeMetricFamily(
+            "headway:autoscale_drain_seconds",
+            "Tokens that wait, save batch work / (replicas * measured tokens/s of one); infinite without replicas.",
+        )
+        if (decision := self._autoscaling.decision) is not None:
+            desired.add_metric([], decision.desired_replicas)
+            drain.add_metric([], float("inf") if decision.drain_s is None else decision.drain_s)
+        yield from (size, tokens, age, desired, drain)
 
 
 def _bounded(counts: dict[str, int]) -> dict[str, int]:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band, EngineMetrics
+from router.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
@@ -20,11 +21,15 @@ from serve_app.openai.reply import JsonObject
 class OperationsEndpoints:
     """Health, metrics and load of what is behind this ingress."""
 
-    def __init__(self, dispatcher: Dispatcher, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float,
+        autoscaling: AutoscalingLoop | None = None,
+    ) -> None:  # fmt: skip
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
         self._stall_timeout_s = stall_timeout_s
+        self._autoscaling = autoscaling
 
     def add_to(self, app: FastAPI) -> None:
         """Put the endpoints in their places."""
@@ -50,8 +55,16 @@ class OperationsEndpoints:
         return _json({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests would be served: a replica says what it serves, and not all are draining."""
-        await self._model.refresh()
+        """Whether requests would be served: a replica says what it serves, and not all are draining.
+
+        Where none is needed there may be none: the model is known then, and a request has one started.
+        """
+        try:
+            await self._model.refresh()
+        except NoReplicaAvailable:
+            if self._autoscaling is None or self._autoscaling.settings.min_replicas > 0:
+                raise
+            await self._model.card()
         views = self._dispatcher.load()
         if views and all(view.stats.is_draining for view in views):
             raise NoReplicaAvailable("every replica is draining", code="draining")
@@ -66,8 +79,10 @@ class OperationsEndpoints:
         return Response(exposition(engines, self._model.name, self._metrics), media_type=CONTENT_TYPE)
 
     async def load(self, request: Request) -> Response:
-        """What this ingress knows of every replica's load, and how old that is."""
-        return _json({"replicas": [_load_of(view) for view in self._dispatcher.load()]})
+        """What this ingress knows of every replica's load, how old that is, and how many replicas it wants."""
+        replicas = [_load_of(view) for view in self._dispatcher.load()]
+        autoscaling = None if self._autoscaling is None else _autoscaling_of(self._autoscaling)
+        return _json({"replicas": replicas, "autoscaling": autoscaling})
 
     def _stalled(self) -> list[ReplicaView]:
         return [
@@ -96,6 +111,30 @@ def _load_of(view: ReplicaView) -> JsonObject:
         "kv_usage": round(stats.kv_usage, 4),
         "generated_tokens_per_s": round(stats.generated_tokens_per_s, 1),
         "is_draining": stats.is_draining,
+    }
+
+
+def _autoscaling_of(autoscaling: AutoscalingLoop) -> JsonObject:
+    """Bounds, and the last decision with all it rests on."""
+    settings, decision = autoscaling.settings, autoscaling.decision
+    bounds: JsonObject = {
+        "min_replicas": settings.min_replicas,
+        "max_replicas": settings.max_replicas,
+        "target_drain_s": settings.target_drain_s,
+        "downscale_delay_s": settings.downscale_delay_s,
+    }
+    if decision is None:
+        return bounds
+    inputs = decision.inputs
+    return bounds | {
+        "desired_replicas": decision.desired_replicas,
+        "needed_replicas": decision.needed_replicas,
+        "num_replicas": inputs.num_replicas,
+        "drain_s": None if decision.drain_s is None else round(decision.drain_s, 3),
+        "num_requests": inputs.num_requests,
+        "waiting": [{"tokens": work.tokens, "due_s": work.due_s} for work in inputs.work],
+        "replica_tokens_per_s": round(decision.replica_tokens_per_s, 1),
+        "served_tokens_per_s": round(inputs.served_tokens_per_s, 1),
     }
 
 

@@ -1,0 +1,210 @@
+"""How many model replicas there should be. Pure: the standard library only, and time is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from replicas.protocol import Band, ReplicaStats
+from router.flow_queue import FlowQueue
+from router.held_work import Work
+from router.types import ReplicaView
+
+_FILL = 0.85
+"""Share of its measured speed that a replica is counted on for when replicas are given back."""
+_DEADLINE_SHARE = 0.8
+"""Share of the time to its deadline in which batch work is to be done, since work is never spread quite evenly."""
+_SERVED_WINDOW_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingSettings:
+    """Within which bounds, and how fast, the number of replicas follows the work."""
+
+    min_replicas: int
+    max_replicas: int
+    num_replicas: int
+    """To start with."""
+    target_drain_s: float = 2.0
+    """What waits is to be done within this time; batch work within `batch_drain_s` or before its deadline."""
+    batch_drain_s: float = 86_400.0
+    downscale_delay_s: float = 60.0
+    """How long fewer replicas must have been enough before some are given back ..."""
+    scale_to_zero_delay_s: float = 300.0
+    """... and how long there must have been no request at all before the last one is, if that is longer."""
+    replica_tokens_per_s: float = 1000.0
+    """What a replica is taken to compute until one has been measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingInputs:
+    """All that the number of replicas depends on, at one moment."""
+
+    num_replicas: int
+    """That serve now; those that drain are not counted."""
+    num_requests: int
+    """Anywhere: waiting or running, in ingresses or replicas."""
+    work: tuple[Work, ...]
+    """What waits, in ingresses and in replicas."""
+    saturated_tokens_per_s: tuple[float, ...]
+    """Of each replica that has been measured."""
+    served_tokens_per_s: float
+    """What all replicas together have lately computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """How many replicas there should be, and why."""
+
+    desired_replicas: int
+    needed_replicas: int
+    """By the load of this moment alone."""
+    replica_tokens_per_s: float
+    drain_s: float | None
+    """Until the present replicas have computed all that waits save batch work; None: there is work and no replica."""
+    inputs: ScalingInputs
+
+
+class Autoscaler:
+    """Decides how many replicas there should be.
+
+    1. A replica's speed is the mean over those that have been measured, in steps that had more work than they
+       could take; when there are none, the last one known; before any, `replica_tokens_per_s`.
+    2. Work that waits is due in `target_drain_s`. Batch work is due in 0.8 of the time to its deadline, or in
+       `batch_drain_s` where it has none.
+    3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
+       the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
+       tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
+    4. Needed for what runs: tokens computed a second over the last 10 s, divided by 0.85 of a replica's speed,
+       rounded up. This keeps replicas and never adds any: what does not wait has enough of them.
+    5. While there is a request anywhere at least one, and after it until, with 8., `scale_to_zero_delay_s` have passed.
+    6. Before any replica was seen, `num_replicas`, those to start with: an ingress learns from them what is served.
+    7. The number is kept within the bounds.
+    8. Decided is the largest number needed at any moment of the last `downscale_delay_s`: more at once, fewer
+       only when fewer were enough for so long, and then as many as that time's worst moment needed. The
+       replicas found at the first look count as needed then, so that a new ingress gives none back early.
+    """
+
+    def __init__(self, settings: AutoscalingSettings, clock: Callable[[], float]) -> None:
+        """`clock` gives monotonic seconds."""
+        self.settings = settings
+        self._clock = clock
+        self._speed = settings.replica_tokens_per_s
+        self._has_seen_replicas = False
+        self._busy_s = clock()
+        self._needs: deque[tuple[float, int]] = deque()
+        """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
+
+    def decide(self, inputs: ScalingInputs) -> ScalingDecision:
+        """The number of replicas for the load of this moment and of the time before it."""
+        now = self._clock()
+        self._learn(inputs, now)
+        needed = self._needed(inputs, now)
+        self._remember(needed, now)
+        return ScalingDecision(self._needs[0][1], needed, self._speed, self._drain_s(inputs), inputs)
+
+    def _learn(self, inputs: ScalingInputs, now: float) -> None:
+        if inputs.saturated_tokens_per_s:
+            self._speed = sum(inputs.saturated_tokens_per_s) / len(inputs.saturated_tokens_per_s)
+        if inputs.num_requests:
+            self._busy_s = now
+        if inputs.num_replicas and not self._has_seen_replicas:
+            self._has_seen_replicas = True
+            self._busy_s = now
+            self._remember(self._bounded(inputs.num_replicas), now)
+
+    def _needed(self, inputs: ScalingInputs, now: float) -> int:
+        if not self._has_seen_replicas:
+            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs)))
+        for_served = math.ceil(inputs.served_tokens_per_s / (_FILL * self._speed))
+        needed = max(self._for_waiting(inputs), min(for_served, inputs.num_replicas))
+        if now - self._busy_s <= max(0.0, self.settings.scale_to_zero_delay_s - self.settings.downscale_delay_s):
+            needed = max(needed, 1)
+        return self._bounded(needed)
+
+    def _for_waiting(self, inputs: ScalingInputs) -> int:
+        tokens, tokens_per_s = 0, 0.0
+        for work in sorted(inputs.work, key=lambda work: work.due_s):
+            tokens += work.tokens
+            tokens_per_s = max(tokens_per_s, tokens / work.due_s)
+        return math.ceil(tokens_per_s / self._speed)
+
+    def _remember(self, needed: int, now: float) -> None:
+        while self._needs and self._needs[-1][1] <= needed:
+            self._needs.pop()
+        self._needs.append((now, needed))
+        while now - self._needs[0][0] > self.settings.downscale_delay_s:
+            self._needs.popleft()
+
+    def _bounded(self, number: int) -> int:
+        return min(self.settings.max_replicas, max(self.settings.min_replicas, number))
+
+    def _drain_s(self, inputs: ScalingInputs) -> float | None:
+        tokens = sum(work.tokens for work in inputs.work if work.due_s <= self.settings.target_drain_s)
+        if tokens == 0:
+            return 0.0
+        return tokens / (inputs.num_replicas * self._speed) if inputs.num_replicas else None
+
+
+class ServedRate:
+    """Tokens a second that all replicas together have computed lately, from what they say they have served."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, dict[tuple[str, Band], int]] = {}
+        self._served: deque[tuple[float, int]] = deque()
+
+    def observe(self, polled: Iterable[ReplicaStats], now: float) -> None:
+        """Take in what a poll of all replicas answered."""
+        seen = {}
+        num_tokens = 0
+        for stats in polled:
+            account = {(entry.tenant, entry.band): entry.tokens for entry in stats.served_tokens}
+            before = self._seen.get(stats.replica_id)
+            if before is not None:
+                # A tenant that a replica had forgotten is counted from zero again.
+                num_tokens += sum(
+                    tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens
+                    for key, tokens in account.items()
+                )
+            seen[stats.replica_id] = account
+        self._seen = seen
+        self._served.append((now, num_tokens))
+
+    def tokens_per_s(self, now: float) -> float:
+        """Mean over the last 10 s."""
+        while self._served and now - self._served[0][0] > _SERVED_WINDOW_S:
+            self._served.popleft()
+        return sum(num_tokens for _, num_tokens in self._served) / _SERVED_WINDOW_S
+
+
+def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[Work, ...]:
+    """What waits in flow control; batch work with near deadlines is put together, always with the earliest."""
+    urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
+    by_due: dict[float, int] = {settings.target_drain_s: urgent} if urgent else {}
+    for waiting in queue.waiting(Band.BATCH):
+        due_s = _batch_due_s(waiting.deadline_s, settings, now)
+        by_due[due_s] = by_due.get(due_s, 0) + waiting.expected_tokens
+    return tuple(Work(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+
+
+def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[Work, ...]:
+    """What waits in the replicas: of their outstanding tokens, the share of the requests that do not run yet."""
+    urgent = batch = 0.0
+    for view in views:
+        stats = view.stats
+        if stats.num_waiting:
+            each = stats.outstanding_tokens / (stats.num_running + stats.num_waiting)
+            batch += each * stats.num_waiting_by_band[Band.BATCH]
+            urgent += each * (stats.num_waiting - stats.num_waiting_by_band[Band.BATCH])
+    works = (Work(int(urgent), settings.target_drain_s), Work(int(batch), settings.batch_drain_s))
+    return tuple(work for work in works if work.tokens)
+
+
+def _batch_due_s(deadline_s: float | None, settings: AutoscalingSettings, now: float) -> float:
+    """Rounded down to a power of two, so that a long queue gives few pieces of work."""
+    if deadline_s is None:
+        return settings.batch_drain_s
+    left_s = max(settings.target_drain_s, _DEADLINE_SHARE * (deadline_s - now))
+    return max(settings.target_drain_s, 2.0 ** math.floor(math.log2(left_s)))
