@@ -136,6 +136,9 @@ class Dispatcher:
                         raise delta.error
             if not journey.is_finished:
                 raise ReplicaLost("the replica's stream ended before the sequence did")
+        except (Overloaded, NoReplicaAvailable):
+            self._flow.refused(placement, request)
+            raise
         except (ReplicaLost, EngineDead):
             self._flow.forget(placement.in_flight.replica_id)
             raise

@@ -147,6 +147,15 @@ class FlowController:
         self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
         self.notify()
 
+    def refused(self, placement: Placement, request: GenerateRequest) -> None:
+        """Learn, before `settle`, that the replica did not take the request: none of its prompt was computed.
+
+        The replica is given nothing more until it is heard of again, so that the request, and those behind it,
+        do not go straight back to it.
+        """
+        self._table.forget(placement.in_flight.replica_id)
+        self._queue.charge(request.band, request.tenant, -len(request.prompt_token_ids))
+
     def observe(self, request: GenerateRequest, num_output_tokens: int) -> None:
         """Learn what a request came to in the end."""
         self._lengths.observe(request.tenant, request.band, num_output_tokens)
