@@ -99,12 +99,13 @@ class Dispatcher:
             await asyncio.sleep(self._poll_period_s)
 
     async def _stream(self, request: GenerateRequest, group: SampleGroup) -> AsyncGenerator[TokenDelta, None]:
-        deadline_s = self._deadline_s(request)
-        number = self._flow.admit(request, deadline_s)
         journey = Journey(request)
         started_s = self._table.now()
+        deadline_s = self._deadline_s(request)
         if not self._table.views():
             await self._learn_replicas()
+        # From here until it is in line nothing may be awaited: what is admitted counts only once it waits.
+        number = self._flow.admit(request, deadline_s)
         while not journey.is_finished:
             request = journey.next_request()
             placement = await self._flow.acquire(request, number, deadline_s, group)
