@@ -166,6 +166,8 @@ class ReplicaStats:
     waited: what this replica can do, where `generated_tokens_per_s` is what was asked of it. 0 before the first."""
     block_size: int = 16
     """Token slots in a block."""
+    stalled_s: float = 0.0
+    """While sequences wait or run: seconds since the engine thread was last heard of; in polled stats only."""
     served_tokens: tuple[TenantTokens, ...] = ()
     """Tokens computed for the tenants served last, since the replica began; in polled stats only, not in deltas'."""
 

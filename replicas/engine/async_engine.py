@@ -128,10 +128,11 @@ class AsyncEngine:
 
     def stats(self) -> ReplicaStats:
         """The load after the last step; while idle, the load now."""
+        now = self._clock.unix()
         stats = replace(self._stats, served_tokens=self._engine.served_tokens())
         if stats.num_running == stats.num_waiting == 0:
-            return replace(stats, taken_unix_s=self._clock.unix())
-        return stats
+            return replace(stats, taken_unix_s=now)
+        return replace(stats, stalled_s=max(0.0, now - stats.taken_unix_s))
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts; values of two neighbouring steps may mix."""

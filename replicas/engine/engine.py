@@ -73,7 +73,6 @@ class Engine:
         self._deadlines: list[tuple[float, int, str]] = []
         self._num_added = 0
         self._num_failed_steps = 0
-        self._last_step_s = self._clock.monotonic()
         self._is_draining = False
 
     @property
@@ -132,7 +131,6 @@ class Engine:
         results = self._execute(batch)
         now = self._clock.monotonic()
         self._stats.stepped(batch, now - started_s, self._is_saturated(batch))
-        self._last_step_s = now
         for item, result in zip(batch.items, results, strict=True):
             delta = self._apply(item, result, now)
             if delta is not None:
@@ -145,9 +143,7 @@ class Engine:
         assert len(self._generations) == len(self._scheduler.running) + len(self._scheduler.waiting)
 
     def stats(self) -> ReplicaStats:
-        """The present load. While there is work it bears the time of the last step, so that a stall shows as age."""
-        now = self._clock.monotonic()
-        idle_s = now - self._last_step_s if self._scheduler.running else 0.0
+        """The present load."""
         running, held_blocks = [0] * len(Band), [0] * len(Band)
         outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
         for sequence in self._scheduler.running:
@@ -158,7 +154,7 @@ class Engine:
             replica_id=self._identity.replica_id,
             node_id=self._identity.node_id,
             pid=self._identity.pid,
-            taken_unix_s=self._clock.unix() - idle_s,
+            taken_unix_s=self._clock.unix(),
             num_slots=self._config.max_num_seqs,
             num_blocks=self._config.num_blocks,
             num_free_blocks=self._blocks.num_free_blocks,

@@ -42,7 +42,7 @@ class OperationsEndpoints:
     async def live(self, request: Request) -> Response:
         """Whether this process answers and every engine with work moves.
 
-        An engine counts as stalled when it had running sequences and nothing has been heard of it, by
+        An engine counts as stalled when it had running sequences and no step of it has been heard of, by
         delta or by poll, for `stall_timeout_s`; it is asked once more before that is said.
         """
         if self._stalled():
@@ -88,7 +88,7 @@ class OperationsEndpoints:
         return [
             view
             for view in self._dispatcher.load()
-            if view.stats.num_running > 0 and view.age_s > self._stall_timeout_s
+            if view.stats.num_running > 0 and view.age_s + view.stats.stalled_s > self._stall_timeout_s
         ]
 
 

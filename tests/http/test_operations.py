@@ -62,6 +62,12 @@ async def test_silent_replica_with_work_is_not_live(make_api: MakeApi) -> None:
     assert (await api.http.get("/health/live")).status_code == 503
 
 
+async def test_replica_that_answers_while_its_engine_hangs_is_not_live(make_api: MakeApi) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, 0, num_running=1, stalled_s=31)]
+    assert (await api.http.get("/health/live")).json()["error"]["code"] == "engine_stalled"
+
+
 async def test_silent_replica_is_asked_before_it_counts_as_stalled(make_api: MakeApi) -> None:
     api = make_api(settings={"stall_timeout_s": 30})
     api.dispatcher.views = [view(api, age_s=31, num_running=1)]

@@ -167,6 +167,22 @@ async def test_death_of_the_engine_answers_every_waiting_request() -> None:
             engine.check_alive()
 
 
+async def test_stats_tell_how_long_a_step_has_hung() -> None:
+    runner = GatedRunner(4)
+    async with running(runner=runner) as engine:
+        stream = asyncio.create_task(collect(engine, request(max_tokens=2)))
+        runner.gate.release()
+        await asyncio.to_thread(lambda: [runner.entered.acquire() for _ in range(2)])
+        first = engine.stats()
+        while engine.stats().stalled_s < first.stalled_s + 0.01:
+            await asyncio.sleep(0.001)
+        assert first.num_running == 1
+        runner.gate.release(10)
+        await stream
+        await until_idle(engine)
+        assert engine.stats().stalled_s == 0
+
+
 async def test_drain_ends_when_the_accepted_streams_have() -> None:
     async with running() as engine:
         accepted = asyncio.create_task(collect(engine, request("accepted", max_tokens=50)))
