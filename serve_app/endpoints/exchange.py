@@ -136,7 +136,7 @@ class ExchangeMiddleware:
         scope[_SCOPE_KEY] = exchange
         response_send = self._watch(exchange, headers, send)
         try:
-            await self._app(scope, receive, response_send)
+            await self._app(scope, _until_lost(receive), response_send)
         except asyncio.CancelledError:
             exchange.status = CLIENT_CLOSED
             raise
@@ -191,6 +191,18 @@ class ExchangeMiddleware:
             response_bytes=exchange.response_bytes,
         )
         logger.log(_log_level(exchange), "request finished", extra=exchange.describe(now_s))
+
+
+def _until_lost(receive: Receive) -> Receive:
+    """`receive`, for which a failure to hear the client (Serve cancels the call that would) is its disconnect."""
+
+    async def received() -> Message:
+        try:
+            return await receive()
+        except Exception:
+            return {"type": "http.disconnect"}
+
+    return received
 
 
 def _log_level(exchange: Exchange) -> int:

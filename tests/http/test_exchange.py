@@ -120,3 +120,21 @@ async def test_polling_is_not_logged(api: Api, caplog: pytest.LogCaptureFixture)
         for path in ("/health", "/health/live", "/health/ready", "/metrics", "/load"):
             await api.http.get(path)
     assert lines(caplog) == []
+
+
+async def test_server_that_can_no_longer_hear_the_client_is_a_disconnect(api: Api) -> None:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        raise RuntimeError("the call that receives was cancelled")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"10")],
+    }  # fmt: skip
+    await api.app(scope, receive, send)
+    assert all(message.get("status", 499) == 499 for message in sent)
+    assert not api.replica.running
