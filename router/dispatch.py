@@ -73,9 +73,10 @@ class Dispatcher:
             ServingError: the poll failed; the table keeps what it knew, and its ages grow.
         """
         asked_s = self._table.now()
-        for replica_id in self._table.replace(await self._client.poll_stats(), asked_s):
+        polled = await self._client.poll_stats()
+        for replica_id in self._table.replace(polled, asked_s):
             self._flow.forget(replica_id)
-        self._flow.notify()
+        self._flow.polled(polled)
 
     async def metrics(self) -> list[EngineMetrics]:
         """Everything that every replica's engine counts."""
@@ -150,6 +151,8 @@ class Dispatcher:
         """Take in the load that a delta brings."""
         if delta.stats is not None:
             if delta.stats.replica_id != placement.in_flight.replica_id:
+                # The replica that it was meant for did not take it, and gets nothing until it is heard of again.
+                self._table.forget(placement.in_flight.replica_id)
                 self._table.move(placement.in_flight, delta.stats.replica_id)
             self._table.progress(placement.in_flight, len(delta.token_ids))
             self._table.record(delta.stats)

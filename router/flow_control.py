@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
-from replicas.protocol import Band, GenerateRequest
+from replicas.protocol import Band, GenerateRequest, ReplicaStats
 from router.flow_queue import BandLimits, FlowQueue, Waiting
 from router.load_table import InFlight, LoadTable
 from router.output_lengths import OutputLengths
+from router.served_account import ServedAccount
 from router.types import Outcome, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
 
 
@@ -77,6 +78,7 @@ class FlowController:
         self._clock = clock
         self._queue = FlowQueue(limits.bands, limits.max_starvation_s)
         self._lengths = OutputLengths()
+        self._account = ServedAccount()
         self._waiters: dict[int, _Waiter] = {}
         self._num_arrived = 0
 
@@ -145,6 +147,7 @@ class FlowController:
         self._table.end(placement.in_flight)
         cost = len(request.prompt_token_ids) + num_output_tokens
         self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
+        self._account.charged(request.band, request.tenant, cost)
         self.notify()
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
@@ -155,6 +158,13 @@ class FlowController:
         """
         self._table.forget(placement.in_flight.replica_id)
         self._queue.charge(request.band, request.tenant, -len(request.prompt_token_ids))
+        self._account.charged(request.band, request.tenant, -len(request.prompt_token_ids))
+
+    def polled(self, stats: list[ReplicaStats]) -> None:
+        """Learn what every replica has served, for other ingresses too."""
+        for (tenant, band), tokens in self._account.corrections(stats).items():
+            self._queue.charge(band, tenant, tokens)
+        self.notify()
 
     def observe(self, request: GenerateRequest, num_output_tokens: int) -> None:
         """Learn what a request came to in the end."""
