@@ -260,3 +260,16 @@ async def test_closing_a_stream_after_a_move_leaves_nothing_behind():
     await stream.aclose()
     assert [replica.num_closed for replica in world.replicas] == [1, 1]
     world.check_idle()
+
+
+async def test_a_replica_that_did_not_take_a_request_meant_for_it_gets_nothing_until_it_is_heard_of():
+    """It vanished; Serve gives the request to another, which refuses: that must not go on in a circle."""
+    world = World(FakeReplica("draining", is_draining=True))
+    world.table.record(stats("vanished"))
+    reading = asyncio.create_task(read(world.stream(LONG)))
+    await settle_down(200)
+    assert len(world.replicas[0].started) == 1
+    world.client.add(FakeReplica("new"))
+    await world.dispatcher.refresh()
+    (await reading).check(LONG)
+    world.check_idle()
