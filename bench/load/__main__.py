@@ -33,6 +33,7 @@ def main() -> int:
         "spec": spec.model_dump(mode="json"),
         "started_unix_s": run.started_unix_s,
         "generator_scheduling": run.scheduling,
+        "machine_busy_share": run.machine_busy_share,
         "generator_cpu_share": run.cpu_s / run.duration_s,
         **summary,
     }
@@ -41,7 +42,7 @@ def main() -> int:
     write(str(arguments.output.absolute().with_suffix("")), " ".join(["python -m bench.load", *sys.argv[1:]]), figures)
     if arguments.rows is not None:
         write_rows(arguments.rows, run.rows)
-    print(table(summary))
+    print(table(summary), f"\nall cores {run.machine_busy_share:.0%} busy")
     return VOID_EXIT_CODE if summary["is_void"] else 0
 
 

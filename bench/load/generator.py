@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import aiohttp
+import psutil
 
 from bench.load.client import Client
 from bench.load.rows import Row
@@ -35,6 +36,8 @@ class LoadRun:
     """From the start to the end of the last request."""
     cpu_s: float
     """Processor time that this process itself used."""
+    machine_busy_share: float
+    """How busy all cores of this machine were during the run, 0 to 1: near 1, they were the bottleneck."""
     scheduling: str = "normal"
     """How the kernel treated this process."""
 
@@ -75,6 +78,7 @@ async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> Lo
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
     ) as session:
+        psutil.cpu_percent()  # the next call tells the share since this one
         started_s = time.monotonic() + _HEAD_START_S
         started_unix_s = time.time() + _HEAD_START_S
 
@@ -88,7 +92,7 @@ async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> Lo
             await asyncio.sleep(max(0.0, request.at_s - clock()))
             tasks.append(asyncio.create_task(client.run(request.body, row)))
         await _finish(tasks, rows, None if spec.end_s is None else spec.end_s - clock())
-        return LoadRun(rows, started_unix_s, clock(), time.process_time())
+        return LoadRun(rows, started_unix_s, clock(), time.process_time(), psutil.cpu_percent() / 100)
 
 
 async def _finish(tasks: list[asyncio.Task[None]], rows: list[Row], within_s: float | None) -> None:

@@ -40,12 +40,12 @@ class Scale:
     overload_s: float = 300.0
     after_s: float = 120.0
     window_s: float = 5.0
-    num_slots: int = 32
+    num_slots: int = 16
     max_starvation_s: float = 30.0
 
 
 QUICK = Scale(
-    flood_requests=24, peak_s=3.0, before_s=4.0, overload_s=6.0, after_s=8.0, window_s=2.0, num_slots=8,
+    flood_requests=24, peak_s=5.0, before_s=4.0, overload_s=6.0, after_s=8.0, window_s=2.0, num_slots=8,
     max_starvation_s=5.0,
 )  # fmt: skip
 
