@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median_low
 
 from replicas.protocol import Band, ReplicaStats
 from router.flow_queue import FlowQueue
@@ -16,7 +18,7 @@ _FILL = 0.85
 """Share of its measured speed that a replica is counted on for when replicas are given back."""
 _DEADLINE_SHARE = 0.8
 """Share of the time to its deadline in which batch work is to be done, since work is never spread quite evenly."""
-_SERVED_WINDOW_S = 10.0
+_SERVED_WINDOWS_S = (3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,11 @@ class ScalingInputs:
     saturated_tokens_per_s: tuple[float, ...]
     """Of each replica that has been measured."""
     served_tokens_per_s: float
-    """What all replicas together have lately computed."""
+    """What all replicas together have lately computed, save batch work."""
+    num_running: int = 0
+    """Requests that run, save batch work."""
+    num_slots: int = 1
+    """Of one replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +76,16 @@ class ScalingDecision:
 class Autoscaler:
     """Decides how many replicas there should be.
 
-    1. A replica's speed is the mean over those that have been measured, in steps that had more work than they
-       could take; when there are none, the last one known; before any, `replica_tokens_per_s`.
+    1. A replica's speed is the (lower) median of those that have been measured, in steps that had more work than
+       they could take; when there are none, the last one known; before any, `replica_tokens_per_s`.
     2. Work that waits is due in `target_drain_s`. Batch work is due in 0.8 of the time to its deadline, or in
        `batch_drain_s` where it has none.
     3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
        the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
        tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
-    4. Needed for what runs: tokens computed a second over the last 10 s, divided by 0.85 of a replica's speed,
-       rounded up. This keeps replicas and never adds any: what does not wait has enough of them.
+    4. Needed for what runs, save batch work: tokens computed a second over the last 3 s or 10 s, whichever is
+       more, divided by 0.85 of a replica's speed, and requests that run, divided by 0.85 of its slots; the larger,
+       rounded up. This keeps replicas and never adds any: what runs has enough of them.
     5. While there is a request anywhere at least one, and after it until, with 8., `scale_to_zero_delay_s` have passed.
     6. Before any replica was seen, `num_replicas`, those to start with: an ingress learns from them what is served.
     7. The number is kept within the bounds.
@@ -107,7 +114,7 @@ class Autoscaler:
 
     def _learn(self, inputs: ScalingInputs, now: float) -> None:
         if inputs.saturated_tokens_per_s:
-            self._speed = sum(inputs.saturated_tokens_per_s) / len(inputs.saturated_tokens_per_s)
+            self._speed = median_low(inputs.saturated_tokens_per_s)
         if inputs.num_requests:
             self._busy_s = now
         if inputs.num_replicas and not self._has_seen_replicas:
@@ -118,8 +125,7 @@ class Autoscaler:
     def _needed(self, inputs: ScalingInputs, now: float) -> int:
         if not self._has_seen_replicas:
             return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs)))
-        for_served = math.ceil(inputs.served_tokens_per_s / (_FILL * self._speed))
-        needed = max(self._for_waiting(inputs), min(for_served, inputs.num_replicas))
+        needed = max(self._for_waiting(inputs), min(self._for_running(inputs), inputs.num_replicas))
         if now - self._busy_s <= max(0.0, self.settings.scale_to_zero_delay_s - self.settings.downscale_delay_s):
             needed = max(needed, 1)
         return self._bounded(needed)
@@ -130,6 +136,11 @@ class Autoscaler:
             tokens += work.tokens
             tokens_per_s = max(tokens_per_s, tokens / work.due_s)
         return math.ceil(tokens_per_s / self._speed)
+
+    def _for_running(self, inputs: ScalingInputs) -> int:
+        by_tokens = inputs.served_tokens_per_s / (_FILL * self._speed)
+        by_slots = inputs.num_running / (_FILL * inputs.num_slots)
+        return math.ceil(max(by_tokens, by_slots))
 
     def _remember(self, needed: int, now: float) -> None:
         while self._needs and self._needs[-1][1] <= needed:
@@ -149,18 +160,27 @@ class Autoscaler:
 
 
 class ServedRate:
-    """Tokens a second that all replicas together have computed lately, from what they say they have served."""
+    """Tokens a second that all replicas together have lately computed, save batch work, as they say in polls."""
 
     def __init__(self) -> None:
+        self._polled: Sequence[ReplicaStats] | None = None
         self._seen: dict[str, dict[tuple[str, Band], int]] = {}
         self._served: deque[tuple[float, int]] = deque()
+        """(when polled, tokens computed since the poll before)"""
 
-    def observe(self, polled: Iterable[ReplicaStats], now: float) -> None:
-        """Take in what a poll of all replicas answered."""
-        seen = {}
+    def observe(self, polled: Sequence[ReplicaStats], now: float) -> None:
+        """Take in what a poll of all replicas answered; the same answers again change nothing."""
+        if polled is self._polled:
+            return
+        self._polled = polled
+        seen: dict[str, dict[tuple[str, Band], int]] = {}
         num_tokens = 0
         for stats in polled:
-            account = {(entry.tenant, entry.band): entry.tokens for entry in stats.served_tokens}
+            account: dict[tuple[str, Band], int] = {
+                (entry.tenant, entry.band): entry.tokens
+                for entry in stats.served_tokens
+                if entry.band is not Band.BATCH
+            }
             before = self._seen.get(stats.replica_id)
             if before is not None:
                 # A tenant that a replica had forgotten is counted from zero again.
@@ -173,10 +193,18 @@ class ServedRate:
         self._served.append((now, num_tokens))
 
     def tokens_per_s(self, now: float) -> float:
-        """Mean over the last 10 s."""
-        while self._served and now - self._served[0][0] > _SERVED_WINDOW_S:
+        """The larger of the means over the last 3 s and the last 10 s."""
+        while len(self._served) > 1 and now - self._served[1][0] > max(_SERVED_WINDOWS_S):
             self._served.popleft()
-        return sum(num_tokens for _, num_tokens in self._served) / _SERVED_WINDOW_S
+        return max(self._mean(now - window_s) for window_s in _SERVED_WINDOWS_S)
+
+    def _mean(self, since_s: float) -> float:
+        num_tokens, elapsed_s = 0, 0.0
+        for before, after in pairwise(self._served):
+            if after[0] > since_s:
+                num_tokens += after[1]
+                elapsed_s += after[0] - before[0]
+        return num_tokens / elapsed_s if elapsed_s > 0 else 0.0
 
 
 def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[Work, ...]:

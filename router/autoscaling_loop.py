@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from replicas.errors import ServingError
-from replicas.protocol import ReplicaStats
+from replicas.protocol import Band, ReplicaStats
 from router.autoscaling import (
     Autoscaler,
     ScalingDecision,
@@ -95,6 +95,8 @@ class AutoscalingLoop:
                 view.stats.saturated_tokens_per_s for view in views if view.stats.saturated_tokens_per_s > 0
             ),
             served_tokens_per_s=self._served.tokens_per_s(now),
+            num_running=sum(sum(view.stats.num_running_by_band[: Band.BATCH]) for view in views),
+            num_slots=min((view.stats.num_slots for view in views), default=1),
         )
         decision = self._autoscaler.decide(inputs)
         self._client.share(HeldWork(self._ingress_id, own_work, len(self._queue), decision.desired_replicas))

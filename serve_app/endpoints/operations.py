@@ -132,6 +132,7 @@ def _autoscaling_of(autoscaling: AutoscalingLoop) -> JsonObject:
         "num_replicas": inputs.num_replicas,
         "drain_s": None if decision.drain_s is None else round(decision.drain_s, 3),
         "num_requests": inputs.num_requests,
+        "num_running": inputs.num_running,
         "waiting": [{"tokens": work.tokens, "due_s": work.due_s} for work in inputs.work],
         "replica_tokens_per_s": round(decision.replica_tokens_per_s, 1),
         "served_tokens_per_s": round(inputs.served_tokens_per_s, 1),
