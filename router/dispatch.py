@@ -116,7 +116,8 @@ class Dispatcher:
                         journey.first_s = journey.first_s or self._table.now()
                         yield delta
             except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
-                self._move_on(journey, request.request_id, error)
+                if not journey.is_finished:
+                    self._move_on(journey, request.request_id, error)
         self._flow.observe(request, len(journey.output_token_ids))
         now = self._table.now()
         ttft_s = None if journey.first_s is None else journey.first_s - started_s

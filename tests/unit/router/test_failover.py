@@ -273,3 +273,21 @@ async def test_a_replica_that_did_not_take_a_request_meant_for_it_gets_nothing_u
     await world.dispatcher.refresh()
     (await reading).check(LONG)
     world.check_idle()
+
+
+class DyingAfterwards(FakeReplica):
+    """Gives all of a request, and dies before it has said that the stream is over."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        async with aclosing(super().generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+        raise ReplicaLost("died")
+
+
+async def test_a_death_after_the_last_delta_is_nobodys_move():
+    world = World(DyingAfterwards("a"))
+    (await read(world.stream(LONG))).check(LONG)
+    assert not world.observer.migrations and len(world.observer.finishes) == 1
+    assert world.in_flight() == {}, "but the replica is gone"
+    world.check_idle()
