@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -168,9 +169,9 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
 
 def run_checks(device: str) -> list[Check]:
     """Everything that must be right, each printed when known."""
-    checks = []
-    for check in (*(lambda a=a: check_architecture(a, device) for a in ARCHITECTURES), lambda: check_sampler(device)):
-        checks.append(check())
+    checks: list[Check] = []
+    for check in (*(partial(check_architecture, name) for name in ARCHITECTURES), check_sampler):
+        checks.append(check(device))
         print(f"{'ok  ' if checks[-1].passed else 'FAIL'}  {checks[-1].name}: {checks[-1].detail}", flush=True)
     return checks
 

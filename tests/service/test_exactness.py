@@ -26,7 +26,7 @@ async def complete(service: Service, prompt: Any, **fields: Any) -> list[list[in
     extra = {"return_token_ids": True, "ignore_eos": True, **fields.pop("extra_body", {})}
     body = {"max_tokens": NUM_TOKENS, "temperature": 0, **fields}
     answer = await service.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **body)
-    return [choice.token_ids for choice in answer.choices]  # type: ignore[attr-defined]
+    return [choice.token_ids for choice in answer.choices]
 
 
 async def stream(service: Service, prompt: Any, **fields: Any) -> list[int]:
@@ -38,7 +38,7 @@ async def stream(service: Service, prompt: Any, **fields: Any) -> list[int]:
         model=MODEL, prompt=prompt, stream=True, extra_body=extra, **body
     ):
         for choice in chunk.choices:
-            token_ids += choice.token_ids or []  # type: ignore[attr-defined]
+            token_ids += choice.token_ids or []
     return token_ids
 
 
@@ -67,10 +67,12 @@ async def test_prefix_hit_equals_cold_and_is_accounted(service: Service) -> None
 async def test_seeded_samples_are_the_same_alone_streamed_and_in_company(service: Service) -> None:
     sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 11}
     (alone,) = await complete(service, PROMPTS[3], **sampling)
-    company = [stream(service, prompt, temperature=0.7, seed=index) for index, prompt in enumerate(PROMPTS)]
-    streamed, beside, *_ = await asyncio.gather(
-        stream(service, PROMPTS[3], **sampling), complete(service, PROMPTS[3], n=3, **sampling), *company
-    )
+    async with asyncio.TaskGroup() as group:
+        for index, prompt in enumerate(PROMPTS):
+            group.create_task(stream(service, prompt, temperature=0.7, seed=index))
+        streaming = group.create_task(stream(service, PROMPTS[3], **sampling))
+        sampling_three = group.create_task(complete(service, PROMPTS[3], n=3, **sampling))
+    streamed, beside = streaming.result(), sampling_three.result()
     assert streamed == alone == beside[0]
     assert len({tuple(tokens) for tokens in beside}) == 3
     (second,) = await complete(service, PROMPTS[3], **{**sampling, "seed": 12})
