@@ -169,9 +169,10 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
 
 def run_checks(device: str) -> list[Check]:
     """Everything that must be right, each printed when known."""
+    runs: list[Callable[[str], Check]] = [*(partial(check_architecture, name) for name in ARCHITECTURES), check_sampler]
     checks: list[Check] = []
-    for check in (*(partial(check_architecture, name) for name in ARCHITECTURES), check_sampler):
-        checks.append(check(device))
+    for run in runs:
+        checks.append(run(device))
         print(f"{'ok  ' if checks[-1].passed else 'FAIL'}  {checks[-1].name}: {checks[-1].detail}", flush=True)
     return checks
 
