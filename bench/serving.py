@@ -1,7 +1,8 @@
 """A served application for an experiment: a private Ray cluster and the application on free ports.
 
 As a program, `python -m bench.serving --app bench.timed_app:build key=value`, it serves in the foreground,
-says where in one line of JSON, and stops everything on SIGTERM. `serving` runs that program.
+says where in one line of JSON, and stops everything on SIGTERM or when its parent has ended. `serving` runs
+that program.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--throughput", action="store_true", help="HAProxy in front and Serve's throughput flags")
     parser.add_argument("arguments", nargs="*", metavar="key=value")
     options = parser.parse_args()
+    parent_pid = os.getppid()
     port = options.port or free_port("127.0.0.1")
     fields = dict(argument.split("=", 1) for argument in options.arguments)
     with contextlib.suppress(_Stopped), private_cluster(os.cpu_count() or 1, options.throughput) as cluster:
@@ -152,8 +154,9 @@ def main() -> None:
         _run(options.app, fields, port)
         print(json.dumps({"url": f"http://127.0.0.1:{port}", "dashboard_url": cluster.dashboard_url}), flush=True)
         try:
-            while True:
-                signal.pause()
+            # Not for longer than whoever started it: a killed experiment leaves nothing behind.
+            while os.getppid() == parent_pid:
+                time.sleep(_POLL_PERIOD_S)
         finally:
             from ray import serve
 

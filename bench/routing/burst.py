@@ -39,7 +39,7 @@ class Scale:
     num_periods: int = 10
 
 
-QUICK = Scale(before_s=3.0, burst_s=6.0, after_s=2.0, half_period_s=3.0, num_periods=1)
+QUICK = Scale(before_s=3.0, burst_s=18.0, after_s=2.0, half_period_s=3.0, num_periods=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def main() -> int:
         wave, wave_seen = _observe(served, _wave_phases(scale), options)
     burst_at_unix_s = burst.started_unix_s + scale.before_s
     decision_s = decision_delay_s(burst_seen.seen, burst_at_unix_s)
-    idle_s = idle_before_first_work_s(burst_seen.seen)
+    idle_s = idle_before_first_work_s(burst_seen.seen, burst_at_unix_s + scale.burst_s)
     turns = num_reversals([seen.value.target for seen in wave_seen.seen])
     bars = [
         Bar("from the burst to the decision to scale up, s", decision_s, 2.0),
@@ -93,10 +93,10 @@ def decision_delay_s(seen: Sequence[Seen], burst_at_unix_s: float) -> float | No
     return None
 
 
-def idle_before_first_work_s(seen: Sequence[Seen]) -> dict[str, float]:
-    """By replica that began to run while watched, seconds until it was first seen with work.
+def idle_before_first_work_s(seen: Sequence[Seen], burst_ends_unix_s: float) -> dict[str, float]:
+    """By replica that began to run while the burst lasted, seconds until it was first seen with work.
 
-    One that never had any counts until the last look.
+    One that never had any counts until the last look; one that came after the burst may well find nothing to do.
     """
     if not seen:
         return {}
@@ -104,9 +104,10 @@ def idle_before_first_work_s(seen: Sequence[Seen]) -> dict[str, float]:
     known = set(seen[0].value.running_ids)
     for number, look in enumerate(seen):
         for replica_id in look.value.running_ids - known:
-            busy = (later.at_unix_s for later in seen[number:] if replica_id in later.value.busy_ids)
-            idle_s[replica_id] = next(busy, seen[-1].at_unix_s) - look.at_unix_s
             known.add(replica_id)
+            if look.at_unix_s < burst_ends_unix_s:
+                busy = (later.at_unix_s for later in seen[number:] if replica_id in later.value.busy_ids)
+                idle_s[replica_id] = next(busy, seen[-1].at_unix_s) - look.at_unix_s
     return idle_s
 
 

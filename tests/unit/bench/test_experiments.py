@@ -119,7 +119,8 @@ def test_the_decision_is_when_the_target_rises_after_the_burst():
 
 def test_a_new_replica_is_idle_until_it_is_seen_with_work():
     seen = [look(0.0, 1, "a"), look(1.0, 3, "ab"), look(1.5, 3, "ab", "ab"), look(2.0, 3, "abc"), look(9.0, 3, "abc")]
-    assert idle_before_first_work_s(seen) == {"b": 0.5, "c": 7.0}
+    assert idle_before_first_work_s(seen, 1005.0) == {"b": 0.5, "c": 7.0}
+    assert idle_before_first_work_s(seen, 1001.5) == {"b": 0.5}
 
 
 def test_following_a_wave_is_one_reversal_a_period():
