@@ -131,6 +131,7 @@ async def test_load_is_learnt_from_deltas():
     await anext(stream)
     [known] = world.dispatcher.load()
     assert known.num_by_band == (0, 2, 0) and known.num_in_flight == 1
+    assert (known.unseen_tokens, known.outstanding_tokens) == (0, 7), "the prompt and one of eight tokens are done"
     await stream.aclose()
 
 

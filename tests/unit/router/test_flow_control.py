@@ -80,6 +80,19 @@ async def test_an_empty_replica_takes_anything():
     assert huge.has_place
 
 
+async def test_nothing_of_its_band_passes_a_request_that_finds_no_room():
+    flow = Flow()
+    flow.report(stats(running=(0, 0, 1), free_blocks=10))
+    large = flow.ask(prompt=tuple(range(100)))
+    small, urgent = flow.ask(tenant="other"), flow.ask(Band.INTERACTIVE)
+    await settle_down()
+    assert urgent.has_place and not large.has_place
+    assert not small.has_place, "else the large one would wait for ever"
+    flow.report(stats(taken=1.0, free_blocks=900))
+    await settle_down()
+    assert large.has_place and small.has_place
+
+
 async def test_batch_work_is_given_a_little_beyond_the_slots():
     flow = Flow(limits(batch_lookahead=0.25))
     flow.report(stats(slots=8))

@@ -101,6 +101,14 @@ def test_requests_with_one_affinity_key_go_to_one_replica():
     assert len(others) == 8
 
 
+def test_affinity_decides_where_load_is_nearly_equal():
+    """40 prompt tokens and 160 of output: twenty more or less to wait for is the same."""
+    wanted = with_prefix(affinity_key="k", expected=160)
+    equal = [view(f"replica-{number}", outstanding=1000) for number in range(6)]
+    nearly = [view(f"replica-{number}", outstanding=1000 + 4 * number) for number in range(6)]
+    assert least_tokens().rank(wanted, nearly) == least_tokens().rank(wanted, equal)
+
+
 def test_affinity_does_not_outweigh_load():
     views = [view(f"replica-{number}", outstanding=1000) for number in range(4)]
     preferred = least_tokens().rank(with_prefix(affinity_key="k"), views)[0]
