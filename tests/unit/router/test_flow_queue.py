@@ -156,7 +156,7 @@ def test_more_tenants_than_are_remembered_all_get_their_turn():
     added = {line.add(tenant=f"tenant-{number}") for number in range(num_tenants)}
     assert set(line.queue.in_order(NOW)) == added
     for waiting in added:
-        line.queue.remove(waiting)
+        line.queue.dispatch(waiting, NOW)
     for number in range(num_tenants):
         line.queue.charge(Band.STANDARD, f"other-{number}", 1)
     assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS
