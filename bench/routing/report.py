@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.record import write
 from bench.routing.offer import VOID_EXIT_CODE, Offered
 
 
@@ -71,6 +70,8 @@ def report(name: str, options: Options, bars: Sequence[Bar], figures: dict[str, 
 
     A quick run is recorded among temporary files, not with the results.
     """
+    from bench.record import write  # brings torch to tell its version: needed by nothing before this
+
     is_void = any(load.is_void for load in loads)
     print(f"\nrouting: {name}")
     for bar in bars:
