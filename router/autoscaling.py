@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median_low
 
-from replicas.protocol import Band, ReplicaStats
-from router.flow_queue import FlowQueue
 from router.held_work import Work
-from router.types import ReplicaView
 
 _FILL = 0.85
 """Share of its measured speed that a replica is counted on for when replicas are given back."""
-_DEADLINE_SHARE = 0.8
-"""Share of the time to its deadline in which batch work is to be done, since work is never spread quite evenly."""
-_SERVED_WINDOWS_S = (3.0, 10.0)
+_MAX_EXCESS = 1.5
+"""Most replicas that urgent work asks for, over those that what comes needs."""
+_GROWTH_WINDOW_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +79,11 @@ class Autoscaler:
     3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
        the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
        tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
+       Urgent work asks for at most 1.5 times what it takes to keep up with what comes, which is what is computed
+       plus what the waiting has grown by in the last 3 s: what gathers while new replicas start asks for no more.
     4. Needed for what runs, save batch work: tokens computed a second over the last 3 s or 10 s, whichever is
        more, divided by 0.85 of a replica's speed, and requests that run, divided by 0.85 of its slots; the larger,
-       rounded up. This keeps replicas and never adds any: what runs has enough of them.
+       rounded up. This keeps replicas and never adds any: it counts up to those that are there and were decided.
     5. While there is a request anywhere at least one, and after it until, with 8., `scale_to_zero_delay_s` have passed.
     6. Before any replica was seen, `num_replicas`, those to start with: an ingress learns from them what is served.
     7. The number is kept within the bounds.
@@ -101,6 +99,8 @@ class Autoscaler:
         self._speed = settings.replica_tokens_per_s
         self._has_seen_replicas = False
         self._busy_s = clock()
+        self._urgent: deque[tuple[float, int]] = deque([(clock() - _GROWTH_WINDOW_S, 0)])
+        """(when, urgent tokens that waited) over the last 3 s."""
         self._needs: deque[tuple[float, int]] = deque()
         """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
 
@@ -124,18 +124,32 @@ class Autoscaler:
 
     def _needed(self, inputs: ScalingInputs, now: float) -> int:
         if not self._has_seen_replicas:
-            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs)))
-        needed = max(self._for_waiting(inputs), min(self._for_running(inputs), inputs.num_replicas))
+            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs, now)))
+        kept = min(self._for_running(inputs), inputs.num_replicas, self._needs[0][1])
+        needed = max(self._for_waiting(inputs, now), kept)
         if now - self._busy_s <= max(0.0, self.settings.scale_to_zero_delay_s - self.settings.downscale_delay_s):
             needed = max(needed, 1)
         return self._bounded(needed)
 
-    def _for_waiting(self, inputs: ScalingInputs) -> int:
-        tokens, tokens_per_s = 0, 0.0
+    def _for_waiting(self, inputs: ScalingInputs, now: float) -> int:
+        urgent = self._urgent_tokens(inputs)
+        most = _MAX_EXCESS * self._coming_tokens_per_s(inputs, urgent, now) / _FILL
+        tokens, tokens_per_s = urgent, min(urgent / self.settings.target_drain_s, most)
         for work in sorted(inputs.work, key=lambda work: work.due_s):
-            tokens += work.tokens
-            tokens_per_s = max(tokens_per_s, tokens / work.due_s)
+            if work.due_s > self.settings.target_drain_s:
+                tokens += work.tokens
+                tokens_per_s = max(tokens_per_s, tokens / work.due_s)
         return math.ceil(tokens_per_s / self._speed)
+
+    def _coming_tokens_per_s(self, inputs: ScalingInputs, urgent: int, now: float) -> float:
+        self._urgent.append((now, urgent))
+        while now - self._urgent[1][0] >= _GROWTH_WINDOW_S:
+            self._urgent.popleft()
+        growth = (urgent - self._urgent[0][1]) / _GROWTH_WINDOW_S
+        return max(0.0, inputs.served_tokens_per_s + growth)
+
+    def _urgent_tokens(self, inputs: ScalingInputs) -> int:
+        return sum(work.tokens for work in inputs.work if work.due_s <= self.settings.target_drain_s)
 
     def _for_running(self, inputs: ScalingInputs) -> int:
         by_tokens = inputs.served_tokens_per_s / (_FILL * self._speed)
@@ -153,86 +167,7 @@ class Autoscaler:
         return min(self.settings.max_replicas, max(self.settings.min_replicas, number))
 
     def _drain_s(self, inputs: ScalingInputs) -> float | None:
-        tokens = sum(work.tokens for work in inputs.work if work.due_s <= self.settings.target_drain_s)
+        tokens = self._urgent_tokens(inputs)
         if tokens == 0:
             return 0.0
         return tokens / (inputs.num_replicas * self._speed) if inputs.num_replicas else None
-
-
-class ServedRate:
-    """Tokens a second that all replicas together have lately computed, save batch work, as they say in polls."""
-
-    def __init__(self) -> None:
-        self._polled: Sequence[ReplicaStats] | None = None
-        self._seen: dict[str, dict[tuple[str, Band], int]] = {}
-        self._served: deque[tuple[float, int]] = deque()
-        """(when polled, tokens computed since the poll before)"""
-
-    def observe(self, polled: Sequence[ReplicaStats], now: float) -> None:
-        """Take in what a poll of all replicas answered; the same answers again change nothing."""
-        if polled is self._polled:
-            return
-        self._polled = polled
-        seen: dict[str, dict[tuple[str, Band], int]] = {}
-        num_tokens = 0
-        for stats in polled:
-            account: dict[tuple[str, Band], int] = {
-                (entry.tenant, entry.band): entry.tokens
-                for entry in stats.served_tokens
-                if entry.band is not Band.BATCH
-            }
-            before = self._seen.get(stats.replica_id)
-            if before is not None:
-                # A tenant that a replica had forgotten is counted from zero again.
-                num_tokens += sum(
-                    tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens
-                    for key, tokens in account.items()
-                )
-            seen[stats.replica_id] = account
-        self._seen = seen
-        self._served.append((now, num_tokens))
-
-    def tokens_per_s(self, now: float) -> float:
-        """The larger of the means over the last 3 s and the last 10 s."""
-        while len(self._served) > 1 and now - self._served[1][0] > max(_SERVED_WINDOWS_S):
-            self._served.popleft()
-        return max(self._mean(now - window_s) for window_s in _SERVED_WINDOWS_S)
-
-    def _mean(self, since_s: float) -> float:
-        num_tokens, elapsed_s = 0, 0.0
-        for before, after in pairwise(self._served):
-            if after[0] > since_s:
-                num_tokens += after[1]
-                elapsed_s += after[0] - before[0]
-        return num_tokens / elapsed_s if elapsed_s > 0 else 0.0
-
-
-def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[Work, ...]:
-    """What waits in flow control; batch work with near deadlines is put together, always with the earliest."""
-    urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
-    by_due: dict[float, int] = {settings.target_drain_s: urgent} if urgent else {}
-    for waiting in queue.waiting(Band.BATCH):
-        due_s = _batch_due_s(waiting.deadline_s, settings, now)
-        by_due[due_s] = by_due.get(due_s, 0) + waiting.expected_tokens
-    return tuple(Work(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
-
-
-def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[Work, ...]:
-    """What waits in the replicas: of their outstanding tokens, the share of the requests that do not run yet."""
-    urgent = batch = 0.0
-    for view in views:
-        stats = view.stats
-        if stats.num_waiting:
-            each = stats.outstanding_tokens / (stats.num_running + stats.num_waiting)
-            batch += each * stats.num_waiting_by_band[Band.BATCH]
-            urgent += each * (stats.num_waiting - stats.num_waiting_by_band[Band.BATCH])
-    works = (Work(int(urgent), settings.target_drain_s), Work(int(batch), settings.batch_drain_s))
-    return tuple(work for work in works if work.tokens)
-
-
-def _batch_due_s(deadline_s: float | None, settings: AutoscalingSettings, now: float) -> float:
-    """Rounded down to a power of two, so that a long queue gives few pieces of work."""
-    if deadline_s is None:
-        return settings.batch_drain_s
-    left_s = max(settings.target_drain_s, _DEADLINE_SHARE * (deadline_s - now))
-    return max(settings.target_drain_s, 2.0 ** math.floor(math.log2(left_s)))

@@ -10,17 +10,11 @@ from typing import Protocol
 
 from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
-from router.autoscaling import (
-    Autoscaler,
-    ScalingDecision,
-    ScalingInputs,
-    ServedRate,
-    work_in_queue,
-    work_in_replicas,
-)
+from router.autoscaling import Autoscaler, ScalingDecision, ScalingInputs
 from router.flow_queue import FlowQueue
 from router.held_work import HeldWork
 from router.load_table import LoadTable
+from router.scaling_inputs import ServedRate, work_in_queue, work_in_replicas
 
 logger = logging.getLogger(__name__)
 

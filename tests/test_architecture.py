@@ -30,6 +30,7 @@ ROWS = {
     "router.autoscaling_loop": (4, 0),
     "router.dispatch": (4, 0),
     "replicas.model_replica": (4, 0),
+    "router.scaling_inputs": (3, 2),
     "router.autoscaling": (3, 1),
     "router.flow_control": (3, 1),
     "router.policy": (3, 1),
@@ -103,6 +104,7 @@ STDLIB_ONLY = (
     "router.policy",
     "router.prefix_index",
     "router.served_account",
+    "router.scaling_inputs",
     "router.dispatch",
 )
 

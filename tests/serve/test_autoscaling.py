@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
+from serve_app.config import HeadwayConfig
 from tests.serve.conftest import MODEL_NAME
 from tests.serve.instance import Instance, serving, wait_for
 
@@ -74,6 +76,15 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 def read_stream(url: str, max_tokens: int) -> list[str]:
     with httpx.stream("POST", f"{url}/v1/completions", json=body(max_tokens, stream=True), timeout=LIMIT_S) as response:
         return [line for line in response.iter_lines() if line]
+
+
+def test_the_number_of_replicas_is_fixed_unless_bounds_are_given():
+    config = HeadwayConfig(num_replicas=2)
+    assert (config.fewest_replicas, config.most_replicas, config.is_autoscaled) == (2, 2, False)
+    assert HeadwayConfig(min_replicas=0).is_autoscaled
+    assert HeadwayConfig(max_replicas=2).is_autoscaled
+    with pytest.raises(ValidationError, match=r"num_replicas \(1\).* min_replicas \(2\).* max_replicas \(3\)"):
+        HeadwayConfig(min_replicas=2, max_replicas=3)
 
 
 def wait_for_replicas(app: Instance, number: int) -> None:

@@ -16,12 +16,10 @@ from router.autoscaling import (
     AutoscalingSettings,
     ScalingDecision,
     ScalingInputs,
-    ServedRate,
-    work_in_queue,
-    work_in_replicas,
 )
 from router.flow_queue import BandLimits, FlowQueue, Waiting
 from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, Work
+from router.scaling_inputs import ServedRate, work_in_queue, work_in_replicas
 from tests.unit.router.fakes import request, stats, view
 from tests.unit.router.simulated_time import FakeClock
 
@@ -134,14 +132,32 @@ def test_more_at_once_and_fewer_only_after_the_delay_to_the_most_that_was_needed
     clock = FakeClock()
     autoscaler = Autoscaler(SETTINGS, clock)
     assert decide(autoscaler, Work(1600, 2.0)).desired_replicas == 8
-    clock.now += 30
+    clock.now += 27
     assert decide(autoscaler, Work(600, 2.0), num_replicas=8).desired_replicas == 8
+    clock.now += 3
+    assert decide(autoscaler, Work(600, 2.0), num_replicas=8, served=180.0).desired_replicas == 8
     clock.now += 30
     assert decide(autoscaler, num_replicas=8).desired_replicas == 8
     clock.now += 1
     assert decide(autoscaler, num_replicas=8).desired_replicas == 3
     clock.now += 30
     assert decide(autoscaler, num_replicas=3).desired_replicas == 1
+
+
+def test_what_gathers_while_replicas_start_asks_for_no_more():
+    simulation = Simulation(replace(SETTINGS, max_replicas=100), start_s=60.0)
+    simulation.run(300.0, lambda now: 50.0 if now < 20 else 500.0)
+    assert max(number for _, number in simulation.desired) <= 1.5 * 5 / 0.85 + 2
+    assert simulation.waiting_tokens / (simulation.num_replicas * SPEED) <= SETTINGS.target_drain_s
+
+
+def test_what_runs_asks_for_no_replica_that_was_given_back():
+    clock = FakeClock()
+    autoscaler = Autoscaler(SETTINGS, clock)
+    decide(autoscaler, num_replicas=2)
+    clock.now += SETTINGS.downscale_delay_s + 1
+    assert decide(autoscaler, num_replicas=2, served=100.0).desired_replicas == 2
+    assert decide(autoscaler, num_replicas=3, served=900.0).desired_replicas == 2, "the third is about to go"
 
 
 def test_replicas_that_work_are_kept_though_nothing_waits():
