@@ -84,6 +84,8 @@ class GenerateRequest:
     """Requests with one key prefer one replica (OpenAI's `prompt_cache_key`)."""
     output_token_ids: tuple[int, ...] = ()
     """Output that another replica has already given; generation goes on behind it, as if it had never moved."""
+    is_promoted: bool = False
+    """It was dispatched because its band had starved: it takes the next free slot, and keeps it."""
     runs_alone: bool = False
     """Nothing else runs beside it: it was there when two replicas died."""
 
@@ -151,6 +153,7 @@ class ReplicaStats:
     num_free_blocks: int
     """Blocks nobody holds, cached ones included."""
     num_running_by_band: tuple[int, ...]
+    """By the band they are scheduled in: a promoted sequence counts as interactive."""
     num_waiting_by_band: tuple[int, ...]
     waiting_tokens: int
     """Prompt and output tokens that the waiting sequences may still come to need."""

@@ -26,6 +26,8 @@ from router.types import ReplicaClient, ReplicaView, RouterObserver
 logger = logging.getLogger(__name__)
 
 _MAX_MOVES = 16
+_MAX_REFUSALS = 1000
+"""In a row. Each waits for news of the replica that refused, so this many mean that something is wrong."""
 
 
 class Dispatcher:
@@ -129,7 +131,11 @@ class Dispatcher:
         """What one replica gives of a request; ends or raises with the request's stay there."""
         num_had = len(journey.output_token_ids)
         try:
-            told = replace(request, expected_output_tokens=placement.expected_output_tokens)
+            told = replace(
+                request,
+                expected_output_tokens=placement.expected_output_tokens,
+                is_promoted=placement.is_promoted,
+            )
             async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
                 async for delta in deltas:
                     self._learn(delta, placement)
@@ -168,18 +174,22 @@ class Dispatcher:
 
     def _move_on(self, journey: Journey, request_id: str, error: ServingError) -> None:
         """Note why a request left a replica; raises where it must not go to another."""
-        kind = "resumed" if journey.output_token_ids else "restarted"
-        was_alone = journey.runs_alone
+        fields = {"request_id": request_id, "cause": str(error)}
+        if isinstance(error, Overloaded | NoReplicaAvailable):
+            journey.num_refusals += 1
+            if journey.num_refusals > _MAX_REFUSALS:
+                raise error
+            logger.debug("request comes back from a replica without room", extra=fields)
+            return
         journey.moved(has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died))
-        fields = {"request_id": request_id, "cause": str(error), "num_deaths": journey.num_deaths}
-        if journey.num_deaths > DEATHS_BEFORE_ALONE and was_alone:
+        if journey.num_deaths > DEATHS_BEFORE_ALONE:
             self._observer.migrated("failed")
             raise RequestQuarantined(f"{journey.num_deaths} replicas died while serving the request") from error
         if journey.num_moves > _MAX_MOVES:
             self._observer.migrated("failed")
             raise error
-        self._observer.migrated(kind)
-        logger.warning("request moves to another replica", extra=fields)
+        self._observer.migrated("resumed" if journey.output_token_ids else "restarted")
+        logger.warning("request moves to another replica", extra={**fields, "num_deaths": journey.num_deaths})
 
     def _deadline_s(self, request: GenerateRequest) -> float | None:
         if request.deadline_unix_s is None:

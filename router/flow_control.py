@@ -39,6 +39,8 @@ class Placement:
     expected_tokens: int
     """What its tenant was charged."""
     expected_output_tokens: int
+    is_promoted: bool
+    """Whether its band had starved: no more urgent request may have its slot."""
 
 
 @dataclass(slots=True)
@@ -208,15 +210,15 @@ class FlowController:
         return hashes
 
     async def _wait(self, waiter: _Waiter, started_s: float) -> Placement:
-        limit_s = self._limits.max_wait_s
-        if waiter.waiting.deadline_s is not None:
-            limit_s = min(limit_s, waiter.waiting.deadline_s - started_s)
+        limit_s, deadline_s = self._limits.max_wait_s, waiter.waiting.deadline_s
+        if deadline_s is not None:
+            limit_s = min(limit_s, max(0.0, deadline_s - started_s))
         try:
-            async with asyncio.timeout(max(0.0, limit_s)):
+            async with asyncio.timeout(limit_s):
                 return await waiter.placement
         except TimeoutError:
-            if not self._table.views():
-                raise NoReplicaAvailable(f"no model replica was there for {limit_s:.1f} s") from None
+            if limit_s == self._limits.max_wait_s and not self._table.views():
+                raise NoReplicaAvailable(f"there was no model replica after {limit_s:.1f} s") from None
             raise DeadlineExceeded(f"no replica had room for the request within {limit_s:.1f} s") from None
 
     def _withdraw(self, waiter: _Waiter) -> None:
@@ -233,28 +235,33 @@ class FlowController:
         """Dispatch one request, the first in order for which a replica has room; False if there is none."""
         now = self._clock()
         views = self._table.views()
-        full_bands: set[Band] = set()
-        for waiting in self._queue.in_order(now):
+        # Most calls end here: every replica is full. Only then is it worth ordering what waits.
+        open_bands = {band for band in Band if any(self._num_free_slots(view, band) > 0 for view in views)}
+        for waiting in self._queue.in_order(now, open_bands):
             if self._waiters[waiting.number].placement.cancelled():
                 self._withdraw(self._waiters[waiting.number])
                 return True
-            if waiting.request.band in full_bands:
+            if waiting.request.band not in open_bands:
                 continue
             with_room = [view for view in views if self._has_room(view, waiting)]
             if with_room:
                 self._dispatch(self._waiters[waiting.number], with_room, now)
                 return True
-            full_bands.add(waiting.request.band)
+            open_bands.discard(waiting.request.band)
         return False
 
-    def _has_room(self, view: ReplicaView, waiting: Waiting) -> bool:
-        band = waiting.request.band
-        num_slots = view.num_free_slots(band)
+    def _num_free_slots(self, view: ReplicaView, band: Band) -> int:
+        num_ahead = 0
         if band is Band.BATCH and not view.stats.is_draining:
-            num_slots += max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
-        num_tokens = len(waiting.request.prompt_token_ids) + len(waiting.request.output_token_ids)
+            num_ahead = max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
+        return view.num_free_slots(band) + num_ahead
+
+    def _has_room(self, view: ReplicaView, waiting: Waiting) -> bool:
+        band, request = waiting.request.band, waiting.request
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         # An empty replica takes anything: what could never fit it refuses.
-        return num_slots > 0 and (num_tokens <= view.num_free_tokens(band) or sum(view.num_by_band) == 0)
+        has_blocks = num_tokens <= view.num_free_tokens(band) or sum(view.num_by_band) == 0
+        return has_blocks and self._num_free_slots(view, band) > 0
 
     def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], now: float) -> None:
         ranking = self._policy.rank(waiter.routing, with_room)
@@ -264,10 +271,14 @@ class FlowController:
         num_prompt_tokens = self._policy.placed(waiter.routing, ranking[0])
         request = waiter.waiting.request
         num_output_tokens = max(0, waiter.routing.expected_output_tokens - len(request.output_token_ids))
-        in_flight = self._table.begin(ranking[0], request.band, num_prompt_tokens, num_output_tokens)
-        if self._queue.dispatch(waiter.waiting, now):
+        is_promoted = self._queue.dispatch(waiter.waiting, now)
+        if is_promoted:
             self._observer.promoted(request.band)
+        band = Band.INTERACTIVE if is_promoted else request.band
+        in_flight = self._table.begin(ranking[0], band, num_prompt_tokens, num_output_tokens)
         del self._waiters[waiter.waiting.number]
         waiter.placement.set_result(
-            Placement(ranking, in_flight, waiter.waiting.expected_tokens, waiter.routing.expected_output_tokens)
+            Placement(
+                ranking, in_flight, waiter.waiting.expected_tokens, waiter.routing.expected_output_tokens, is_promoted
+            )
         )

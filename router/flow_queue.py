@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from replicas.errors import Overloaded
@@ -160,10 +160,9 @@ class FlowQueue:
         """Take out a request that waits no longer."""
         self._bands[waiting.request.band].remove(waiting)
 
-    def in_order(self, now: float) -> Iterator[Waiting]:
-        """Whom to try next: of each tenant the first request, in the order of the class's algorithm."""
-        starved = [band for band in Band if self._is_starved(band, now)]
-        for band in [*starved, *(band for band in Band if band not in starved)]:
+    def in_order(self, now: float, bands: Collection[Band] = tuple(Band)) -> Iterator[Waiting]:
+        """Whom to try next in `bands`: of each tenant the first request, in the order of the class's algorithm."""
+        for band in sorted(bands, key=lambda band: (not self._is_starved(band, now), band)):
             yield from self._bands[band].heads()
 
     def dispatch(self, waiting: Waiting, now: float) -> bool:

@@ -21,6 +21,7 @@ class Journey:
         self.first_s: float | None = None
         self.num_deaths = 0
         self.num_moves = 0
+        self.num_refusals = 0
 
     @property
     def runs_alone(self) -> bool:
@@ -42,6 +43,7 @@ class Journey:
         self._seen_here += len(delta.prompt_logprobs)
         self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._seen_here)
         self.output_token_ids += delta.token_ids
+        self.num_refusals = 0
         if delta.error is not None:
             delta = replace(delta, finish_reason=None, error=None)
         self.is_finished = delta.finish_reason is not None

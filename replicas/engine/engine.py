@@ -147,8 +147,8 @@ class Engine:
         running, held_blocks = [0] * len(Band), [0] * len(Band)
         outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
         for sequence in self._scheduler.running:
-            running[sequence.band] += 1
-            held_blocks[sequence.band] += len(sequence.block_table)
+            running[sequence.effective_band] += 1
+            held_blocks[sequence.effective_band] += len(sequence.block_table)
             outstanding_tokens += sequence.num_outstanding_tokens
         return ReplicaStats(
             replica_id=self._identity.replica_id,

@@ -29,7 +29,7 @@ class Sequence:
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.number = number
-        self.is_promoted = False
+        self.is_promoted = request.is_promoted
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0

@@ -106,6 +106,7 @@ def _load_of(view: ReplicaView) -> JsonObject:
         "num_waiting": stats.num_waiting,
         "num_waiting_by_band": _by_band(stats.num_waiting_by_band),
         "waiting_tokens": stats.waiting_tokens,
+        "outstanding_tokens": view.outstanding_tokens,
         "num_blocks": stats.num_blocks,
         "num_free_blocks": stats.num_free_blocks,
         "kv_usage": round(stats.kv_usage, 4),

@@ -98,6 +98,7 @@ async def test_load_shows_every_replica_and_the_age_of_what_is_known(api: Api) -
         "num_waiting": 3,
         "num_waiting_by_band": {"interactive": 0, "standard": 0, "batch": 3},
         "waiting_tokens": 30,
+        "outstanding_tokens": 0,
         "num_blocks": 100,
         "num_free_blocks": 75,
         "kv_usage": 0.25,

@@ -160,6 +160,17 @@ def test_starved_band_gets_one_sequence_in_and_keeps_its_slot() -> None:
     assert first_token_s["batch1"] - first_token_s["batch0"] >= 10, "the clock restarts after a promotion"
 
 
+def test_request_that_comes_promoted_is_first_and_keeps_its_slot() -> None:
+    world = World(config(max_num_seqs=1))
+    world.add(request("running", prompt(4, 1), max_tokens=3, band=Band.INTERACTIVE))
+    world.step()
+    world.add(request("urgent", prompt(4, 2), max_tokens=3, band=Band.INTERACTIVE))
+    world.add(replace(request("promoted", prompt(4, 3), max_tokens=3, band=Band.BATCH), is_promoted=True))
+    world.run()
+    order = [batch.items[0].sequence.request_id for batch in world.runner.batches]
+    assert order == ["running"] * 3 + ["promoted"] * 3 + ["urgent"] * 3
+
+
 def test_pause_new_never_preempts_for_blocks_where_preempt_does() -> None:
     num_preemptions = {}
     for policy in KVPressurePolicy:
