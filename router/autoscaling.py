@@ -79,8 +79,9 @@ class Autoscaler:
     3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
        the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
        tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
-       Urgent work asks for at most 1.5 times what it takes to keep up with what comes, which is what is computed
-       plus what the waiting has grown by in the last 3 s: what gathers while new replicas start asks for no more.
+       Urgent work asks for more than was decided only up to 1.5 times what it takes to keep up with what comes,
+       which is what is computed plus what the waiting has grown by in the last 3 s: what gathers while new replicas
+       start asks for no more of them.
     4. Needed for what runs, save batch work: tokens computed a second over the last 3 s or 10 s, whichever is
        more, divided by 0.85 of a replica's speed, and requests that run, divided by 0.85 of its slots; the larger,
        rounded up. This keeps replicas and never adds any: it counts up to those that are there and were decided.
@@ -124,16 +125,17 @@ class Autoscaler:
 
     def _needed(self, inputs: ScalingInputs, now: float) -> int:
         if not self._has_seen_replicas:
-            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs, now)))
-        kept = min(self._for_running(inputs), inputs.num_replicas, self._needs[0][1])
-        needed = max(self._for_waiting(inputs, now), kept)
+            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs, now, decided=0)))
+        decided = self._needs[0][1]
+        kept = min(self._for_running(inputs), inputs.num_replicas, decided)
+        needed = max(self._for_waiting(inputs, now, decided), kept)
         if now - self._busy_s <= max(0.0, self.settings.scale_to_zero_delay_s - self.settings.downscale_delay_s):
             needed = max(needed, 1)
         return self._bounded(needed)
 
-    def _for_waiting(self, inputs: ScalingInputs, now: float) -> int:
+    def _for_waiting(self, inputs: ScalingInputs, now: float, decided: int) -> int:
         urgent = self._urgent_tokens(inputs)
-        most = _MAX_EXCESS * self._coming_tokens_per_s(inputs, urgent, now) / _FILL
+        most = max(decided * self._speed, _MAX_EXCESS * self._coming_tokens_per_s(inputs, urgent, now) / _FILL)
         tokens, tokens_per_s = urgent, min(urgent / self.settings.target_drain_s, most)
         for work in sorted(inputs.work, key=lambda work: work.due_s):
             if work.due_s > self.settings.target_drain_s:

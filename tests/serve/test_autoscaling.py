@@ -110,7 +110,7 @@ def test_replicas_follow_the_work_and_no_request_fails(autoscaled):
     with ThreadPoolExecutor(1) as pool:
         load.stop()
         assert set(load.statuses) == {200}
-        stream = pool.submit(read_stream, app.url, 4000)
+        stream = pool.submit(read_stream, app.url, 2500)
         wait_for_replicas(app, 1)
         lines = stream.result(LIMIT_S)
     assert lines[-1] == "data: [DONE]"

@@ -151,6 +151,15 @@ def test_what_gathers_while_replicas_start_asks_for_no_more():
     assert simulation.waiting_tokens / (simulation.num_replicas * SPEED) <= SETTINGS.target_drain_s
 
 
+def test_a_backlog_that_stands_keeps_the_replicas_it_asked_for():
+    clock = FakeClock()
+    autoscaler = Autoscaler(SETTINGS, clock)
+    for _ in range(500):
+        decision = decide(autoscaler, Work(1000, 2.0), served=100.0)
+        clock.now += TICK_S
+    assert decision.needed_replicas == decision.desired_replicas == 5
+
+
 def test_what_runs_asks_for_no_replica_that_was_given_back():
     clock = FakeClock()
     autoscaler = Autoscaler(SETTINGS, clock)
