@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-
-import anyio
-import anyio.to_thread
 
 ResultT = TypeVar("ResultT")
 
 
 class WorkerThreads:
-    """A bounded number of threads; work that finds none free waits its turn."""
+    """A bounded number of threads; work that finds none free waits its turn.
+
+    What holds the GIL all through one call into C still stops the event loop.
+    """
 
     def __init__(self, num_threads: int) -> None:
-        self._limiter = anyio.CapacityLimiter(num_threads)
+        self._executor = ThreadPoolExecutor(num_threads, "tokenizer")
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """The result of `work`; who is cancelled leaves at once, while the thread finishes what it has begun."""
-        return await anyio.to_thread.run_sync(work, limiter=self._limiter, abandon_on_cancel=True)
+        """The result of `work`.
+
+        Who is cancelled leaves at once: work that waits is dropped, while a thread finishes what it has
+        begun and is not free until then.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
