@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from replicas.errors import (
+    DeadlineExceeded,
     EngineDead,
     NoReplicaAvailable,
     Overloaded,
@@ -26,6 +27,7 @@ from router.types import ReplicaClient, ReplicaView, RouterObserver
 logger = logging.getLogger(__name__)
 
 _MAX_MOVES = 16
+_DEADLINE_GRACE_S = 1.0
 _MAX_REFUSALS = 1000
 """In a row. Each waits for news of the replica that refused, so this many mean that something is wrong."""
 
@@ -53,6 +55,7 @@ class Dispatcher:
         self._observer = observer
         self._poll_period_s = poll_period_s
         self._unix_clock = unix_clock
+        self._learning = asyncio.Lock()
 
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
         """One stream of deltas per request. Closing a stream aborts its request.
@@ -116,14 +119,12 @@ class Dispatcher:
                 async with aclosing(self._attempt(request, placement, journey)) as deltas:
                     async for delta in deltas:
                         journey.first_s = journey.first_s or self._table.now()
+                        if journey.is_finished:
+                            self._learn_end(request, journey, started_s)  # Nobody may ask for more.
                         yield delta
             except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
                 if not journey.is_finished:
                     self._move_on(journey, request.request_id, error)
-        self._flow.observe(request, len(journey.output_token_ids))
-        now = self._table.now()
-        ttft_s = None if journey.first_s is None else journey.first_s - started_s
-        self._observer.finished(request.band, ttft_s, now - started_s, len(journey.output_token_ids))
 
     async def _attempt(
         self, request: GenerateRequest, placement: Placement, journey: Journey
@@ -137,7 +138,7 @@ class Dispatcher:
                 is_promoted=placement.is_promoted,
             )
             async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
-                async for delta in deltas:
+                async for delta in self._until_deadline(deltas, request):
                     self._learn(delta, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
                         yield journey.take(delta)
@@ -165,10 +166,37 @@ class Dispatcher:
             self._table.record(delta.stats)
             self._flow.notify()
 
+    async def _until_deadline(
+        self, deltas: AsyncGenerator[TokenDelta, None], request: GenerateRequest
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """`deltas`, for no longer than a little beyond the deadline, which it is the engine's part to keep."""
+        deadline_s = self._deadline_s(request)
+        limit_s = None if deadline_s is None else deadline_s + _DEADLINE_GRACE_S
+        while True:
+            try:
+                async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - self._table.now())):
+                    delta = await anext(deltas)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise DeadlineExceeded("the deadline passed and the replica did not answer") from None
+            yield delta
+
+    def _learn_end(self, request: GenerateRequest, journey: Journey, started_s: float) -> None:
+        num_tokens, now = len(journey.output_token_ids), self._table.now()
+        self._flow.observe(request, num_tokens)
+        ttft_s = None if journey.first_s is None else journey.first_s - started_s
+        self._observer.finished(request.band, ttft_s, now - started_s, num_tokens)
+
     async def _learn_replicas(self) -> None:
-        """Fill an empty table, if replicas answer; a request can wait for the first one as well."""
+        """Fill an empty table, if replicas answer; a request can wait for the first one as well.
+
+        Requests that come together share one poll.
+        """
         try:
-            await self.refresh()
+            async with self._learning:
+                if not self._table.views():
+                    await self.refresh()
         except ServingError as error:
             logger.warning("load poll failed", extra={"error": str(error)})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
@@ -45,9 +45,10 @@ class Placement:
 
 @dataclass(slots=True)
 class SampleGroup:
-    """Requests with one prompt; where the first of them went."""
+    """Requests with one prompt: where the first of them went, and the prompt's block hashes."""
 
     replica_id: str | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +150,7 @@ class FlowController:
         self._table.end(placement.in_flight)
         cost = len(request.prompt_token_ids) + num_output_tokens
         self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
-        self._account.charged(request.band, request.tenant, cost)
+        self._account.charged(placement.in_flight.replica_id, request.band, request.tenant, cost)
         self.notify()
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
@@ -160,7 +161,9 @@ class FlowController:
         """
         self._table.forget(placement.in_flight.replica_id)
         self._queue.charge(request.band, request.tenant, -len(request.prompt_token_ids))
-        self._account.charged(request.band, request.tenant, -len(request.prompt_token_ids))
+        self._account.charged(
+            placement.in_flight.replica_id, request.band, request.tenant, -len(request.prompt_token_ids)
+        )
 
     def polled(self, stats: list[ReplicaStats]) -> None:
         """Learn what every replica has served, for other ingresses too."""
@@ -193,7 +196,8 @@ class FlowController:
 
     def _enqueue(self, waiting: Waiting, group: SampleGroup) -> _Waiter:
         request = waiting.request
-        routing = RoutingRequest(request, self._lengths.expect(request), self._hashes(request))
+        self._hash(request, group)
+        routing = RoutingRequest(request, self._lengths.expect(request), group.block_hashes)
         waiter = _Waiter(waiting, routing, group, asyncio.get_running_loop().create_future())
         self._waiters[waiting.number] = waiter
         self._queue.add(waiting, self._clock())
@@ -202,12 +206,11 @@ class FlowController:
     def _num_tokens(self, request: GenerateRequest) -> int:
         return len(request.prompt_token_ids) + self._lengths.expect(request)
 
-    def _hashes(self, request: GenerateRequest) -> list[bytes]:
-        block_size = next((view.stats.block_size for view in self._table.views()), None)
-        hashes: list[bytes] = []
-        if block_size is not None:
-            extend_hashes(hashes, request.prompt_token_ids, block_size)
-        return hashes
+    def _hash(self, request: GenerateRequest, group: SampleGroup) -> None:
+        """Hash the prompt of a group, once; without a replica the size of its blocks is not known."""
+        views = self._table.views()
+        if views and not group.block_hashes:
+            extend_hashes(group.block_hashes, request.prompt_token_ids, views[0].stats.block_size)
 
     async def _wait(self, waiter: _Waiter, started_s: float) -> Placement:
         limit_s, deadline_s = self._limits.max_wait_s, waiter.waiting.deadline_s
@@ -243,7 +246,7 @@ class FlowController:
                 return True
             if waiting.request.band not in open_bands:
                 continue
-            with_room = [view for view in views if self._has_room(view, waiting)]
+            with_room = [view for view in views if self._has_room(view, waiting, now)]
             if with_room:
                 self._dispatch(self._waiters[waiting.number], with_room, now)
                 return True
@@ -256,11 +259,14 @@ class FlowController:
             num_ahead = max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
         return view.num_free_slots(band) + num_ahead
 
-    def _has_room(self, view: ReplicaView, waiting: Waiting) -> bool:
+    def _has_room(self, view: ReplicaView, waiting: Waiting, now: float) -> bool:
         band, request = waiting.request.band, waiting.request
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        # An empty replica takes anything: what could never fit it refuses.
-        has_blocks = num_tokens <= view.num_free_tokens(band) or sum(view.num_by_band) == 0
+        has_blocks = (
+            num_tokens <= view.num_free_tokens(band)
+            or sum(view.num_by_band) == 0  # An empty replica takes anything: what could never fit it refuses.
+            or self._queue.is_starved(band, now)  # The engine, where it comes promoted, keeps freed blocks for it.
+        )
         return has_blocks and self._num_free_slots(view, band) > 0
 
     def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], now: float) -> None:

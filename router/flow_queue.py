@@ -43,15 +43,25 @@ class Waiting:
 class _Tenant:
     """One tenant in one band: what it has had, and what it waits for, in order."""
 
+    name: str
     tokens: float
     line: list[Waiting] = field(default_factory=list)
 
+    @property
+    def turn(self) -> tuple[float, tuple[float, int]]:
+        """The least is next: who has had the fewest tokens, then whose first request comes first."""
+        return (self.tokens, self.line[0].order)
+
 
 class _BandQueue:
-    """One band's requests, token-fair between tenants; the algorithm is `FlowQueue`'s."""
+    """One band's requests, token-fair between tenants; the algorithm is `FlowQueue`'s.
+
+    Invariant: `_turns` holds the tenants that wait, sorted by `turn`.
+    """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
+        self._turns: list[_Tenant] = []
         self._last_floor = 0.0
         self.num_requests = 0
         self.num_tokens = 0
@@ -60,50 +70,67 @@ class _BandQueue:
         tenant = self._tenant(waiting.request.tenant)
         if not tenant.line:
             tenant.tokens = max(tenant.tokens, self._floor())
+        self._leave_turns(tenant)
         insort(tenant.line, waiting, key=lambda entry: entry.order)
+        self._enter_turns(tenant)
         self.num_requests += 1
         self.num_tokens += waiting.expected_tokens
 
     def remove(self, waiting: Waiting) -> None:
-        line = self._tenants[waiting.request.tenant].line
-        index = bisect_left(line, waiting.order, key=lambda entry: entry.order)
-        assert line[index] is waiting
-        del line[index]
+        tenant = self._tenants[waiting.request.tenant]
+        self._leave_turns(tenant)
+        index = bisect_left(tenant.line, waiting.order, key=lambda entry: entry.order)
+        assert tenant.line[index] is waiting
+        del tenant.line[index]
+        self._enter_turns(tenant)
         self.num_requests -= 1
         self.num_tokens -= waiting.expected_tokens
 
-    def heads(self) -> list[Waiting]:
-        """The first of each tenant's line, the tenant that has had least first."""
-        tenants = sorted((t for t in self._tenants.values() if t.line), key=lambda t: (t.tokens, t.line[0].order))
-        return [tenant.line[0] for tenant in tenants]
+    def heads(self) -> Iterator[Waiting]:
+        """The first of each tenant's line, the tenant that has had least first; not to be held over a change."""
+        for tenant in self._turns:
+            yield tenant.line[0]
 
-    def charge(self, tenant: str, tokens: float) -> None:
-        charged = self._tenant(tenant)
-        charged.tokens += tokens
+    def charge(self, name: str, tokens: float) -> None:
+        tenant = self._tenant(name)
+        self._leave_turns(tenant)
+        tenant.tokens += tokens
+        self._enter_turns(tenant)
         if not self.num_requests:
             # Nobody was made to wait for it, so whoever begins to wait next owes nothing and is owed nothing.
-            self._last_floor = max(self._last_floor, charged.tokens)
+            self._last_floor = max(self._last_floor, tenant.tokens)
 
     def waiting(self) -> Iterator[Waiting]:
         for tenant in self._tenants.values():
             yield from tenant.line
 
     def num_by_tenant(self) -> dict[str, int]:
-        return {name: len(tenant.line) for name, tenant in self._tenants.items() if tenant.line}
+        return {tenant.name: len(tenant.line) for tenant in self._turns}
 
     def _tenant(self, name: str) -> _Tenant:
         """The tenant, now the most recently used one; a new one starts at the least counter that waits."""
-        tenant = self._tenants.pop(name, None) or _Tenant(self._floor())
+        tenant = self._tenants.pop(name, None) or _Tenant(name, self._floor())
         self._tenants[name] = tenant
-        if len(self._tenants) > _MAX_IDLE_TENANTS:
+        if len(self._tenants) - len(self._turns) > _MAX_IDLE_TENANTS:
             idle = next((other for other, its in self._tenants.items() if not its.line and other != name), None)
             if idle is not None:
                 del self._tenants[idle]
         return tenant
 
+    def _enter_turns(self, tenant: _Tenant) -> None:
+        if tenant.line:
+            insort(self._turns, tenant, key=lambda entry: entry.turn)
+
+    def _leave_turns(self, tenant: _Tenant) -> None:
+        if tenant.line:
+            index = bisect_left(self._turns, tenant.turn, key=lambda entry: entry.turn)
+            assert self._turns[index] is tenant
+            del self._turns[index]
+
     def _floor(self) -> float:
         """The least counter of the tenants that wait; when nobody does, the last one known."""
-        self._last_floor = min((t.tokens for t in self._tenants.values() if t.line), default=self._last_floor)
+        if self._turns:
+            self._last_floor = self._turns[0].tokens
         return self._last_floor
 
 
@@ -162,13 +189,13 @@ class FlowQueue:
 
     def in_order(self, now: float, bands: Collection[Band] = tuple(Band)) -> Iterator[Waiting]:
         """Whom to try next in `bands`: of each tenant the first request, in the order of the class's algorithm."""
-        for band in sorted(bands, key=lambda band: (not self._is_starved(band, now), band)):
+        for band in sorted(bands, key=lambda band: (not self.is_starved(band, now), band)):
             yield from self._bands[band].heads()
 
     def dispatch(self, waiting: Waiting, now: float) -> bool:
         """Take out the request that is dispatched and charge its tenant; whether its band had been starved."""
         band = waiting.request.band
-        was_starved = self._is_starved(band, now)
+        was_starved = self.is_starved(band, now)
         self.remove(waiting)
         self._bands[band].charge(waiting.request.tenant, waiting.expected_tokens)
         self._served_s[band] = now
@@ -198,5 +225,6 @@ class FlowQueue:
         """How long a band that waits has had no dispatch, seconds."""
         return now - self._served_s[band] if self._bands[band].num_requests else 0.0
 
-    def _is_starved(self, band: Band, now: float) -> bool:
+    def is_starved(self, band: Band, now: float) -> bool:
+        """Whether a band's next dispatch is a promotion."""
         return self.starved_s(band, now) >= self._max_starvation_s

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from replicas.protocol import Band, ReplicaStats
 from router.types import ReplicaView
 
+_MAX_REORDERING_S = 5.0
+"""Reports come over several streams and by poll; none is overtaken by more than this."""
+
 
 @dataclass(slots=True, eq=False)
 class InFlight:
@@ -45,7 +48,7 @@ class LoadTable:
 
     Invariants:
         at most `max_replicas` entries;
-        the stats of an entry never go back in time;
+        the stats of an entry never go back in time, unless the replica's clock does;
         a replica's own counts are the sums over our requests in flight on it.
     """
 
@@ -63,10 +66,11 @@ class LoadTable:
     def record(self, stats: ReplicaStats) -> None:
         """Take in a snapshot, unless a newer one of the same replica is known.
 
-        A table that is full forgets the replica that was heard of longest ago.
+        A snapshot that is much older is new: the replica's clock was set back. A table that is full forgets
+        the replica that was heard of longest ago.
         """
         known = self._entries.get(stats.replica_id)
-        if known is not None and known.stats.taken_unix_s > stats.taken_unix_s:
+        if known is not None and 0 < known.stats.taken_unix_s - stats.taken_unix_s < _MAX_REORDERING_S:
             return
         if known is None and len(self._entries) >= self._max_replicas:
             del self._entries[min(self._entries, key=lambda replica_id: self._entries[replica_id].received_s)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
+PREFIX_INDEX_BLOCKS = 200_000
+
 
 class PrefixIndex:
     """Block hashes, as the engine computes them, and the replicas they were sent to.
@@ -15,7 +17,7 @@ class PrefixIndex:
     Invariant: a replica's blocks are those that it is a holder of, and every block has a holder.
     """
 
-    def __init__(self, max_blocks: int = 200_000) -> None:
+    def __init__(self, max_blocks: int = PREFIX_INDEX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._holders: OrderedDict[bytes, set[str]] = OrderedDict()
         self._blocks: dict[str, set[bytes]] = {}

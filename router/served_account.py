@@ -7,6 +7,7 @@ from collections import defaultdict
 from replicas.protocol import Band, ReplicaStats
 
 _Key = tuple[str, Band]
+_MAX_MISSED_POLLS = 60
 
 
 class ServedAccount:
@@ -17,29 +18,39 @@ class ServedAccount:
     makes every ingress order tenants by the same, true account. A long request is reported before it is charged,
     so a correction may be negative later; the sum is right.
 
-    Forgets a replica's totals when it is gone; bounded by the replicas' own bound on tenants.
+    A replica that misses a poll is settled when it is back. One that stays away is forgotten, with what we charged
+    for it; the replicas' own bound on tenants bounds the rest.
     """
 
     def __init__(self) -> None:
         self._totals: dict[str, dict[_Key, int]] = {}
-        self._own: dict[_Key, int] = defaultdict(int)
+        self._own: dict[str, dict[_Key, int]] = {}
+        self._num_missed: dict[str, int] = {}
 
-    def charged(self, band: Band, tenant: str, tokens: int) -> None:
+    def charged(self, replica_id: str, band: Band, tenant: str, tokens: int) -> None:
         """Note what this ingress charged a tenant for a request that has left a replica."""
-        self._own[tenant, band] += tokens
+        own = self._own.setdefault(replica_id, {})
+        own[tenant, band] = own.get((tenant, band), 0) + tokens
 
     def corrections(self, polled: list[ReplicaStats]) -> dict[_Key, int]:
         """What to charge each tenant and band beyond that, for the time since the last call."""
-        served: dict[_Key, int] = defaultdict(int)
-        totals: dict[str, dict[_Key, int]] = {}
+        corrections: dict[_Key, int] = defaultdict(int)
         for stats in polled:
             known = self._totals.get(stats.replica_id)
-            mine = totals[stats.replica_id] = {(t.tenant, t.band): t.tokens for t in stats.served_tokens}
+            mine = self._totals[stats.replica_id] = {(t.tenant, t.band): t.tokens for t in stats.served_tokens}
+            own = self._own.pop(stats.replica_id, {})
             if known is None:
                 continue  # What it did before we knew it is history.
-            for key, tokens in mine.items():
-                before = known.get(key, 0)
-                served[key] += tokens - before if tokens >= before else tokens
-        own, self._own = self._own, defaultdict(int)
-        self._totals = totals
-        return {key: tokens for key in {*served, *own} if (tokens := served[key] - own[key])}
+            for key in {*mine, *own}:
+                before, after = known.get(key, 0), mine.get(key, 0)
+                corrections[key] += (after - before if after >= before else after) - own.get(key, 0)
+        self._forget_missing({stats.replica_id for stats in polled})
+        return {key: tokens for key, tokens in corrections.items() if tokens}
+
+    def _forget_missing(self, answered: set[str]) -> None:
+        missing = {*self._totals, *self._own} - answered
+        self._num_missed = {replica_id: self._num_missed.get(replica_id, 0) + 1 for replica_id in missing}
+        for replica_id, num_missed in self._num_missed.items():
+            if num_missed > _MAX_MISSED_POLLS:
+                self._totals.pop(replica_id, None)
+                self._own.pop(replica_id, None)

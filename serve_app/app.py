@@ -30,6 +30,7 @@ from router.flow_control import FlowController
 from router.held_work import DESIRED_REPLICAS, HeldWork, HeldWorkBoard, PollAnswer
 from router.load_table import LoadTable
 from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
+from router.prefix_index import PREFIX_INDEX_BLOCKS, PrefixIndex
 from router.serve_router import RankedRouter, ServeReplicaClient, obey_model_replicas
 from router.types import RoutingPolicy
 from serve_app.config import HeadwayConfig
@@ -189,8 +190,9 @@ class Ingress:
 
 def _policy(config: HeadwayConfig) -> RoutingPolicy:
     rng = random.Random()
+    max_blocks = PREFIX_INDEX_BLOCKS if config.enable_prefix_caching else 0
     policies: dict[str, Callable[[], RoutingPolicy]] = {
-        "least_tokens": lambda: LeastTokens(rng),
+        "least_tokens": lambda: LeastTokens(rng, PrefixIndex(max_blocks)),
         "least_requests": lambda: LeastRequests(rng),
         "power_of_two": lambda: PowerOfTwo(rng),
         "round_robin": RoundRobin,

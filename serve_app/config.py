@@ -117,7 +117,7 @@ class HeadwayConfig(BaseModel):
     """Seconds between two polls of every model replica's load by each ingress."""
     api_key_file: str | None = None
     """File of API keys; none: every client is anonymous and unlimited."""
-    max_body_bytes: ByteSize = Field(default=ByteSize(32 * 2**20), gt=0)
+    max_body_bytes: ByteSize = Field(default=ByteSize(8 * 2**20), gt=0)
     """Largest HTTP request body, bytes; beyond it 413."""
     max_prompts: int = Field(default=128, ge=1)
     """Most prompts in one completions request."""
@@ -151,10 +151,10 @@ class HeadwayConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), or running sequences could not all decode in one step"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed max_num_seqs "
+                f"({self.max_num_seqs}), or no prompt could begin while all running sequences decode"
             )
         if not self.fewest_replicas <= self.num_replicas <= self.most_replicas:
             raise ValueError(

@@ -13,7 +13,7 @@ from functools import partial
 
 from replicas.engine.clock import Clock
 from replicas.engine.engine import Engine
-from replicas.errors import EngineDead, InvalidRequest, ServingError
+from replicas.errors import EngineDead, ServingError
 from replicas.protocol import EngineMetrics, FinishReason, GenerateRequest, ReplicaStats, TokenDelta, Usage, merge
 
 _log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._num_streams = 0
+        self._mailboxes: dict[str, Mailbox] = {}  # By stream id.
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._stats = engine.stats()
@@ -107,22 +108,22 @@ class AsyncEngine:
         if self._death is not None:
             yield _refusal(request, self._death)
             return
-        if request.request_id in self._mailboxes:
-            yield _refusal(request, InvalidRequest(f"request id {request.request_id} is in use", "request_id"))
-            return
-        mailbox = self._mailboxes[request.request_id] = Mailbox(self._coalescing, len(request.output_token_ids))
+        # The engine knows the request by a name of our own: a caller may send one again before its abort is done.
+        self._num_streams += 1
+        stream_id = f"{request.request_id}#{self._num_streams}"
+        mailbox = self._mailboxes[stream_id] = Mailbox(self._coalescing, len(request.output_token_ids))
         self._is_idle.clear()
-        self._inbox.put(partial(self._add, request))
+        self._inbox.put(partial(self._add, replace(request, request_id=stream_id)))
         is_finished = False
         try:
             while not is_finished:
                 delta = await mailbox.take()
                 is_finished = delta.finish_reason is not None
-                yield delta
+                yield replace(delta, request_id=request.request_id)
         finally:
             if not is_finished:
-                self._inbox.put(partial(self._engine.abort, request.request_id))
-            del self._mailboxes[request.request_id]
+                self._inbox.put(partial(self._engine.abort, stream_id))
+            del self._mailboxes[stream_id]
             if not self._mailboxes:
                 self._is_idle.set()
 
@@ -173,12 +174,17 @@ class AsyncEngine:
 
     def _take_messages(self) -> bool:
         """Apply everything in the inbox, waiting for a message while there is no work; False to stop."""
+        has_news = False
         while not (self._inbox.empty() and self._engine.has_work):
             if not self._engine.has_work:
+                self._engine.check_invariants()
                 self._stats = self._engine.stats()
             self._inbox.get()()
             if self._is_stopping:
                 return False
+            has_news = True
+        if has_news:
+            self._stats = self._engine.stats()  # Of what begins now, lest a hang in its first step look idle.
         return True
 
     def _add(self, request: GenerateRequest) -> None:

@@ -8,7 +8,8 @@ eviction as in vLLM's automatic prefix caching).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Collection
 
 from replicas.block_hash import extend_hashes
 from replicas.engine.config import EngineConfig
@@ -47,11 +48,15 @@ class BlockManager:
         hashes = self._reusable_hashes(sequence)
         return next((block_hash for block_hash in hashes if block_hash not in self._cached), None)
 
-    def num_blocks_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Free blocks that `allocate` would take so that `num_tokens` tokens have slots."""
-        hits = self._hits(sequence)
-        num_shared = sum(1 for block in hits if self._num_holders[block] > 0)
-        return self._config.blocks_for(num_tokens) - num_shared
+    def shortfall(self, sequence: Sequence, num_tokens: int, without: Collection[Sequence] = ()) -> int:
+        """Blocks that are missing (or, negative, left over) if a waiting sequence is given slots for `num_tokens`.
+
+        As if the sequences in `without` had given back theirs: a block counts once they are its only holders.
+        """
+        held = Counter(block for other in without for block in other.block_table)
+        num_reclaimable = sum(1 for block, count in held.items() if count == self._num_holders[block])
+        num_shared = sum(1 for block in self._hits(sequence) if self._num_holders[block] > held[block])
+        return self._config.blocks_for(num_tokens) - num_shared - len(self._free) - num_reclaimable
 
     def allocate(self, sequence: Sequence) -> None:
         """Give a waiting sequence slots for all its known tokens, reusing cached blocks for its beginning.
@@ -63,7 +68,7 @@ class BlockManager:
         """
         assert not sequence.block_table and sequence.num_computed_tokens == 0
         num_tokens = len(sequence.token_ids)
-        if self.num_blocks_needed(sequence, num_tokens) > len(self._free):
+        if self.shortfall(sequence, num_tokens) > 0:
             raise OutOfBlocks
         for block in self._hits(sequence):
             self._free.pop(block, None)

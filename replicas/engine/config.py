@@ -12,7 +12,8 @@ class KVPressurePolicy(Enum):
     PREEMPT = "preempt"
     """Admit as soon as a prompt fits; when blocks run out, the least urgent sequence is recomputed later."""
     PAUSE_NEW = "pause_new"
-    """Admit only what can run to its `max_tokens` beside the running; nothing is preempted for blocks."""
+    """Admit only what can run to its `max_tokens` beside the running: growth preempts nothing. A more urgent
+    band still takes blocks from a lower one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,9 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     """Tokens computed in one step, at most."""
     max_num_partial_prefills: int = 2
-    """Prompts that may be part-way through their prefill at once; all but one of these places (where
-    there are two or more) may be taken by prompts longer than a step's token budget, so that short
-    prompts always find one."""
+    """Prompts that may share a step's token budget without finishing in it. All but one of these places
+    (where there are two or more) may be taken by prompts longer than the budget, so that short ones always
+    find one; more urgent prompts pause less urgent ones part-way."""
     enable_prefix_caching: bool = True
     """Reuse full computed blocks between sequences that start with the same tokens."""
     kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
@@ -41,7 +42,8 @@ class EngineConfig:
     max_queued_tokens: int = 4_000_000
     """Prompt + `max_tokens` of the waiting sequences at which a request that finds no free slot is refused."""
     max_starvation_s: float = 30.0
-    """A band that has waiting sequences gets one admitted at least this often, seconds."""
+    """A band that waits and for which nothing was computed this long, seconds, has one sequence promoted: it
+    takes the next free slot and keeps it."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence unless it says `ignore_eos`."""
 
@@ -49,10 +51,10 @@ class EngineConfig:
         for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_partial_prefills"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}), or running sequences could not all decode in one step"
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed max_num_seqs "
+                f"({self.max_num_seqs}), or no prompt could begin while all running sequences decode"
             )
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(

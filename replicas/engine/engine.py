@@ -87,6 +87,7 @@ class Engine:
             InvalidRequest: it could never be served here, or its id is in use.
             Overloaded: the waiting queue is at one of its limits.
             NoReplicaAvailable: the engine is draining.
+            SequenceFailed: its text cannot be decoded.
         """
         if self._is_draining:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
@@ -96,13 +97,11 @@ class Engine:
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
         sequence = Sequence(request, arrival_s, deadline_s, self._num_added)
-        detokenizer = Detokenizer(self._decoders(request), request.params.stop)
-        for index, token_id in enumerate(request.output_token_ids):
-            # The reader has this text; what is held back of it is held back again.
-            detokenizer.push(token_id, may_stop_on_text(request.params, index + 1))
+        detokenizer = self._detokenizer(request)
         self._num_added += 1
         self._generations[request.request_id] = _Generation(sequence, detokenizer)
         if deadline_s is not None:
+            self._forget_old_deadlines()
             heapq.heappush(self._deadlines, (deadline_s, sequence.number, request.request_id))
         self._scheduler.add(sequence, now)
 
@@ -122,7 +121,6 @@ class Engine:
         started_s = self._clock.monotonic()
         batch = self._scheduler.schedule(started_s)
         if batch is None:
-            self._blocks.check_invariants([])
             return deltas
         for item in batch.items:
             if item.sequence.first_scheduled_s is None:
@@ -138,7 +136,7 @@ class Engine:
         return deltas
 
     def check_invariants(self) -> None:
-        """Assert the invariants of everything below."""
+        """Assert the invariants of everything below; cheap when nothing runs."""
         self._scheduler.check_invariants()
         assert len(self._generations) == len(self._scheduler.running) + len(self._scheduler.waiting)
 
@@ -175,7 +173,6 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
-        self._stats.num_preemptions = self._scheduler.num_preemptions
         load = self.stats()
         gauges = (
             gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
@@ -190,9 +187,32 @@ class Engine:
                 enable_prefix_caching=str(self._config.enable_prefix_caching),
             ),
         )  # fmt: skip
-        return EngineMetrics(self._identity.replica_id, (*gauges, *self._stats.counters()), self._stats.histograms())
+        return EngineMetrics(
+            self._identity.replica_id,
+            (*gauges, *self._stats.counters(self._scheduler.num_preemptions)),
+            self._stats.histograms(),
+        )
+
+    def _detokenizer(self, request: GenerateRequest) -> Detokenizer:
+        try:
+            detokenizer = Detokenizer(self._decoders(request), request.params.stop)
+            for index, token_id in enumerate(request.output_token_ids):
+                # The reader has this text; what is held back of it is held back again.
+                detokenizer.push(token_id, may_stop_on_text(request.params, index + 1))
+        except Exception as error:  # Whatever a tokenizer raises is this request's own trouble.
+            raise SequenceFailed(f"decoding the output failed: {error}") from error
+        return detokenizer
+
+    def _forget_old_deadlines(self) -> None:
+        """Drop the deadlines of sequences that have ended, once they are the greater part."""
+        if len(self._deadlines) > 2 * len(self._generations) + 64:
+            live = {generation.sequence.number for generation in self._generations.values()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
+            heapq.heapify(self._deadlines)
 
     def _is_saturated(self, batch: ScheduledBatch) -> bool:
+        if any(item.sequence.request.runs_alone for item in batch.items):
+            return False
         return (
             len(self._scheduler.waiting) > 0
             or len(self._scheduler.running) == self._config.max_num_seqs
@@ -227,8 +247,8 @@ class Engine:
         """Raise `Overloaded` with the time in which the queue drains at the present rate."""
         reason = f"max_num_queued_{reason}"
         self._stats.rejected(reason)
-        rate = self._stats.rate.tokens_per_s
-        retry_after_s = self._scheduler.waiting.num_tokens / rate if rate > 0 else 1.0
+        rate = self._stats.saturated_rate.tokens_per_s
+        retry_after_s = self._scheduler.waiting.num_outstanding_tokens / rate if rate > 0 else 1.0
         raise Overloaded(f"the queue would hold {value} {what}; its limit is {limit}", retry_after_s, reason)
 
     def _expire(self) -> list[TokenDelta]:
@@ -290,6 +310,7 @@ class Engine:
         try:
             text, stop = self._read(sequence, result.token_id)
         except Exception as error:  # A tokenizer's decoder failed on this sequence's tokens; the others are fine.
+            del sequence.token_ids[-1]
             return self._fail(sequence, SequenceFailed(f"decoding the output failed: {error}"))
         logprobs = () if result.logprobs is None else (result.logprobs,)
         return self._delta(sequence, (result.token_id,), text, stop, logprobs, prompt_logprobs)

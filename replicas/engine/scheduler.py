@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.block_manager import BlockManager
@@ -34,9 +34,10 @@ class Scheduler:
        at last, so that short ones behind it start at once. A waiting sequence that is more
        urgent by band takes slot and blocks of the least urgent running one.
     4. A sequence that runs alone preempts all others, and none is admitted beside it.
-    5. A band that wants to prefill and got nothing for `max_starvation_s` has its most
-       urgent sequence promoted to the front of all: it takes the next slot that comes free
-       and is not preempted for a slot. Then the band's clock restarts.
+    5. A band that wants to prefill, and for which nothing was computed for `max_starvation_s`,
+       has its most urgent sequence promoted to the front of all: it takes the next slot that
+       comes free (it preempts nobody, and others may pass it by preempting) and is not preempted
+       for a slot. Then the band's clock restarts.
 
     Invariants:
         A sequence is in `waiting` or in `running` or finished; running ones have slots for
@@ -86,6 +87,7 @@ class Scheduler:
         for sequence in self._running:
             if sequence.num_uncomputed_tokens == 1:
                 plan.give(sequence, 1)
+                self._served_s[sequence.band] = now
         for band in Band:
             self._schedule_prefills(plan, band, now)
         return plan.batch()
@@ -151,15 +153,20 @@ class Scheduler:
         deferred: list[Sequence] = []
         for sequence in self._prefill_candidates(plan, band, deferred):
             is_long = plan.is_long(sequence)
-            plan.give(sequence, long_share if is_long else plan.num_tokens_left)
+            self._give(plan, sequence, long_share if is_long else plan.num_tokens_left)
             self._served_s[sequence.band] = now
             if is_long:
                 long_sequences.append(sequence)
         for sequence in long_sequences:
             if sequence.status is SequenceStatus.RUNNING:
-                plan.give(sequence, plan.num_tokens_left)
+                self._give(plan, sequence, plan.num_tokens_left)
         for sequence in deferred:
             self._waiting.add(sequence)
+
+    def _give(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
+        plan.give(sequence, at_most)
+        start = sequence.num_computed_tokens
+        plan.note_completed(self._blocks.hashes_completed(sequence, start, start + plan.given(sequence)))
 
     def _prefill_candidates(self, plan: StepPlan, band: Band, deferred: list[Sequence]) -> Iterator[Sequence]:
         """Running sequences of `band` that can compute now, in order of urgency, admitting waiting ones on the way."""
@@ -176,68 +183,67 @@ class Scheduler:
                     yield sequence
             elif head is None:
                 return
+            elif not self._could_fit(head):
+                has_room = self._may_be_passed(head)
+                if has_room:
+                    self._set_aside(head, deferred)
             elif self._will_hit(plan, head):
-                self._waiting.remove(head)
-                deferred.append(head)
-            elif self._admit(plan, head):
+                self._set_aside(head, deferred)
+                has_room = len(deferred) < self._config.max_num_seqs
+            else:
+                self._admit(plan, head)
                 has_room = not head.request.runs_alone
                 yield head
-            else:
-                has_room = False
 
     def _will_hit(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether this step computes the next block of `sequence`'s beginning for another: then waiting is cheaper."""
         missing = self._blocks.first_missing_hash(sequence)
-        return missing is not None and any(
-            missing in self._blocks.hashes_completed(item.sequence, item.start, item.end)
-            for item in plan.items()
-            if item.num_tokens > 1
-        )
+        return missing is not None and plan.completes(missing)
 
-    def _admit(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Give a waiting sequence a slot and blocks, from less urgent bands if need be; False if there is no room."""
-        if sequence.request.runs_alone:
-            self._preempt_all(plan)
-        if not self._could_fit(sequence):
-            return False
-        while len(self._running) >= self._config.max_num_seqs or not self._fits(sequence):
-            if self._running[-1].effective_band <= sequence.band:
-                return False  # The bands below shared more of their blocks than `_could_fit` can tell.
+    def _may_be_passed(self, sequence: Sequence) -> bool:
+        """Whether those behind a head without room may try: nobody is preempted for a promoted one's slot."""
+        return sequence.is_promoted and len(self._running) >= self._config.max_num_seqs
+
+    def _set_aside(self, sequence: Sequence, deferred: list[Sequence]) -> None:
+        self._waiting.remove(sequence)
+        deferred.append(sequence)
+
+    def _admit(self, plan: StepPlan, sequence: Sequence) -> None:
+        """Give a waiting sequence that could fit a slot and blocks, taking them from less urgent ones if need be."""
+        while not self._fits(sequence, self._running, ()):
             plan.drop(self._running[-1])
             self._preempt_least_urgent()
         self._waiting.remove(sequence)
         self._blocks.allocate(sequence)
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
         insort(self._running, sequence, key=_urgency)
-        return True
 
     def _could_fit(self, sequence: Sequence) -> bool:
-        """Whether `sequence` would have room if it took everything from the bands below its own."""
-        below = [s for s in self._running if s.effective_band > sequence.band]
-        num_others = len(self._running) - len(below)
-        reclaimable = sum(len(s.block_table) for s in below)
-        return num_others < self._config.max_num_seqs and self._fits(sequence, num_others, reclaimable)
+        """Whether `sequence` would have room if it took everything from those it may preempt."""
+        if self._fits(sequence, self._running, ()):
+            return True
+        if sequence.request.runs_alone:
+            return True  # It may preempt all, and a sequence's worst case fits an empty pool.
+        num_others = sum(1 for other in self._running if other.effective_band <= sequence.band)
+        return self._fits(sequence, self._running[:num_others], self._running[num_others:])
 
-    def _fits(self, sequence: Sequence, num_others: int | None = None, reclaimable: int = 0) -> bool:
-        """Whether blocks suffice beside the first `num_others` running sequences (None: all of them)."""
-        others = self._running[:num_others]
+    def _fits(self, sequence: Sequence, others: list[Sequence], without: Collection[Sequence]) -> bool:
+        """Whether slots and blocks suffice beside `others`, as if those in `without` had been preempted."""
         if not others:
             return True  # A sequence's worst case fits an empty pool.
+        if sequence.request.runs_alone or len(others) >= self._config.max_num_seqs:
+            return False
         if self._config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW:
-            needed = self._blocks.num_blocks_needed(sequence, sequence.request.max_total_tokens) + sum(
+            num_tokens = sequence.request.max_total_tokens
+            growth = sum(
                 self._config.blocks_for(other.request.max_total_tokens) - len(other.block_table) for other in others
             )
         else:
             # One block of growth for each: else what is admitted now is preempted a step later.
-            needed = self._blocks.num_blocks_needed(sequence, len(sequence.token_ids)) + len(others)
-        return needed <= self._blocks.num_free_blocks + reclaimable
-
-    def _preempt_all(self, plan: StepPlan) -> None:
-        while self._running:
-            plan.drop(self._running[-1])
-            self._preempt_least_urgent()
+            num_tokens, growth = len(sequence.token_ids), len(others)
+        return self._blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 
     def _preempt_least_urgent(self) -> Sequence:
         sequence = self._running.pop()

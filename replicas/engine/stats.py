@@ -62,17 +62,24 @@ class TokenRate:
     """Tokens a second over recent steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_RATE_WINDOW_STEPS)
+        self._steps: deque[tuple[float, int]] = deque()
+        self._duration_s = 0.0
+        self._num_tokens = 0
 
     def step(self, duration_s: float, num_tokens: int) -> None:
         """Note a step that took `duration_s` for `num_tokens`."""
         self._steps.append((duration_s, num_tokens))
+        self._duration_s += duration_s
+        self._num_tokens += num_tokens
+        if len(self._steps) > _RATE_WINDOW_STEPS:
+            oldest_s, oldest_tokens = self._steps.popleft()
+            self._duration_s -= oldest_s
+            self._num_tokens -= oldest_tokens
 
     @property
     def tokens_per_s(self) -> float:
         """0 before the first step."""
-        duration_s = sum(step[0] for step in self._steps)
-        return sum(step[1] for step in self._steps) / duration_s if duration_s > 0 else 0.0
+        return self._num_tokens / self._duration_s if self._duration_s > 1e-9 else 0.0
 
 
 class TenantAccount:
@@ -84,7 +91,9 @@ class TenantAccount:
     def add(self, tenant: str, band: Band, num_tokens: int) -> None:
         """Count tokens computed for a tenant."""
         key = (tenant, band)
-        self._tokens[key] = self._tokens.pop(key, 0) + num_tokens
+        # In two steps, so that who reads meanwhile, from another thread, never finds the tenant missing.
+        self._tokens[key] = self._tokens.get(key, 0) + num_tokens
+        self._tokens.move_to_end(key)
         if len(self._tokens) > _MAX_ACCOUNTS:
             self._tokens.popitem(last=False)
 
@@ -100,7 +109,6 @@ class EngineStats:
         self.rate = TokenRate()
         self.saturated_rate = TokenRate()
         self.account = TenantAccount()
-        self.num_preemptions = 0
         self._config = config
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[FinishReason] = Counter()
@@ -134,6 +142,8 @@ class EngineStats:
         """A sequence was scheduled for the first time."""
         self._tokens["prompt"] += sequence.num_prompt_tokens
         self._tokens["cached"] += sequence.num_cached_tokens or 0
+        if self._config.enable_prefix_caching and sequence.request.params.prompt_logprobs is None:
+            self._tokens["looked up"] += sequence.num_prompt_tokens
 
     def stepped(self, batch: ScheduledBatch, duration_s: float, is_saturated: bool) -> None:
         """A step ended; `is_saturated` if it had as much work as the engine's limits allow."""
@@ -175,24 +185,25 @@ class EngineStats:
         self._prefill.observe(sequence.first_token_s - sequence.first_scheduled_s)
         self._decode.observe(sequence.last_token_s - sequence.first_token_s)
         self._inference.observe(sequence.last_token_s - sequence.first_scheduled_s)
-        if sequence.num_output_tokens > 1:
-            self._tpot.observe((sequence.last_token_s - sequence.first_token_s) / (sequence.num_output_tokens - 1))
+        num_here = sequence.num_output_tokens - len(sequence.request.output_token_ids)
+        if num_here > 1:
+            self._tpot.observe((sequence.last_token_s - sequence.first_token_s) / (num_here - 1))
 
     def histograms(self) -> tuple[HistogramMetric, ...]:
         """Every distribution so far."""
         return tuple(value.snapshot() for value in vars(self).values() if type(value) is Histogram)
 
-    def counters(self) -> tuple[Metric, ...]:
-        """Every counter so far."""
+    def counters(self, num_preemptions: int) -> tuple[Metric, ...]:
+        """Every counter so far, and the scheduler's."""
         tokens = self._tokens
         computed = tokens["prompt"] - tokens["cached"]
         return (
             _counter("vllm:prompt_tokens", "prompt tokens of scheduled requests", tokens["prompt"]),
             _counter("vllm:prompt_tokens_cached", "prompt tokens found in the prefix cache", tokens["cached"]),
             _counter("vllm:generation_tokens", "output tokens", tokens["generation"]),
-            _counter("vllm:prefix_cache_queries", "prompt tokens looked up in the prefix cache", tokens["prompt"]),
+            _counter("vllm:prefix_cache_queries", "prompt tokens looked up in the prefix cache", tokens["looked up"]),
             _counter("vllm:prefix_cache_hits", "prompt tokens found in the prefix cache", tokens["cached"]),
-            _counter("vllm:num_preemptions", "sequences preempted to be recomputed", self.num_preemptions),
+            _counter("vllm:num_preemptions", "sequences preempted to be recomputed", num_preemptions),
             *(
                 _counter("vllm:prompt_tokens_by_source", "prompt tokens by where they came from", value, source=source)
                 for source, value in (("local_compute", computed), ("local_cache_hit", tokens["cached"]))

@@ -17,6 +17,7 @@ class StepPlan:
         self._config = config
         self._given: dict[Sequence, int] = {}
         self._num_long = 0
+        self._completed_hashes: set[bytes] = set()
         self.num_tokens_left = config.max_num_batched_tokens
 
     def is_long(self, sequence: Sequence) -> bool:
@@ -50,6 +51,18 @@ class StepPlan:
         self.num_tokens_left += given
         if given and self.is_long(sequence):
             self._num_long -= 1
+
+    def completes(self, block_hash: bytes) -> bool:
+        """Whether the step computes the block with this hash, for whomever."""
+        return block_hash in self._completed_hashes
+
+    def note_completed(self, block_hashes: list[bytes]) -> None:
+        """Note blocks that what was given completes. A sequence that is dropped again leaves its own noted."""
+        self._completed_hashes.update(block_hashes)
+
+    def given(self, sequence: Sequence) -> int:
+        """Tokens that `sequence` computes in this step, so far."""
+        return self._given.get(sequence, 0)
 
     def items(self) -> list[ScheduledSequence]:
         """What has been given so far."""

@@ -88,7 +88,8 @@ class OperationsEndpoints:
         return [
             view
             for view in self._dispatcher.load()
-            if view.stats.num_running > 0 and view.age_s + view.stats.stalled_s > self._stall_timeout_s
+            if view.stats.num_running + view.stats.num_waiting > 0
+            and view.age_s + view.stats.stalled_s > self._stall_timeout_s
         ]
 
 

@@ -48,7 +48,7 @@ def output_of(home: Path, *variables: str) -> str:
         (["ARGS=max_num_seqs"], "'max_num_seqs' is not of the form key=value"),
         (
             ["ARGS=max_num_seqs=64 max_num_batched_tokens=32"],
-            "max_num_batched_tokens (32) must be at least max_num_seqs (64)",
+            "max_num_batched_tokens (32) must exceed max_num_seqs (64)",
         ),
         (["MODEL=/no/such/model"], "there is no directory /no/such/model"),
     ],

@@ -13,8 +13,9 @@ import pytest
 from replicas.engine.async_engine import AsyncEngine, Coalescing
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
+from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
-from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded
+from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import FinishReason, GenerateRequest, TokenDelta
 from tests.unit.engine.worlds import IDENTITY, ShadowRunner, config, continuation, decoders, request
 
@@ -70,12 +71,12 @@ async def test_streams_run_together_and_each_is_right() -> None:
 
 async def test_deltas_merge_while_the_reader_lags() -> None:
     async with running() as engine, aclosing(engine.generate(request(max_tokens=50))) as stream:
-        first = await anext(stream)
+        deltas = [await anext(stream)]
         await until_idle(engine)
-        rest = [delta async for delta in stream]
-    assert len(first.token_ids) + sum(len(delta.token_ids) for delta in rest) == 50
+        deltas += [delta async for delta in stream]
+    assert sum(len(delta.token_ids) for delta in deltas) == 50
     # Between the engine's being idle and its last deltas' being delivered we may read once.
-    assert len(rest) <= 2 and rest[-1].finish_reason is FinishReason.LENGTH
+    assert len(deltas) <= 3 and deltas[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several() -> None:
@@ -142,13 +143,69 @@ async def test_refusals_are_the_only_delta_of_their_stream() -> None:
         await asyncio.to_thread(runner.entered.acquire)
         overloaded = asyncio.create_task(collect(engine, request("refused")))
         too_long = asyncio.create_task(collect(engine, request("long", max_tokens=4000)))
-        twin = await collect(engine, request("runs"))
         await asyncio.sleep(0)  # Both tasks have put their requests into the engine's inbox.
         runner.gate.release(2)
-        for deltas, error in ((await overloaded, Overloaded), (await too_long, InvalidRequest), (twin, InvalidRequest)):
+        for deltas, error in ((await overloaded, Overloaded), (await too_long, InvalidRequest)):
             assert len(deltas) == 1 and isinstance(deltas[0].error, error)
             assert deltas[0].finish_reason is FinishReason.ERROR
         assert (await running_stream)[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_request_sent_again_before_its_abort_is_done_gets_its_own_tokens() -> None:
+    runner = GatedRunner(4)
+    async with running(runner=runner) as engine:
+        first = asyncio.create_task(collect(engine, request("x", (1, 2, 3), max_tokens=9)))
+        await asyncio.to_thread(runner.entered.acquire)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(collect(engine, request("x", (4, 5, 6), max_tokens=3)))
+        runner.gate.release(100)
+        deltas = await second
+    assert {delta.request_id for delta in deltas} == {"x"}
+    assert tuple(token for delta in deltas for token in delta.token_ids) == continuation((4, 5, 6), 3)
+
+
+class FailingDecoder:
+    """Fails at its third token."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+
+    def push(self, token_id: int) -> str:
+        self._num_tokens += 1
+        if self._num_tokens == 3:
+            raise OverflowError("no such character")
+        return "x"
+
+
+async def test_sequence_whose_text_cannot_be_decoded_fails_alone_even_if_its_reader_lags() -> None:
+    def fussy(asked: GenerateRequest) -> IncrementalDecoder:
+        if asked.request_id.startswith("never"):
+            raise OverflowError("no decoder")
+        return FailingDecoder() if asked.request_id.startswith("bad") else decoders(asked)
+
+    engine = AsyncEngine(Engine(config(), ShadowRunner(4), fussy, IDENTITY), Coalescing(0.05, 100))
+    engine.start()
+    names = ("bad", "good", "never")
+    streams = await asyncio.gather(*(collect(engine, request(name, max_tokens=8)) for name in names))
+    await engine.stop()
+    bad, good, never = streams
+    assert isinstance(bad[-1].error, SequenceFailed) and sum(len(delta.token_ids) for delta in bad) == 2
+    assert good[-1].finish_reason is FinishReason.LENGTH
+    assert isinstance(never[-1].error, SequenceFailed)
+
+
+async def test_hang_of_the_first_step_after_idleness_shows() -> None:
+    runner = GatedRunner(4)
+    async with running(runner=runner) as engine:
+        stream = asyncio.create_task(collect(engine, request(max_tokens=1)))
+        await asyncio.to_thread(runner.entered.acquire)
+        async with asyncio.timeout(5):
+            while not engine.stats().stalled_s > 0.01:
+                await asyncio.sleep(0.001)
+        assert engine.stats().num_waiting == 1
+        runner.gate.release(10)
+        await stream
 
 
 async def test_death_of_the_engine_answers_every_waiting_request() -> None:

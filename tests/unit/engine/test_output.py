@@ -127,7 +127,7 @@ def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
 
 
 def test_prompt_can_be_scored_without_generating() -> None:
-    world = World(config(max_num_batched_tokens=8))
+    world = World(config(max_num_batched_tokens=9))
     world.add(request(prompt=tuple(range(30)), max_tokens=0, prompt_logprobs=0))
     world.run()
     outcome = world.outcomes["r"]

@@ -23,7 +23,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         block_size=block_size,
         max_model_len=rng.randint(2, num_blocks * block_size),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + rng.randint(0, 8),
+        max_num_batched_tokens=max_num_seqs + rng.randint(1, 8),
         max_num_partial_prefills=rng.randint(1, 3),
         enable_prefix_caching=rng.random() < 0.8,
         kv_pressure_policy=rng.choice(list(KVPressurePolicy)),

@@ -171,6 +171,46 @@ def test_request_that_comes_promoted_is_first_and_keeps_its_slot() -> None:
     assert order == ["running"] * 3 + ["promoted"] * 3 + ["urgent"] * 3
 
 
+def test_promoted_request_without_a_slot_does_not_hold_up_more_urgent_ones() -> None:
+    world = World(config(max_num_seqs=2))
+    world.add(request("urgent0", prompt(4, 1), max_tokens=60, band=Band.INTERACTIVE))
+    world.add(request("usual", prompt(4, 2), max_tokens=60))
+    world.step()
+    world.add(replace(request("promoted", prompt(4, 3), max_tokens=3, band=Band.BATCH), is_promoted=True))
+    world.step()
+    world.add(request("urgent1", prompt(4, 4), max_tokens=3, band=Band.INTERACTIVE))
+    assert world.steps_until_first_token("urgent1") == 1
+    world.run()
+
+
+def test_long_decodes_of_a_band_are_service_to_it_and_promote_nobody() -> None:
+    world = World(config(max_num_seqs=2, max_starvation_s=5.0))
+    for number in range(3):
+        world.add(request(f"batch{number}", prompt(4, number), max_tokens=80, band=Band.BATCH))
+    for _ in range(20):
+        world.clock.now += 1
+        world.step()
+    world.add(request("urgent", prompt(4, 9), max_tokens=2, band=Band.INTERACTIVE))
+    assert world.steps_until_first_token("urgent") == 1
+    assert world.engine._scheduler.num_promotions == 0
+    world.run()
+
+
+def test_blocks_that_lower_bands_share_are_not_counted_twice() -> None:
+    world = World(config(num_blocks=50, max_model_len=160, max_num_seqs=8, max_num_batched_tokens=200))
+    shared = prompt(80)
+    world.add(request("peer", shared, max_tokens=60, band=Band.INTERACTIVE))
+    for number in range(4):
+        world.add(request(f"batch{number}", (*shared, number), max_tokens=60, band=Band.BATCH))
+    for _ in range(3):
+        world.step()
+    world.add(request("big", prompt(130, 7), max_tokens=2, band=Band.INTERACTIVE))
+    for _ in range(10):
+        world.step()
+    assert world.engine._scheduler.num_preemptions == 0, "preempting them all would not have made room"
+    world.run()
+
+
 def test_pause_new_never_preempts_for_blocks_where_preempt_does() -> None:
     num_preemptions = {}
     for policy in KVPressurePolicy:
@@ -257,7 +297,7 @@ def test_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_num_batched_tokens": 7}, "max_num_batched_tokens .7. must be at least max_num_seqs .8."),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens .8. must exceed max_num_seqs .8."),
         ({"max_model_len": 257}, "max_model_len .257. exceeds the KV cache of 64 blocks x 4 = 256 tokens"),
         ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0"),
     ],

@@ -19,7 +19,7 @@ def served(replica_id: str = "a", **tokens: int) -> ReplicaStats:
 def test_what_others_asked_for_is_charged_and_ones_own_is_not_charged_twice() -> None:
     account = ServedAccount()
     account.corrections([served(x=0, y=0)])
-    account.charged(BAND, "x", 100)
+    account.charged("a", BAND, "x", 100)
     assert account.corrections([served(x=100, y=70)]) == {("y", BAND): 70}
     assert account.corrections([served(x=100, y=70)]) == {}
 
@@ -28,7 +28,7 @@ def test_request_reported_before_it_is_charged_comes_out_right() -> None:
     account = ServedAccount()
     account.corrections([served(x=0)])
     corrections = account.corrections([served(x=60)])
-    account.charged(BAND, "x", 100)
+    account.charged("a", BAND, "x", 100)
     later = account.corrections([served(x=100)])
     assert corrections["x", BAND] + later["x", BAND] == 0
 
@@ -36,7 +36,7 @@ def test_request_reported_before_it_is_charged_comes_out_right() -> None:
 def test_prefix_hits_lower_what_was_charged() -> None:
     account = ServedAccount()
     account.corrections([served(x=0)])
-    account.charged(BAND, "x", 100)
+    account.charged("a", BAND, "x", 100)
     assert account.corrections([served(x=30)]) == {("x", BAND): -70}
 
 
@@ -51,3 +51,11 @@ def test_totals_of_several_replicas_add_up() -> None:
     account = ServedAccount()
     account.corrections([served("a", x=0), served("b", x=0)])
     assert account.corrections([served("a", x=10), served("b", x=5)]) == {("x", BAND): 15}
+
+
+def test_replica_that_misses_a_poll_is_settled_when_it_is_back() -> None:
+    account = ServedAccount()
+    account.corrections([served("a", x=0), served("b", x=0)])
+    account.charged("a", BAND, "x", 1000)
+    assert account.corrections([served("b", x=0)]) == {}
+    assert account.corrections([served("a", x=1000), served("b", x=0)]) == {}
