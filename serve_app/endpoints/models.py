@@ -11,7 +11,7 @@ from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import KnownModel
-from serve_app.openai.limits import check_model, check_token_ids
+from serve_app.openai.limits import check_model, check_num_tokens, check_token_ids
 from serve_app.openai.neutral import TOKENIZE_NEUTRAL
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
@@ -59,13 +59,14 @@ class ModelEndpoints:
         body = await self._bodies.read(request, TokenizeBody, TOKENIZE_NEUTRAL)
         check_model(body.model, self._model.name)
         card = await self._model.card()
-        token_ids = await self._token_ids(body)
+        token_ids = await self._token_ids(body, card.max_model_len)
+        token_strs = await self._tokenizer.token_strings(token_ids) if body.return_token_strs else None
         return _json(
             {
                 "count": len(token_ids),
                 "max_model_len": card.max_model_len,
                 "tokens": token_ids,
-                "token_strs": self._tokenizer.token_strings(token_ids) if body.return_token_strs else None,
+                "token_strs": token_strs,
             }
         )
 
@@ -75,20 +76,23 @@ class ModelEndpoints:
         body = await self._bodies.read(request, DetokenizeBody, {})
         check_model(body.model, self._model.name)
         card = await self._model.card()
+        check_num_tokens("tokens", body.tokens, card.max_model_len)
         check_token_ids("tokens", body.tokens, card.vocab_size)
         return _json({"prompt": await self._tokenizer.decode(body.tokens)})
 
-    async def _token_ids(self, body: TokenizeBody) -> tuple[int, ...]:
+    async def _token_ids(self, body: TokenizeBody, max_model_len: int) -> tuple[int, ...]:
+        """May be more than `max_model_len`, but not of a text that could not have so few."""
         if body.messages is not None:
             prompt = await self._tokenizer.encode_chat(
                 body.messages,
+                max_prompt_tokens=max_model_len,
                 add_generation_prompt=body.add_generation_prompt,
                 add_special_tokens=body.add_special_tokens is True,
             )
         else:
             texts = [] if body.prompt is None else [body.prompt]
             (prompt,) = await self._tokenizer.encode_prompts(
-                texts, add_special_tokens=body.add_special_tokens is not False
+                texts, max_prompt_tokens=max_model_len, add_special_tokens=body.add_special_tokens is not False
             )
         return prompt.token_ids
 

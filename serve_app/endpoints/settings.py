@@ -17,7 +17,7 @@ class IngressSettings:
     """What clients call the model."""
     api_key_file: str | None = None
     """Key file as `serve_app.auth.Authenticator` reads it; None: nobody needs a key."""
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: int = 8 * 2**20
     """Largest body, bytes; beyond it 413."""
     max_prompts: int = 128
     """Most prompts of one completions request."""

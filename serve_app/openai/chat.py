@@ -28,6 +28,7 @@ class EncodedPrompt:
 class PromptTokenizer:
     """Turns messages and texts into token ids, in worker threads.
 
+    Only the batch calls of `tokenizers` let go of the GIL, so even one text is a batch.
     No code that comes with a model is ever run but its chat template, in transformers' Jinja sandbox.
     """
 
@@ -93,13 +94,18 @@ class PromptTokenizer:
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of token ids."""
-        return await self._workers.run(
-            lambda: self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        )
 
-    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        def decode() -> str:
+            (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+            return text
+
+        return await self._workers.run(decode)
+
+    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them."""
-        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+        return await self._workers.run(
+            lambda: [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids],
+        )
 
     def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
         if not self._templates.chat_template:
@@ -116,7 +122,8 @@ class PromptTokenizer:
             raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> EncodedPrompt:
-        return EncodedPrompt(tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids), text)
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return EncodedPrompt(tuple(encoding.ids), text)
 
     def _refuse_hopeless(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
         """Refuse without tokenizing what would be too long even if every token were the longest one."""

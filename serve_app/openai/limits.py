@@ -59,12 +59,25 @@ def check_at_most(name: str, value: int, limit: int) -> None:
         raise InvalidRequest(f"`{name}` is {spaced(value)}; it must be at most {spaced(limit)}", name)
 
 
+def check_num_tokens(name: str, token_ids: Sequence[int], max_model_len: int) -> None:
+    """Refuse more ids than the model takes in one sequence.
+
+    Raises:
+        InvalidRequest: naming the field, the limit and the value.
+    """
+    if len(token_ids) > max_model_len:
+        message = f"`{name}` has {spaced(len(token_ids))} tokens; at most {spaced(max_model_len)} are accepted"
+        raise InvalidRequest(message, name, "context_length_exceeded")
+
+
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Refuse ids that are no tokens of the model.
 
     Raises:
         InvalidRequest: naming the field and the first such id.
     """
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return  # without a loop of ours, as this runs in the event loop and there may be millions
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             message = f"`{name}` has the token id {token_id}; the model's are 0 to {vocab_size - 1}"

@@ -3,13 +3,24 @@
 Types are strict: "5" is no number, 5.0 no token count. Null means "not given" everywhere (`parsing`
 drops it), hence fields with a default are not optional here. Bounds that depend on the model or on
 configuration are `validation`'s.
+
+A body may hold millions of items, and the GIL is held while pydantic goes through a list of them. Hence
+long lists are checked in Python, which lets other threads run, and searched only to the first bad item.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.neutral import MESSAGE_NEUTRAL, without_neutral
@@ -73,15 +84,37 @@ def _served_role(role: object) -> object:
     return role
 
 
+def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
+    if not isinstance(value, list):
+        raise PydanticCustomError("list_type", "should be a list of token ids")
+    for index, item in enumerate(value):
+        if type(item) is not int:
+            raise PydanticCustomError("int_type", "should be a token id", {"param": f"{info.field_name}[{index}]"})
+    return value
+
+
+def _no_longer_than(limit: int) -> BeforeValidator:
+    """Looks at the size before anything looks at the items."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > limit:
+            message = "has {num_items} items; at most {limit} are accepted"
+            raise PydanticCustomError("too_long", message, {"num_items": len(value), "limit": limit})
+        return value
+
+    return BeforeValidator(check)
+
+
 StopStrings = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    Field(max_length=16),
+    _no_longer_than(16),
     BeforeValidator(_as_list),
 ]
 LogitBiases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
-    Field(max_length=1024),
+    _no_longer_than(1024),
 ]
+TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids)]
 
 
 class _Body(BaseModel):
@@ -115,7 +148,7 @@ class GenerationBody(_Body):
     seed: int | None = Field(None, ge=MIN_INT64, le=MAX_INT64)
     min_tokens: int = Field(0, ge=0)
     stop: StopStrings = []
-    stop_token_ids: Annotated[list[int], Field(max_length=1024)] = []
+    stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = []
     ignore_eos: bool = False
     logit_bias: LogitBiases = {}
     return_token_ids: bool = False
@@ -125,7 +158,7 @@ class GenerationBody(_Body):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
     """Accepted for the SDKs' sake; nothing is stored."""
 
     @model_validator(mode="after")
@@ -148,10 +181,13 @@ class ChatMessage(_Body):
         return without_neutral(fields, MESSAGE_NEUTRAL) if isinstance(fields, dict) else fields
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -173,7 +209,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
@@ -195,7 +231,7 @@ class TokenizeBody(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     """None: true for a prompt, false for messages, whose template writes them."""
@@ -212,4 +248,4 @@ class DetokenizeBody(_Body):
     """Body of POST /detokenize, as in vLLM."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds

@@ -83,9 +83,10 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest("`prompt` is empty; it must have at least one token", "prompt")
+        if not isinstance(prompt, str) and len(prompt) > card.max_model_len:
+            raise prompt_too_long(len(prompt), card.max_model_len, "prompt")
+    for prompt in prompts:
         if not isinstance(prompt, str):
-            if len(prompt) > card.max_model_len:
-                raise prompt_too_long(len(prompt), card.max_model_len, "prompt")
             check_token_ids("prompt", prompt, card.vocab_size)
 
 

@@ -177,6 +177,26 @@ async def test_limits_hold_for_requests_that_come_together_while_no_replica_is_k
     world.check_idle()
 
 
+async def test_a_reader_that_leaves_with_the_last_delta_teaches_as_much():
+    world = World(FakeReplica("a"))
+    async with aclosing(world.stream(request(max_tokens=3))) as stream:
+        async for delta in stream:
+            if delta.finish_reason is not None:
+                break
+    assert len(world.observer.finishes) == 1
+    world.check_idle()
+
+
+async def test_a_replica_that_falls_silent_does_not_outlast_the_deadline():
+    world = World(FakeReplica("a", step_s=1000.0))
+    wanted = request(max_tokens=5, deadline_unix_s=world.clock.unix() + 2.0)
+    started_s = world.clock.now
+    outcome = await read(world.stream(wanted))
+    assert isinstance(outcome.error, DeadlineExceeded)
+    assert world.clock.now - started_s < 10.0
+    world.check_idle()
+
+
 async def test_a_deadline_on_the_wire_bounds_the_wait():
     world = World(FakeReplica("a", num_slots=1))
     blocking = world.stream(request("first", max_tokens=90))

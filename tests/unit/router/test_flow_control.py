@@ -270,6 +270,18 @@ async def test_a_starved_band_is_served_once_and_heard_of():
     assert flow.observer.promotions == [Band.STANDARD] * 3
 
 
+async def test_a_starved_band_needs_a_slot_and_not_free_blocks():
+    flow = Flow(limits(max_starvation_s=30.0))
+    flow.report(stats(running=(1, 0, 0), free_blocks=2, held=(998, 0, 0)))
+    [big] = await flow.ask_many(1, Band.STANDARD, prompt=tuple(range(1, 65)))
+    assert not big.has_place
+    await asyncio.sleep(30.0)
+    flow.report(stats(running=(1, 0, 0), free_blocks=2, held=(998, 0, 0)))
+    await settle_down()
+    assert big.has_place and big.task.result().is_promoted
+    assert flow.table.views()[0].num_by_band == (2, 0, 0), "nobody may count its slot as free"
+
+
 async def test_a_request_that_comes_back_stands_where_it_stood():
     flow = Flow()
     flow.report(stats(slots=1))
