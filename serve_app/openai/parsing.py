@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -22,12 +23,23 @@ def parse_json(data: bytes) -> dict[str, object]:
         InvalidRequest: it is no JSON (NaN and half surrogates are none), or no object.
     """
     try:
-        value = from_json(data, allow_inf_nan=False)
+        value = _from_json(data)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
     return value
+
+
+def _from_json(data: bytes) -> object:
+    """With the garbage collector off: it would walk the whole heap again and again, while no other thread can run."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return from_json(data, allow_inf_nan=False)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def parse_body(schema: type[BodyT], fields: Mapping[str, object], neutral: NeutralValues) -> BodyT:

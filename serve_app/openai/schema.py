@@ -120,6 +120,15 @@ TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids)]
 class _Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_further_unknown_fields(cls, fields: object) -> object:
+        """Of the fields that will be refused only the first, as pydantic would report each."""
+        if not isinstance(fields, dict):
+            return fields
+        first_unknown = next((name for name in fields if name not in cls.model_fields), None)
+        return {name: value for name, value in fields.items() if name in cls.model_fields or name == first_unknown}
+
 
 class StreamOptions(_Body):
     """What a stream tells beside its tokens."""
