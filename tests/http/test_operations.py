@@ -220,8 +220,25 @@ async def test_tokenize_of_messages_is_what_chat_sends(api: Api) -> None:
     assert shorter["count"] < answer["count"]
 
 
-async def test_tokenize_is_not_bounded_by_the_context(api: Api) -> None:
-    assert (await api.post("/tokenize", {"prompt": "a" * 3000})).json()["count"] > 256
+async def test_tokenize_counts_more_than_the_context_takes(api: Api) -> None:
+    assert (await api.post("/tokenize", {"prompt": "z" * 1000})).json()["count"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "z" * 100_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "z" * 100_000}]}, "messages"),
+        ("/detokenize", {"tokens": [1] * 257}, "tokens"),
+    ],
+)
+async def test_tokenizer_endpoints_refuse_what_no_prompt_can_be(
+    api: Api, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = await api.post(path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "256" in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
 def _serving_replica(cluster) -> str | None:
     """Which replica answers; None while the new ingress knows of none yet, and says so (503)."""
     try:
-        return cluster.complete(model=MODEL_NAME).headers["x-model-replica"]
+        return str(cluster.complete(model=MODEL_NAME).headers["x-model-replica"])
     except httpx.HTTPStatusError as error:
         if error.response.json()["error"]["code"] not in ("model_loading", "no_ready_replica"):
             raise
