@@ -78,8 +78,16 @@ async def test_silent_replica_is_asked_before_it_counts_as_stalled(make_api: Mak
 @pytest.mark.parametrize(("age_s", "num_running"), [(29, 1), (1000, 0)])
 async def test_idle_or_fresh_replica_is_live(make_api: MakeApi, age_s: float, num_running: int) -> None:
     api = make_api(settings={"stall_timeout_s": 30})
-    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, age_s, num_running)]
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [
+        view(api, age_s, num_running, num_waiting_by_band=(0, 0, 0))
+    ]
     assert (await api.http.get("/health/live")).status_code == 200
+
+
+async def test_silent_replica_where_all_wait_is_not_live(make_api: MakeApi) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, age_s=31, num_waiting_by_band=(0, 1, 0))]
+    assert (await api.http.get("/health/live")).json()["error"]["code"] == "engine_stalled"
 
 
 async def test_load_shows_every_replica_and_the_age_of_what_is_known(api: Api) -> None:
