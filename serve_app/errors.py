@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 from replicas.errors import (
     DeadlineExceeded,
-    EngineDead,
     InvalidRequest,
     NoReplicaAvailable,
     Overloaded,
     ReplicaLost,
     RequestAborted,
-    SequenceFailed,
     ServingError,
     UnknownModel,
 )
@@ -54,22 +52,23 @@ class HttpError(Exception):
 class _Meaning:
     status: int
     type: str
-    headers: Headers = ()
 
 
 _MEANINGS: tuple[tuple[type[ServingError], _Meaning], ...] = (
     (InvalidRequest, _Meaning(400, "invalid_request_error")),
     (UnknownModel, _Meaning(404, "not_found_error")),
     (Overloaded, _Meaning(429, "rate_limit_error")),
-    (RequestAborted, _Meaning(499, "invalid_request_error", DO_NOT_RETRY)),
-    (SequenceFailed, _Meaning(500, "server_error")),
-    (EngineDead, _Meaning(500, "server_error")),
+    (RequestAborted, _Meaning(499, "invalid_request_error")),
     (ReplicaLost, _Meaning(502, "server_error")),
     (NoReplicaAvailable, _Meaning(503, "service_unavailable_error")),
-    (DeadlineExceeded, _Meaning(504, "timeout_error", DO_NOT_RETRY)),
+    (DeadlineExceeded, _Meaning(504, "timeout_error")),
     (ServingError, _Meaning(500, "server_error")),
 )
-"""The first entry whose class an error is an instance of says what it means."""
+"""The first entry whose class an error is an instance of says what it means.
+
+What is wrong on our side without a word of its own here is the last: a dead engine, a failed sequence, a request
+that replicas die of.
+"""
 
 
 def reply_to(error: BaseException, request_id: str) -> ErrorReply:
@@ -87,7 +86,7 @@ def reply_to(error: BaseException, request_id: str) -> ErrorReply:
         meaning.type,
         serving_error.code,
         _param_of(serving_error),
-        meaning.headers + _retry_after(serving_error),
+        _retry_headers(serving_error, meaning.status),
     )
 
 
@@ -114,7 +113,10 @@ def _param_of(error: ServingError) -> str | None:
     return "model" if isinstance(error, UnknownModel) else None
 
 
-def _retry_after(error: ServingError) -> Headers:
+def _retry_headers(error: ServingError, status: int) -> Headers:
+    """When to try again, or not to where the SDKs would; the error itself knows whether that may help."""
+    if not error.retryable:
+        return DO_NOT_RETRY if status >= 500 else ()
     if not isinstance(error, Overloaded | NoReplicaAvailable):
         return ()
     return (

@@ -18,6 +18,7 @@ from replicas.errors import (
     Overloaded,
     ReplicaLost,
     RequestAborted,
+    RequestQuarantined,
     SequenceFailed,
     ServingError,
 )
@@ -54,8 +55,15 @@ CASES = [
         {"retry-after": "3", "retry-after-ms": "2300"},
     ),
     (Overloaded("full", retry_after_s=500), 429, "rate_limit_error", "server_overloaded", {"retry-after": "60"}),
-    (RequestAborted("cancelled"), 499, "invalid_request_error", "request_aborted", {"x-should-retry": "false"}),
-    (SequenceFailed("nan"), 500, "server_error", "internal_error", {}),
+    (RequestAborted("cancelled"), 499, "invalid_request_error", "request_aborted", {}),
+    (SequenceFailed("nan"), 500, "server_error", "internal_error", {"x-should-retry": "false"}),
+    (
+        RequestQuarantined("3 replicas died"),
+        500,
+        "server_error",
+        "request_quarantined",
+        {"x-should-retry": "false"},
+    ),
     (EngineDead("dead"), 500, "server_error", "engine_dead", {}),
     (ReplicaLost("lost"), 502, "server_error", "replica_lost", {}),
     (
@@ -90,6 +98,14 @@ async def test_early_failure_has_its_own_status(
     assert headers.items() <= dict(response.headers).items()
     assert ("retry-after" in response.headers) == ("retry-after" in headers)
     assert ("x-should-retry" in response.headers) == ("x-should-retry" in headers)
+
+
+async def test_stock_client_does_not_send_a_quarantined_request_again(make_api: MakeApi) -> None:
+    api = make_api(fail_at=0, error=RequestQuarantined("3 replicas died"))
+    with pytest.raises(openai.InternalServerError) as caught:
+        await api.openai.with_options(max_retries=3).completions.create(model=MODEL, prompt="hi")
+    assert caught.value.code == "request_quarantined"
+    assert len(api.replica.started) == 1
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
