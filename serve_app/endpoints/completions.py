@@ -19,6 +19,9 @@ from serve_app.openai.service import CompletionService, Generation
 from serve_app.openai.urgency import hints_from
 from serve_app.openai.validation import Caller
 
+_MIN_WAIT_S = 0.5
+"""Shortest wait that a client's read time-out makes of a stream's, seconds: a stream of comments is work too."""
+
 
 class CompletionEndpoints:
     """Chat and text completions, streamed or whole; when the client leaves, its sequences are aborted."""
@@ -68,9 +71,9 @@ class CompletionEndpoints:
         exchange.generation = generation
         if generation.body.stream:
             # Half the client's patience, so that something has arrived before it runs out.
-            patience_s = caller.hints.patience_s or float("inf")
-            header_wait_s = min(self._settings.max_header_wait_s, patience_s / 2)
-            keep_alive_s = min(self._settings.keep_alive_s, patience_s / 2)
+            wait_s = max(_MIN_WAIT_S, (caller.hints.patience_s or float("inf")) / 2)
+            header_wait_s = min(self._settings.max_header_wait_s, wait_s)
+            keep_alive_s = min(self._settings.keep_alive_s, wait_s)
             return EventStream(self._service, generation, exchange, header_wait_s, keep_alive_s)
         reply = await while_connected(request.receive, self._service.answer(generation))
         replica_id = generation.progress.replica_id

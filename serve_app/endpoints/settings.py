@@ -31,10 +31,10 @@ class IngressSettings:
     """Threads that parse large bodies, render chat templates and tokenize; what does not fit waits its turn."""
     max_header_wait_s: float = 5.0
     """Longest that a stream's status waits for its first delta, seconds, so that early failures have one of their own.
-    A client with a shorter read time-out is let wait half of that."""
+    A client with a shorter read time-out is let wait half of that, but at least half a second."""
     keep_alive_s: float = 10.0
     """Longest silence on a stream, seconds, before a comment is sent.
-    A client with a shorter read time-out gets one after half of that."""
+    A client with a shorter read time-out gets one after half of that, but at most two in a second."""
     stall_timeout_s: float = 60.0
     """A replica with running sequences that has not been heard of for this long, seconds, is not live."""
     server_sets_request_id: bool = False

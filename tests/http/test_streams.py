@@ -53,12 +53,20 @@ async def test_impatient_client_gets_headers_and_comments_while_it_waits(make_ap
 
 
 async def test_stock_client_outlasts_its_own_read_time_out(make_api: MakeApi) -> None:
-    api = make_api(ttft_s=0.5)
+    api = make_api(ttft_s=1.5)
     async with serving(api.app) as url:
-        client = openai.AsyncOpenAI(api_key="x", base_url=f"{url}/v1", timeout=0.2, max_retries=0)
+        client = openai.AsyncOpenAI(api_key="x", base_url=f"{url}/v1", timeout=1.1, max_retries=0)
         stream = await client.completions.create(model=MODEL, prompt="hi", stream=True)
         texts = [chunk.choices[0].text async for chunk in stream]
     assert "".join(texts) == "".join(token.text for token in api.replica.script[:16])
+
+
+@pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])
+async def test_client_without_patience_gets_no_flood_of_comments(make_api: MakeApi, header: str) -> None:
+    api = make_api(ttft_s=1.2)
+    response = await api.http.post("/v1/completions", json=body(), headers={header: "0.000001"})
+    assert response.text.count(": keep-alive") == 2
+    assert events(response.text)[-1] == "[DONE]"
 
 
 async def test_silence_amid_a_stream_is_filled(make_api: MakeApi) -> None:
