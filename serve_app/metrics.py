@@ -14,6 +14,8 @@ from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
+_METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
+
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -45,7 +47,11 @@ class HttpMetrics:
     def observe(
         self, *, handler: str, method: str, status: int, duration_s: float, request_bytes: int, response_bytes: int
     ) -> None:
-        """Count one answered request. `handler` is the route, so that there are few of them."""
+        """Count one answered request.
+
+        Clients must not be able to make series: `handler` is the route, and methods that HTTP does not have are one.
+        """
+        method = method if method in _METHODS else "other"
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
         self._duration.labels(handler, method).observe(duration_s)
         self._request_size.labels(handler).observe(request_bytes)

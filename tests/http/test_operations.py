@@ -180,6 +180,17 @@ async def test_metrics_count_http_by_route(api: Api) -> None:
     assert samples["http_response_size_bytes_sum", frozenset({("handler", "/v1/completions")})] > 1000
 
 
+async def test_made_up_methods_are_one_series(api: Api) -> None:
+    for number in range(5):
+        await api.http.request(f"METHOD{number}", "/v1/models")
+        await api.http.request(f"METHOD{number}", "/nowhere")
+    samples = await samples_of(api)
+    methods = {value for _, labels in samples for name, value in labels if name == "method"}
+    assert methods == {"other"}
+    labels = {"handler": "none", "method": "other", "status": "4xx"}
+    assert samples["http_requests_total", frozenset(labels.items())] == 5
+
+
 async def test_metrics_of_this_ingress_survive_without_replicas(make_api: MakeApi) -> None:
     api = make_api(dispatcher={"error": NoReplicaAvailable("none")})
     await api.http.get("/health")
