@@ -158,7 +158,7 @@ def _tenant(body: GenerationBody, principal: Principal) -> str:
 
     A key's owner cannot multiply its share by naming users.
     """
-    if principal != ANONYMOUS:
+    if principal is not ANONYMOUS:  # a key's owner may bear that name, too
         return principal.tenant
     return body.user or body.safety_identifier or principal.tenant
 

@@ -71,6 +71,15 @@ async def test_key_cannot_promote_itself(make_api: MakeApi, tmp_path: Path) -> N
     assert (last(api).band, last(api).tenant) == (Band.BATCH, "bulk")
 
 
+async def test_owner_of_a_key_is_not_anonymous_whatever_its_name(make_api: MakeApi, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"{key_digest('k')}: {{tenant: anonymous, ceiling: interactive}}\n")
+    api = make_api(settings={"api_key_file": str(keys)})
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 1, "user": "someone"}
+    await api.post("/v1/completions", body, authorization="Bearer k")
+    assert last(api).tenant == "anonymous"
+
+
 @pytest.mark.parametrize(
     ("fields", "tenant"),
     [
