@@ -52,9 +52,8 @@ def parse_body(schema: type[BodyT], fields: Mapping[str, object], neutral: Neutr
     refused = [name for name in served if name not in schema.model_fields]
     if refused:
         raise _refusal(refused, neutral)
-    given = {name: value for name, value in served.items() if value is not None}
     try:
-        return schema.model_validate(given)
+        return schema.model_validate(served)
     except ValidationError as error:
         raise invalid_request(error.errors(include_url=False)) from None
 

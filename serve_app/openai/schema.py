@@ -1,7 +1,7 @@
 """The bodies of requests, as OpenAI and vLLM define them: names, types and fixed bounds.
 
-Types are strict: "5" is no number, 5.0 no token count. Null means "not given" everywhere (`parsing`
-drops it), hence fields with a default are not optional here. Bounds that depend on the model or on
+Types are strict: "5" is no number, 5.0 no token count. Null means "not given" in every object (it is
+dropped), hence fields with a default are not optional here. Bounds that depend on the model or on
 configuration are `validation`'s.
 
 A body may hold millions of items, and the GIL is held while pydantic goes through a list of them. Hence
@@ -54,7 +54,8 @@ def _joined_text(content: object) -> object:
             raise PydanticCustomError(
                 UNSUPPORTED, "only text parts are supported; got a part of type {kind}", {"kind": repr(kind)}
             )
-        if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        given = {name for name, value in part.items() if value is not None}
+        if given != {"type", "text"} or not isinstance(part["text"], str):
             raise PydanticCustomError("text_part", "a text part is an object with `type` and a string `text`")
         texts.append(part["text"])
     return "\n".join(texts)
@@ -122,12 +123,16 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_further_unknown_fields(cls, fields: object) -> object:
-        """Of the fields that will be refused only the first, as pydantic would report each."""
+    def _given(cls, fields: object) -> object:
+        """The fields that are not null; of the unknown ones, null or not, the first, as pydantic would report each."""
         if not isinstance(fields, dict):
             return fields
         first_unknown = next((name for name in fields if name not in cls.model_fields), None)
-        return {name: value for name, value in fields.items() if name in cls.model_fields or name == first_unknown}
+        return {
+            name: value
+            for name, value in fields.items()
+            if (value is not None and name in cls.model_fields) or name == first_unknown
+        }
 
 
 class StreamOptions(_Body):

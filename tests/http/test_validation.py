@@ -168,6 +168,7 @@ async def test_all_unsupported_fields_are_named_at_once(api: Api) -> None:
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
         [{"role": "tool", "content": "42", "tool_call_id": "x"}],
         [{"role": "user", "content": "hi", "tool_calls": [{"id": "x"}]}],
+        [{"role": "user", "content": "hi", "refusal": None, "audio": None, "tool_calls": [{"id": "x"}]}],
     ],
 )
 async def test_unsupported_message_is_refused(api: Api, messages: list[Any]) -> None:
@@ -199,6 +200,35 @@ async def test_fields_that_ask_for_nothing_are_accepted(api: Api) -> None:
     )
     assert response.status_code == 200
     assert (await api.complete(suffix=None, best_of=None)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True, "stream_options": {"include_usage": None}},
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": None}},
+        {"messages": [{"role": "user", "content": "hi", "name": None, "refusal": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]}]},
+    ],
+)
+async def test_null_is_not_given_at_every_depth(api: Api, fields: dict[str, Any]) -> None:
+    assert (await api.chat(max_tokens=1, **fields)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing_required_parameter"),
+        ({"messages": [{"role": "user", "content": "hi", "nonsense": None}]}, "messages[0].nonsense", None),
+        ({"stream": True, "stream_options": {"nonsense": None}}, "stream_options.nonsense", None),
+    ],
+)
+async def test_null_makes_no_field_optional_or_known(
+    api: Api, fields: dict[str, Any], param: str, code: str | None
+) -> None:
+    response = await api.chat(**fields)
+    assert response.status_code == 400
+    assert (error_of(response)["param"], error_of(response)["code"]) == (param, code or "unsupported_parameter")
 
 
 async def test_prompt_too_long_names_limit_and_value(api: Api) -> None:
