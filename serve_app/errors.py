@@ -17,6 +17,8 @@ from replicas.errors import (
     UnknownModel,
 )
 
+_MAX_SHOWN_CHARS = 50
+
 Headers = tuple[tuple[str, str], ...]
 
 DO_NOT_RETRY: Headers = (("x-should-retry", "false"),)
@@ -125,24 +127,30 @@ def _retry_headers(error: ServingError, status: int) -> Headers:
     )
 
 
+def shortened(value: object) -> str:
+    """What a client sent, as a message repeats it: its beginning, where it is long."""
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
+
+
 def route_not_found(method: str, path: str) -> HttpError:
     """404; of OpenAI's API says that the endpoint is not supported, of other paths that nothing is there."""
     if path.startswith("/v1/"):
-        message = f"{method} {path} is not supported by this server"
+        message = f"{shortened(method)} {shortened(path)} is not supported by this server"
         return HttpError(ErrorReply(404, message, "not_found_error", "unsupported_endpoint"))
-    return HttpError(ErrorReply(404, f"there is nothing at {path}", "not_found_error", "not_found"))
+    return HttpError(ErrorReply(404, f"there is nothing at {shortened(path)}", "not_found_error", "not_found"))
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     """405; `allowed` is the value of the Allow header."""
-    message = f"{path} does not take {method}; it takes {allowed}"
+    message = f"{shortened(path)} does not take {shortened(method)}; it takes {allowed}"
     headers = (("allow", allowed),)
     return HttpError(ErrorReply(405, message, "invalid_request_error", "method_not_allowed", headers=headers))
 
 
 def unsupported_media_type(content_type: str | None) -> HttpError:
     """415; the only type is JSON."""
-    given = f"is `{content_type}`" if content_type else "is missing"
+    given = f"is `{shortened(content_type)}`" if content_type else "is missing"
     message = f"the content type {given}; the body must be application/json"
     return HttpError(ErrorReply(415, message, "invalid_request_error", "unsupported_media_type"))
 

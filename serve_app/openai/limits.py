@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas.errors import InvalidRequest, UnknownModel
+from serve_app.errors import shortened
 from serve_app.openai.chat import spaced
 from serve_app.openai.schema import GenerationBody
 
@@ -28,7 +29,7 @@ def check_model(model: str | None, served_model_name: str) -> None:
         UnknownModel: it is another.
     """
     if model is not None and model != served_model_name:
-        raise UnknownModel(f"model `{model}` is not served here; `{served_model_name}` is")
+        raise UnknownModel(f"model `{shortened(model)}` is not served here; `{served_model_name}` is")
 
 
 def check_counts(body: GenerationBody, num_prompts: int, limits: RequestLimits) -> None:
@@ -80,5 +81,5 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         return  # without a loop of ours, as this runs in the event loop and there may be millions
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            message = f"`{name}` has the token id {token_id}; the model's are 0 to {vocab_size - 1}"
+            message = f"`{name}` has the token id {shortened(token_id)}; the model's are 0 to {vocab_size - 1}"
             raise InvalidRequest(message, name)

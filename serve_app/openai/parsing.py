@@ -10,10 +10,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from replicas.errors import InvalidRequest
+from serve_app.errors import shortened
 from serve_app.openai.neutral import NeutralValues, without_neutral
-from serve_app.openai.schema import UNSUPPORTED
+from serve_app.openai.schema import CONFLICT, UNSUPPORTED
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
+
+_MAX_NAMES = 10
+"""Most fields that one refusal names."""
 
 
 def parse_json(data: bytes) -> dict[str, object]:
@@ -74,21 +78,24 @@ def invalid_request(errors: Sequence[ErrorDetails]) -> InvalidRequest:
 
 def _refusal(names: list[str], neutral: NeutralValues) -> InvalidRequest:
     known = [name for name in names if name in neutral]
-    listed = ", ".join(f"`{name}`" for name in names)
+    listed = ", ".join(f"`{shortened(name)}`" for name in names[:_MAX_NAMES])
+    if len(names) > _MAX_NAMES:
+        listed += f" and {len(names) - _MAX_NAMES} more"
+    param = shortened(names[0])
     if known and len(known) == len(names):
-        return InvalidRequest(f"not supported: {listed}", names[0], "unsupported_parameter")
-    return InvalidRequest(f"unknown or not supported: {listed}", names[0], "unsupported_parameter")
+        return InvalidRequest(f"not supported: {listed}", param, "unsupported_parameter")
+    return InvalidRequest(f"unknown or not supported: {listed}", param, "unsupported_parameter")
 
 
 def _path(location: Sequence[int | str]) -> str:
     """A field's place in OpenAI's notation: messages[0].content."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" for part in location)
     return path.removeprefix(".")
 
 
 def _shown(error: ErrorDetails) -> str:
-    """The value that was refused, where it is short and plain."""
+    """The value that was refused, where it is plain."""
     value = error["input"]
-    if isinstance(value, bool | int | float) or (isinstance(value, str) and len(value) <= 60):
-        return f"; got {value!r}" if error["type"] not in ("conflict",) else ""
+    if isinstance(value, bool | int | float | str) and error["type"] != CONFLICT:
+        return f"; got {shortened(repr(value))}"
     return ""

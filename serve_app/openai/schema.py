@@ -23,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from serve_app.errors import shortened
 from serve_app.openai.neutral import MESSAGE_NEUTRAL, without_neutral
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
@@ -52,7 +53,7 @@ def _joined_text(content: object) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise PydanticCustomError(
-                UNSUPPORTED, "only text parts are supported; got a part of type {kind}", {"kind": repr(kind)}
+                UNSUPPORTED, "only text parts are supported; got a part of type {kind}", {"kind": shortened(repr(kind))}
             )
         given = {name for name, value in part.items() if value is not None}
         if given != {"type", "text"} or not isinstance(part["text"], str):
@@ -150,17 +151,17 @@ class GenerationBody(_Body):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=MAX_INT64)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=MAX_INT64)
     """0 and -1 are off, as in vLLM."""
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     seed: int | None = Field(None, ge=MIN_INT64, le=MAX_INT64)
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, le=MAX_INT64)
     stop: StopStrings = []
     stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = []
     ignore_eos: bool = False
@@ -202,10 +203,10 @@ class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
@@ -224,8 +225,8 @@ class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
-    max_tokens: int | None = Field(None, ge=0)
-    logprobs: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
+    logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
     echo: bool = False
     best_of: int | None = None
 

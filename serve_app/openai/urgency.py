@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from replicas.errors import InvalidRequest
 from replicas.protocol import Band
 from serve_app.auth import Principal
+from serve_app.errors import shortened
 from serve_app.openai.schema import GenerationBody
 
 SDK_DEFAULT_TIMEOUT_S = 600.0
@@ -47,7 +48,7 @@ def hints_from(headers: Mapping[str, str]) -> ClientHints:
     band_name = headers.get("x-headway-priority")
     if band_name is not None and band_name.lower() not in _BAND_OF_NAME:
         raise InvalidRequest(
-            f"header `x-headway-priority` is `{band_name}`; it must be one of {', '.join(_BAND_OF_NAME)}",
+            f"header `x-headway-priority` is `{shortened(band_name)}`; it must be one of {', '.join(_BAND_OF_NAME)}",
             "x-headway-priority",
         )
     timeout_ms = _positive(headers, "request-timeout-ms")
@@ -98,5 +99,5 @@ def _positive(headers: Mapping[str, str], name: str) -> float | None:
     except ValueError:
         value = -1.0
     if not value >= 0:
-        raise InvalidRequest(f"header `{name}` is `{text}`; it must be a number, 0 or more", name)
+        raise InvalidRequest(f"header `{name}` is `{shortened(text)}`; it must be a number, 0 or more", name)
     return value if 0 < value < float("inf") else None

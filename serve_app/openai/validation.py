@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replicas.errors import InvalidRequest
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
 from serve_app.auth import ANONYMOUS, Principal
+from serve_app.errors import shortened
 from serve_app.openai.chat import EncodedPrompt, prompt_too_long, spaced
 from serve_app.openai.limits import check_token_ids
 from serve_app.openai.schema import MIN_INT64, ChatBody, CompletionBody, GenerationBody, Prompt
@@ -16,6 +18,8 @@ from serve_app.openai.urgency import ClientHints, band_of, deadline_of
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
+
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +120,8 @@ def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> 
 def _logit_bias(body: GenerationBody, card: ModelCard) -> tuple[LogitBias, ...]:
     biases = []
     for key, bias in body.logit_bias.items():
-        if not (key.isascii() and key.isdigit()):
-            raise InvalidRequest(f"`logit_bias` has the key `{key}`; keys are token ids", "logit_bias")
+        if not _TOKEN_ID.fullmatch(key):
+            raise InvalidRequest(f"`logit_bias` has the key `{shortened(key)}`; keys are token ids", "logit_bias")
         check_token_ids("logit_bias", [int(key)], card.vocab_size)
         biases.append(LogitBias(int(key), bias))
     return tuple(biases)
