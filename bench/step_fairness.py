@@ -9,6 +9,7 @@ choose the chunk (`max_num_batched_tokens`) so that it grows by no more than hal
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -24,12 +25,12 @@ from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 NUM_DECODING = 8
 DECODE_PROMPT_TOKENS = 64
 UNDISTURBED_STEPS = 150
-BUDGETS = (512, 256, 128, 64, 48, 32, 24, 16, 12)
 
 
 @dataclass(frozen=True)
 class Fairness:
-    """Milliseconds, over all rounds at one token budget."""
+    """Milliseconds at one token budget: of each round's percentile the median, so that one stall of the machine in
+    one round decides nothing."""
 
     max_num_batched_tokens: int
     undisturbed_p50_ms: float
@@ -60,8 +61,8 @@ class Fairness:
 class Bench:
     """Engines over one loaded model, one for each budget and round."""
 
-    def __init__(self, model: str, dtype: str, num_threads: int) -> None:
-        self._loaded: LoadedModel = load_model(ModelOptions(model, dtype, "auto", None, num_threads))
+    def __init__(self, model: str, dtype: str, num_threads: int, max_model_len: int) -> None:
+        self._loaded: LoadedModel = load_model(ModelOptions(model, dtype, "auto", max_model_len, num_threads))
         self._runner: TorchModelRunner = build_runner(self._loaded, RunnerOptions())
         self.long_prompt_tokens = self._loaded.max_model_len - 16
         self._num_requests = 0
@@ -98,8 +99,8 @@ class Bench:
         engine = self.engine(budget)
         for _ in range(NUM_DECODING):
             engine.add(self.request(DECODE_PROMPT_TOKENS, self._loaded.max_model_len - DECODE_PROMPT_TOKENS))
-        while engine.stats().num_waiting or _num_tokens(engine) < NUM_DECODING:
-            pass
+        while _num_tokens(engine) < NUM_DECODING:
+            assert engine.has_work, "the sequences ended before all of them decoded together"
         undisturbed = [_timed_step(engine)[0] for _ in range(UNDISTURBED_STEPS)]
         long = self.request(self.long_prompt_tokens, 1)
         engine.add(long)
@@ -132,30 +133,32 @@ def _step_until_done(engine: Engine) -> list[float]:
 
 def measure(bench: Bench, budget: int, rounds: int) -> Fairness:
     """All rounds at one budget; alone and beside alternate, so that noise hits both."""
-    undisturbed: list[float] = []
-    disturbed: list[float] = []
-    chunks: list[float] = []
+    undisturbed: list[list[float]] = []
+    disturbed: list[list[float]] = []
+    chunks: list[list[float]] = []
     alone_s: list[float] = []
-    beside_s: list[float] = []
     for _ in range(rounds):
         alone = bench.prefill_alone(budget)
         calm, busy = bench.beside_decodes(budget)
-        chunks += alone[:-1] or alone
+        chunks.append(alone)
         alone_s.append(sum(alone))
-        beside_s.append(sum(busy))
-        undisturbed += calm
-        disturbed += busy
+        undisturbed.append(calm)
+        disturbed.append(busy)
     return Fairness(
         max_num_batched_tokens=budget,
-        undisturbed_p50_ms=percentile(undisturbed, 50) * 1e3,
-        undisturbed_p99_ms=percentile(undisturbed, 99) * 1e3,
-        disturbed_p50_ms=percentile(disturbed, 50) * 1e3,
-        disturbed_p99_ms=percentile(disturbed, 99) * 1e3,
-        chunk_p50_ms=percentile(chunks, 50) * 1e3,
-        chunk_p99_ms=percentile(chunks, 99) * 1e3,
+        undisturbed_p50_ms=_median_percentile_ms(undisturbed, 50),
+        undisturbed_p99_ms=_median_percentile_ms(undisturbed, 99),
+        disturbed_p50_ms=_median_percentile_ms(disturbed, 50),
+        disturbed_p99_ms=_median_percentile_ms(disturbed, 99),
+        chunk_p50_ms=_median_percentile_ms(chunks, 50),
+        chunk_p99_ms=_median_percentile_ms(chunks, 99),
         prefill_alone_ms=percentile(alone_s, 50) * 1e3,
-        prefill_beside_decodes_ms=percentile(beside_s, 50) * 1e3,
+        prefill_beside_decodes_ms=percentile([sum(busy) for busy in disturbed], 50) * 1e3,
     )
+
+
+def _median_percentile_ms(rounds: list[list[float]], percent: float) -> float:
+    return percentile([percentile(seconds, percent) for seconds in rounds], 50) * 1e3
 
 
 def main() -> None:
@@ -163,15 +166,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="replicas/demo", help="directory or hub id")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--budgets", default="512,256,128,64,32,16,12", help="values of max_num_batched_tokens")
+    parser.add_argument("--name", default="step_fairness", help="of the result file")
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    bench = Bench(arguments.model, arguments.dtype, arguments.threads)
-    bench.prefill_alone(BUDGETS[0])
+    bench = Bench(arguments.model, arguments.dtype, arguments.threads, arguments.max_model_len)
+    budgets = [int(budget) for budget in arguments.budgets.split(",")]
+    bench.prefill_alone(budgets[0])
     print(f"{NUM_DECODING} decodes, a prompt of {bench.long_prompt_tokens} tokens; ms, {arguments.rounds} rounds")
     print("budget  calm p50/p99   beside p50/p99  ratio  chunk p50/p99  kept  prefill alone/beside  slowdown")
     results = []
-    for budget in BUDGETS:
+    for budget in budgets:
         result = measure(bench, budget, arguments.rounds)
         results.append(result)
         print(
@@ -187,8 +194,8 @@ def main() -> None:
         {**asdict(r), "ratio": r.ratio, "keeps_promise": r.keeps_promise, "prefill_slowdown": r.prefill_slowdown}
         for r in results
     ]
-    command = f"python -m bench.step_fairness --model {arguments.model} --dtype {arguments.dtype}"
-    print(write("step_fairness", command, {"rounds": arguments.rounds, "budgets": figures}))
+    command = "python -m bench.step_fairness " + " ".join(sys.argv[1:])
+    print(write(arguments.name, command, {"rounds": arguments.rounds, "budgets": figures}))
 
 
 if __name__ == "__main__":
