@@ -120,8 +120,8 @@ def test_replicas_follow_the_work_and_no_request_fails(autoscaled):
 def test_the_last_replica_goes_and_the_next_request_waits_for_a_new_one(autoscaled):
     app = autoscaled
     wait_for_replicas(app, 0)
-    assert (
-        wait_for(lambda: desired(app) == 0 and app.get("/load")["autoscaling"], "none is wanted")["num_replicas"] == 0
+    wait_for(
+        lambda: desired(app) == 0 and app.get("/load")["autoscaling"]["num_replicas"] == 0, "none is wanted, none known"
     )
     assert httpx.get(f"{app.url}/health/ready").status_code == 200
     assert app.replicas() == [], "to ask whether it is ready wakes nobody"
