@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 
 from bench.record import percentile, write
 from replicas.engine.config import EngineConfig
+from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
 from replicas.model.build import RunnerOptions, build_runner
 from replicas.model.loader import LoadedModel, ModelOptions, load_model
@@ -76,9 +77,7 @@ class Bench:
             max_num_batched_tokens=budget,
             enable_prefix_caching=False,
         )
-        tokenizer = self._loaded.tokenizer
-        decoders = lambda request: make_decoder(tokenizer, request.prompt_token_ids)  # noqa: E731
-        return Engine(config, self._runner, decoders, ReplicaIdentity("bench", "bench", 0))
+        return Engine(config, self._runner, self._decoder, ReplicaIdentity("bench", "bench", 0))
 
     def request(self, num_prompt_tokens: int, max_tokens: int) -> GenerateRequest:
         """A greedy request of its own random-looking tokens."""
@@ -87,6 +86,9 @@ class Bench:
         prompt = tuple((self._num_requests * 7919 + 31 * index) % modulus + 5 for index in range(num_prompt_tokens))
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         return GenerateRequest(f"r{self._num_requests}", prompt, params)
+
+    def _decoder(self, request: GenerateRequest) -> IncrementalDecoder:
+        return make_decoder(self._loaded.tokenizer, request.prompt_token_ids)
 
     def prefill_alone(self, budget: int) -> list[float]:
         """Seconds of each step of the long prompt's prefill with nothing beside it."""

@@ -87,11 +87,6 @@ class Sequence:
         """Whether another output token is allowed (a `max_tokens` of 0 only scores its prompt)."""
         return self.num_output_tokens < self.request.params.max_tokens
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether the sequence has had its last delta."""
-        return self.status is SequenceStatus.FINISHED
-
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
         """The part of a step's prompt log probabilities not seen before (recomputation repeats some).
 

@@ -64,12 +64,13 @@ class StepPlan:
         """Tokens that `sequence` computes in this step, so far."""
         return self._given.get(sequence, 0)
 
-    def items(self) -> list[ScheduledSequence]:
-        """What has been given so far."""
-        return [
-            ScheduledSequence(sequence, sequence.num_computed_tokens, given) for sequence, given in self._given.items()
-        ]
-
     def batch(self) -> ScheduledBatch | None:
         """The finished step; None when nobody has work."""
-        return ScheduledBatch(tuple(self.items())) if self._given else None
+        if not self._given:
+            return None
+        return ScheduledBatch(
+            tuple(
+                ScheduledSequence(sequence, sequence.num_computed_tokens, given)
+                for sequence, given in self._given.items()
+            )
+        )
