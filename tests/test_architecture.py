@@ -20,6 +20,7 @@ ROWS = {
     "serve_app.app": (7, 0),
     "serve_app.ingress": (6, 1),
     "serve_app.endpoints": (6, 0),
+    "serve_app.jobs": (5, 3),
     "router.serve_router": (6, 0),
     "serve_app.openai": (5, 2),
     "serve_app.auth": (5, 1),

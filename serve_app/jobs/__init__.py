@@ -1,0 +1,1 @@
+"""Asynchronous jobs and batches: accepted once, kept in a database, never lost."""

@@ -1,0 +1,35 @@
+"""What can go wrong with files, batches and jobs."""
+
+from __future__ import annotations
+
+from replicas.errors import ServingError
+
+
+class UnknownFile(ServingError):
+    """There is no such file, or it is another tenant's."""
+
+    code = "file_not_found"
+
+
+class UnknownBatch(ServingError):
+    """There is no such batch or job, or it is another tenant's."""
+
+    code = "batch_not_found"
+
+
+class FileInUse(ServingError):
+    """A batch that is not final still reads the file."""
+
+    code = "file_in_use"
+
+
+class IdempotencyKeyInUse(ServingError):
+    """The key came before with another body."""
+
+    code = "idempotency_key_in_use"
+
+
+class BatchNotCancellable(ServingError):
+    """The batch has ended."""
+
+    code = "batch_not_cancellable"
