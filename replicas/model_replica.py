@@ -48,7 +48,7 @@ class ReplicaOptions:
     kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
-    max_starvation_s: float = 30.0
+    promote_after_s: float = 30.0
     kv_cache_bytes: int = 512 * 2**20
     """Size of the KV cache on CPU."""
     gpu_memory_utilization: float = 0.9
@@ -200,6 +200,6 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
         kv_pressure_policy=options.kv_pressure_policy,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
-        max_starvation_s=options.max_starvation_s,
+        promote_after_s=options.promote_after_s,
         eos_token_ids=backend.eos_token_ids,
     )

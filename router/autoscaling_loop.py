@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -14,7 +15,7 @@ from router.autoscaling import Autoscaler, ScalingDecision, ScalingInputs
 from router.flow_queue import FlowQueue
 from router.held_work import HeldWork
 from router.load_table import LoadTable
-from router.scaling_inputs import ServedRate, work_in_queue, work_in_replicas
+from router.scaling_inputs import HeldBack, ServedRate, work_held_back, work_in_queue, work_in_replicas
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +52,18 @@ class AutoscalingLoop:
     """
 
     def __init__(
-        self, ingress_id: str, autoscaler: Autoscaler, queue: FlowQueue, table: LoadTable, client: ScalingClient
-    ) -> None:
+        self, ingress_id: str, autoscaler: Autoscaler, queue: FlowQueue, table: LoadTable, client: ScalingClient,
+        held_back: HeldBack | None = None, unix_clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`held_back`: what this ingress has beside its queue; None: nothing."""
         self.settings = autoscaler.settings
         self._ingress_id = ingress_id
         self._autoscaler = autoscaler
         self._queue = queue
         self._table = table
         self._client = client
+        self._held_back = held_back
+        self._unix_clock = unix_clock
         self._served = ServedRate()
         self._decision: ScalingDecision | None = None
         self._waking: asyncio.Task[None] | None = None
@@ -75,11 +80,13 @@ class AutoscalingLoop:
         now = self._table.now()
         views = [view for view in self._table.views() if not view.stats.is_draining]
         self._served.observe(self._client.polled(), now)
-        own_work = work_in_queue(self._queue, self.settings, now)
+        own_work, num_waiting = work_in_queue(self._queue, self.settings, now), self._num_waiting()
+        if self._held_back is not None:
+            own_work += work_held_back(self._held_back.work(), self.settings, self._unix_clock())
         elsewhere = self._client.held_elsewhere()
         inputs = ScalingInputs(
             num_replicas=len(views),
-            num_requests=len(self._queue)
+            num_requests=num_waiting
             + sum(held.num_requests for held in elsewhere)
             + sum(sum(view.num_by_band) for view in views),
             work=own_work
@@ -93,7 +100,7 @@ class AutoscalingLoop:
             num_slots=min((view.stats.num_slots for view in views), default=1),
         )
         decision = self._autoscaler.decide(inputs)
-        self._client.share(HeldWork(self._ingress_id, own_work, len(self._queue), decision.desired_replicas))
+        self._client.share(HeldWork(self._ingress_id, own_work, num_waiting, decision.desired_replicas))
         self._has_seen_replicas = self._has_seen_replicas or bool(views)
         return decision
 
@@ -110,11 +117,14 @@ class AutoscalingLoop:
             self._wake_if_needed(self._decision)
             await asyncio.sleep(_PERIOD_S)
 
+    def _num_waiting(self) -> int:
+        return len(self._queue) + (0 if self._held_back is None else self._held_back.num_requests())
+
     def _awaits_replicas(self, decision: ScalingDecision) -> bool:
-        return len(self._queue) > 0 and decision.inputs.num_replicas < decision.desired_replicas
+        return self._num_waiting() > 0 and decision.inputs.num_replicas < decision.desired_replicas
 
     def _wake_if_needed(self, decision: ScalingDecision) -> None:
-        is_wanted = len(self._queue) > 0 or not self._has_seen_replicas
+        is_wanted = self._num_waiting() > 0 or not self._has_seen_replicas
         if decision.inputs.num_replicas or not is_wanted or self.settings.min_replicas > 0:
             return
         now = self._table.now()

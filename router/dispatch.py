@@ -18,11 +18,11 @@ from replicas.errors import (
     RequestQuarantined,
     ServingError,
 )
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.flow_control import FlowController, Placement, SampleGroup
 from router.journey import DEATHS_BEFORE_ALONE, Journey
 from router.load_table import LoadTable
-from router.types import ReplicaClient, ReplicaView, RouterObserver
+from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,10 @@ class Dispatcher:
         """
         groups = {request.prompt_token_ids: SampleGroup() for request in requests}
         return [self._stream(request, groups[request.prompt_token_ids]) for request in requests]
+
+    def headroom(self, band: Band) -> Headroom:
+        """What may still wait in a band of this ingress."""
+        return self._flow.headroom(band)
 
     def load(self) -> list[ReplicaView]:
         """What is known of every replica, by id."""

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
+from router.admission import Admission
 from router.flow_queue import BandLimits, FlowQueue, Waiting
 from router.load_table import InFlight, LoadTable
 from router.output_lengths import OutputLengths
 from router.served_account import ServedAccount
-from router.types import Outcome, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
+from router.types import Headroom, Outcome, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,9 @@ class FlowLimits:
     """How much may wait, and how long."""
 
     bands: Mapping[Band, BandLimits]
-    max_starvation_s: float = 30.0
-    """A band that waits goes no longer without a dispatch, as long as replicas finish anything at all."""
+    promote_after_s: float = 22.5
+    """A band that has waited so long without a dispatch has its first request promoted: it takes the next slot that
+    comes free on its replica, whoever else wants it."""
     max_wait_s: float = 600.0
     """Nothing waits longer than this, whatever its deadline."""
     batch_lookahead: float = 0.125
@@ -79,10 +81,12 @@ class FlowController:
         self._policy = policy
         self._observer = observer
         self._clock = clock
-        self._queue = FlowQueue(limits.bands, limits.max_starvation_s)
+        self._queue = FlowQueue(limits.bands, limits.promote_after_s)
+        self._admission = Admission(limits.bands, self._queue, table, clock)
         self._lengths = OutputLengths()
         self._account = ServedAccount()
         self._waiters: dict[int, _Waiter] = {}
+        self._promoted: dict[Band, InFlight] = {}
         self._num_arrived = 0
 
     @property
@@ -94,19 +98,14 @@ class FlowController:
         """Accept a new request; gives its place in the order of arrival.
 
         Raises:
-            Overloaded: the band's queue is full, or the request could not start before its deadline (monotonic).
+            Overloaded: the band's queue is full, or the request would start too late, for its deadline (monotonic) or
+                for its band.
         """
-        now = self._clock()
-        drain_s = self.drain_s(request.band) or 0.0
-        num_tokens = self._num_tokens(request)
         try:
-            self._queue.check_room(request.band, num_tokens)
-            if deadline_s is not None and drain_s > deadline_s - now:
-                message = f"it would start in about {drain_s:.1f} s and its deadline is in {deadline_s - now:.1f} s"
-                raise Overloaded(message, code="slow_down")
-        except Overloaded as error:
+            self._admission.check(request.band, self._num_tokens(request), deadline_s)
+        except Overloaded:
             self._observer.waited(request.band, Outcome.REJECTED_CAPACITY, 0.0)
-            raise Overloaded(str(error), drain_s, error.reason, error.code) from None
+            raise
         self._num_arrived += 1
         return self._num_arrived
 
@@ -147,7 +146,7 @@ class FlowController:
 
     def settle(self, placement: Placement, request: GenerateRequest, num_output_tokens: int) -> None:
         """Give up a placement that gave `num_output_tokens`; its tenant is charged what it really cost."""
-        self._table.end(placement.in_flight)
+        self._end(placement)
         cost = len(request.prompt_token_ids) + num_output_tokens
         self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
         self._account.charged(placement.in_flight.replica_id, request.band, request.tenant, cost)
@@ -185,14 +184,13 @@ class FlowController:
         self._table.forget(replica_id)
         self._policy.forget(replica_id)
 
-    def drain_s(self, band: Band) -> float | None:
-        """Seconds until what waits in `band` and above is done, at the replicas' measured rate; None if unknown."""
-        views = self._table.views()
-        tokens_per_s = sum(view.stats.saturated_tokens_per_s for view in views)
-        if tokens_per_s <= 0:
-            return None
-        num_tokens = sum(self._queue.num_tokens(other) for other in Band if other <= band)
-        return num_tokens / tokens_per_s
+    def wait_s(self, band: Band) -> float | None:
+        """Seconds until a request of `band` that came now would start; None if unknown."""
+        return self._admission.wait_s(band)
+
+    def headroom(self, band: Band) -> Headroom:
+        """What may still wait in a band."""
+        return self._admission.headroom(band)
 
     def _enqueue(self, waiting: Waiting, group: SampleGroup) -> _Waiter:
         request = waiting.request
@@ -230,61 +228,83 @@ class FlowController:
             self._queue.remove(waiter.waiting)
         elif waiter.placement.done() and not waiter.placement.cancelled():
             placement = waiter.placement.result()
-            self._table.end(placement.in_flight)
+            self._end(placement)
             self._queue.charge(waiter.waiting.request.band, waiter.waiting.request.tenant, -placement.expected_tokens)
             self.notify()
 
+    def _end(self, placement: Placement) -> None:
+        self._table.end(placement.in_flight)
+        for band, in_flight in list(self._promoted.items()):
+            if in_flight is placement.in_flight:
+                del self._promoted[band]
+
+    def _starved_bands(self, now: float) -> set[Band]:
+        """Bands that may have a request promoted now: none of theirs still waits for a slot that it was promised."""
+        return {
+            band
+            for band in Band
+            if self._queue.is_starved(band, now) and (band not in self._promoted or self._promoted[band].is_seen)
+        }
+
     def _dispatch_next(self) -> bool:
         """Dispatch one request, the first in order for which a replica has room; False if there is none."""
-        now = self._clock()
         views = self._table.views()
+        starved = self._starved_bands(self._clock())
         # Most calls end here: every replica is full. Only then is it worth ordering what waits.
-        open_bands = {band for band in Band if any(self._num_free_slots(view, band) > 0 for view in views)}
-        for waiting in self._queue.in_order(now, open_bands):
+        open_bands = {band for band in Band if any(self._num_free_slots(view, band, starved) > 0 for view in views)}
+        for waiting in self._queue.in_order(starved, open_bands):
             if self._waiters[waiting.number].placement.cancelled():
                 self._withdraw(self._waiters[waiting.number])
                 return True
             if waiting.request.band not in open_bands:
                 continue
-            with_room = [view for view in views if self._has_room(view, waiting, now)]
+            with_room = [view for view in views if self._has_room(view, waiting, starved)]
             if with_room:
-                self._dispatch(self._waiters[waiting.number], with_room, now)
+                self._dispatch(self._waiters[waiting.number], with_room, starved)
                 return True
             open_bands.discard(waiting.request.band)
         return False
 
-    def _num_free_slots(self, view: ReplicaView, band: Band) -> int:
+    def _num_free_slots(self, view: ReplicaView, band: Band, starved: set[Band]) -> int:
+        if band in starved:
+            # It waits there before all others for the next slot, whoever has them now and whoever else waits there.
+            return view.num_free_slots(Band.INTERACTIVE)
         num_ahead = 0
         if band is Band.BATCH and not view.stats.is_draining:
             num_ahead = max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
         return view.num_free_slots(band) + num_ahead
 
-    def _has_room(self, view: ReplicaView, waiting: Waiting, now: float) -> bool:
+    def _has_room(self, view: ReplicaView, waiting: Waiting, starved: set[Band]) -> bool:
         band, request = waiting.request.band, waiting.request
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         has_blocks = (
             num_tokens <= view.num_free_tokens(band)
             or sum(view.num_by_band) == 0  # An empty replica takes anything: what could never fit it refuses.
-            or self._queue.is_starved(band, now)  # The engine, where it comes promoted, keeps freed blocks for it.
+            or band in starved  # The engine, where it comes promoted, keeps freed blocks for it.
         )
-        return has_blocks and self._num_free_slots(view, band) > 0
+        return has_blocks and self._num_free_slots(view, band, starved) > 0
 
-    def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], now: float) -> None:
-        ranking = self._policy.rank(waiter.routing, with_room)
-        if waiter.group.replica_id in ranking:
-            ranking.sort(key=lambda replica_id: replica_id != waiter.group.replica_id)
-        waiter.group.replica_id = ranking[0]
-        num_prompt_tokens = self._policy.placed(waiter.routing, ranking[0])
+    def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], starved: set[Band]) -> None:
+        ranking = self._policy.rank(waiter.routing, with_room).led_by(waiter.group.replica_id, Reason.SAME_PROMPT)
+        self._observer.decided(ranking.reason)
+        waiter.group.replica_id = ranking.first
+        num_prompt_tokens = self._policy.placed(waiter.routing, ranking.first)
         request = waiter.waiting.request
         num_output_tokens = max(0, waiter.routing.expected_output_tokens - len(request.output_token_ids))
-        is_promoted = self._queue.dispatch(waiter.waiting, now)
-        if is_promoted:
-            self._observer.promoted(request.band)
+        self._queue.dispatch(waiter.waiting, self._clock())
+        is_promoted = request.band in starved
         band = Band.INTERACTIVE if is_promoted else request.band
-        in_flight = self._table.begin(ranking[0], band, num_prompt_tokens, num_output_tokens)
+        in_flight = self._table.begin(ranking.first, band, num_prompt_tokens, num_output_tokens)
+        if is_promoted:
+            self._promoted[request.band] = in_flight
+            self._observer.promoted(request.band)
         del self._waiters[waiter.waiting.number]
         waiter.placement.set_result(
             Placement(
-                ranking, in_flight, waiter.waiting.expected_tokens, waiter.routing.expected_output_tokens, is_promoted
+                ranking.replica_ids,
+                in_flight,
+                waiter.waiting.expected_tokens,
+                waiter.routing.expected_output_tokens,
+                is_promoted,
             )
         )

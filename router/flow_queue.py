@@ -19,6 +19,8 @@ class BandLimits:
     max_requests: int
     max_tokens: int
     """Prompt tokens plus output tokens still expected."""
+    max_wait_s: float | None = None
+    """Nothing is accepted that is predicted to wait longer, seconds; None: however long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +139,7 @@ class _BandQueue:
 class FlowQueue:
     """Every request that waits in one ingress, in the order in which they should be dispatched.
 
-    1. A band that has waited `max_starvation_s` without a dispatch is first, once; then its clock restarts.
+    1. A band that has waited `promote_after_s` without a dispatch is first, once; then its clock restarts.
     2. Otherwise the most urgent band is first.
     3. In a band, the tenant that has had the fewest tokens is first (virtual token counters: Sheng et al.,
        Fairness in Serving Large Language Models, OSDI 2024). A tenant is charged what a request is expected
@@ -149,9 +151,9 @@ class FlowQueue:
     at most one line.
     """
 
-    def __init__(self, limits: Mapping[Band, BandLimits], max_starvation_s: float) -> None:
+    def __init__(self, limits: Mapping[Band, BandLimits], promote_after_s: float) -> None:
         self._limits = limits
-        self._max_starvation_s = max_starvation_s
+        self._promote_after_s = promote_after_s
         self._bands = {band: _BandQueue() for band in Band}
         self._served_s = dict.fromkeys(Band, 0.0)
 
@@ -187,19 +189,16 @@ class FlowQueue:
         """Take out a request that waits no longer."""
         self._bands[waiting.request.band].remove(waiting)
 
-    def in_order(self, now: float, bands: Collection[Band] = tuple(Band)) -> Iterator[Waiting]:
+    def in_order(self, starved: Collection[Band], bands: Collection[Band] = tuple(Band)) -> Iterator[Waiting]:
         """Whom to try next in `bands`: of each tenant the first request, in the order of the class's algorithm."""
-        for band in sorted(bands, key=lambda band: (not self.is_starved(band, now), band)):
+        for band in sorted(bands, key=lambda band: (band not in starved, band)):
             yield from self._bands[band].heads()
 
-    def dispatch(self, waiting: Waiting, now: float) -> bool:
-        """Take out the request that is dispatched and charge its tenant; whether its band had been starved."""
-        band = waiting.request.band
-        was_starved = self.is_starved(band, now)
+    def dispatch(self, waiting: Waiting, now: float) -> None:
+        """Take out the request that is dispatched and charge its tenant."""
         self.remove(waiting)
-        self._bands[band].charge(waiting.request.tenant, waiting.expected_tokens)
-        self._served_s[band] = now
-        return was_starved
+        self._bands[waiting.request.band].charge(waiting.request.tenant, waiting.expected_tokens)
+        self._served_s[waiting.request.band] = now
 
     def charge(self, band: Band, tenant: str, tokens: float) -> None:
         """Correct a tenant's counter by what its requests really cost, or cost elsewhere; may be negative."""
@@ -226,5 +225,5 @@ class FlowQueue:
         return now - self._served_s[band] if self._bands[band].num_requests else 0.0
 
     def is_starved(self, band: Band, now: float) -> bool:
-        """Whether a band's next dispatch is a promotion."""
-        return self.starved_s(band, now) >= self._max_starvation_s
+        """Whether it is time to promote a request of the band."""
+        return self._bands[band].num_requests > 0 and self.starved_s(band, now) >= self._promote_after_s

@@ -6,7 +6,7 @@ import random
 from hashlib import blake2b
 
 from router.prefix_index import PrefixIndex
-from router.types import ReplicaView, RoutingRequest
+from router.types import Ranking, Reason, ReplicaView, RoutingRequest
 
 _LOAD_BOUND = 1.25
 _AFFINITY_TOLERANCE = 0.1
@@ -17,7 +17,8 @@ class LeastTokens:
 
     1. A replica's work is its outstanding tokens plus this request's: prompt tokens that it does not hold yet,
        and the output expected. What it holds counts only while its outstanding tokens are at most 1.25 times
-       the mean (bounded loads: Mirrokni et al., SODA 2018), so that a popular prefix makes no hot spot.
+       the mean, this request's own included (bounded loads: Mirrokni et al., SODA 2018), so that a popular
+       prefix makes no hot spot.
     2. Replicas are ordered by that work.
     3. Those within a tenth of this request's own tokens of the least are as good as it; among them rendezvous
        hashing (Thaler and Ravishankar, 1998) of the request's affinity key, or else of its first block, chooses,
@@ -29,21 +30,25 @@ class LeastTokens:
         self._rng = rng
         self._index = index or PrefixIndex()
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
-        """Replica ids, best first."""
-        if not views:
-            return []
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+        """Replicas by work."""
         held = self._index.num_blocks_held(routing.block_hashes)
-        bound = _LOAD_BOUND * sum(view.outstanding_tokens for view in views) / len(views)
-        work = {}
+        num_tokens = routing.num_tokens + sum(view.outstanding_tokens for view in views)
+        bound = _LOAD_BOUND * num_tokens / len(views)
+        work, saved = {}, {}
         for view in views:
             replica_id = view.stats.replica_id
             has_bonus = view.outstanding_tokens <= bound
-            saved = held.get(replica_id, 0) * view.stats.block_size if has_bonus else 0
-            work[replica_id] = view.outstanding_tokens + routing.num_tokens - saved
+            saved[replica_id] = held.get(replica_id, 0) * view.stats.block_size if has_bonus else 0
+            work[replica_id] = view.outstanding_tokens + routing.num_tokens - saved[replica_id]
         least = min(work.values()) + _AFFINITY_TOLERANCE * routing.num_tokens
         key = self._key(routing)
-        return sorted(work, key=lambda replica_id: (max(work[replica_id], least), self._tie(key, replica_id)))
+        ranked = sorted(work, key=lambda replica_id: (max(work[replica_id], least), self._tie(key, replica_id)))
+        if saved[ranked[0]]:
+            return Ranking(ranked, Reason.PREFIX_HIT)
+        if max(held.values(), default=0) > held.get(ranked[0], 0):
+            return Ranking(ranked, Reason.PREFIX_OVERRIDDEN)
+        return Ranking(ranked, _reason_without_prefix([tokens <= least for tokens in work.values()], key))
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
         """Learn that a replica will hold the request's blocks; prompt tokens that it has to compute for it."""
@@ -70,6 +75,15 @@ class LeastTokens:
         return int.from_bytes(digest, "big") / 2**64
 
 
+def _reason_without_prefix(is_equal: list[bool], key: bytes | None) -> Reason:
+    """Why one of the replicas came first; of each: whether it is as good as the least."""
+    if len(is_equal) == 1:
+        return Reason.ONLY_ONE
+    if sum(is_equal) == 1:
+        return Reason.LEAST_LOADED
+    return Reason.DRAWN if key is None else Reason.AFFINITY
+
+
 class _Blind:
     """What the baselines share: every prompt is computed anew, as far as they know."""
 
@@ -87,10 +101,10 @@ class LeastRequests(_Blind):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
-        """Replica ids, fewest requests first."""
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+        """Fewest requests first."""
         keyed = [(sum(view.num_by_band), self._rng.random(), view.stats.replica_id) for view in views]
-        return [replica_id for *_, replica_id in sorted(keyed)]
+        return Ranking([replica_id for *_, replica_id in sorted(keyed)], Reason.LEAST_LOADED)
 
 
 class PowerOfTwo(_Blind):
@@ -99,11 +113,11 @@ class PowerOfTwo(_Blind):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """The two drawn, then the others at random."""
         order = self._rng.sample(views, len(views))
         order[:2] = sorted(order[:2], key=lambda view: sum(view.num_by_band))
-        return [view.stats.replica_id for view in order]
+        return Ranking([view.stats.replica_id for view in order], Reason.LEAST_LOADED)
 
 
 class RoundRobin(_Blind):
@@ -112,14 +126,12 @@ class RoundRobin(_Blind):
     def __init__(self) -> None:
         self._num_ranked = 0
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
-        """Replica ids, the next in turn first."""
-        if not views:
-            return []
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+        """The next in turn first."""
         replica_ids = sorted(view.stats.replica_id for view in views)
         start = self._num_ranked % len(replica_ids)
         self._num_ranked += 1
-        return replica_ids[start:] + replica_ids[:start]
+        return Ranking(replica_ids[start:] + replica_ids[:start], Reason.IN_TURN)
 
 
 class Random(_Blind):
@@ -128,8 +140,8 @@ class Random(_Blind):
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
-        """Replica ids in random order."""
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+        """In random order."""
         replica_ids = sorted(view.stats.replica_id for view in views)
         self._rng.shuffle(replica_ids)
-        return replica_ids
+        return Ranking(replica_ids, Reason.DRAWN)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 from replicas.protocol import Band, ReplicaStats
 from router.autoscaling import AutoscalingSettings
@@ -16,6 +18,27 @@ from router.types import ReplicaView
 _DEADLINE_SHARE = 0.8
 """Share of the time to its deadline in which batch work is to be done, since work is never spread quite evenly."""
 _SERVED_WINDOWS_S = (3.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingWork:
+    """Requests that wait elsewhere than in flow control, and when they are due."""
+
+    band: Band
+    tokens: int
+    deadline_unix_s: float | None
+
+
+class HeldBack(Protocol):
+    """Knows what this ingress has yet to put in line."""
+
+    def num_requests(self) -> int:
+        """How many requests that are."""
+        ...
+
+    def work(self) -> Sequence[WaitingWork]:
+        """What they need, those with about the same deadline together."""
+        ...
 
 
 class ServedRate:
@@ -73,6 +96,20 @@ def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -
     for waiting in queue.waiting(Band.BATCH):
         due_s = _batch_due_s(waiting.deadline_s, settings, now)
         by_due[due_s] = by_due.get(due_s, 0) + waiting.expected_tokens
+    return tuple(Work(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+
+
+def work_held_back(
+    waiting: Iterable[WaitingWork], settings: AutoscalingSettings, now_unix_s: float
+) -> tuple[Work, ...]:
+    """What waits elsewhere; batch work is due as far as its deadline needs."""
+    by_due: dict[float, int] = {}
+    for work in waiting:
+        due_s = settings.target_drain_s
+        if work.band is Band.BATCH:
+            left_s = None if work.deadline_unix_s is None else work.deadline_unix_s - now_unix_s
+            due_s = _batch_due_s(left_s, settings, 0.0)
+        by_due[due_s] = by_due.get(due_s, 0) + work.tokens
     return tuple(Work(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
 
 

@@ -91,9 +91,10 @@ class ServeReplicaClient:
     It shows as draining then, and its end is no death.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], poll_timeout_s: float = 2.0) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], ingress_id: str, poll_timeout_s: float = 2.0) -> None:
         """`poll_timeout_s` bounds every call but `generate`, seconds."""
         self._handle = handle
+        self._ingress_id = ingress_id
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
         self._poll_timeout_s = poll_timeout_s
@@ -106,7 +107,7 @@ class ServeReplicaClient:
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; closing the generator cancels it in the replica."""
-        response = _in_own_context(self._generate.remote, request, ranking=ranking)
+        response = in_own_context(self._generate.remote, request, ranking=ranking, ingress_id=self._ingress_id)
         replica_id: str | None = None
         is_stopping = False
         try:
@@ -160,7 +161,7 @@ class ServeReplicaClient:
         """Have a replica started where there is none: a call that waits for one does that, if only for a moment."""
         with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
             async with asyncio.timeout(_WAKE_S):
-                await _in_own_context(self._describe.remote)
+                await in_own_context(self._describe.remote)
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Everything that every replica's engine counts."""
@@ -173,7 +174,7 @@ class ServeReplicaClient:
                 raise NoReplicaAvailable("no model replica is running yet", code="model_loading")
         try:
             async with asyncio.timeout(self._poll_timeout_s):
-                card: ModelCard = await _in_own_context(self._describe.remote)
+                card: ModelCard = await in_own_context(self._describe.remote)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
         except _RAY_ERRORS as error:
@@ -198,7 +199,7 @@ def _as_draining(delta: TokenDelta) -> TokenDelta:
     return delta if delta.stats is None else replace(delta, stats=replace(delta.stats, is_draining=True))
 
 
-def _in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Make a handle call that Serve does not take for a part of the HTTP request being served.
 
     Calls made for one HTTP request share its internal id, and Serve's router (2.60) finds a waiting

@@ -64,11 +64,86 @@ class RoutingRequest:
         return len(self.request.prompt_token_ids) + self.expected_output_tokens
 
 
+class Reason(Enum):
+    """Why a replica comes first in a ranking."""
+
+    SAME_PROMPT = "same_prompt"
+    """A request with the same prompt, of one client's call, went there."""
+    PREFIX_HIT = "prefix_hit"
+    """It holds the beginning of the prompt, and has not too much to do for that to count."""
+    PREFIX_OVERRIDDEN = "prefix_overridden"
+    """Another one holds more of the prompt, but has no room or too much to do."""
+    AFFINITY = "affinity"
+    """Several have equally little to do; the request's key, or its first block, always chooses the same of them."""
+    LEAST_LOADED = "least_loaded"
+    """It has less to do than the others."""
+    IN_TURN = "in_turn"
+    """It is its turn."""
+    DRAWN = "drawn"
+    """It was drawn by lot."""
+    ONLY_ONE = "only_one"
+    """No other has room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Replica ids, best first, at least one; and why the first is."""
+
+    replica_ids: list[str]
+    reason: Reason
+
+    @property
+    def first(self) -> str:
+        """The replica that the request is meant for."""
+        return self.replica_ids[0]
+
+    def led_by(self, replica_id: str | None, reason: Reason) -> Ranking:
+        """The ranking with this replica first, for this reason; unchanged where it is not ranked at all."""
+        if replica_id not in self.replica_ids:
+            return self
+        return Ranking(sorted(self.replica_ids, key=lambda other: other != replica_id), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Headroom:
+    """What may wait in one band of this ingress, and what does."""
+
+    max_requests: int
+    num_requests: int
+    max_tokens: int
+    """Prompt and output expected."""
+    num_tokens: int
+    wait_s: float | None
+    """Until a request that came now would start, seconds; None: nothing is known of the replicas' speed."""
+    max_wait_s: float | None = None
+    """Nothing is accepted that is predicted to wait longer, seconds; None: however long."""
+
+    @property
+    def num_requests_left(self) -> int:
+        """How many more would be accepted."""
+        # What comes back after a dispatch waits beyond the limits.
+        return 0 if self._is_too_late else max(0, self.max_requests - self.num_requests)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many more would be accepted."""
+        return 0 if self._is_too_late else max(0, self.max_tokens - self.num_tokens)
+
+    @property
+    def reset_s(self) -> float | None:
+        """Until all that may wait is left again, seconds, if nothing more comes; None: unknown."""
+        return self.wait_s if self.num_requests or self._is_too_late else 0.0
+
+    @property
+    def _is_too_late(self) -> bool:
+        return self.wait_s is not None and self.max_wait_s is not None and self.wait_s > self.max_wait_s
+
+
 class RoutingPolicy(Protocol):
     """Chooses where a request goes. Synchronous, no I/O, deterministic given its RNG."""
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> list[str]:
-        """Replica ids, best first."""
+    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+        """The replicas in `views`, of which there is at least one."""
         ...
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
@@ -87,6 +162,10 @@ class RouterObserver(Protocol):
         """A request's waiting ended."""
         ...
 
+    def decided(self, reason: Reason) -> None:
+        """A request was given to the first replica of a ranking."""
+        ...
+
     def promoted(self, band: Band) -> None:
         """A band that had starved was served first."""
         ...
@@ -96,7 +175,7 @@ class RouterObserver(Protocol):
         ...
 
     def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
-        """A request ended well."""
+        """A request ended well, so long after it came; `ttft_s` is when its first delta came, None: there was none."""
         ...
 
 

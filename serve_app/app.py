@@ -4,12 +4,10 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 """
 
 import asyncio
-import logging
 import os
-import random
 import time
 import warnings
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,24 +20,27 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
+from replicas.errors import ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.autoscaling import Autoscaler
-from router.autoscaling_loop import AutoscalingLoop
-from router.dispatch import Dispatcher
-from router.flow_control import FlowController
-from router.held_work import DESIRED_REPLICAS, HeldWork, HeldWorkBoard, PollAnswer
-from router.load_table import LoadTable
-from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
-from router.prefix_index import PREFIX_INDEX_BLOCKS, PrefixIndex
-from router.serve_router import RankedRouter, ServeReplicaClient, obey_model_replicas
-from router.types import RoutingPolicy
+from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, PollAnswer
+from router.ingress_watch import IngressWatch
+from router.serve_router import RankedRouter, obey_model_replicas
 from serve_app.config import HeadwayConfig
+from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.fsspec_store import FsspecStore
+from serve_app.jobs.serve_client import ServeJobs
+from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
+from serve_app.jobs_deployment import Jobs
 from serve_app.metrics import HttpMetrics
 from serve_app.router_metrics import RouterCollector, RouterMetrics
+from serve_app.routing import Routing
+from serve_app.serve_logging import log_through_serve
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
 
+_JOBS_CALLS = 10_000
+"""Calls of ingresses that the jobs process may hold at once: most of them wait for a batch to end."""
 _CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` leaves the address that a driver without any connects to."""
 
@@ -70,10 +71,19 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
         name="Ingress",
         max_ongoing_requests=config.max_ongoing_requests_per_ingress,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
-        **_num_ingress_replicas(config),
+        **_num_fixed_replicas(config, config.num_ingress_replicas),
         **_lifecycle(config),
     )
-    return ingress.bind(config, model.bind(config, load_backend))
+    jobs = serve.deployment(
+        Jobs,
+        name="Jobs",
+        max_ongoing_requests=_JOBS_CALLS,
+        ray_actor_options={"num_cpus": config.cpus_per_jobs},
+        **_num_fixed_replicas(config, 1),
+        **_lifecycle(config),
+    )
+    served = model.bind(config, load_backend)
+    return ingress.bind(config, served, jobs.bind(config, served))
 
 
 class Model:
@@ -84,8 +94,9 @@ class Model:
     ) -> None:
         from replicas import model_replica  # brings torch: seconds that only a replica should spend
 
-        _log_through_serve()
+        log_through_serve()
         self._board = HeldWorkBoard(time.monotonic)
+        self._ingresses = IngressWatch(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         context = serve.get_replica_context()
         self._replica = await asyncio.to_thread(
             model_replica.ModelReplica,
@@ -96,14 +107,25 @@ class Model:
         )
         await self._replica.start()
 
-    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; `ranking` is for `RankedRouter`, which has obeyed it by now."""
+    async def generate(
+        self, request: GenerateRequest, ranking: list[str], ingress_id: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request; `ranking` is for `RankedRouter`, which has obeyed it by now.
+
+        Raises:
+            ReplicaLost: the ingress is lost; should it be there after all, the request goes on elsewhere.
+        """
+        self._ingresses.heard_of(ingress_id)
         async with aclosing(self._replica.generate(request)) as deltas:
             async for delta in deltas:
+                if self._ingresses.is_lost(ingress_id):
+                    raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
                 yield delta
 
     async def exchange(self, told: HeldWork | None) -> PollAnswer:
         """The present load, and what other ingresses hold; `told` is what the one that asks does."""
+        if told is not None:
+            self._ingresses.heard_of(told.ingress_id)
         return PollAnswer(self._replica.stats(), self._board.exchange(told))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -133,38 +155,34 @@ class Ingress:
     """The Serve deployment around the HTTP application, which is made in the replica's own process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any]
+        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any]
     ) -> None:
-        _log_through_serve()
+        log_through_serve()
         self._config = config
-        self._metrics = HttpMetrics()
-        observer = RouterMetrics(self._metrics.registry)
-        table = LoadTable(time.monotonic)
-        flow = FlowController(config.flow_limits(), table, _policy(config), observer, time.monotonic)
-        client = ServeReplicaClient(model)
-        self._dispatcher = Dispatcher(client, flow, table, observer, config.load_poll_period_s)
-        self._autoscaling = AutoscalingLoop(
-            serve.get_replica_context().replica_id.unique_id,
-            Autoscaler(config.autoscaling_settings(), time.monotonic),
-            flow.queue,
-            table,
-            client,
+        self._metrics = HttpMetrics(config.model_name)
+        ingress_id = serve.get_replica_context().replica_id.unique_id
+        observer = RouterMetrics(self._metrics.registry, config.latency_targets())
+        self._routing = Routing(config, model, ingress_id, observer)
+        self._metrics.registry.register(
+            RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling)
         )
-        self._metrics.registry.register(RouterCollector(flow.queue, table, self._autoscaling))
-        self._tasks = [
-            asyncio.create_task(self._dispatcher.run()),
-            asyncio.create_task(self._autoscaling.run(self._dispatcher.refresh)),
-        ]
+        self._jobs = JobsAccess(
+            ServeJobs(jobs),
+            FsspecStore(config.jobs_files_url),
+            WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
+            int(config.max_file_bytes),
+            config.max_batch_lines,
+        )
+        self._loops = asyncio.create_task(self._routing.run())
 
     async def __del__(self) -> None:
         """Called by Serve when the replica stops."""
-        for task in getattr(self, "_tasks", ()):
-            task.cancel()
+        if hasattr(self, "_loops"):
+            self._loops.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_ingresses` obeys."""
-        decision = self._autoscaling.decision
-        return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
+        return self._routing.autoscaling_stats()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
@@ -185,20 +203,13 @@ class Ingress:
             stall_timeout_s=config.stall_timeout_s,
             server_sets_request_id=True,
         )
-        return create_api(settings, self._dispatcher, metrics=self._metrics, autoscaling=self._autoscaling)
-
-
-def _policy(config: HeadwayConfig) -> RoutingPolicy:
-    rng = random.Random()
-    max_blocks = PREFIX_INDEX_BLOCKS if config.enable_prefix_caching else 0
-    policies: dict[str, Callable[[], RoutingPolicy]] = {
-        "least_tokens": lambda: LeastTokens(rng, PrefixIndex(max_blocks)),
-        "least_requests": lambda: LeastRequests(rng),
-        "power_of_two": lambda: PowerOfTwo(rng),
-        "round_robin": RoundRobin,
-        "random": lambda: Random(rng),
-    }
-    return policies[config.routing_policy]()
+        return create_api(
+            settings,
+            self._routing.dispatcher,
+            metrics=self._metrics,
+            autoscaling=self._routing.autoscaling,
+            jobs=self._jobs,
+        )
 
 
 def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
@@ -217,9 +228,8 @@ def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
     }
 
 
-def _num_ingress_replicas(config: HeadwayConfig) -> dict[str, Any]:
-    """How many ingresses: always the same number, but an application's policy sees only what has such a config."""
-    number = config.num_ingress_replicas
+def _num_fixed_replicas(config: HeadwayConfig, number: int) -> dict[str, Any]:
+    """How many of what is not scaled: the application's policy sees only what has such a config nonetheless."""
     if not config.is_autoscaled:
         return {"num_replicas": number}
     return {"autoscaling_config": _autoscaling_config(config, min_replicas=number, max_replicas=number)}
@@ -285,13 +295,3 @@ def _this_machine_has_gpus() -> bool:
     import torch  # only for this rare case: it takes seconds
 
     return torch.cuda.is_available()
-
-
-def _log_through_serve() -> None:
-    """Give our loggers Serve's handlers, so that their lines are JSON and carry the request id."""
-    serve_logger = logging.getLogger("ray.serve")
-    for package in ("serve_app", "router", "replicas"):
-        logger = logging.getLogger(package)
-        logger.handlers = serve_logger.handlers
-        logger.setLevel(serve_logger.level)
-        logger.propagate = False

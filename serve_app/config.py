@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, get_args
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.fields import FieldInfo
 
 from replicas.engine.config import KVPressurePolicy
 from replicas.protocol import Band
 from router.autoscaling import AutoscalingSettings
 from router.flow_control import FlowLimits
 from router.flow_queue import BandLimits
+from router.latency_targets import LatencyTargets
+from serve_app.jobs.settings import JobsSettings
+from serve_app.jobs.webhook_addresses import AllowedHosts
 
 if TYPE_CHECKING:
     from replicas.model_replica import ReplicaOptions
@@ -19,6 +24,9 @@ if TYPE_CHECKING:
 DEMO_MODEL_NAME = "headway-demo"
 
 _DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo"
+
+_PROMOTE_SHARE = 0.75
+"""Of `max_starvation_s`, when a request is promoted: in the rest a slot comes free and its prompt is computed."""
 
 _CONTROL_CALLS = 64
 """Polls, health checks, metrics and calls on their way out that a replica may hold beside its requests."""
@@ -95,7 +103,11 @@ class HeadwayConfig(BaseModel):
     max_queued_batch_tokens: int = Field(default=64_000_000, ge=1)
     """The same limit for the band `batch`."""
     max_starvation_s: float = Field(default=30.0, gt=0)
-    """A band that waits gets a sequence dispatched, and one scheduled in the engine, at least this often, seconds."""
+    """A band that waits gets a first token at least this often, seconds, where replicas finish sequences meanwhile."""
+    max_interactive_wait_s: float | None = Field(default=10.0, gt=0)
+    """An interactive request that is predicted to start later than this is refused (429), seconds; none: it waits."""
+    max_standard_wait_s: float | None = Field(default=60.0, gt=0)
+    """The same for the band `standard`."""
     max_queue_wait_s: float = Field(default=600.0, gt=0)
     """Longest that a request waits for a replica, seconds; then 504, or 503 where there is no replica at all."""
     routing_policy: Literal["least_tokens", "least_requests", "power_of_two", "round_robin", "random"] = "least_tokens"
@@ -113,6 +125,19 @@ class HeadwayConfig(BaseModel):
     """HTTP ingress processes."""
     cpus_per_ingress: float = Field(default=0.0, ge=0)
     """CPUs that Ray reserves for an ingress replica."""
+    interactive_ttft_target_s: float | None = Field(default=1.0, gt=0)
+    """Time to first token within which an interactive request is in time, seconds; none: it always is. Nothing is
+    refused or ordered by it; `headway:slo_attained_total` and `headway:goodput_tokens_total` count what was in time."""
+    interactive_tpot_target_s: float | None = Field(default=0.15, gt=0)
+    """The same for the mean time between its output tokens, seconds."""
+    standard_ttft_target_s: float | None = Field(default=5.0, gt=0)
+    """`interactive_ttft_target_s` of the band `standard`, seconds."""
+    standard_tpot_target_s: float | None = Field(default=0.25, gt=0)
+    """`interactive_tpot_target_s` of the band `standard`, seconds."""
+    batch_ttft_target_s: float | None = Field(default=None, gt=0)
+    """`interactive_ttft_target_s` of the band `batch`, seconds."""
+    batch_tpot_target_s: float | None = Field(default=None, gt=0)
+    """`interactive_tpot_target_s` of the band `batch`, seconds."""
     load_poll_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two polls of every model replica's load by each ingress."""
     api_key_file: str | None = None
@@ -134,11 +159,36 @@ class HeadwayConfig(BaseModel):
     stall_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds of silence of a replica with running sequences after which it no longer counts as live."""
 
+    data_dir: str = Field(default="~/.headway", validate_default=True)
+    """Directory of what must outlive the processes: the jobs' database and files, unless these are elsewhere."""
+    database_url: str | None = None
+    """`postgresql+psycopg://...`, or `sqlite:///path`; none: a SQLite database in `data_dir`. Several may share one."""
+    files_url: str | None = None
+    """Where files are kept, as fsspec takes it (`s3://bucket/folder`); none: a directory in `data_dir`."""
+    webhook_secret: str | None = None
+    """What webhooks are signed with, `whsec_` and base64; none: drawn once and kept in `data_dir`."""
+    webhook_allowed_hosts: str = ""
+    """Names and networks, separated by commas, that webhooks may be sent to though they are not public."""
+    max_batch_lines: int = Field(default=50_000, ge=1)
+    """Most requests in one batch."""
+    max_file_bytes: ByteSize = Field(default=ByteSize(200 * 2**20), gt=0)
+    """Largest uploaded file, bytes."""
+    max_unfinished_batches: int = Field(default=10_000, ge=1)
+    """Batches and jobs of one tenant that may be unfinished at once; beyond it 429."""
+    max_unfinished_lines: int = Field(default=1_000_000, ge=1)
+    """Requests of one tenant's batches that may be left to do at once; beyond it 429."""
+    job_lease_s: float = Field(default=10.0, gt=0)
+    """A jobs process that is silent for so long is taken for dead, seconds: what it was doing is done again."""
+    keep_results_s: float = Field(default=30 * 86_400.0, gt=0)
+    """Jobs and prompt batches are forgotten so long after they have ended, seconds; files are kept."""
+    cpus_per_jobs: float = Field(default=0.0, ge=0)
+    """CPUs that Ray reserves for the jobs process."""
+
     @field_validator("*", mode="before")
     @classmethod
     def _read_none(cls, value: object, info: ValidationInfo) -> object:
-        """The word `none` means None wherever that is the default, as `key=value` has no other way to say it."""
-        may_be_none = info.field_name is not None and cls.model_fields[info.field_name].default is None
+        """The word `none` means None wherever a field may be that, as `key=value` has no other way to say it."""
+        may_be_none = info.field_name is not None and _may_be_none(cls.model_fields[info.field_name])
         return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
 
     @field_validator("model", "api_key_file")
@@ -148,6 +198,17 @@ class HeadwayConfig(BaseModel):
         if value is not None and Path(value).expanduser().exists():
             return str(Path(value).expanduser().resolve())
         return value
+
+    @field_validator("webhook_allowed_hosts")
+    @classmethod
+    def _check_allowed_hosts(cls, value: str) -> str:
+        AllowedHosts.parse(entry.strip() for entry in value.split(",") if entry.strip())
+        return value
+
+    @field_validator("data_dir")
+    @classmethod
+    def _make_data_dir_absolute(cls, value: str) -> str:
+        return str(Path(value).expanduser().resolve())
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -188,6 +249,16 @@ class HeadwayConfig(BaseModel):
         return Path(self.model).name if Path(self.model).is_dir() else self.model
 
     @property
+    def jobs_database_url(self) -> str:
+        """Where files, batches and jobs are recorded."""
+        return self.database_url or f"sqlite:///{self.data_dir}/jobs.sqlite3"
+
+    @property
+    def jobs_files_url(self) -> str:
+        """Where the bytes of files are."""
+        return self.files_url or f"{self.data_dir}/files"
+
+    @property
     def fewest_replicas(self) -> int:
         """The bound below for the number of model replicas."""
         return self.num_replicas if self.min_replicas is None else self.min_replicas
@@ -206,9 +277,11 @@ class HeadwayConfig(BaseModel):
     def max_queued_requests_per_replica(self) -> int:
         """What waits in an engine: what each ingress may send before it hears of the others, and what is preempted.
 
+        The jobs process is one more ingress.
+
         Requests wait in the ingress; a replica that has more than this gives them back.
         """
-        return self.max_num_seqs * (self.num_ingress_replicas + 1) * len(Band)
+        return self.max_num_seqs * (self.num_ingress_replicas + 2) * len(Band)
 
     @property
     def max_ongoing_requests_per_replica(self) -> int:
@@ -226,10 +299,22 @@ class HeadwayConfig(BaseModel):
         usual = BandLimits(self.max_queued_requests, self.max_queued_tokens)
         batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens)
         return FlowLimits(
-            bands={Band.INTERACTIVE: usual, Band.STANDARD: usual, Band.BATCH: batch},
-            max_starvation_s=self.max_starvation_s,
+            bands={
+                Band.INTERACTIVE: replace(usual, max_wait_s=self.max_interactive_wait_s),
+                Band.STANDARD: replace(usual, max_wait_s=self.max_standard_wait_s),
+                Band.BATCH: batch,
+            },
+            promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             max_wait_s=self.max_queue_wait_s,
         )
+
+    def latency_targets(self) -> dict[Band, LatencyTargets]:
+        """How soon each band's requests should be answered."""
+        return {
+            Band.INTERACTIVE: LatencyTargets(self.interactive_ttft_target_s, self.interactive_tpot_target_s),
+            Band.STANDARD: LatencyTargets(self.standard_ttft_target_s, self.standard_tpot_target_s),
+            Band.BATCH: LatencyTargets(self.batch_ttft_target_s, self.batch_tpot_target_s),
+        }
 
     def autoscaling_settings(self) -> AutoscalingSettings:
         """How the number of model replicas follows the load."""
@@ -242,6 +327,23 @@ class HeadwayConfig(BaseModel):
             downscale_delay_s=self.downscale_delay_s,
             scale_to_zero_delay_s=self.scale_to_zero_delay_s,
             replica_tokens_per_s=self.replica_tokens_per_s,
+        )
+
+    def allowed_webhook_hosts(self) -> AllowedHosts:
+        """Where webhooks may go though it is not public."""
+        return AllowedHosts.parse(entry.strip() for entry in self.webhook_allowed_hosts.split(",") if entry.strip())
+
+    def jobs_settings(self) -> JobsSettings:
+        """What the jobs deployment is told."""
+        return JobsSettings(
+            model_name=self.model_name,
+            max_batch_lines=self.max_batch_lines,
+            max_file_bytes=int(self.max_file_bytes),
+            max_line_bytes=int(self.max_body_bytes),
+            max_batches_per_tenant=self.max_unfinished_batches,
+            max_lines_per_tenant=self.max_unfinished_lines,
+            lease_s=self.job_lease_s,
+            keep_results_s=self.keep_results_s,
         )
 
     def replica_options(self) -> ReplicaOptions:
@@ -261,10 +363,14 @@ class HeadwayConfig(BaseModel):
             kv_pressure_policy=self.kv_pressure_policy,
             max_queued_requests=self.max_queued_requests_per_replica,
             max_queued_tokens=self.max_queued_tokens,
-            max_starvation_s=self.max_starvation_s,
+            promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             kv_cache_bytes=int(self.kv_cache_bytes),
             gpu_memory_utilization=self.gpu_memory_utilization,
             num_threads=self.num_threads or max(1, int(self.cpus_per_replica)),
             coalesce_interval_s=self.coalesce_interval_s,
             coalesce_tokens=self.coalesce_tokens,
         )
+
+
+def _may_be_none(field: FieldInfo) -> bool:
+    return type(None) in get_args(field.annotation)

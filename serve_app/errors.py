@@ -16,6 +16,13 @@ from replicas.errors import (
     ServingError,
     UnknownModel,
 )
+from serve_app.jobs.errors import (
+    BatchNotCancellable,
+    FileInUse,
+    IdempotencyKeyInUse,
+    UnknownBatch,
+    UnknownFile,
+)
 
 _MAX_SHOWN_CHARS = 50
 
@@ -35,6 +42,8 @@ class ErrorReply:
     code: str | None
     param: str | None = None
     headers: Headers = ()
+    refused_by: str | None = None
+    """The limit that left no room for the request, where one did."""
 
     @property
     def body(self) -> dict[str, object]:
@@ -59,6 +68,11 @@ class _Meaning:
 _MEANINGS: tuple[tuple[type[ServingError], _Meaning], ...] = (
     (InvalidRequest, _Meaning(400, "invalid_request_error")),
     (UnknownModel, _Meaning(404, "not_found_error")),
+    (UnknownFile, _Meaning(404, "not_found_error")),
+    (UnknownBatch, _Meaning(404, "not_found_error")),
+    (FileInUse, _Meaning(409, "conflict")),
+    (IdempotencyKeyInUse, _Meaning(409, "conflict")),
+    (BatchNotCancellable, _Meaning(409, "conflict")),
     (Overloaded, _Meaning(429, "rate_limit_error")),
     (RequestAborted, _Meaning(499, "invalid_request_error")),
     (ReplicaLost, _Meaning(502, "server_error")),
@@ -89,6 +103,7 @@ def reply_to(error: BaseException, request_id: str) -> ErrorReply:
         serving_error.code,
         _param_of(serving_error),
         _retry_headers(serving_error, meaning.status),
+        serving_error.reason if isinstance(serving_error, Overloaded) else None,
     )
 
 
@@ -118,7 +133,7 @@ def _param_of(error: ServingError) -> str | None:
 def _retry_headers(error: ServingError, status: int) -> Headers:
     """When to try again, or not to where the SDKs would; the error itself knows whether that may help."""
     if not error.retryable:
-        return DO_NOT_RETRY if status >= 500 else ()
+        return DO_NOT_RETRY if status == 409 or status >= 500 else ()
     if not isinstance(error, Overloaded | NoReplicaAvailable):
         return ()
     return (
@@ -148,16 +163,16 @@ def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     return HttpError(ErrorReply(405, message, "invalid_request_error", "method_not_allowed", headers=headers))
 
 
-def unsupported_media_type(content_type: str | None) -> HttpError:
-    """415; the only type is JSON."""
+def unsupported_media_type(content_type: str | None, expected: str = "application/json") -> HttpError:
+    """415; an endpoint takes one type."""
     given = f"is `{shortened(content_type)}`" if content_type else "is missing"
-    message = f"the content type {given}; the body must be application/json"
+    message = f"the content type {given}; the body must be {expected}"
     return HttpError(ErrorReply(415, message, "invalid_request_error", "unsupported_media_type"))
 
 
-def body_too_large(max_body_bytes: int) -> HttpError:
+def body_too_large(max_body_bytes: int, what: str = "the body") -> HttpError:
     """413."""
-    message = f"the body has more than {max_body_bytes:,} bytes, the most that is accepted".replace(",", " ")
+    message = f"{what} has more than {max_body_bytes:,} bytes".replace(",", " ") + ", the most that is accepted"
     return HttpError(ErrorReply(413, message, "invalid_request_error", "request_too_large"))
 
 

@@ -18,13 +18,21 @@ from starlette.responses import Response
 from replicas.errors import ServingError
 from router.autoscaling_loop import AutoscalingLoop
 from serve_app.auth import Authenticator
+from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.completions import CompletionEndpoints
 from serve_app.endpoints.exchange import ExchangeMiddleware, error_response, exchange_of
+from serve_app.endpoints.files import FileEndpoints
+from serve_app.endpoints.jobs import JobEndpoints
 from serve_app.endpoints.models import ModelEndpoints
+from serve_app.endpoints.new_jobs import JobMaker
+from serve_app.endpoints.new_prompts import PromptBatchMaker
 from serve_app.endpoints.operations import OperationsEndpoints
+from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.settings import IngressSettings
+from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
+from serve_app.jobs.access import JobsAccess
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
@@ -41,14 +49,15 @@ def create_api(
     *,
     metrics: HttpMetrics | None = None,
     autoscaling: AutoscalingLoop | None = None,
+    jobs: JobsAccess | None = None,
     rng: random.Random | None = None,
     clock: Callable[[], float] = time.monotonic,
     unix_clock: Callable[[], float] = time.time,
 ) -> FastAPI:
     """The application; loads the tokenizer and the key file.
 
-    `metrics` has the registry whose page `/metrics` shows; `autoscaling` is shown in `/load`; `rng` draws the seeds
-    of requests that bring none.
+    `metrics` has the registry whose page `/metrics` shows; `autoscaling` is shown in `/load`; without
+    `jobs` there are no files, batches or jobs; `rng` draws the seeds of requests that bring none.
     The documentation pages of FastAPI are off: they would load their assets from elsewhere.
 
     Raises:
@@ -59,11 +68,15 @@ def create_api(
     tokenizer = PromptTokenizer.load(settings.model, workers)
     bodies = BodyReader(settings, workers)
     model = KnownModel(settings.served_model_name, dispatcher, clock)
-    metrics = metrics or HttpMetrics()
+    metrics = metrics or HttpMetrics(settings.served_model_name)
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
     completions = CompletionEndpoints(settings, authenticator, bodies, service)
     models = ModelEndpoints(authenticator, bodies, model, tokenizer, unix_clock())
-    operations = OperationsEndpoints(dispatcher, model, metrics, settings.stall_timeout_s, autoscaling)
+    operations = OperationsEndpoints(
+        dispatcher, model, metrics, settings.stall_timeout_s, autoscaling, jobs.service if jobs else None
+    )
+    prompts = PromptBatchMaker(service, model.name, settings.max_prompts, jobs.max_batch_lines if jobs else 0)
+    sync_prompts = SyncPromptEndpoints(authenticator, bodies, prompts, settings.keep_alive_s, clock)
     middleware = Middleware(
         ExchangeMiddleware,
         metrics=metrics,
@@ -72,8 +85,13 @@ def create_api(
         unix_clock=unix_clock,
     )
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[middleware])
-    for endpoints in (completions, models, operations):
+    for endpoints in (completions, models, operations, sync_prompts):
         endpoints.add_to(app)
+    if jobs is not None:
+        FileEndpoints(authenticator, bodies, jobs, unix_clock).add_to(app)
+        BatchEndpoints(authenticator, bodies, jobs, model.name).add_to(app)
+        JobEndpoints(authenticator, bodies, jobs, JobMaker(service, model.name)).add_to(app)
+        PromptBatchEndpoints(authenticator, bodies, jobs, prompts).add_to(app)
     for kind in (ServingError, HttpError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     return app

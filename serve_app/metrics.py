@@ -16,14 +16,18 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 
+_REFUSAL_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_predicted_wait", "deadline")
+"""Shown from the beginning, so that the first refusal is an increase."""
+
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class HttpMetrics:
     """What this ingress counts of HTTP; names and labels of prometheus-fastapi-instrumentator."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self._model_name = model_name
         self._requests = Counter(
             "http_requests",
             "HTTP requests answered, by route, method and class of status.",
@@ -38,11 +42,23 @@ class HttpMetrics:
             registry=self.registry,
         )
         self._request_size = Summary(
-            "http_request_size_bytes", "Content length of requests.", ["handler"], registry=self.registry
+            "http_request_size_bytes",
+            "Bytes of request bodies, as far as they were read.",
+            ["handler"],
+            registry=self.registry,
         )
         self._response_size = Summary(
             "http_response_size_bytes", "Bytes of response bodies.", ["handler"], registry=self.registry
         )
+        self._refusals = Counter(
+            "vllm:admission_rejections",
+            "Requests answered with 429, by the limit that left no room; what replicas give back to this ingress "
+            "waits here and is not counted (headway:engine_refusals_total).",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        for reason in _REFUSAL_REASONS:
+            self._refusals.labels(model_name, reason)
 
     def observe(
         self, *, handler: str, method: str, status: int, duration_s: float, request_bytes: int, response_bytes: int
@@ -56,6 +72,10 @@ class HttpMetrics:
         self._duration.labels(handler, method).observe(duration_s)
         self._request_size.labels(handler).observe(request_bytes)
         self._response_size.labels(handler).observe(response_bytes)
+
+    def refused(self, reason: str) -> None:
+        """Count a client that was told that there is no room; `reason` is an `Overloaded`'s."""
+        self._refusals.labels(self._model_name, reason).inc()
 
 
 class EngineCollector(Collector):
@@ -75,18 +95,39 @@ class EngineCollector(Collector):
         for index, engine in enumerate(self._engines):
             labels = {"model_name": self._model_name, "engine": str(index)}
             for metric in engine.metrics:
-                family = families.setdefault(metric.name, _family(metric))
-                suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
-                family.add_sample(family.name + suffix, labels | dict(metric.labels), metric.value)
+                _add_metric(families, metric, labels)
             for histogram in engine.histograms:
                 family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
                 _add_histogram(family, histogram, labels)
         yield from families.values()
 
 
-def exposition(engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics) -> bytes:
+class JobsCollector(Collector):
+    """Renders what the jobs deployment counts."""
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Family]:
+        """One family per metric name."""
+        families: dict[str, Family] = {}
+        for metric in self._metrics:
+            _add_metric(families, metric, {})
+        yield from families.values()
+
+
+def exposition(
+    engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics, jobs: Sequence[Metric] = ()
+) -> bytes:
     """The page that Prometheus scrapes, in its text format."""
-    return generate_latest(EngineCollector(list(engines), model_name)) + generate_latest(http.registry)
+    collectors = (EngineCollector(list(engines), model_name), JobsCollector(jobs), http.registry)
+    return b"".join(generate_latest(collector) for collector in collectors)
+
+
+def _add_metric(families: dict[str, Family], metric: Metric, labels: dict[str, str]) -> None:
+    family = families.setdefault(metric.name, _family(metric))
+    suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
+    family.add_sample(family.name + suffix, labels | dict(metric.labels), metric.value)
 
 
 def _family(metric: Metric) -> Family:

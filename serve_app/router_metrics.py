@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
@@ -12,10 +12,12 @@ from prometheus_client.registry import Collector
 from replicas.protocol import Band
 from router.autoscaling_loop import AutoscalingLoop
 from router.flow_queue import FlowQueue
+from router.latency_targets import LatencyTargets, Slo
 from router.load_table import LoadTable
-from router.types import Outcome
+from router.types import Outcome, Reason
 
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MIGRATIONS = ("resumed", "restarted", "failed")
 _MAX_TENANTS = 1000
 _OTHER = "other"
 
@@ -23,12 +25,19 @@ _OTHER = "other"
 class RouterMetrics:
     """What the router did; hears of it as `router.types.RouterObserver`."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, targets: Mapping[Band, LatencyTargets]) -> None:
+        self._targets = targets
         self._wait = Histogram(
             "headway:queue_wait_seconds",
             "From a request's arrival in flow control to the end of its waiting, by how it ended.",
             ["band", "outcome"],
             buckets=_WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self._decisions = Counter(
+            "headway:router_decisions",
+            "Requests given to a replica, by why it was that one (router.types.Reason says what the words mean).",
+            ["reason"],
             registry=registry,
         )
         self._promotions = Counter(
@@ -38,13 +47,33 @@ class RouterMetrics:
             "headway:migrations", "Requests whose replica was lost, by what became of them.", ["outcome"],
             registry=registry,
         )  # fmt: skip
-        self._finished = Counter(
+        self._finished = Counter("headway:finished_requests", "Requests that ended well.", ["band"], registry=registry)
+        self._finished_tokens = Counter(
             "headway:finished_tokens", "Output tokens of requests that ended well.", ["band"], registry=registry
         )
+        self._attained = Counter(
+            "headway:slo_attained",
+            "Requests that ended well and met a latency target of their band (ttft: arrival in flow control to first "
+            "output; tpot: (last - first) / (output tokens - 1); all: both), or have none to meet; "
+            "attainment = headway:slo_attained_total / on(band) group_left headway:finished_requests_total.",
+            ["band", "slo"],
+            registry=registry,
+        )
+        self._goodput = Counter(
+            "headway:goodput_tokens",
+            "Output tokens of requests that ended well and met every latency target of their band.",
+            ["band"],
+            registry=registry,
+        )
+        self._show_zeros()
 
     def waited(self, band: Band, outcome: Outcome, seconds: float) -> None:
         """A request's waiting ended."""
         self._wait.labels(_name(band), outcome.value).observe(seconds)
+
+    def decided(self, reason: Reason) -> None:
+        """A request was given to the first replica of a ranking."""
+        self._decisions.labels(reason.value).inc()
 
     def promoted(self, band: Band) -> None:
         """A band that had starved was served first."""
@@ -56,7 +85,25 @@ class RouterMetrics:
 
     def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
         """A request ended well."""
-        self._finished.labels(_name(band)).inc(num_tokens)
+        self._finished.labels(_name(band)).inc()
+        self._finished_tokens.labels(_name(band)).inc(num_tokens)
+        attained = self._targets[band].attained(ttft_s, duration_s, num_tokens)
+        for slo in attained:
+            self._attained.labels(_name(band), slo.value).inc()
+        if Slo.ALL in attained:
+            self._goodput.labels(_name(band)).inc(num_tokens)
+
+    def _show_zeros(self) -> None:
+        """Make the series that there can be, so that the first event is an increase."""
+        for band in map(_name, Band):
+            for counter in (self._promotions, self._finished, self._finished_tokens, self._goodput):
+                counter.labels(band)
+            for slo in Slo:
+                self._attained.labels(band, slo.value)
+        for reason in Reason:
+            self._decisions.labels(reason.value)
+        for outcome in _MIGRATIONS:
+            self._migrations.labels(outcome)
 
 
 class RouterCollector(Collector):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicas.errors import ServingError
 from replicas.protocol import (
+    Band,
     EngineMetrics,
     FinishReason,
     GenerateRequest,
@@ -19,7 +20,7 @@ from replicas.protocol import (
     TokenLogprob,
     Usage,
 )
-from router.types import ReplicaView
+from router.types import Headroom, ReplicaView
 
 
 @dataclass(frozen=True)
@@ -165,11 +166,17 @@ class FakeDispatcher:
     views: list[ReplicaView] | None = None
     views_after_refresh: list[ReplicaView] | None = None
     engine_metrics: list[EngineMetrics] = field(default_factory=list)
+    headrooms: Mapping[Band, Headroom] = field(
+        default_factory=lambda: dict.fromkeys(Band, Headroom(10, 0, 1000, 0, wait_s=None))
+    )
     error: ServingError | None = None
     """Raised by everything that asks the replicas."""
 
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
         return [self.replica.generate(request) for request in requests]
+
+    def headroom(self, band: Band) -> Headroom:
+        return self.headrooms[band]
 
     def load(self) -> list[ReplicaView]:
         if self.views is not None:

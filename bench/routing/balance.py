@@ -37,7 +37,7 @@ class Scale:
     """How much is sent."""
 
     num_at_once: int = 200
-    trace_s: float = 180.0
+    trace_s: float = 150.0
     prefix_per_s: float = 12.0
     skewed_per_s: float = 8.0
     policies: tuple[str, ...] = POLICIES

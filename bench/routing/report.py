@@ -65,23 +65,31 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
     )
 
 
-def report(name: str, options: Options, bars: Sequence[Bar], figures: dict[str, Any], loads: Sequence[Offered]) -> int:
-    """Print and record; the exit code: 0 all kept, 1 not, 3 void.
+def report(
+    name: str,
+    options: Options,
+    bars: Sequence[Bar],
+    figures: dict[str, Any],
+    loads: Sequence[Offered],
+    family: str = "routing",
+) -> int:
+    """Print and record as `family`_`name`, the module's names; the exit code: 0 all kept, 1 not, 3 void.
 
     A quick run is recorded among temporary files, not with the results.
     """
     from bench.record import write  # brings torch to tell its version: needed by nothing before this
 
     is_void = any(load.is_void for load in loads)
-    print(f"\nrouting: {name}")
+    print(f"\n{family}: {name}")
     for bar in bars:
         print(f"  {bar}")
     if is_void:
         print("  VOID: the load generator was late too often; nothing above counts")
-    place = str(Path(tempfile.gettempdir()) / f"routing_{name}_quick") if options.is_quick else f"routing_{name}"
+    record = f"{family}_{name}"
+    place = str(Path(tempfile.gettempdir()) / f"{record}_quick") if options.is_quick else record
     path = write(
         place,
-        " ".join([f"python -m bench.routing.{name}", *sys.argv[1:]]),
+        " ".join([f"python -m bench.{family}.{name}", *sys.argv[1:]]),
         {
             "is_void": is_void,
             "options": asdict(options),

@@ -41,7 +41,7 @@ class EngineConfig:
     """Waiting sequences, beyond those that find a free slot, at which a request is refused."""
     max_queued_tokens: int = 4_000_000
     """Prompt + `max_tokens` of the waiting sequences at which a request that finds no free slot is refused."""
-    max_starvation_s: float = 30.0
+    promote_after_s: float = 30.0
     """A band that waits and for which nothing was computed this long, seconds, has one sequence promoted: it
     takes the next free slot and keeps it."""
     eos_token_ids: frozenset[int] = frozenset()

@@ -15,6 +15,7 @@ from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence
 from replicas.engine.stats import EngineStats, gauge
 from replicas.engine.stopping import Stop, length_reached, may_stop_on_text, stop_token
+from replicas.engine.waste import WasteCause
 from replicas.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -109,6 +110,7 @@ class Engine:
         """Forget a request; its blocks are free when this returns. An unknown id is no error: it may have ended."""
         generation = self._generations.get(request_id)
         if generation is not None:
+            self._stats.waste.add(WasteCause.ABORT, generation.sequence.num_spent_tokens)
             self._end(generation.sequence, FinishReason.ABORT)
 
     def drain(self) -> None:
@@ -259,6 +261,7 @@ class Engine:
             generation = self._generations.get(request_id)
             if generation is not None and generation.sequence.number == number:
                 sequence = generation.sequence
+                self._stats.waste.add(WasteCause.EXPIRED, sequence.num_spent_tokens)
                 error = DeadlineExceeded(
                     f"the deadline, {deadline_s - sequence.arrival_s:.3f} s after arrival, passed with "
                     f"{sequence.num_output_tokens} output tokens generated"
@@ -298,6 +301,9 @@ class Engine:
         samples = item.samples
         prompt_logprobs = sequence.take_prompt_logprobs(item.start, result.prompt_logprobs)
         self._scheduler.computed(sequence, item.num_tokens)
+        if item.start < sequence.num_lost_tokens:
+            num_again = min(item.end, sequence.num_lost_tokens) - item.start
+            self._stats.waste.add(WasteCause.PREEMPT, num_again)
         if not samples:
             is_scored = not sequence.can_sample and sequence.num_uncomputed_tokens == 0
             stop = Stop(FinishReason.LENGTH) if is_scored else None

@@ -34,7 +34,7 @@ class Scheduler:
        at last, so that short ones behind it start at once. A waiting sequence that is more
        urgent by band takes slot and blocks of the least urgent running one.
     4. A sequence that runs alone preempts all others, and none is admitted beside it.
-    5. A band that wants to prefill, and for which nothing was computed for `max_starvation_s`,
+    5. A band that wants to prefill, and for which nothing was computed for `promote_after_s`,
        has its most urgent sequence promoted to the front of all: it takes the next slot that
        comes free (it preempts nobody, and others may pass it by preempting) and is not preempted
        for a slot. Then the band's clock restarts.
@@ -67,7 +67,7 @@ class Scheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Let a new sequence wait for its first step."""
         if not self._wants_prefill(sequence.band):
-            self._served_s[sequence.band] = now
+            self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
         self._waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -113,9 +113,7 @@ class Scheduler:
 
     def _promote_starved(self, now: float) -> None:
         for band in list(Band)[1:]:
-            if not self._wants_prefill(band):
-                self._served_s[band] = now
-            elif now - self._served_s[band] >= self._config.max_starvation_s:
+            if self._wants_prefill(band) and now - self._served_s[band] >= self._config.promote_after_s:
                 self._promote(band)
                 self._served_s[band] = now
 
@@ -247,6 +245,7 @@ class Scheduler:
 
     def _preempt_least_urgent(self) -> Sequence:
         sequence = self._running.pop()
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
         self._blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1

@@ -21,6 +21,7 @@ class Sequence:
     Invariants:
         0 <= num_computed_tokens <= len(token_ids); computed tokens have slots in `block_table`.
         WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens.
+        Of the first `num_lost_tokens`, every one was in the cache when a preemption took it away.
     """
 
     def __init__(self, request: GenerateRequest, arrival_s: float, deadline_s: float | None, number: int) -> None:
@@ -38,6 +39,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
+        self.num_lost_tokens = 0
         self.num_prompt_logprobs = 0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
@@ -73,6 +75,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Known tokens whose KV is not in the cache."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_spent_tokens(self) -> int:
+        """Tokens computed for it here, each counted once; what the prefix cache had cost nothing."""
+        return max(self.num_computed_tokens, self.num_lost_tokens) - (self.num_cached_tokens or 0)
 
     @property
     def num_outstanding_tokens(self) -> int:

@@ -8,6 +8,7 @@ from collections import Counter, OrderedDict, deque
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
+from replicas.engine.waste import WastedTokens
 from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
 
 _TTFT_S = (
@@ -24,6 +25,7 @@ _REQUEST_S = (
 )
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
+_REFUSALS_HELP = "requests given back to the ingress, where they wait again; vllm:admission_rejections is of clients"
 _RATE_WINDOW_STEPS = 128
 _MAX_ACCOUNTS = 64
 
@@ -109,6 +111,7 @@ class EngineStats:
         self.rate = TokenRate()
         self.saturated_rate = TokenRate()
         self.account = TenantAccount()
+        self.waste = WastedTokens()
         self._config = config
         self._tokens: Counter[str] = Counter()
         self._finished: Counter[FinishReason] = Counter()
@@ -213,9 +216,10 @@ class EngineStats:
                 for reason in FinishReason
             ),
             *(
-                _counter("vllm:admission_rejections", "requests refused", self._rejected[reason], reason=reason)
+                _counter("headway:engine_refusals", _REFUSALS_HELP, self._rejected[reason], reason=reason)
                 for reason in ("max_num_queued_reqs", "max_num_queued_tokens")
             ),
+            *self.waste.metrics(),
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -13,6 +15,8 @@ from serve_app.errors import body_too_large, unsupported_media_type, upload_too_
 from serve_app.openai.neutral import NeutralValues
 from serve_app.openai.parsing import BodyT, parse_body, parse_json
 from serve_app.openai.workers import WorkerThreads
+
+ResultT = TypeVar("ResultT")
 
 _LARGE_BODY_BYTES = 2**16
 """Parsing a body of this size takes about a millisecond; larger ones are parsed in a thread."""
@@ -33,10 +37,44 @@ class BodyReader:
             InvalidRequest: it is no JSON object, or not what the schema says.
             RequestAborted: the client left before it was sent.
         """
+        return await self.convert(request, lambda fields: parse_body(schema, fields, neutral))
+
+    async def convert(self, request: Request, make: Callable[[dict[str, object]], ResultT]) -> ResultT:
+        """What `make` makes of the body's fields; it runs in a thread where the body is large.
+
+        Raises:
+            HttpError, InvalidRequest, RequestAborted: as `read` does.
+        """
         data = await self._read_all(request)
         if len(data) < _LARGE_BODY_BYTES:
-            return parse_body(schema, parse_json(data), neutral)
-        return await self._workers.run(lambda: parse_body(schema, parse_json(data), neutral))
+            return make(parse_json(data))
+        return await self._workers.run(lambda: make(parse_json(data)))
+
+    async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
+        """The body in parts as they arrive, of whatever type and size.
+
+        Raises:
+            HttpError: it is slower to arrive than the largest JSON body may be.
+            RequestAborted: the client left before it was sent.
+        """
+        limit_s = self._settings.upload_timeout_s
+        loop, parts = asyncio.get_running_loop(), request.stream()
+        waited_s, num_bytes = 0.0, 0
+        while True:
+            # Only the client's time counts, not that of whoever takes the parts.
+            asked_s = loop.time()
+            try:
+                async with asyncio.timeout(limit_s * (1 + num_bytes / self._settings.max_body_bytes) - waited_s):
+                    part = await anext(parts)
+            except StopAsyncIteration:
+                return
+            except TimeoutError:
+                raise upload_too_slow(limit_s) from None
+            except ClientDisconnect:
+                raise RequestAborted("the client disconnected") from None
+            waited_s += loop.time() - asked_s
+            num_bytes += len(part)
+            yield part
 
     async def _read_all(self, request: Request) -> bytes:
         max_body_bytes, limit_s = self._settings.max_body_bytes, self._settings.upload_timeout_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.requests import Request
@@ -69,6 +71,7 @@ class CompletionEndpoints:
     async def _respond(self, request: Request, generation: Generation, caller: Caller) -> Response:
         exchange = exchange_of(request)
         exchange.generation = generation
+        exchange.headroom = partial(self._service.headroom, generation)
         if generation.body.stream:
             # Half the client's patience, so that something has arrived before it runs out.
             wait_s = max(_MIN_WAIT_S, (caller.hints.patience_s or float("inf")) / 2)

@@ -7,7 +7,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.types import Headroom
+from serve_app.endpoints.rate_limits import rate_limit_headers
 from serve_app.errors import ErrorReply, is_foreseen, reply_to
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.service import Generation
@@ -46,13 +48,19 @@ class Exchange:
     """Monotonic."""
     status: int = 0
     """0 until the response has begun."""
+    request_bytes: int = 0
+    """Of the body, as far as it was read: what a client says of its size proves nothing."""
     response_bytes: int = 0
     headers_s: float | None = None
     """When the response began, monotonic."""
     generation: Generation | None = None
     """What was generated, if it came so far."""
+    headroom: Callable[[], Headroom] | None = None
+    """What may still wait in the request's band, now; None: it never had one."""
     error: ErrorReply | None = None
     """What the client was told instead of, or at the end of, an answer."""
+    details: dict[str, object] = field(default_factory=dict)
+    """What an endpoint adds to the line that is logged at the end: ids, counts, no text of the client's."""
 
     def describe(self, now_s: float) -> dict[str, object]:
         """The fields of the line that is logged when the exchange ends."""
@@ -63,8 +71,10 @@ class Exchange:
             "status": self.status,
             "duration_s": round(now_s - self.started_s, 6),
             "headers_after_s": None if self.headers_s is None else round(self.headers_s - self.started_s, 6),
+            "request_bytes": self.request_bytes,
             "response_bytes": self.response_bytes,
             "error_code": None if self.error is None else self.error.code,
+            **self.details,
         }
         if self.generation is not None:
             first, progress = self.generation.requests[0], self.generation.progress
@@ -136,7 +146,7 @@ class ExchangeMiddleware:
         scope[_SCOPE_KEY] = exchange
         response_send = self._watch(exchange, headers, send)
         try:
-            await self._app(scope, _until_lost(receive), response_send)
+            await self._app(scope, _hear(exchange, receive), response_send)
         except asyncio.CancelledError:
             exchange.status = CLIENT_CLOSED
             raise
@@ -146,7 +156,7 @@ class ExchangeMiddleware:
             response = error_response(exchange, error)
             await response(scope, receive, response_send)
         finally:
-            self._close(exchange, scope, headers)
+            self._close(exchange, scope)
 
     def _open(self, scope: Scope, headers: Headers) -> Exchange:
         given = headers.get("x-request-id", "")
@@ -174,33 +184,39 @@ class ExchangeMiddleware:
                 if not is_announced:
                     headers["x-request-id"] = exchange.request_id
                 headers["openai-processing-ms"] = str(round((exchange.headers_s - exchange.started_s) * 1000))
+                if exchange.headroom is not None:
+                    headers.update(dict(rate_limit_headers(exchange.headroom())))
             elif message["type"] == "http.response.body":
                 exchange.response_bytes += len(message.get("body", b""))
             await send(message)
 
         return watched
 
-    def _close(self, exchange: Exchange, scope: Scope, headers: Headers) -> None:
+    def _close(self, exchange: Exchange, scope: Scope) -> None:
         now_s = self._clock()
+        if exchange.error is not None and exchange.error.refused_by is not None:
+            self._metrics.refused(exchange.error.refused_by)
         self._metrics.observe(
             handler=getattr(scope.get("route"), "path", "none"),
             method=exchange.method,
             status=exchange.status,
             duration_s=now_s - exchange.started_s,
-            request_bytes=content_length(headers),
+            request_bytes=exchange.request_bytes,
             response_bytes=exchange.response_bytes,
         )
         logger.log(_log_level(exchange), "request finished", extra=exchange.describe(now_s))
 
 
-def _until_lost(receive: Receive) -> Receive:
-    """`receive`, for which a failure to hear the client (Serve cancels the call that would) is its disconnect."""
+def _hear(exchange: Exchange, receive: Receive) -> Receive:
+    """`receive`, which counts bytes; a failure to hear the client (Serve cancels the call) is its disconnect."""
 
     async def received() -> Message:
         try:
-            return await receive()
+            message = await receive()
         except Exception:
             return {"type": "http.disconnect"}
+        exchange.request_bytes += len(message.get("body", b""))
+        return message
 
     return received
 

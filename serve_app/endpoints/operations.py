@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 from fastapi import FastAPI
@@ -10,12 +11,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.errors import NoReplicaAvailable, ServingError
-from replicas.protocol import Band, EngineMetrics
+from replicas.protocol import Band, EngineMetrics, Metric
 from router.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
+from serve_app.jobs.records import JobsService
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
 from serve_app.openai.reply import JsonObject
+
+_JOBS_LIMIT_S = 2.0
+"""Longest that a scrape waits for the jobs deployment, seconds."""
 
 
 class OperationsEndpoints:
@@ -23,13 +28,14 @@ class OperationsEndpoints:
 
     def __init__(
         self, dispatcher: Dispatcher, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float,
-        autoscaling: AutoscalingLoop | None = None,
+        autoscaling: AutoscalingLoop | None = None, jobs: JobsService | None = None,
     ) -> None:  # fmt: skip
         self._dispatcher = dispatcher
         self._model = model
         self._metrics = metrics
         self._stall_timeout_s = stall_timeout_s
         self._autoscaling = autoscaling
+        self._jobs = jobs
 
     def add_to(self, app: FastAPI) -> None:
         """Put the endpoints in their places."""
@@ -71,18 +77,28 @@ class OperationsEndpoints:
         return _json({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """The counts of every engine that answers, and this ingress's own."""
+        """The counts of every engine that answers, of the jobs deployment if it does, and this ingress's own."""
         engines: list[EngineMetrics] = []
         # This ingress's own counts are worth a scrape even when no engine answers.
         with contextlib.suppress(ServingError):
             engines = await self._dispatcher.metrics()
-        return Response(exposition(engines, self._model.name, self._metrics), media_type=CONTENT_TYPE)
+        jobs = await self._jobs_metrics()
+        return Response(exposition(engines, self._model.name, self._metrics, jobs), media_type=CONTENT_TYPE)
 
     async def load(self, request: Request) -> Response:
         """What this ingress knows of every replica's load, how old that is, and how many replicas it wants."""
         replicas = [_load_of(view) for view in self._dispatcher.load()]
         autoscaling = None if self._autoscaling is None else _autoscaling_of(self._autoscaling)
         return _json({"replicas": replicas, "autoscaling": autoscaling})
+
+    async def _jobs_metrics(self) -> tuple[Metric, ...]:
+        if self._jobs is None:
+            return ()
+        try:
+            async with asyncio.timeout(_JOBS_LIMIT_S):
+                return await self._jobs.metrics()
+        except (ServingError, TimeoutError):
+            return ()
 
     def _stalled(self) -> list[ReplicaView]:
         return [

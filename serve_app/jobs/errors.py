@@ -33,3 +33,9 @@ class BatchNotCancellable(ServingError):
     """The batch has ended."""
 
     code = "batch_not_cancellable"
+
+
+class UnknownJob(UnknownBatch):
+    """There is no such job, or it is another tenant's."""
+
+    code = "job_not_found"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 
@@ -13,7 +13,7 @@ class FileStore(Protocol):
         """Store a file whole or not at all; gives its size in bytes. A file of that name is replaced."""
         ...
 
-    def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncIterator[bytes]:
+    def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes [start, start + num_bytes), or up to the end, in parts of at most 1 MiB.
 
         Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from replicas.protocol import Band
+from replicas.protocol import Band, Metric
 
 JsonObject = dict[str, Any]
 ItemT = TypeVar("ItemT")
@@ -120,6 +120,8 @@ class NewBatch:
     request_id: str | None = None
     output_expires_after_s: float | None = None
     """Its output and error files are deleted so long after they were made, seconds; None: kept."""
+    band_ceiling: Band = Band.STANDARD
+    """The most urgent band that it may be raised to when its deadline nears: the principal's ceiling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,4 +267,46 @@ class JobsService(Protocol):
 
     async def stats(self, tenant: str) -> BatchStats:
         """The tenant's batches in numbers."""
+        ...
+
+    async def metrics(self) -> tuple[Metric, ...]:
+        """What is counted of all tenants' work, for `/metrics` (`serve_app.jobs.jobs_metrics` makes them)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A webhook that is owed: noted in the transaction that ended its batch, kept until it is delivered or dead."""
+
+    id: str
+    """The same at every attempt, so that a receiver can drop what it has seen."""
+    batch_id: str
+    event: str
+    """`batch.completed`, `batch.failed`, `batch.expired` or `batch.cancelled`; of a job `response.` and so on."""
+    url: str
+    body: str
+    """JSON; byte for byte what is signed."""
+    num_attempts: int
+    created_unix_s: float
+
+
+class Outbox(Protocol):
+    """Where the sender of webhooks finds what is owed."""
+
+    async def due_deliveries(
+        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
+    ) -> list[Delivery]:
+        """Deliveries whose next attempt is due, the longest due first.
+
+        `without_hosts`: hosts of URLs (`serve_app.jobs.webhook_events.host_of`) that have one under way: what is
+        owed to a host that is slow must not hide what is owed to others.
+        """
+        ...
+
+    async def delivered(self, delivery_id: str) -> None:
+        """Note that the receiver has it."""
+        ...
+
+    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+        """Note an attempt that failed; None: there is no next, it is dead."""
         ...

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from replicas.errors import ServingError
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.types import ReplicaView
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from router.types import Headroom, ReplicaView
 
 
 class Dispatcher(Protocol):
@@ -19,6 +19,10 @@ class Dispatcher(Protocol):
 
         Closing a stream aborts its request. Streams raise ServingError.
         """
+        ...
+
+    def headroom(self, band: Band) -> Headroom:
+        """What may still wait in a band of this ingress."""
         ...
 
     def load(self) -> list[ReplicaView]:

@@ -119,7 +119,9 @@ LogitBiases = Annotated[
 TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids)]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
+    """What every body is: of strict types, without unknown fields, null meaning "not given"."""
+
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -136,7 +138,7 @@ class _Body(BaseModel):
         }
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     """What a stream tells beside its tokens."""
 
     include_usage: bool = False
@@ -145,7 +147,7 @@ class StreamOptions(_Body):
     include_obfuscation: Literal[False] = False
 
 
-class GenerationBody(_Body):
+class GenerationBody(StrictBody):
     """What chat and text completions have in common."""
 
     model: str
@@ -183,7 +185,7 @@ class GenerationBody(_Body):
         return self
 
 
-class ChatMessage(_Body):
+class ChatMessage(StrictBody):
     """One turn of a conversation."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_served_role)]
@@ -241,7 +243,7 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(StrictBody):
     """Body of POST /tokenize, as in vLLM."""
 
     model: str | None = None
@@ -259,7 +261,7 @@ class TokenizeBody(_Body):
         return self
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(StrictBody):
     """Body of POST /detokenize, as in vLLM."""
 
     model: str | None = None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta
+from router.types import Headroom
 from serve_app.openai.chat import EncodedPrompt, PromptTokenizer
 from serve_app.openai.chat_reply import ChatFormat
 from serve_app.openai.completion_reply import CompletionFormat
@@ -48,15 +49,33 @@ class CompletionService:
         self._limits = limits
         self._rng = rng
 
+    def check_chat(self, body: ChatBody) -> None:
+        """Refuse what can be seen to be refused before anything is rendered or tokenized.
+
+        Raises:
+            InvalidRequest, UnknownModel: it cannot be served.
+        """
+        check_model(body.model, self._model.name)
+        check_counts(body, 1, self._limits)
+        check_at_most("top_logprobs", body.top_logprobs or 0, self._limits.max_logprobs)
+
+    def check_completion(self, body: CompletionBody) -> None:
+        """The same for a text completion.
+
+        Raises:
+            InvalidRequest, UnknownModel: it cannot be served.
+        """
+        check_model(body.model, self._model.name)
+        check_counts(body, len(body.prompt), self._limits)
+        check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
+
     async def chat(self, body: ChatBody, caller: Caller) -> Generation:
         """A chat completion.
 
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: it cannot be served.
         """
-        check_model(body.model, self._model.name)
-        check_counts(body, 1, self._limits)
-        check_at_most("top_logprobs", body.top_logprobs or 0, self._limits.max_logprobs)
+        self.check_chat(body)
         card = await self._model.card()
         prompt = await self._tokenizer.encode_chat(body.messages, max_prompt_tokens=card.max_model_len)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
@@ -71,9 +90,7 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: it cannot be served.
         """
-        check_model(body.model, self._model.name)
-        check_counts(body, len(body.prompt), self._limits)
-        check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
+        self.check_completion(body)
         card = await self._model.card()
         refuse_unusable_prompts(body.prompt, card)
         prompts = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=card.max_model_len)
@@ -85,6 +102,10 @@ class CompletionService:
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
         lengths = [len(prompt.token_ids) for prompt in prompts]
         return Generation(head.id, body, requests, reply_format, Progress(lengths, body.n))
+
+    def headroom(self, generation: Generation) -> Headroom:
+        """What may still wait in the band that it runs in."""
+        return self._dispatcher.headroom(generation.requests[0].band)
 
     def start(self, generation: Generation) -> DeltaFanIn:
         """The deltas of all its sequences; leaving the context aborts what has not finished."""

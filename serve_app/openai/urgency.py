@@ -73,6 +73,12 @@ def band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> B
     return max(wanted, principal.band_ceiling)
 
 
+def background_band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> Band:
+    """The band of work that nobody waits for: `batch`, unless the request itself asks for another."""
+    is_asked_for = body.priority is not None or hints.band is not None or body.service_tier is not None
+    return band_of(body, hints, principal) if is_asked_for else Band.BATCH
+
+
 def tier_of(band: Band) -> str:
     """OpenAI's word for a band."""
     return _TIER_OF_BAND[band]

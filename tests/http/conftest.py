@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from replicas.protocol import ModelCard
 from serve_app.ingress import IngressSettings, create_api
 from tests.fakes import FakeDispatcher, FakeReplica, ScriptedToken
+from tests.http.fake_jobs import MemoryJobs, memory_access
 
 MODEL = "tiny"
 LIMIT_S = 20.0
@@ -76,6 +77,7 @@ class Api:
     http: httpx.AsyncClient
     openai: Any
     """The stock client; its overloads are too strict for tables of options."""
+    jobs: MemoryJobs
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
         async with asyncio.timeout(LIMIT_S):
@@ -96,16 +98,23 @@ MakeApi = Callable[..., Api]
 
 @pytest.fixture
 async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToken]) -> AsyncIterator[MakeApi]:
-    """Makes applications; keyword arguments are FakeReplica's, `settings` and `dispatcher` those of the others."""
+    """Makes applications; keyword arguments are FakeReplica's, the others those of what they name."""
     async with contextlib.AsyncExitStack() as stack:
 
         def make(
-            *, settings: dict[str, Any] | None = None, dispatcher: dict[str, Any] | None = None, **replica: Any
+            *,
+            settings: dict[str, Any] | None = None,
+            dispatcher: dict[str, Any] | None = None,
+            job_limits: dict[str, int] | None = None,
+            has_jobs: bool = True,
+            **replica: Any,
         ) -> Api:
             fake = FakeReplica(**{"script": script, **replica})
             front = FakeDispatcher(fake, **{"card": card_of(tokenizer), **(dispatcher or {})})
             options = {"model": tokenizer.name_or_path, "served_model_name": MODEL, **(settings or {})}
-            app = create_api(IngressSettings(**options), front, rng=random.Random(0))
+            memory = MemoryJobs()
+            access = memory_access(memory, **(job_limits or {})) if has_jobs else None
+            app = create_api(IngressSettings(**options), front, jobs=access, rng=random.Random(0))
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(http.aclose)
@@ -114,7 +123,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             client = openai.AsyncOpenAI(
                 api_key="secret", base_url="http://test/v1", http_client=sdk_http, max_retries=0
             )
-            return Api(fake, front, app, http, client)
+            return Api(fake, front, app, http, client, memory)
 
         yield make
 

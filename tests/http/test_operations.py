@@ -158,6 +158,26 @@ async def test_metrics_have_each_family_once(api: Api) -> None:
     assert "# TYPE vllm:num_preemptions_total counter" in types
 
 
+async def test_metrics_show_what_the_jobs_deployment_counts(api: Api) -> None:
+    api.jobs.counted = (
+        Metric("headway:jobs", "Jobs.", MetricKind.GAUGE, 3, (("state", "in_progress"),)),
+        Metric("headway:jobs", "Jobs.", MetricKind.GAUGE, 4, (("state", "completed"),)),
+        Metric("headway:batch_requests", "Lines.", MetricKind.COUNTER, 7, (("status", "failed"),)),
+        Metric("headway:batch_eta_seconds", "Time.", MetricKind.GAUGE, float("inf")),
+    )
+    samples = await samples_of(api)
+    assert samples["headway:jobs", frozenset({("state", "in_progress")})] == 3
+    assert samples["headway:jobs", frozenset({("state", "completed")})] == 4
+    assert samples["headway:batch_requests_total", frozenset({("status", "failed")})] == 7
+    assert samples["headway:batch_eta_seconds", frozenset()] == float("inf")
+
+
+async def test_metrics_of_this_ingress_survive_without_the_jobs_deployment(api: Api) -> None:
+    api.jobs.error = NoReplicaAvailable("it starts again")
+    await api.http.get("/health")
+    assert "http_requests_total" in (await api.http.get("/metrics")).text
+
+
 async def test_metrics_count_http_by_route(api: Api) -> None:
     await api.complete()
     await api.complete(stream=True)

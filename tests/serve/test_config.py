@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.protocol import Band
+from router.latency_targets import LatencyTargets
 from serve_app.config import HeadwayConfig
 
 
@@ -71,9 +73,9 @@ def test_a_directory_is_made_absolute_and_gives_its_name(tmp_path, monkeypatch):
 
 
 def test_replicas_are_told_every_engine_limit():
-    config = HeadwayConfig(max_num_seqs=7, max_starvation_s=3.0, cpus_per_replica=2.0)
+    config = HeadwayConfig(max_num_seqs=7, max_starvation_s=4.0, cpus_per_replica=2.0)
     options = config.replica_options()
-    assert (options.max_num_seqs, options.max_starvation_s, options.num_threads) == (7, 3.0, 2)
+    assert (options.max_num_seqs, options.promote_after_s, options.num_threads) == (7, 3.0, 2)
     # Requests wait in the ingress; an engine's queue is as long as late binding needs, which is derived.
     shared = EngineConfig.__dataclass_fields__.keys() & HeadwayConfig.model_fields.keys() - {"max_queued_requests"}
     assert {name: getattr(options, name) for name in shared} == {name: getattr(config, name) for name in shared}
@@ -87,3 +89,16 @@ def test_serve_refuses_later_than_we_do(num_ingress_replicas):
     assert config.max_ongoing_requests_per_replica > config.max_num_seqs + config.replica_options().max_queued_requests
     may_wait = sum(limits.max_requests for limits in config.flow_limits().bands.values())
     assert config.max_ongoing_requests_per_ingress > 3 * config.max_ongoing_requests_per_replica + may_wait
+
+
+def test_latency_targets_are_per_band_and_may_be_none():
+    targets = HeadwayConfig.model_validate({"interactive_ttft_target_s": "0.5", "standard_tpot_target_s": "none"})
+    by_band = targets.latency_targets()
+    assert by_band[Band.INTERACTIVE] == LatencyTargets(ttft_s=0.5, tpot_s=0.15)
+    assert by_band[Band.STANDARD] == LatencyTargets(ttft_s=5.0, tpot_s=None)
+    assert by_band[Band.BATCH] == LatencyTargets(ttft_s=None, tpot_s=None)
+
+
+def test_none_is_no_value_of_a_field_that_needs_one():
+    with pytest.raises(ValidationError, match="max_num_seqs"):
+        HeadwayConfig.model_validate({"max_num_seqs": "none"})

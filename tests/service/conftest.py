@@ -18,6 +18,7 @@ from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, R
 from router.dispatch import Dispatcher
 from router.flow_control import FlowController, FlowLimits
 from router.flow_queue import BandLimits
+from router.latency_targets import LatencyTargets
 from router.load_table import LoadTable
 from router.policy import LeastTokens
 from serve_app.ingress import IngressSettings, create_api
@@ -72,8 +73,8 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     )  # fmt: skip
     replica = ModelReplica(options, "replica-0", "node-0")
     await replica.start()
-    table, metrics = LoadTable(time.monotonic), HttpMetrics()
-    observer = RouterMetrics(metrics.registry)
+    table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
+    observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
     dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from bench.load.rows import Row
-from bench.load.spec import LoadSpec, Stream, Targets
+from bench.load.spec import LoadSpec, Stream
 from bench.routing.backlog import Scale as BacklogScale
 from bench.routing.backlog import figures_of, judge
 from bench.routing.burst import Replicas, decision_delay_s, history, idle_before_first_work_s, num_reversals
 from bench.routing.failover import Kill, added_pause_s, streams_hit
 from bench.routing.offer import Offered, tokens_computed
 from bench.routing.oracle import Arrival, oracle_ttft_s
-from bench.routing.overload import Scale, goodput, recovery_s, starvation_s, sustained_rate
+from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
 from bench.routing.report import Bar, ratio
 from bench.routing.watch import Seen
 from bench.timed_runner import StepTimes
@@ -83,22 +83,28 @@ def test_starvation_is_waiting_while_nobody_in_the_band_begins():
 
 
 def test_goodput_counts_tokens_when_they_came():
-    spec = LoadSpec(streams=(Stream(name="s"),), targets={0: Targets(ttft_s=1.0)})
-    run = offered(row(0.0, ((0.5, 1), (5.0, 4))), row(0.0, ((2.0, 1), (3.0, 9))), spec=spec)
-    assert goodput(run, 0.0, 4.0) == 0.25
-    assert goodput(run, 4.0, 8.0) == 1.0
+    run = offered(row(0.0, ((0.5, 1), (0.6, 4))), row(0.0, ((2.0, 1), (3.0, 9))))
+    assert goodput(run, 0.0, 0.55) == pytest.approx(1 / 0.55)
+    assert goodput(run, 0.0, 4.0) == 5 / 4
+    assert goodput(run, 1.0, 4.0) == 0.0
+
+
+def test_a_request_is_good_from_the_attempt_that_was_served():
+    refused_first = row(0.0, ((5.5, 1),))
+    assert not is_good(refused_first)
+    refused_first.last_sent_s = 5.0
+    assert is_good(refused_first)
 
 
 @pytest.mark.parametrize(("bad_until_s", "expected_s"), [(100.0, 0.0), (106.0, 6.0), (1000.0, None)])
 def test_recovery_is_when_windows_are_good_again_for_good(bad_until_s, expected_s):
-    spec = LoadSpec(streams=(Stream(name="s"),), targets={0: Targets(ttft_s=1.0)})
     scale = Scale(before_s=50.0, overload_s=50.0, after_s=50.0, window_s=2.0)
 
     def at(sent_s: float) -> Row:
         is_bad = 50.0 <= sent_s < bad_until_s
         return row(sent_s, ((sent_s + (3.0 if is_bad else 0.1), 1),))
 
-    found = recovery_s(spec, [at(number / 10) for number in range(1500)], 50.0, 100.0, scale)
+    found = recovery_s([at(number / 10) for number in range(1500)], 50.0, 100.0, scale)
     assert found == (None if expected_s is None else pytest.approx(expected_s, abs=0.5))
 
 

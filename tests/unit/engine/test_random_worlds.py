@@ -28,7 +28,7 @@ def random_config(rng: random.Random) -> EngineConfig:
         enable_prefix_caching=rng.random() < 0.8,
         kv_pressure_policy=rng.choice(list(KVPressurePolicy)),
         max_queued_requests=rng.choice([2, 100]),
-        max_starvation_s=rng.choice([0.5, 5.0, 1000.0]),
+        promote_after_s=rng.choice([0.5, 5.0, 1000.0]),
     )
 
 

@@ -140,7 +140,7 @@ def test_same_band_runs_earliest_deadline_first_then_in_order_of_arrival() -> No
 
 
 def test_starved_band_gets_one_sequence_in_and_keeps_its_slot() -> None:
-    world = World(config(max_num_seqs=1, max_starvation_s=10.0))
+    world = World(config(max_num_seqs=1, promote_after_s=10.0))
     for number in range(3):
         world.add(request(f"batch{number}", prompt(4, number), max_tokens=6, band=Band.BATCH))
     for number in range(30):
@@ -184,7 +184,7 @@ def test_promoted_request_without_a_slot_does_not_hold_up_more_urgent_ones() -> 
 
 
 def test_long_decodes_of_a_band_are_service_to_it_and_promote_nobody() -> None:
-    world = World(config(max_num_seqs=2, max_starvation_s=5.0))
+    world = World(config(max_num_seqs=2, promote_after_s=5.0))
     for number in range(3):
         world.add(request(f"batch{number}", prompt(4, number), max_tokens=80, band=Band.BATCH))
     for _ in range(20):

@@ -22,7 +22,7 @@ from replicas.protocol import (
     TokenLogprob,
     Usage,
 )
-from router.types import Outcome, ReplicaView, RoutingRequest
+from router.types import Outcome, Reason, ReplicaView, RoutingRequest
 from tests.unit.router.simulated_time import simulated_clock
 
 BLOCK_SIZE = 4
@@ -88,12 +88,16 @@ class FakeObserver:
     """Remembers everything it is told."""
 
     waits: list[tuple[Band, Outcome, float]] = field(default_factory=list)
+    decisions: list[Reason] = field(default_factory=list)
     promotions: list[Band] = field(default_factory=list)
     migrations: Counter[str] = field(default_factory=Counter)
     finishes: list[tuple[Band, float | None, float, int]] = field(default_factory=list)
 
     def waited(self, band: Band, outcome: Outcome, seconds: float) -> None:
         self.waits.append((band, outcome, seconds))
+
+    def decided(self, reason: Reason) -> None:
+        self.decisions.append(reason)
 
     def promoted(self, band: Band) -> None:
         self.promotions.append(band)

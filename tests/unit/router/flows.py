@@ -16,8 +16,10 @@ from tests.unit.router.fakes import FakeObserver, request, stats
 from tests.unit.router.simulated_time import settle_down, simulated_clock
 
 
-def limits(max_requests: int = 1000, max_tokens: int = 10**9, **changes: Any) -> FlowLimits:
-    return FlowLimits({band: BandLimits(max_requests, max_tokens) for band in Band}, **changes)
+def limits(
+    max_requests: int = 1000, max_tokens: int = 10**9, max_predicted_wait_s: float | None = None, **changes: Any
+) -> FlowLimits:
+    return FlowLimits({band: BandLimits(max_requests, max_tokens, max_predicted_wait_s) for band in Band}, **changes)
 
 
 @dataclass(eq=False)

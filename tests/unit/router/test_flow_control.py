@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -130,18 +131,19 @@ async def test_a_full_band_refuses_by_tokens_too():
     assert flow.ask(max_tokens=50)
 
 
-async def test_drain_time_is_what_waits_in_the_band_and_above_by_the_measured_rate():
+async def test_the_predicted_wait_is_what_waits_in_the_band_and_above_by_the_measured_rate():
     flow = Flow()
-    assert flow.controller.drain_s(Band.BATCH) is None
+    assert flow.controller.wait_s(Band.BATCH) is None
     full = (4, 0, 1)
     flow.report(stats("a", rate=10.0, running=full), stats("b", rate=30.0, running=full))
-    assert flow.controller.drain_s(Band.BATCH) == 0.0
+    assert flow.controller.wait_s(Band.BATCH) == 0.0
     await flow.ask_many(2, Band.INTERACTIVE, max_tokens=17)
     await flow.ask_many(3, Band.STANDARD, max_tokens=37)
     await flow.ask_many(4, Band.BATCH, max_tokens=97)
-    assert flow.controller.drain_s(Band.INTERACTIVE) == 1.0
-    assert flow.controller.drain_s(Band.STANDARD) == 4.0
-    assert flow.controller.drain_s(Band.BATCH) == 14.0
+    await asyncio.sleep(5.1)  # What came lately is forgotten.
+    assert flow.controller.wait_s(Band.INTERACTIVE) == 1.0
+    assert flow.controller.wait_s(Band.STANDARD) == 4.0
+    assert flow.controller.wait_s(Band.BATCH) == 14.0
 
 
 async def test_what_could_not_start_before_its_deadline_is_refused_at_once():
@@ -254,7 +256,7 @@ async def test_cancelling_at_the_moment_of_dispatch_leaks_neither_place_nor_entr
 
 
 async def test_a_starved_band_is_served_once_and_heard_of():
-    flow = Flow(limits(max_starvation_s=30.0))
+    flow = Flow(limits(promote_after_s=30.0))
     flow.report(stats(slots=1))
     asked = await flow.ask_many(1, Band.INTERACTIVE) + await flow.ask_many(50, Band.STANDARD)
     for _ in range(95):
@@ -271,7 +273,7 @@ async def test_a_starved_band_is_served_once_and_heard_of():
 
 
 async def test_a_starved_band_needs_a_slot_and_not_free_blocks():
-    flow = Flow(limits(max_starvation_s=30.0))
+    flow = Flow(limits(promote_after_s=30.0))
     flow.report(stats(running=(1, 0, 0), free_blocks=2, held=(998, 0, 0)))
     [big] = await flow.ask_many(1, Band.STANDARD, prompt=tuple(range(1, 65)))
     assert not big.has_place
@@ -280,6 +282,53 @@ async def test_a_starved_band_needs_a_slot_and_not_free_blocks():
     await settle_down()
     assert big.has_place and big.task.result().is_promoted
     assert flow.table.views()[0].num_by_band == (2, 0, 0), "nobody may count its slot as free"
+
+
+async def test_a_starved_band_passes_its_own_paused_requests_one_at_a_time():
+    flow = Flow(limits(promote_after_s=30.0))
+    held = stats(slots=2, running=(1, 1, 0), waiting=(0, 0, 5))
+    flow.report(held)
+    [first, second] = await flow.ask_many(2, Band.BATCH)
+    await asyncio.sleep(29.0)
+    assert not first.has_place
+    await asyncio.sleep(1.0)
+    flow.report(replace(held, taken_unix_s=30.0))
+    await settle_down()
+    assert first.has_place and first.task.result().is_promoted and not second.has_place
+    await asyncio.sleep(30.0)
+    flow.report(replace(held, taken_unix_s=60.0))
+    await settle_down()
+    assert not second.has_place, "the first still waits for the slot that it was promised"
+    flow.table.progress(first.task.result().in_flight, 1)
+    flow.controller.notify()
+    await settle_down()
+    assert second.has_place and flow.observer.promotions == [Band.BATCH] * 2
+
+
+async def test_what_is_predicted_to_wait_longer_than_its_band_may_is_refused():
+    flow = Flow(limits(max_predicted_wait_s=20.0))
+    flow.report(stats(slots=1, rate=10.0, running=(1, 0, 0)))
+    await flow.ask_many(4, Band.STANDARD, max_tokens=47)
+    await flow.ask_many(1, Band.STANDARD, max_tokens=7)
+    with pytest.raises(Overloaded, match=r"start in about 21\.0 s; the limit for standard is 20 s") as refusal:
+        flow.ask(Band.STANDARD)
+    assert refusal.value.reason == "max_predicted_wait" and refusal.value.retry_after_s == 21.0
+    assert flow.ask(Band.INTERACTIVE)
+
+
+async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
+    flow = Flow()
+    flow.report(stats(slots=2, rate=40.0, running=(1, 0, 0)))
+    await flow.ask_many(1, Band.INTERACTIVE, max_tokens=97)
+    await flow.ask_many(2, Band.STANDARD, max_tokens=47)
+    assert flow.controller.wait_s(Band.INTERACTIVE) == 0.0
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 5.0)
+    await asyncio.sleep(5.1)
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / 40.0
+    for _ in range(9):
+        flow.ask(Band.INTERACTIVE, max_tokens=97)
+    await settle_down()
+    assert flow.controller.wait_s(Band.STANDARD) == pytest.approx(1000 / (0.02 * 40.0)), "some is always left"
 
 
 async def test_a_request_that_comes_back_stands_where_it_stood():
@@ -337,7 +386,7 @@ async def test_tenants_are_charged_what_requests_really_cost():
 @pytest.mark.parametrize("seed", range(60))
 async def test_random_operations_leak_nothing(seed: int):
     rng = random.Random(seed)
-    flow = Flow(limits(max_requests=12, max_tokens=600, max_starvation_s=4.0, max_wait_s=30.0))
+    flow = Flow(limits(max_requests=12, max_tokens=600, promote_after_s=4.0, max_wait_s=30.0))
     asked: list[Asked] = []
 
     async def random_operation() -> None:

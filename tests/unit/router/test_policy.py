@@ -25,33 +25,36 @@ def with_prefix(prompt: tuple[int, ...] = PROMPT, affinity_key: str | None = Non
 
 def test_least_outstanding_tokens_first():
     views = [view("c", outstanding=500), view("a", outstanding=900), view("b", outstanding=100)]
-    assert least_tokens().rank(routing(), views) == ["b", "c", "a"]
+    assert least_tokens().rank(routing(), views).replica_ids == ["b", "c", "a"]
 
 
 def test_many_short_requests_are_less_work_than_one_long():
     views = [view("one-long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(0, 9, 0), outstanding=300)]
-    assert least_tokens().rank(routing(), views) == ["short", "one-long"]
-
-
-def test_no_replica_no_ranking():
-    assert least_tokens().rank(routing(), []) == []
+    assert least_tokens().rank(routing(), views).replica_ids == ["short", "one-long"]
 
 
 def test_the_holder_of_the_prefix_is_preferred_over_a_slightly_less_loaded_one():
     policy, wanted = least_tokens(), with_prefix()
     views = [view("cold", outstanding=100), view("warm", outstanding=120)]
-    assert policy.rank(wanted, views)[0] == "cold"
+    assert policy.rank(wanted, views).first == "cold"
     policy.placed(wanted, "warm")
-    assert policy.rank(wanted, views)[0] == "warm", "40 tokens saved against 20 more to wait for"
+    assert policy.rank(wanted, views).first == "warm", "40 tokens saved against 20 more to wait for"
 
 
 def test_a_holder_beyond_the_load_bound_is_not_preferred():
     policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
     policy.placed(wanted, "hot")
-    within = [view("hot", outstanding=1249), view("a", outstanding=751)]
-    beyond = [view("hot", outstanding=1251), view("a", outstanding=749)]
-    assert policy.rank(wanted, within)[0] == "hot"
-    assert policy.rank(wanted, beyond)[0] == "a"
+    cold = [view(name, outstanding=1000) for name in "abc"]
+    # hot = 1.25 * (hot + 3 * 1000 + own) / 4
+    bound = (1.25 * (3000 + wanted.num_tokens) / 4) / (1 - 1.25 / 4)
+    assert policy.rank(wanted, [*cold, view("hot", outstanding=int(bound) - 1)]).first == "hot"
+    assert policy.rank(wanted, [*cold, view("hot", outstanding=int(bound) + 1)]).first != "hot"
+
+
+def test_a_holder_with_little_to_do_is_preferred_to_an_idle_replica():
+    policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
+    policy.placed(wanted, "busy")
+    assert policy.rank(wanted, [view("busy", outstanding=500), view("idle")]).first == "busy"
 
 
 def test_placed_counts_what_is_left_of_the_prompt_to_compute():
@@ -68,7 +71,7 @@ def test_a_replica_that_is_gone_holds_nothing():
     policy.placed(wanted, "warm")
     policy.forget("warm")
     views = [view("cold", outstanding=100), view("warm", outstanding=120)]
-    assert policy.rank(wanted, views)[0] == "cold"
+    assert policy.rank(wanted, views).first == "cold"
 
 
 def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():
@@ -77,8 +80,8 @@ def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():
     chosen: Counter[str] = Counter()
     for number in range(400):
         wanted = with_prefix((number, *range(1, 20)))
-        assert one.rank(wanted, views) == other.rank(wanted, views[::-1])
-        chosen[one.rank(wanted, views)[0]] += 1
+        assert one.rank(wanted, views).replica_ids == other.rank(wanted, views[::-1]).replica_ids
+        chosen[one.rank(wanted, views).first] += 1
     assert len(chosen) == 8 and max(chosen.values()) < 100, "and different ones to different replicas"
 
 
@@ -87,17 +90,17 @@ def test_losing_a_replica_moves_only_the_prefixes_it_had():
     policy = least_tokens()
     for number in range(200):
         wanted = with_prefix((number, *range(1, 20)))
-        before = policy.rank(wanted, views)[0]
-        after = policy.rank(wanted, views[1:])[0]
+        before = policy.rank(wanted, views).first
+        after = policy.rank(wanted, views[1:]).first
         assert after == before or before == "replica-0"
 
 
 def test_requests_with_one_affinity_key_go_to_one_replica():
     views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
     prompts = [(number, *range(1, 20)) for number in range(20)]
-    rankings = {tuple(least_tokens().rank(with_prefix(p, affinity_key="session"), views)) for p in prompts}
+    rankings = {tuple(least_tokens().rank(with_prefix(p, affinity_key="session"), views).replica_ids) for p in prompts}
     assert len(rankings) == 1
-    others = {least_tokens().rank(with_prefix(affinity_key=f"session-{number}"), views)[0] for number in range(100)}
+    others = {least_tokens().rank(with_prefix(affinity_key=f"session-{number}"), views).first for number in range(100)}
     assert len(others) == 8
 
 
@@ -106,52 +109,51 @@ def test_affinity_decides_where_load_is_nearly_equal():
     wanted = with_prefix(affinity_key="k", expected=160)
     equal = [view(f"replica-{number}", outstanding=1000) for number in range(6)]
     nearly = [view(f"replica-{number}", outstanding=1000 + 4 * number) for number in range(6)]
-    assert least_tokens().rank(wanted, nearly) == least_tokens().rank(wanted, equal)
+    assert least_tokens().rank(wanted, nearly).replica_ids == least_tokens().rank(wanted, equal).replica_ids
 
 
 def test_affinity_does_not_outweigh_load():
     views = [view(f"replica-{number}", outstanding=1000) for number in range(4)]
-    preferred = least_tokens().rank(with_prefix(affinity_key="k"), views)[0]
+    preferred = least_tokens().rank(with_prefix(affinity_key="k"), views).first
     views = [view(v.stats.replica_id, outstanding=1100 if v.stats.replica_id == preferred else 1000) for v in views]
-    assert least_tokens().rank(with_prefix(affinity_key="k"), views)[-1] == preferred
+    assert least_tokens().rank(with_prefix(affinity_key="k"), views).replica_ids[-1] == preferred
 
 
 def test_without_prefix_or_key_ties_are_drawn_evenly_and_reproducibly():
     views = [view("a"), view("b"), view("c")]
-    first = [least_tokens(7).rank(routing(), views) for _ in range(2)]
+    first = [least_tokens(7).rank(routing(), views).replica_ids for _ in range(2)]
     assert first[0] == first[1]
     policy = least_tokens(7)
-    chosen = Counter(policy.rank(routing(), views)[0] for _ in range(3000))
+    chosen = Counter(policy.rank(routing(), views).first for _ in range(3000))
     assert all(900 < count < 1100 for count in chosen.values())
 
 
 def test_least_requests_counts_requests_and_not_their_length():
     policy = LeastRequests(random.Random(0))
     views = [view("long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(1, 1, 1), outstanding=30)]
-    assert policy.rank(routing(), views) == ["long", "short"]
+    assert policy.rank(routing(), views).replica_ids == ["long", "short"]
 
 
 def test_power_of_two_puts_the_emptier_of_two_first():
     policy = PowerOfTwo(random.Random(0))
     views = [view("busy", by_band=(0, 9, 0)), view("a"), view("b")]
-    rankings = [policy.rank(routing(), views) for _ in range(300)]
+    rankings = [policy.rank(routing(), views).replica_ids for _ in range(300)]
     assert {tuple(sorted(ranking)) for ranking in rankings} == {("a", "b", "busy")}
     firsts = Counter(ranking[0] for ranking in rankings)
     assert firsts["busy"] == 0, "whichever other is drawn with it has fewer"
     assert min(firsts["a"], firsts["b"]) > 100
-    assert policy.rank(routing(), [view("only")]) == ["only"]
+    assert policy.rank(routing(), [view("only")]).replica_ids == ["only"]
 
 
 def test_round_robin_takes_turns():
     policy = RoundRobin()
     views = [view("b"), view("a", outstanding=4)]
-    assert [policy.rank(routing(), views) for _ in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
-    assert policy.rank(routing(), []) == []
+    assert [policy.rank(routing(), views).replica_ids for _ in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
 
 
 def test_random_ranks_every_replica_once():
     policy = Random(random.Random(0))
-    rankings = {tuple(policy.rank(routing(), [view("a"), view("b")])) for _ in range(50)}
+    rankings = {tuple(policy.rank(routing(), [view("a"), view("b")]).replica_ids) for _ in range(50)}
     assert rankings == {("a", "b"), ("b", "a")}
 
 

@@ -1,0 +1,96 @@
+"""A client of files and batches, and of the process behind them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from bench.jobs.lines import ENDPOINT
+from bench.serving import Served
+
+_POLL_PERIOD_S = 0.2
+_FINAL = ("completed", "failed", "expired", "cancelled")
+
+
+class BatchClient:
+    """Talks to one served application."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=600.0, trust_env=False)
+
+    def upload(self, path: Path) -> str:
+        """The id of an input file, uploaded as a stream."""
+        with path.open("rb") as file:
+            return str(self._json("POST", "/v1/files", data={"purpose": "batch"}, files={"file": file})["id"])
+
+    def create(self, file_id: str) -> str:
+        """The id of a batch that has just been accepted."""
+        body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+        return str(self._json("POST", "/v1/batches", json=body)["id"])
+
+    def get(self, batch_id: str) -> dict[str, Any]:
+        """The batch as it is now."""
+        return self._json("GET", f"/v1/batches/{batch_id}")
+
+    def wait(self, batch_id: str, is_so: Callable[[dict[str, Any]], bool], limit_s: float) -> dict[str, Any]:
+        """The batch once `is_so` of it, or once it is final.
+
+        Raises:
+            TimeoutError: neither came within `limit_s`.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while time.monotonic() < deadline_s:
+            batch = self.get(batch_id)
+            if is_so(batch) or is_final(batch):
+                return batch
+            time.sleep(_POLL_PERIOD_S)
+        raise TimeoutError(f"batch {batch_id} after {limit_s:g} s: {batch['status']}, {batch['request_counts']}")
+
+    def cancel(self, batch_id: str) -> None:
+        """Begin to cancel a batch."""
+        self._json("POST", f"/v1/batches/{batch_id}/cancel")
+
+    def results(self, file_id: str) -> Iterator[dict[str, Any]]:
+        """The lines of an output or error file, downloaded as a stream."""
+        with self._http.stream("GET", f"/v1/files/{file_id}/content") as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                yield json.loads(line)
+
+    def _json(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        response = self._http.request(method, path, **options)
+        if not response.is_success:
+            raise RuntimeError(f"{method} {path}: {response.status_code} {response.text[:500]}")
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def is_final(batch: dict[str, Any]) -> bool:
+    """Whether a batch has ended."""
+    return batch["status"] in _FINAL
+
+
+def num_done(batch: dict[str, Any]) -> int:
+    """Lines of a batch that have ended."""
+    counts = batch["request_counts"]
+    return int(counts["completed"] + counts["failed"])
+
+
+def replica_process(served: Served, deployment: str) -> psutil.Process:
+    """The process of a deployment that has one replica."""
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    [process] = [child for child in children if f":{deployment}" in " ".join(child.cmdline())]
+    return process
+
+
+def peak_memory_bytes(process: psutil.Process) -> int:
+    """The most memory that a process has ever had resident."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,141 @@
+"""Does a running batch disturb interactive work? `python -m bench.jobs.interactive`.
+
+One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one that
+works off a batch of many lines, which must last to the end. The bars are those of `bench.routing.backlog`, where
+the same work comes as requests of their own.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.jobs.client import BatchClient, is_final, num_done
+from bench.jobs.lines import write_lines
+from bench.load.percentiles import percentile
+from bench.load.rows import Outcome
+from bench.load.spec import Lengths, LoadSpec, Phase, Stream
+from bench.routing.applications import demo, timed
+from bench.routing.offer import Offered, offer
+from bench.routing.report import Bar, Options, ratio, read_options, report
+from bench.serving import Served
+
+NUM_SLOTS = 32
+_START_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is sent to one kind of replica, and what is promised."""
+
+    name: str
+    num_lines: int
+    line_output: int
+    interactive_s: float
+    interactive_per_s: float
+    max_ttft_ratio: float
+    max_gap_ratio: float
+
+
+FULL = (Scale("timed", 1500, 160, 150.0, 2.0, 1.5, 1.3), Scale("demo", 1500, 96, 120.0, 1.5, 2.5, 2.0))
+QUICK = (Scale("timed", 160, 96, 4.0, 4.0, 1.5, 1.3),)
+
+
+def main() -> int:
+    """Measure on both kinds of replica."""
+    options = read_options(__doc__)
+    bars: list[Bar] = []
+    figures: dict[str, Any] = {}
+    loads: list[Offered] = []
+    start: dict[str, Callable[..., AbstractContextManager[Served]]] = {"timed": timed, "demo": demo}
+    for scale in QUICK if options.is_quick else FULL:
+        with start[scale.name](options, num_replicas=1, max_num_seqs=NUM_SLOTS) as served:
+            spec = _interactive(scale, options)
+            print(f"{scale.name}: alone")
+            alone = offer(served.url, spec)
+            print(f"{scale.name}: beside a batch")
+            beside, batch = _beside_a_batch(served, spec, scale, options)
+        seen = figures_of(alone, beside, batch)
+        bars += judge(scale, seen)
+        figures[scale.name] = {"scale": asdict(scale), **seen}
+        loads += [alone, beside]
+    return report("interactive", options, bars, figures, loads, family="jobs")
+
+
+def _interactive(scale: Scale, options: Options) -> LoadSpec:
+    stream = Stream(
+        name="interactive",
+        priority=0,
+        user="people",
+        phases=(Phase(end_s=scale.interactive_s, rate_per_s=scale.interactive_per_s),),
+        prompt=Lengths.around(96, 0.5, 16, 384),
+        output=Lengths.around(40, 0.5, 8, 160),
+    )
+    return LoadSpec(streams=(stream,), seed=options.seed, timeout_s=3600.0)
+
+
+def _beside_a_batch(
+    served: Served, spec: LoadSpec, scale: Scale, options: Options
+) -> tuple[Offered, dict[str, dict[str, Any]]]:
+    """The load, and the batch at its start and end; the batch has every slot by the time that the load comes."""
+    lines = Stream(
+        name="lines",
+        prompt=Lengths.around(64, 0.4, 16, 256),
+        output=Lengths.around(scale.line_output, 0.4, 8, 1024),
+    )
+    client = BatchClient(served.url)
+    with tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
+        path = Path(folder) / "lines.jsonl"
+        write_lines(path, lines, scale.num_lines, options.seed)
+        batch_id = client.create(client.upload(path))
+    before = client.wait(batch_id, lambda batch: num_done(batch) > 0, _START_LIMIT_S)
+    load = offer(served.url, spec)
+    after = client.get(batch_id)
+    if not is_final(after):
+        client.cancel(batch_id)
+        client.wait(batch_id, is_final, _START_LIMIT_S)
+    return load, {"before": before, "after": after}
+
+
+def figures_of(alone: Offered, beside: Offered, batch: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Everything compared."""
+    loads = (beside, alone)
+    ttft = [_percentile([row.ttft_s for row in load.rows if row.ttft_s is not None], 99) for load in loads]
+    gaps = [_percentile([gap for row in load.rows for gap in row.inter_token_s], 99) for load in loads]
+    middle = [_percentile([gap for row in load.rows for gap in row.inter_token_s], 50) for load in loads]
+    return {
+        "ttft_p99_s": ttft,
+        "ttft_p99_ratio": ratio(*ttft),
+        "gap_p99_s": gaps,
+        "gap_p99_ratio": ratio(*gaps),
+        "decode_step_ratio": ratio(*middle),
+        "num_interactive_failed": sum(row.outcome is not Outcome.OK for load in loads for row in load.rows),
+        "num_lines_done": [num_done(batch[when]) for when in ("before", "after")],
+        "lasted": batch["after"]["status"] == "in_progress",
+    }
+
+
+def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
+    """The promises."""
+    prefix = f"{scale.name}: "
+    num_before, num_after = figures["num_lines_done"]
+    return [
+        Bar(f"{prefix}interactive TTFT p99, with a batch / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio),
+        Bar(f"{prefix}interactive inter-token p99, ratio", figures["gap_p99_ratio"], scale.max_gap_ratio),
+        Bar(f"{prefix}interactive requests failed", figures["num_interactive_failed"], 0),
+        Bar(f"{prefix}the batch lasted to the end", float(figures["lasted"]), 1, is_lower_bound=True),
+        Bar(f"{prefix}lines done meanwhile", num_after - num_before, 1, is_lower_bound=True),
+    ]
+
+
+def _percentile(values: list[float], percent: float) -> float | None:
+    return percentile(values, percent) if values else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""How long does it take to have a job accepted while the engine is busy? `python -m bench.jobs.submit`.
+
+One replica of the demo model has a backlog of batch requests that fills every slot. Beside that, `POST /v1/jobs`
+and `GET /health/live` are called in turn at fixed times, each whatever became of the others; each call is timed
+from the moment it leaves. What submitting costs more than saying that one is alive is what accepting costs: it is
+mostly the disk, which must have the job before the answer leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import aiohttp
+
+from bench.load.percentiles import percentiles
+from bench.load.spec import Burst, Lengths, LoadSpec, Stream
+from bench.routing.applications import demo
+from bench.routing.offer import RunningLoad
+from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.watch import watching
+from bench.serving import Served
+
+MAX_EXTRA_S = 0.010
+_PERCENTS = (50, 90, 99, 100)
+_SUBMIT, _LIVE = "submit", "live"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is sent."""
+
+    num_backlog: int
+    lead_s: float
+    """From the first request of the backlog to the first call."""
+    num_calls: int
+    """Of each kind."""
+    period_s: float
+    """Between two calls of a kind."""
+
+
+FULL = Scale(num_backlog=600, lead_s=15.0, num_calls=1500, period_s=0.05)
+QUICK = Scale(num_backlog=64, lead_s=3.0, num_calls=60, period_s=0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call and what came of it."""
+
+    kind: str
+    status: int
+    """0: no answer."""
+    duration_s: float
+    lateness_s: float
+    """How long after its time it left."""
+
+
+def main() -> int:
+    """Measure."""
+    options = read_options(__doc__)
+    scale = QUICK if options.is_quick else FULL
+    with demo(options, num_replicas=1, max_queue_wait_s=3600) as served:
+        load = RunningLoad(served.url, _backlog(scale, options))
+        time.sleep(scale.lead_s)
+        with watching(lambda: sum(replica["num_running"] for replica in served.load()), 0.5) as watch:
+            calls = asyncio.run(_call_in_turn(served, scale))
+        was_busy_to_the_end = load.is_running
+        offered = load.wait()
+    figures = {"scale": asdict(scale), "num_running": [seen.value for seen in watch.seen], **figures_of(calls)}
+    bars = [
+        Bar("p99 of submitting - p99 of /health/live, seconds", figures["extra_p99_s"], MAX_EXTRA_S),
+        Bar("calls that were not answered as they should be", figures["num_failed"], 0),
+        Bar("the engine was busy to the end", float(was_busy_to_the_end), 1, is_lower_bound=True),
+    ]
+    return report("submit", options, bars, figures, [offered], family="jobs")
+
+
+def _backlog(scale: Scale, options: Options) -> LoadSpec:
+    stream = Stream(
+        name="backlog",
+        priority=2,
+        user="night",
+        bursts=(Burst(count=scale.num_backlog, spread_s=scale.num_backlog / 100),),
+        prompt=Lengths.around(64, 0.4, 16, 256),
+        output=Lengths.around(160, 0.4, 32, 1024),
+    )
+    return LoadSpec(streams=(stream,), seed=options.seed, timeout_s=3600.0)
+
+
+async def _call_in_turn(served: Served, scale: Scale) -> list[Call]:
+    """Submissions and calls of /health/live by turns, half a period apart."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(served.url, connector=connector) as session:
+        for kind in (_SUBMIT, _LIVE) * 3:  # connections, and whatever is made at first use
+            await _call(session, kind, 0.0)
+        started_s = time.monotonic()
+        tasks = []
+        for number in range(2 * scale.num_calls):
+            at_s = number * scale.period_s / 2
+            await asyncio.sleep(max(0.0, started_s + at_s - time.monotonic()))
+            lateness_s = time.monotonic() - started_s - at_s
+            tasks.append(asyncio.create_task(_call(session, _LIVE if number % 2 else _SUBMIT, lateness_s)))
+        return await asyncio.gather(*tasks)
+
+
+async def _call(session: aiohttp.ClientSession, kind: str, lateness_s: float) -> Call:
+    sent_s = time.monotonic()
+    body = {"model": "headway-demo", "prompt": "def accept(job):", "max_tokens": 4}
+    request = session.post("/v1/jobs", json=body) if kind == _SUBMIT else session.get("/health/live")
+    try:
+        async with request as response:
+            await response.read()
+            status = response.status
+    except aiohttp.ClientError:
+        status = 0
+    return Call(kind, status, time.monotonic() - sent_s, lateness_s)
+
+
+def figures_of(calls: list[Call]) -> dict[str, Any]:
+    """Everything compared."""
+    durations_s = {kind: [call.duration_s for call in calls if call.kind == kind] for kind in (_SUBMIT, _LIVE)}
+    by_kind = {
+        kind: dict(zip(_PERCENTS, percentiles(values, _PERCENTS), strict=True)) for kind, values in durations_s.items()
+    }
+    expected = {_SUBMIT: 202, _LIVE: 200}
+    return {
+        "duration_s": {kind: {f"p{percent}": value for percent, value in its.items()} for kind, its in by_kind.items()},
+        "extra_p99_s": by_kind[_SUBMIT][99] - by_kind[_LIVE][99],
+        "num_failed": sum(call.status != expected[call.kind] for call in calls),
+        "statuses": dict(Counter(f"{call.kind} {call.status}" for call in calls)),
+        "lateness_p99_s": percentiles([call.lateness_s for call in calls], (99,))[0],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Whether a new request may wait at all: what would wait too long is refused at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from replicas.errors import Overloaded
+from replicas.protocol import Band
+from router.flow_queue import BandLimits, FlowQueue
+from router.load_table import LoadTable
+from router.types import Headroom
+
+_WINDOW_S = 5.0
+_LEAST_SHARE = 0.02
+"""Of what all replicas compute, what a band is taken to be left however much urgent work comes: it is promoted."""
+
+
+class Admission:
+    """Refuses what a band has no room for, or what would start too late.
+
+    How long a request would wait: tokens that wait in its band and above / tokens a second left for the band, which
+    is what all replicas compute while work waits, less what has lately been accepted of more urgent bands
+    (the mean wait in a queue with preemptive priorities: Conway, Maxwell and Miller, Theory of Scheduling, 1967).
+    """
+
+    def __init__(
+        self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable, clock: Callable[[], float]
+    ) -> None:
+        self._limits = limits
+        self._queue = queue
+        self._table = table
+        self._clock = clock
+        self._accepted = {band: _RecentTokens() for band in Band}
+
+    def check(self, band: Band, num_tokens: int, deadline_s: float | None) -> None:
+        """Accept a request of `num_tokens` whose deadline is `deadline_s`, monotonic, or refuse it.
+
+        Raises:
+            Overloaded: the band is full, or it would start later than its band's limit or its deadline.
+        """
+        wait_s = self.wait_s(band) or 0.0
+        try:
+            self._queue.check_room(band, num_tokens)
+            self._check_wait(band, wait_s, deadline_s)
+        except Overloaded as error:
+            raise Overloaded(str(error), wait_s, error.reason, error.code) from None
+        self._accepted[band].add(num_tokens, self._clock())
+
+    def headroom(self, band: Band) -> Headroom:
+        """What may still wait in a band."""
+        limits = self._limits[band]
+        return Headroom(
+            max_requests=limits.max_requests,
+            num_requests=self._queue.num_requests(band),
+            max_tokens=limits.max_tokens,
+            num_tokens=self._queue.num_tokens(band),
+            wait_s=self.wait_s(band),
+            max_wait_s=limits.max_wait_s,
+        )
+
+    def wait_s(self, band: Band) -> float | None:
+        """Seconds until a request that came now would start; None if nothing is known of the replicas' speed."""
+        tokens_per_s = sum(view.stats.saturated_tokens_per_s for view in self._table.views())
+        if tokens_per_s <= 0:
+            return None
+        now = self._clock()
+        urgent_per_s = sum(self._accepted[other].per_s(now) for other in Band if other < band)
+        num_before = sum(self._queue.num_tokens(other) for other in Band if other <= band)
+        return num_before / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
+
+    def _check_wait(self, band: Band, wait_s: float, deadline_s: float | None) -> None:
+        limit_s = self._limits[band].max_wait_s
+        left_s = float("inf") if deadline_s is None else deadline_s - self._clock()
+        if wait_s > left_s:
+            message = f"it would start in about {wait_s:.1f} s and its deadline is in {left_s:.1f} s"
+            raise Overloaded(message, reason="deadline", code="slow_down")
+        if limit_s is not None and wait_s > limit_s:
+            message = f"it would start in about {wait_s:.1f} s; the limit for {band.name.lower()} is {limit_s:g} s"
+            raise Overloaded(message, reason="max_predicted_wait")
+
+
+class _RecentTokens:
+    """Tokens a second over the last few seconds."""
+
+    def __init__(self) -> None:
+        self._added: deque[tuple[float, int]] = deque()
+        self._num_tokens = 0
+
+    def add(self, num_tokens: int, now: float) -> None:
+        self._added.append((now, num_tokens))
+        self._num_tokens += num_tokens
+
+    def per_s(self, now: float) -> float:
+        while self._added and self._added[0][0] < now - _WINDOW_S:
+            self._num_tokens -= self._added.popleft()[1]
+        return self._num_tokens / _WINDOW_S

@@ -1,0 +1,97 @@
+"""The batch endpoints of a running server, for the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+JsonObject = dict[str, Any]
+
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0)
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or refuses; `may_pass` when asking again may help."""
+
+    def __init__(self, message: str, may_pass: bool) -> None:
+        super().__init__(message, may_pass)
+        self.message = message
+        self.may_pass = may_pass
+
+
+class BatchClient:
+    """Asks one server, with or without an API key; every failure is a ServerError."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._url = url.rstrip("/")
+        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=_TIMEOUT, trust_env=False)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._http.close()
+
+    def upload(self, path: Path) -> JsonObject:
+        """The file object of what was uploaded; the file is read while it is sent."""
+        with path.open("rb") as content:
+            return self._json("POST", "/v1/files", data={"purpose": "batch"}, files={"file": (path.name, content)})
+
+    def submit(self, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]) -> JsonObject:
+        """The new batch."""
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        return self._json("POST", "/v1/batches", json=body | ({"metadata": dict(metadata)} if metadata else {}))
+
+    def batch(self, batch_id: str) -> JsonObject:
+        """A batch as it is now."""
+        return self._json("GET", f"/v1/batches/{batch_id}")
+
+    def cancel(self, batch_id: str) -> JsonObject:
+        """The batch, which begins to be cancelled."""
+        return self._json("POST", f"/v1/batches/{batch_id}/cancel")
+
+    def download(self, file_id: str, path: Path) -> None:
+        """Write a file's content to `path`, whole or not at all."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with partial.open("wb") as target, self._http.stream("GET", f"/v1/files/{file_id}/content") as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for part in response.iter_bytes():
+                    target.write(part)
+            partial.replace(path)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _json(self, method: str, path: str, **options: Any) -> JsonObject:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise _refusal(response)
+        try:
+            value = response.json()
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ServerError(f"{self._url} does not answer like a Headway server", may_pass=False)
+        return value
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServerError:
+        return ServerError(f"cannot reach {self._url}: {error or type(error).__name__}", may_pass=True)
+
+
+def _refusal(response: httpx.Response) -> ServerError:
+    may_pass = response.status_code in (408, 429) or response.status_code >= 500
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.reason_phrase
+    return ServerError(f"{message} (HTTP {response.status_code})", may_pass)

@@ -1,0 +1,94 @@
+"""Batches of requests in files, as OpenAI's /v1/batches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from replicas.protocol import Band
+from serve_app.auth import Authenticator
+from serve_app.endpoints.batch_objects import batch_object, list_object
+from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.submitter import Submitter
+from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.records import BatchKind, NewBatch, PageRequest
+from serve_app.openai.job_schema import BatchBody, BatchListQuery
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.reply import JsonObject
+
+
+class BatchEndpoints:
+    """Make batches of uploaded files, list them, look at them, cancel them; everybody sees only their own."""
+
+    def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, model_name: str) -> None:
+        self._authenticator = authenticator
+        self._bodies = bodies
+        self._jobs = jobs
+        self._model_name = model_name
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places."""
+        app.add_api_route("/v1/batches", self.create, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/batches", self.batches, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/batches/{batch_id}", self.batch, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"], response_model=None)
+
+    async def create(self, request: Request) -> Response:
+        """POST /v1/batches: the file is validated afterwards, as a part of the batch."""
+        submitter = Submitter.of(request, self._authenticator)
+        new = await self._bodies.convert(request, partial(_new_batch, submitter))
+        if new.callback_url is not None:
+            self._jobs.callbacks.refuse(new.callback_url)
+        submission = await self._jobs.service.submit(new)
+        exchange_of(request).details |= {"batch_id": submission.batch.id, "tenant": new.tenant}
+        return _json(batch_object(submission.batch, self._model_name))
+
+    async def batches(self, request: Request) -> Response:
+        """GET /v1/batches, newest first."""
+        tenant = self._tenant(request)
+        query = parse_body(BatchListQuery, request.query_params, {})
+        page = await self._jobs.service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
+        return _json(list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more))
+
+    async def batch(self, request: Request) -> Response:
+        """GET /v1/batches/{id}."""
+        batch = await self._jobs.find(BatchKind.FILE, self._tenant(request), request.path_params["batch_id"])
+        return _json(batch_object(batch, self._model_name))
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/batches/{id}/cancel: what is done by then is kept."""
+        tenant = self._tenant(request)
+        batch = await self._jobs.find(BatchKind.FILE, tenant, request.path_params["batch_id"])
+        return _json(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))
+
+    def _tenant(self, request: Request) -> str:
+        return self._authenticator.authenticate(request.headers).tenant
+
+
+def _new_batch(submitter: Submitter, fields: JsonObject) -> NewBatch:
+    body = parse_body(BatchBody, fields, {})
+    expires_after = body.output_expires_after
+    return NewBatch(
+        kind=BatchKind.FILE,
+        tenant=submitter.principal.tenant,
+        endpoint=body.endpoint,
+        band=Band.BATCH,
+        band_ceiling=submitter.principal.band_ceiling,
+        window_s=body.completion_window,
+        input_file_id=body.input_file_id,
+        metadata=body.metadata,
+        callback_url=body.callback_url,
+        idempotency_key=submitter.idempotency_key,
+        body_digest=submitter.digest(fields),
+        request_id=submitter.request_id,
+        output_expires_after_s=None if expires_after is None else float(expires_after.seconds),
+    )
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(to_json(value), media_type="application/json")

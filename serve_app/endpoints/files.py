@@ -1,0 +1,124 @@
+"""Files, as OpenAI's /v1/files: streamed to and from the file store."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.auth import Authenticator
+from serve_app.endpoints.batch_objects import file_object, list_object
+from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.byte_stream import ByteStream
+from serve_app.endpoints.exchange import content_length, exchange_of
+from serve_app.endpoints.upload import FORM_BYTES, Upload, boundary_of
+from serve_app.errors import body_too_large
+from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.records import FileRecord, PageRequest
+from serve_app.openai.job_schema import FileListQuery, UploadForm
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.reply import JsonObject
+
+BATCH_FILE_KEPT_S = 30 * 86_400.0
+"""How long a batch's input is kept when its upload does not say, seconds, as at OpenAI; other files stay."""
+
+
+class FileEndpoints:
+    """Upload, list, look at, download and delete files; everybody sees only their own."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        bodies: BodyReader,
+        jobs: JobsAccess,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._authenticator = authenticator
+        self._bodies = bodies
+        self._jobs = jobs
+        self._unix_clock = unix_clock
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places."""
+        app.add_api_route("/v1/files", self.upload, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/files", self.files, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/files/{file_id}", self.file, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/files/{file_id}", self.delete, methods=["DELETE"], response_model=None)
+        app.add_api_route("/v1/files/{file_id}/content", self.content, methods=["GET"], response_model=None)
+
+    async def upload(self, request: Request) -> Response:
+        """POST /v1/files."""
+        tenant = self._tenant(request)
+        boundary = boundary_of(request.headers.get("content-type"))
+        max_file_bytes = self._jobs.max_file_bytes
+        if content_length(request.headers) > max_file_bytes + FORM_BYTES:
+            raise body_too_large(max_file_bytes, "the file")
+        upload = Upload(self._bodies.stream(request), boundary, max_file_bytes)
+        filename = await upload.open_file()
+        file_id = f"file-{uuid.uuid4().hex}"
+        try:
+            num_bytes = await self._jobs.files.write(file_id, upload.content())
+            # A form may say what the file is for only behind it.
+            form = parse_body(UploadForm, await upload.fields(), {})
+            record = self._record(file_id, tenant, filename, num_bytes, form)
+            await self._jobs.service.add_file(record)
+        except BaseException:
+            await self._jobs.files.delete(file_id)
+            raise
+        exchange_of(request).details |= {"file_id": file_id, "tenant": tenant}
+        return _json(file_object(record))
+
+    async def files(self, request: Request) -> Response:
+        """GET /v1/files."""
+        tenant = self._tenant(request)
+        query = parse_body(FileListQuery, request.query_params, {})
+        part = PageRequest(query.limit, query.after, is_ascending=query.order == "asc")
+        page = await self._jobs.service.files(tenant, query.purpose, part)
+        return _json(list_object([file_object(file) for file in page.items], page.has_more))
+
+    async def file(self, request: Request) -> Response:
+        """GET /v1/files/{id}."""
+        return _json(file_object(await self._file(request)))
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/files/{id}."""
+        file_id = request.path_params["file_id"]
+        await self._jobs.service.delete_file(self._tenant(request), file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        """GET /v1/files/{id}/content."""
+        file = await self._file(request)
+        headers = {"content-length": str(file.num_bytes), "x-content-type-options": "nosniff"}
+        parts = self._jobs.files.read(file.id)
+        return ByteStream(parts, exchange_of(request), "application/octet-stream", headers)
+
+    async def _file(self, request: Request) -> FileRecord:
+        return await self._jobs.service.file(self._tenant(request), request.path_params["file_id"])
+
+    def _tenant(self, request: Request) -> str:
+        return self._authenticator.authenticate(request.headers).tenant
+
+    def _record(self, file_id: str, tenant: str, filename: str, num_bytes: int, form: UploadForm) -> FileRecord:
+        now = self._unix_clock()
+        kept_s = BATCH_FILE_KEPT_S if form.purpose == "batch" else None
+        if form.expires_after is not None:
+            kept_s = float(form.expires_after.seconds)
+        return FileRecord(
+            id=file_id,
+            tenant=tenant,
+            purpose=form.purpose,
+            filename=filename,
+            num_bytes=num_bytes,
+            created_unix_s=now,
+            expires_unix_s=None if kept_s is None else now + kept_s,
+        )
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(to_json(value), media_type="application/json")

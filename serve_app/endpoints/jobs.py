@@ -1,0 +1,111 @@
+"""Jobs: one request, accepted at once, run later. POST /v1/jobs and /generate, GET and DELETE."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.auth import Authenticator
+from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.connection import while_connected
+from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.job_objects import job_object, job_status, status_object
+from serve_app.endpoints.new_jobs import JobMaker
+from serve_app.endpoints.submitter import Submitter
+from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.records import BatchKind, BatchRecord, LineRecord, NewBatch, Submission
+from serve_app.openai.job_schema import WaitQuery
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.reply import JsonObject
+
+RETRY_AFTER_S = 1
+"""When a client that does not wait for the end should ask again, seconds."""
+
+
+class JobEndpoints:
+    """Submit jobs, poll them, wait for them, cancel them; everybody sees only their own."""
+
+    def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, maker: JobMaker) -> None:
+        self._authenticator = authenticator
+        self._bodies = bodies
+        self._jobs = jobs
+        self._maker = maker
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places."""
+        app.add_api_route("/v1/jobs", self.submit, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/jobs/{job_id}", self.job, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/jobs/{job_id}", self.cancel, methods=["DELETE"], response_model=None)
+        app.add_api_route("/generate", self.generate, methods=["POST"], response_model=None)
+        app.add_api_route("/status/{job_id}", self.status, methods=["GET"], response_model=None)
+
+    async def submit(self, request: Request) -> Response:
+        """POST /v1/jobs: when this answers 202, no crash loses the job."""
+        submitter = Submitter.of(request, self._authenticator)
+        new = await self._bodies.convert(request, partial(self._maker.job, submitter))
+        submission = await self._submit(request, new)
+        job = submission.batch
+        return _accepted(job_object(job, await self._line_known(submission)), f"/v1/jobs/{job.id}")
+
+    async def generate(self, request: Request) -> Response:
+        """POST /generate: the same with fewer words."""
+        submitter = Submitter.of(request, self._authenticator)
+        new = await self._bodies.convert(request, partial(self._maker.short_job, submitter))
+        submission = await self._submit(request, new)
+        job = submission.batch
+        status = job_status(job, await self._line_known(submission))
+        return _accepted({"job_id": job.id, "status": status}, f"/status/{job.id}")
+
+    async def job(self, request: Request) -> Response:
+        """GET /v1/jobs/{id}, at once or, with `wait`, when it has ended or so many seconds later."""
+        job = await self._waited_for(request)
+        return _polled(job, job_object(job, await self._line(job)))
+
+    async def status(self, request: Request) -> Response:
+        """GET /status/{id}."""
+        job = await self._waited_for(request)
+        return _polled(job, status_object(job, await self._line(job)))
+
+    async def cancel(self, request: Request) -> Response:
+        """DELETE /v1/jobs/{id}: it is cancelled; its record stays."""
+        tenant = self._authenticator.authenticate(request.headers).tenant
+        job = await self._jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
+        job = await self._jobs.service.cancel(tenant, job.id)
+        return _polled(job, job_object(job, await self._line(job)))
+
+    async def _submit(self, request: Request, new: NewBatch) -> Submission:
+        if new.callback_url is not None:
+            self._jobs.callbacks.refuse(new.callback_url)
+        submission = await self._jobs.service.submit(new)
+        exchange_of(request).details |= {"job_id": submission.batch.id, "tenant": new.tenant}
+        return submission
+
+    async def _waited_for(self, request: Request) -> BatchRecord:
+        tenant = self._authenticator.authenticate(request.headers).tenant
+        query = parse_body(WaitQuery, request.query_params, {})
+        job = await self._jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
+        if job.status.is_final or not query.wait:
+            return job
+        return await while_connected(request.receive, self._jobs.service.wait(tenant, job.id, query.wait))
+
+    async def _line_known(self, submission: Submission) -> LineRecord | None:
+        """The line of a job that came before; a new one is queued, which is not worth a question."""
+        return None if submission.is_new else await self._line(submission.batch)
+
+    async def _line(self, job: BatchRecord) -> LineRecord | None:
+        lines = await self._jobs.service.lines(job.tenant, job.id, after_index=-1, limit=1)
+        return lines[0] if lines else None
+
+
+def _accepted(value: JsonObject, location: str) -> Response:
+    headers = {"location": location, "retry-after": str(RETRY_AFTER_S)}
+    return Response(to_json(value), 202, headers, "application/json")
+
+
+def _polled(job: BatchRecord, value: JsonObject) -> Response:
+    headers = {} if job.status.is_final else {"retry-after": str(RETRY_AFTER_S)}
+    return Response(to_json(value), headers=headers, media_type="application/json")

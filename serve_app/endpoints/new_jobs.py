@@ -1,0 +1,93 @@
+"""From the body of a request to the job that it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replicas.errors import InvalidRequest
+from serve_app.endpoints.submitter import Submitter
+from serve_app.jobs.records import BatchKind, NewBatch, NewLine
+from serve_app.openai.job_schema import JobOptions
+from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.reply import JsonObject
+from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
+from serve_app.openai.service import CompletionService
+from serve_app.openai.urgency import background_band_of
+
+CHAT_ENDPOINT, COMPLETION_ENDPOINT = "/v1/chat/completions", "/v1/completions"
+
+SHORT_FORM_MAX_TOKENS = 50
+"""Most tokens of a job that came to /generate and does not say."""
+
+_OF_THE_BATCH = frozenset({"callback_url", "deadline_ms", "priority", "service_tier", "stream", "stream_options"})
+"""Fields that say how a job is run: they are kept with its batch, so that its line is nothing but the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobMaker:
+    """Makes batches of one line; what only tokenizing can find out is left to the job itself."""
+
+    service: CompletionService
+    model_name: str
+
+    def job(self, submitter: Submitter, fields: JsonObject) -> NewBatch:
+        """The job for a body of POST /v1/jobs.
+
+        Raises:
+            InvalidRequest, UnknownModel: there can be none.
+        """
+        given = {name: value for name, value in fields.items() if value is not None}
+        options = parse_body(JobOptions, {name: given[name] for name in JobOptions.model_fields if name in given}, {})
+        endpoint, body = self._checked({name: given[name] for name in given if name not in JobOptions.model_fields})
+        return NewBatch(
+            kind=BatchKind.JOB,
+            tenant=submitter.principal.tenant,
+            endpoint=endpoint,
+            band=background_band_of(body, submitter.hints, submitter.principal),
+            band_ceiling=submitter.principal.band_ceiling,
+            window_s=window_of(body),
+            lines=(NewLine("0", line_of(given)),),
+            callback_url=options.callback_url,
+            idempotency_key=submitter.idempotency_key,
+            body_digest=submitter.digest(fields),
+            request_id=submitter.request_id,
+        )
+
+    def short_job(self, submitter: Submitter, fields: JsonObject) -> NewBatch:
+        """The job for a body of POST /generate, which may leave out the model and, of a prompt, `max_tokens`.
+
+        Raises:
+            InvalidRequest, UnknownModel: there can be none.
+        """
+        defaults: JsonObject = {"model": self.model_name}
+        if fields.get("prompt") is not None:
+            defaults["max_tokens"] = SHORT_FORM_MAX_TOKENS
+        return self.job(submitter, defaults | {name: value for name, value in fields.items() if value is not None})
+
+    def _checked(self, fields: JsonObject) -> tuple[str, GenerationBody]:
+        """The endpoint that a body is for, and the body as that endpoint takes it."""
+        if "messages" in fields and "prompt" in fields:
+            raise InvalidRequest("`prompt` and `messages` are both given; a job has one of them", "prompt")
+        body: ChatBody | CompletionBody
+        if "messages" in fields:
+            body, endpoint = parse_body(ChatBody, fields, CHAT_NEUTRAL), CHAT_ENDPOINT
+            self.service.check_chat(body)
+        elif "prompt" in fields:
+            body, endpoint = parse_body(CompletionBody, fields, COMPLETION_NEUTRAL), COMPLETION_ENDPOINT
+            self.service.check_completion(body)
+        else:
+            raise InvalidRequest("`messages` or else `prompt` must be given", "messages", "missing_required_parameter")
+        if body.stream:
+            raise InvalidRequest("`stream` is true; a job is not streamed", "stream")
+        return endpoint, body
+
+
+def window_of(body: GenerationBody) -> float | None:
+    """How long work may take from its submission, seconds; None: as long as it needs."""
+    return None if body.deadline_ms is None else body.deadline_ms / 1000
+
+
+def line_of(fields: JsonObject) -> JsonObject:
+    """The request alone, without what says how it is run."""
+    return {name: value for name, value in fields.items() if name not in _OF_THE_BATCH}

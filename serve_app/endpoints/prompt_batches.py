@@ -1,0 +1,129 @@
+"""Prompt batches that run later: POST /v1/batch/async, and GET /v1/batch/{id} and /v1/batch/stats."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.auth import Authenticator
+from serve_app.endpoints.batch_objects import counts_object, unix_second
+from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.job_objects import prompt_output
+from serve_app.endpoints.jobs import RETRY_AFTER_S
+from serve_app.endpoints.new_prompts import PromptBatchMaker
+from serve_app.endpoints.submitter import Submitter
+from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, LineStatus
+from serve_app.openai.job_schema import OutputsQuery
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.reply import JsonObject
+
+_WORDS = {
+    BatchStatus.VALIDATING: "pending",
+    BatchStatus.IN_PROGRESS: "processing",
+    BatchStatus.FINALIZING: "processing",
+    BatchStatus.CANCELLING: "processing",
+    BatchStatus.COMPLETED: "completed",
+    BatchStatus.FAILED: "failed",
+    BatchStatus.EXPIRED: "failed",
+    BatchStatus.CANCELLED: "cancelled",
+}
+
+
+class PromptBatchEndpoints:
+    """Submit prompt batches, look at what there is of them so far, cancel them; everybody sees only their own."""
+
+    def __init__(
+        self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, maker: PromptBatchMaker
+    ) -> None:
+        self._authenticator = authenticator
+        self._bodies = bodies
+        self._jobs = jobs
+        self._maker = maker
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoints in their places; `stats` stands before whatever could be an id."""
+        app.add_api_route("/v1/batch/async", self.submit, methods=["POST"], response_model=None)
+        app.add_api_route("/v1/batch/stats", self.stats, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/batch/{batch_id}", self.batch, methods=["GET"], response_model=None)
+        app.add_api_route("/v1/batch/{batch_id}/cancel", self.cancel, methods=["POST"], response_model=None)
+
+    async def submit(self, request: Request) -> Response:
+        """POST /v1/batch/async: when this answers 202, no crash loses the batch."""
+        submitter = Submitter.of(request, self._authenticator)
+        new = await self._bodies.convert(request, partial(self._maker.batch, submitter))
+        if new.callback_url is not None:
+            self._jobs.callbacks.refuse(new.callback_url)
+        batch = (await self._jobs.service.submit(new)).batch
+        exchange_of(request).details |= {"batch_id": batch.id, "tenant": new.tenant, "num_prompts": len(new.lines)}
+        headers = {"location": f"/v1/batch/{batch.id}", "retry-after": str(RETRY_AFTER_S)}
+        return Response(to_json({"batch_id": batch.id, "status": _word(batch)}), 202, headers, "application/json")
+
+    async def stats(self, request: Request) -> Response:
+        """GET /v1/batch/stats: all of the caller's asynchronous work."""
+        stats = await self._jobs.service.stats(self._tenant(request))
+        return _json(
+            {
+                "total_batches": stats.total,
+                "pending": stats.pending,
+                "processing": stats.processing,
+                "completed": stats.completed,
+                "failed": stats.failed,
+                "cancelled": stats.cancelled,
+                "tokens_per_sec": round(stats.tokens_per_s, 3),
+            }
+        )
+
+    async def batch(self, request: Request) -> Response:
+        """GET /v1/batch/{id}: how far it is, and a page of its outputs, those that are not there yet included."""
+        tenant = self._tenant(request)
+        query = parse_body(OutputsQuery, request.query_params, {})
+        batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
+        lines = await self._jobs.service.lines(tenant, batch.id, query.after, query.limit)
+        outputs = [prompt_output(line) for line in lines]
+        has_more = bool(lines) and lines[-1].index + 1 < batch.counts.total
+        status = _word(batch, is_begun=any(line.status is not LineStatus.QUEUED for line in lines))
+        return _json(_batch_object(batch) | {"status": status, "outputs": outputs, "has_more": has_more})
+
+    async def cancel(self, request: Request) -> Response:
+        """POST /v1/batch/{id}/cancel: what is done by then is kept."""
+        tenant = self._tenant(request)
+        batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
+        return _json(_batch_object(await self._jobs.service.cancel(tenant, batch.id)))
+
+    def _tenant(self, request: Request) -> str:
+        return self._authenticator.authenticate(request.headers).tenant
+
+
+def _word(batch: BatchRecord, is_begun: bool = False) -> str:
+    """How far a batch is; `is_begun` when one of its lines is known to run."""
+    is_begun = is_begun or batch.counts.completed + batch.counts.failed > 0
+    if batch.status is BatchStatus.IN_PROGRESS and not is_begun:
+        return "pending"
+    return _WORDS[batch.status]
+
+
+def _batch_object(batch: BatchRecord) -> JsonObject:
+    counts = batch.counts
+    num_done = counts.completed + counts.failed
+    return {
+        "batch_id": batch.id,
+        "status": _word(batch),
+        "progress": round(num_done / counts.total, 4) if counts.total else 0.0,
+        "num_done": num_done,
+        "request_counts": counts_object(batch),
+        "total_tokens": batch.num_prompt_tokens + batch.num_output_tokens,
+        "eta_seconds": batch.eta_s,
+        "created_at": int(batch.created_unix_s),
+        "expires_at": unix_second(batch.expires_unix_s),
+        "callback_url": batch.callback_url,
+    }
+
+
+def _json(value: JsonObject) -> Response:
+    return Response(to_json(value), media_type="application/json")

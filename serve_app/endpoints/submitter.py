@@ -1,0 +1,58 @@
+"""Who submits asynchronous work, and what the request's headers say of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from replicas.errors import InvalidRequest
+from serve_app.auth import Authenticator, Principal
+from serve_app.endpoints.exchange import exchange_of
+from serve_app.openai.urgency import ClientHints, hints_from
+
+_KEY = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+@dataclass(frozen=True, slots=True)
+class Submitter:
+    """Whoever sent a request that makes asynchronous work."""
+
+    principal: Principal
+    hints: ClientHints
+    request_id: str
+    idempotency_key: str | None
+    path: str
+
+    @classmethod
+    def of(cls, request: Request, authenticator: Authenticator) -> Submitter:
+        """Who sent `request`.
+
+        Raises:
+            HttpError: nobody with a key.
+            InvalidRequest: a header has a value it cannot have.
+        """
+        key = request.headers.get("idempotency-key")
+        if key is not None and not _KEY.fullmatch(key):
+            message = (
+                f"header `idempotency-key` has {len(key)} characters; it must be 1 to 255 printable ones, no spaces"
+            )
+            raise InvalidRequest(message, "idempotency-key")
+        return cls(
+            principal=authenticator.authenticate(request.headers),
+            hints=hints_from(request.headers),
+            request_id=exchange_of(request).request_id,
+            idempotency_key=key,
+            path=request.url.path,
+        )
+
+    def digest(self, fields: Mapping[str, object]) -> str | None:
+        """What tells a body that came before under the same key, at the same path; None: there is no key."""
+        if self.idempotency_key is None:
+            return None
+        canonical = json.dumps([self.path, fields], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()

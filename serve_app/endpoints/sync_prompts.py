@@ -1,0 +1,71 @@
+"""POST /v1/batch/sync: many prompts in one body, answered at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from fastapi import FastAPI
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve_app.auth import Authenticator
+from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.byte_stream import ByteStream
+from serve_app.endpoints.connection import while_connected
+from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.new_prompts import PromptBatchMaker
+from serve_app.endpoints.prompt_run import PromptRun
+from serve_app.openai.job_schema import StreamQuery
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.urgency import hints_from
+from serve_app.openai.validation import Caller
+
+
+class SyncPromptEndpoints:
+    """Runs prompt batches while their client waits; when it leaves, every sequence is aborted."""
+
+    def __init__(
+        self,
+        authenticator: Authenticator,
+        bodies: BodyReader,
+        maker: PromptBatchMaker,
+        keep_alive_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._authenticator = authenticator
+        self._bodies = bodies
+        self._maker = maker
+        self._keep_alive_s = keep_alive_s
+        self._clock = clock
+
+    def add_to(self, app: FastAPI) -> None:
+        """Put the endpoint in its place."""
+        app.add_api_route("/v1/batch/sync", self.run, methods=["POST"], response_model=None)
+
+    async def run(self, request: Request) -> Response:
+        """POST /v1/batch/sync; with `stream`, as lines of JSON that tell their prompts by `index`."""
+        exchange = exchange_of(request)
+        caller = Caller(
+            request_id=exchange.sequence_id,
+            arrival_unix_s=exchange.arrival_unix_s,
+            principal=self._authenticator.authenticate(request.headers),
+            hints=hints_from(request.headers),
+        )
+        query = parse_body(StreamQuery, request.query_params, {})
+        prompts = await self._bodies.convert(request, self._maker.sync)
+        run = PromptRun(self._maker.service, prompts, caller, exchange, self._clock)
+        exchange.details |= {"num_prompts": len(prompts.bodies), "tenant": caller.principal.tenant}
+        if query.stream or prompts.is_streamed:
+            lines = _lines(run, self._keep_alive_s)
+            return ByteStream(lines, exchange, "application/x-ndjson", {"cache-control": "no-cache"})
+        outputs = await while_connected(request.receive, run.outputs())
+        return Response(to_json(run.progress("completed") | {"outputs": outputs}), media_type="application/json")
+
+
+async def _lines(run: PromptRun, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
+    async with aclosing(run.events(keep_alive_s)) as events:
+        async for event in events:
+            yield to_json(event) + b"\n"

@@ -1,0 +1,57 @@
+"""How an ingress reaches asynchronous work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from serve_app.jobs.errors import UnknownBatch, UnknownJob
+from serve_app.jobs.file_store import FileStore
+from serve_app.jobs.records import BatchKind, BatchRecord, JobsService
+
+_MAX_SHOWN_CHARS = 64
+
+
+class CallbackGuard(Protocol):
+    """Knows which addresses a webhook may be sent to."""
+
+    def refuse(self, url: str) -> None:
+        """Refuse a URL that can be seen to be forbidden without asking anybody; the sender looks again.
+
+        Raises:
+            InvalidRequest: its host is private and not allow-listed; `param` is `callback_url`.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JobsAccess:
+    """What the endpoints of files, batches and jobs are given."""
+
+    service: JobsService
+    files: FileStore
+    callbacks: CallbackGuard
+    max_file_bytes: int = 200 * 2**20
+    """Largest file that may be uploaded, bytes; beyond it 413."""
+    max_batch_lines: int = 50_000
+    """Most prompts of one asynchronous prompt batch."""
+
+    async def find(self, kind: BatchKind, tenant: str, batch_id: str) -> BatchRecord:
+        """A tenant's batch of a kind, as it is now.
+
+        Raises:
+            UnknownBatch: there is none; of a job UnknownJob.
+        """
+        try:
+            batch = await self.service.batch(tenant, batch_id)
+        except UnknownBatch:
+            raise _unknown(kind, batch_id) from None
+        if batch.kind is not kind:
+            raise _unknown(kind, batch_id)
+        return batch
+
+
+def _unknown(kind: BatchKind, batch_id: str) -> UnknownBatch:
+    if kind is BatchKind.JOB:
+        return UnknownJob(f"there is no job `{batch_id[:_MAX_SHOWN_CHARS]}`")
+    return UnknownBatch(f"there is no batch `{batch_id[:_MAX_SHOWN_CHARS]}`")

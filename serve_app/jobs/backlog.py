@@ -1,0 +1,37 @@
+"""What waits in the database, as the autoscaler counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.scaling_inputs import WaitingWork
+from serve_app.jobs.pace import Pace
+from serve_app.jobs.queue_rows import Backlog
+
+
+class BacklogView:
+    """The newest look at the backlog; see `router.autoscaling_loop.HeldBack`."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.waiting: Sequence[Backlog] = ()
+
+    def update(self, waiting: Sequence[Backlog]) -> None:
+        """Take in a new look."""
+        self.waiting = waiting
+
+    def num_requests(self) -> int:
+        """Lines that wait."""
+        return sum(backlog.num_lines for backlog in self.waiting)
+
+    def eta_s(self) -> float:
+        """Seconds until all of it is done; infinite where nothing moves."""
+        return self.pace.eta_of_all_s(self.waiting)
+
+    def work(self) -> Sequence[WaitingWork]:
+        """What they need, by band and deadline."""
+        ratio = self.pace.real_per_expected
+        return [
+            WaitingWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)
+            for backlog in self.waiting
+        ]

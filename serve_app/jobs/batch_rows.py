@@ -1,0 +1,130 @@
+"""Rows of `batches`: how they read as records, and how clients list them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from pydantic_core import from_json, to_json
+from sqlalchemy import Connection, Row, Select, func, select
+
+from replicas.protocol import Band
+from serve_app.jobs.errors import UnknownBatch
+from serve_app.jobs.paging import read_page
+from serve_app.jobs.records import (
+    BatchError,
+    BatchKind,
+    BatchRecord,
+    BatchStatus,
+    LineRecord,
+    LineStatus,
+    Page,
+    PageRequest,
+    RequestCounts,
+)
+from serve_app.jobs.tables import batches, lines
+
+BatchRow = Row[Any]
+FINAL = tuple(status.value for status in BatchStatus if status.is_final)
+UNFINISHED = tuple(status.value for status in BatchStatus if not status.is_final)
+
+_AS_THEY_ARE = (
+    "id", "tenant", "endpoint", "created_unix_s", "expires_unix_s", "input_file_id", "callback_url", "request_id",
+    "in_progress_unix_s", "finalizing_unix_s", "completed_unix_s", "failed_unix_s", "expired_unix_s",
+    "cancelling_unix_s", "cancelled_unix_s", "num_prompt_tokens", "num_output_tokens",
+)  # fmt: skip
+
+
+def batch_record(row: BatchRow) -> BatchRecord:
+    """A row as clients see it; its files show once they are there."""
+    status = BatchStatus(row.status)
+    return BatchRecord(
+        kind=BatchKind(row.kind),
+        band=Band(row.band),
+        status=status,
+        counts=RequestCounts(row.num_lines, row.num_completed, row.num_failed),
+        output_file_id=row.output_file_id if status.is_final else None,
+        error_file_id=row.error_file_id if status.is_final else None,
+        errors=errors_of(row),
+        metadata=None if row.metadata is None else from_json(row.metadata),
+        **{name: getattr(row, name) for name in _AS_THEY_ARE},
+    )
+
+
+def errors_of(row: BatchRow) -> tuple[BatchError, ...]:
+    """What was found wrong with the batch."""
+    return () if row.errors is None else tuple(BatchError(**error) for error in from_json(row.errors))
+
+
+def errors_text(errors: tuple[BatchError, ...]) -> str:
+    """What `errors_of` reads."""
+    return to_json([asdict(error) for error in errors]).decode()
+
+
+def select_batch(connection: Connection, batch_id: str) -> BatchRow:
+    """A batch that is known to exist, whoever's it is."""
+    return connection.execute(select(batches).where(batches.c.id == batch_id)).one()
+
+
+def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> None:
+    """Keep others from changing these batches and their lines until the transaction ends.
+
+    SQLite's transactions exclude each other anyway. On PostgreSQL everything that changes lines locks their batches
+    first, in the same order, so that counts stay true and no two transactions wait for each other.
+    """
+    for batch_id in sorted(set(batch_ids)):
+        connection.execute(select(batches.c.id).where(batches.c.id == batch_id).with_for_update())
+
+
+def get_batch(connection: Connection, tenant: str, batch_id: str, is_to_change: bool = False) -> BatchRow:
+    """A tenant's batch.
+
+    Raises:
+        UnknownBatch: there is none, or it is another tenant's.
+    """
+    query: Select[Any] = select(batches).where(batches.c.id == batch_id, batches.c.tenant == tenant)
+    row = connection.execute(query.with_for_update() if is_to_change else query).first()
+    if row is None:
+        raise UnknownBatch(f"there is no batch or job `{batch_id[:100]}`")
+    return row
+
+
+def list_batches(connection: Connection, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
+    """Some of a tenant's batches of one kind."""
+    condition = (batches.c.tenant == tenant) & (batches.c.kind == kind.value)
+    return read_page(connection, batches, condition, page, batch_record)
+
+
+def list_lines(connection: Connection, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
+    """Lines behind `after_index`, in order.
+
+    Raises:
+        UnknownBatch: there is no such batch, or it is another tenant's.
+    """
+    get_batch(connection, tenant, batch_id)
+    query = select(lines).where(lines.c.batch_id == batch_id, lines.c.position > after_index)
+    return [_line_record(row) for row in connection.execute(query.order_by(lines.c.position).limit(limit))]
+
+
+def count_by_status(connection: Connection, tenant: str) -> dict[BatchStatus, int]:
+    """A tenant's batches of all kinds."""
+    query = select(batches.c.status, func.count()).where(batches.c.tenant == tenant).group_by(batches.c.status)
+    return {BatchStatus(status): number for status, number in connection.execute(query)}
+
+
+def count_all_by_status(connection: Connection) -> dict[BatchStatus, int]:
+    """Everybody's batches of all kinds."""
+    query = select(batches.c.status, func.count()).group_by(batches.c.status)
+    return {BatchStatus(status): number for status, number in connection.execute(query)}
+
+
+def _line_record(row: Row[Any]) -> LineRecord:
+    return LineRecord(
+        index=row.position,
+        custom_id=row.custom_id,
+        status=LineStatus(row.status),
+        status_code=row.status_code,
+        response=None if row.response is None else from_json(row.response),
+        error=None if row.error is None else from_json(row.error),
+    )

@@ -1,0 +1,124 @@
+"""Takes a closing batch to its end: ends what is left undone, writes the result files, makes it final."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from pydantic_core import to_json
+from sqlalchemy import Row
+
+from serve_app.jobs.batch_rows import BatchRow
+from serve_app.jobs.batch_states import finish_batch
+from serve_app.jobs.database import Database
+from serve_app.jobs.file_store import FileStore
+from serve_app.jobs.lease_rows import close_lines, request_id_of
+from serve_app.jobs.line_rows import delete_lines, ended_lines
+from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
+from serve_app.jobs.validating import CHUNK_LINES, LostBatch
+
+_UNDONE = {
+    BatchStatus.EXPIRED.value: (
+        LineStatus.EXPIRED,
+        {
+            "code": "batch_expired",
+            "message": "This request could not be executed before the completion window expired.",
+        },
+    ),
+    BatchStatus.CANCELLED.value: (
+        LineStatus.CANCELLED,
+        {"code": "batch_cancelled", "message": "The batch was cancelled before this request was executed."},
+    ),
+}
+"""What becomes of the lines that a batch with this ending leaves undone."""
+
+
+class Finalizer:
+    """Ends batches. A crash at any point before the last transaction makes the next owner do all of it again.
+
+    That writes the same bytes under the same names: the lines have all ended, and the names were drawn before.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        files: FileStore,
+        on_closed: Callable[[LineStatus, int], None],
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`on_closed`: called with the number of lines that were ended undone."""
+        self._database = database
+        self._on_closed = on_closed
+        self._files = files
+        self._unix_clock = unix_clock
+
+    async def finalize(self, batch: BatchRow, owner: str) -> None:
+        """Bring a closing batch that is the owner's to its end.
+
+        Raises:
+            LostBatch: it is not the owner's any more.
+            OSError: the file store does not answer; the batch is as it was.
+        """
+        if batch.in_progress_unix_s is None:
+            await self.delete_lines(batch.id)  # of a validation that was cut short
+        elif batch.ending in _UNDONE:
+            await self._close_lines(batch)
+        files = await self._write_files(batch) if batch.kind == BatchKind.FILE.value else []
+        now = self._unix_clock()
+        if not await self._database.write(lambda connection: finish_batch(connection, batch, owner, files, now)):
+            raise LostBatch(batch.id)
+
+    async def _close_lines(self, batch: BatchRow) -> None:
+        status, error = _UNDONE[batch.ending]
+        text = to_json(error).decode()
+        while number := await self._database.write(lambda c: close_lines(c, batch, status, text, CHUNK_LINES)):
+            self._on_closed(status, number)
+
+    async def _write_files(self, batch: BatchRow) -> list[FileRecord]:
+        written = [
+            await self._write_file(batch, batch.output_file_id, is_success=True),
+            await self._write_file(batch, batch.error_file_id, is_success=False),
+        ]
+        return [one for one in written if one is not None]
+
+    async def _write_file(self, batch: BatchRow, file_id: str, is_success: bool) -> FileRecord | None:
+        """The file of the lines that succeeded, or of all others; None: there are none."""
+        first = await self._page(batch.id, -1, is_success)
+        if not first:
+            return None
+        num_bytes = await self._files.write(file_id, self._parts(batch.id, first, is_success))
+        now = self._unix_clock()
+        kept_s = batch.output_expires_after_s
+        return FileRecord(
+            id=file_id,
+            tenant=batch.tenant,
+            purpose="batch_output",
+            filename=f"{batch.id}_{'output' if is_success else 'error'}.jsonl",
+            num_bytes=num_bytes,
+            created_unix_s=now,
+            expires_unix_s=None if kept_s is None else now + kept_s,
+        )
+
+    async def _parts(self, batch_id: str, page: list[Row[Any]], is_success: bool) -> AsyncIterator[bytes]:
+        while page:
+            yield b"".join(map(result_line, page))
+            page = await self._page(batch_id, page[-1].position, is_success)
+
+    async def _page(self, batch_id: str, after: int, is_success: bool) -> list[Row[Any]]:
+        return await self._database.read(lambda c: ended_lines(c, batch_id, after, CHUNK_LINES, is_success))
+
+    async def delete_lines(self, batch_id: str) -> None:
+        """Delete the lines of a batch, a chunk at a time."""
+        while await self._database.write(lambda connection: delete_lines(connection, batch_id, CHUNK_LINES)):
+            pass
+
+
+def result_line(line: Row[Any]) -> bytes:
+    """A line of an output or error file, as OpenAI writes them."""
+    request_id = request_id_of(line.batch_id, line.position)
+    head = to_json({"id": f"batch_req_{request_id}", "custom_id": line.custom_id})[:-1]
+    if line.response is None:
+        return b'%s,"response":null,"error":%s}\n' % (head, (line.error or "null").encode())
+    answer = to_json({"status_code": line.status_code, "request_id": request_id})[:-1]
+    return b'%s,"response":%s,"body":%s},"error":null}\n' % (head, answer, line.response.encode())

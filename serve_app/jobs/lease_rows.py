@@ -1,0 +1,202 @@
+"""Rows of `lines` as they are worked off: leased, given back, ended.
+
+A line that runs is held by an owner at an attempt, and only who names both can end it. Whoever was found dead, or
+lost the line to a cancellation, writes nothing: every line ends once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import ColumnElement, Connection, select, update
+
+from serve_app.jobs.batch_rows import BatchRow, lock_batches, select_batch
+from serve_app.jobs.batch_states import end_batch
+from serve_app.jobs.owner_rows import is_alive
+from serve_app.jobs.records import BatchStatus, LineStatus
+from serve_app.jobs.tables import batches, lines
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedLine:
+    """A line that its owner may run; `attempt` tells it from any other lease of the same line."""
+
+    batch_id: str
+    position: int
+    attempt: int
+    custom_id: str
+    body: str
+    """JSON."""
+    expected_tokens: int
+
+    @property
+    def request_id(self) -> str:
+        """Names the line's request; the same at every attempt, for results that come twice never count twice."""
+        return request_id_of(self.batch_id, self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """How a line ended; texts are JSON."""
+
+    line: LeasedLine
+    status: LineStatus
+    status_code: int | None
+    response: str | None
+    error: str | None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+def request_id_of(batch_id: str, position: int) -> str:
+    """The name of a line's request."""
+    return f"{batch_id.rpartition('_')[2]}-{position}"
+
+
+def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -> list[LeasedLine]:
+    """At most so many queued lines of a batch in progress, the longest first; they run from now on."""
+    lock_batches(connection, [batch_id])
+    if not is_alive(connection, owner) or select_batch(connection, batch_id).status != BatchStatus.IN_PROGRESS.value:
+        return []
+    next_lines = (
+        select(lines.c.position)
+        .where(lines.c.batch_id == batch_id, lines.c.status == LineStatus.QUEUED.value)
+        .order_by(lines.c.length_rank, lines.c.prefix_key, lines.c.position)
+        .limit(limit)
+    )
+    lease = (
+        update(lines)
+        .where(lines.c.batch_id == batch_id, lines.c.position.in_(next_lines))
+        .values(status=LineStatus.RUNNING.value, owner=owner, attempt=lines.c.attempt + 1)
+        .returning(lines)
+    )
+    rows = sorted(connection.execute(lease), key=lambda row: (row.length_rank, row.prefix_key, row.position))
+    _add_queued(connection, batch_id, -len(rows))
+    return [
+        LeasedLine(row.batch_id, row.position, row.attempt, row.custom_id, row.body, row.expected_tokens)
+        for row in rows
+    ]
+
+
+def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLine]) -> None:
+    """Give lines back that have not ended, for anybody to take."""
+    lock_batches(connection, (line.batch_id for line in leased))
+    num_freed: Counter[str] = Counter()
+    for line in leased:
+        free = update(lines).where(*_held(line, owner)).values(status=LineStatus.QUEUED.value, owner=None)
+        num_freed[line.batch_id] += connection.execute(free).rowcount
+    for batch_id, number in num_freed.items():
+        _add_queued(connection, batch_id, number)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What the results of one transaction come to for a batch."""
+
+    completed: int = 0
+    failed: int = 0
+    expected_tokens: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, result: LineResult) -> None:
+        is_success = result.status is LineStatus.SUCCEEDED
+        self.completed += is_success
+        self.failed += not is_success
+        self.expected_tokens += result.line.expected_tokens
+        self.prompt_tokens += result.num_prompt_tokens
+        self.output_tokens += result.num_output_tokens
+
+
+@dataclass(slots=True)
+class EndedLines:
+    """What came of some results."""
+
+    counted: list[LineResult]
+    """Those that count: the others came from an owner that had lost the line."""
+    final_batch_ids: list[str]
+    """Batches that are final now."""
+    closing_batch_ids: list[str]
+    """Batches that are to be finalized now."""
+
+
+def end_lines(connection: Connection, owner: str, results: Sequence[LineResult], now: float) -> EndedLines:
+    """Note results of lines that the owner still holds.
+
+    The batches whose last lines these were go on to their next state in the same transaction.
+    """
+    lock_batches(connection, (result.line.batch_id for result in results))
+    news = EndedLines([], [], [])
+    sums: dict[str, _Sums] = {}
+    for result in results:
+        if _end_line(connection, owner, result):
+            sums.setdefault(result.line.batch_id, _Sums()).add(result)
+            news.counted.append(result)
+    for batch_id, its_sums in sums.items():
+        batch = _count(connection, batch_id, its_sums)
+        if batch.status == BatchStatus.IN_PROGRESS.value and batch.num_completed + batch.num_failed == batch.num_lines:
+            (news.final_batch_ids if end_batch(connection, batch, now) else news.closing_batch_ids).append(batch_id)
+    return news
+
+
+def _end_line(connection: Connection, owner: str, result: LineResult) -> bool:
+    values = {
+        "status": result.status.value,
+        "owner": None,
+        "body": None,
+        "status_code": result.status_code,
+        "response": result.response,
+        "error": result.error,
+    }
+    return connection.execute(update(lines).where(*_held(result.line, owner)).values(values)).rowcount == 1
+
+
+def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, error: str, limit: int) -> int:
+    """End some of the lines that a closing batch leaves undone, running ones included; gives how many."""
+    lock_batches(connection, [batch.id])
+    undone = (LineStatus.QUEUED.value, LineStatus.RUNNING.value)
+    some = connection.execute(
+        select(lines.c.position, lines.c.status, lines.c.expected_tokens)
+        .where(lines.c.batch_id == batch.id, lines.c.status.in_(undone))
+        .limit(limit)
+    ).all()
+    if not some:
+        return 0
+    these = (lines.c.batch_id == batch.id) & lines.c.position.in_([row.position for row in some])
+    values = {"status": status.value, "owner": None, "body": None, "error": error}
+    connection.execute(update(lines).where(these).values(values))
+    sums = {
+        "num_failed": batches.c.num_failed + len(some),
+        "num_queued": batches.c.num_queued - sum(row.status == LineStatus.QUEUED.value for row in some),
+        "waiting_tokens": batches.c.waiting_tokens - sum(row.expected_tokens for row in some),
+    }
+    connection.execute(update(batches).where(batches.c.id == batch.id).values(sums))
+    return len(some)
+
+
+def _count(connection: Connection, batch_id: str, sums: _Sums) -> BatchRow:
+    values = {
+        "num_completed": batches.c.num_completed + sums.completed,
+        "num_failed": batches.c.num_failed + sums.failed,
+        "waiting_tokens": batches.c.waiting_tokens - sums.expected_tokens,
+        "num_prompt_tokens": batches.c.num_prompt_tokens + sums.prompt_tokens,
+        "num_output_tokens": batches.c.num_output_tokens + sums.output_tokens,
+    }
+    return connection.execute(update(batches).where(batches.c.id == batch_id).values(values).returning(batches)).one()
+
+
+def _held(line: LeasedLine, owner: str) -> tuple[ColumnElement[bool], ...]:
+    return (
+        lines.c.batch_id == line.batch_id,
+        lines.c.position == line.position,
+        lines.c.status == LineStatus.RUNNING.value,
+        lines.c.owner == owner,
+        lines.c.attempt == line.attempt,
+    )
+
+
+def _add_queued(connection: Connection, batch_id: str, number: int) -> None:
+    queued = batches.c.num_queued + number
+    connection.execute(update(batches).where(batches.c.id == batch_id).values(num_queued=queued))

@@ -1,0 +1,125 @@
+"""Takes batches from state to state, whatever state they are found in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from serve_app.jobs.batch_rows import BatchRow
+from serve_app.jobs.batch_states import CLOSING, claim_batch, disclaim_batch
+from serve_app.jobs.database import Database
+from serve_app.jobs.endings import Endings
+from serve_app.jobs.finalizing import Finalizer
+from serve_app.jobs.ownership import Ownership
+from serve_app.jobs.records import BatchStatus
+from serve_app.jobs.settings import JobsSettings
+from serve_app.jobs.signal import Signal
+from serve_app.jobs.validating import LostBatch, Validator
+
+logger = logging.getLogger(__name__)
+
+_NUM_AT_ONCE = 2
+"""Of each kind: a small batch need not wait for a huge one."""
+_LOOK_S = 1.0
+_MAX_DELAY_S = 60.0
+
+
+class Chores:
+    """Works off batches in some states, one after the other, until none is left; then waits for news.
+
+    A batch that fails, as when the file store does not answer, is tried again, each time a little later.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        ownership: Ownership,
+        model_name: str,
+        statuses: Sequence[BatchStatus],
+        do: Callable[[BatchRow, str], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.news = Signal()
+        self._database = database
+        self._ownership = ownership
+        self._model_name = model_name
+        self._statuses = statuses
+        self._do = do
+        self._clock = clock
+        self._postponed: dict[str, tuple[float, float]] = {}
+        """Batch id -> (not before, last delay)."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            if not await self.do_next():
+                await self.news.wait(_LOOK_S)
+
+    async def do_next(self) -> bool:
+        """Do one batch, if there is any."""
+        owner = self._ownership.id
+        now = self._clock()
+        late = [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
+        batch = await self._database.write(
+            lambda connection: claim_batch(connection, owner, self._statuses, self._model_name, late)
+        )
+        if batch is None:
+            return False
+        try:
+            await self._do(batch, owner)
+            self._postponed.pop(batch.id, None)
+        except LostBatch:
+            logger.info("a batch went on elsewhere", extra={"batch_id": batch.id})
+        except Exception:  # each file store fails in its own words, and no other batch may suffer
+            logger.exception("a batch is tried again later", extra={"batch_id": batch.id, "state": batch.status})
+            self._postpone(batch.id)
+            await self._database.write(lambda connection: disclaim_batch(connection, batch.id, owner))
+        return True
+
+    def _postpone(self, batch_id: str) -> None:
+        _, last_delay_s = self._postponed.get(batch_id, (0.0, 0.5))
+        delay_s = min(_MAX_DELAY_S, 2 * last_delay_s)
+        self._postponed[batch_id] = (self._clock() + delay_s, delay_s)
+
+
+class Lifecycle:
+    """Validates batches that came with a file, and closes those that are complete, expired or cancelled."""
+
+    def __init__(
+        self,
+        database: Database,
+        ownership: Ownership,
+        settings: JobsSettings,
+        validator: Validator,
+        finalizer: Finalizer,
+        endings: Endings,
+        on_lines: Callable[[], None],
+    ) -> None:
+        """`on_lines`: called when there are new lines to run."""
+        self._validator = validator
+        self._finalizer = finalizer
+        self._endings = endings
+        self._on_lines = on_lines
+        model_name = settings.model_name
+        self.validating = Chores(database, ownership, model_name, (BatchStatus.VALIDATING,), self._validate)
+        self.closing = Chores(database, ownership, model_name, CLOSING, self._close)
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for chores in (self.validating, self.closing):
+                for _ in range(_NUM_AT_ONCE):
+                    tasks.create_task(chores.run())
+
+    async def _validate(self, batch: BatchRow, owner: str) -> None:
+        try:
+            await self._validator.validate(batch, owner)
+        finally:
+            self._endings.ended(batch.id)  # as failed
+            self._on_lines()
+
+    async def _close(self, batch: BatchRow, owner: str) -> None:
+        await self._finalizer.finalize(batch, owner)
+        self._endings.ended(batch.id)

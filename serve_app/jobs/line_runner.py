@@ -1,0 +1,153 @@
+"""Runs one line to its end, through whatever passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pydantic_core import to_json
+
+from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
+from replicas.protocol import Band
+from serve_app.auth import Principal
+from serve_app.errors import reply_to
+from serve_app.jobs.lease_rows import LeasedLine, LineResult
+from serve_app.jobs.line_checker import ENDPOINTS, body_of
+from serve_app.jobs.queue_rows import OpenBatch
+from serve_app.jobs.records import LineStatus
+from serve_app.openai.parsing import parse_body
+from serve_app.openai.schema import ChatBody, CompletionBody
+from serve_app.openai.service import CompletionService, Generation
+from serve_app.openai.urgency import ClientHints
+from serve_app.openai.validation import Caller
+
+logger = logging.getLogger(__name__)
+
+_FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
+"""Nothing that may change by trying again."""
+_MAX_FAILURES = 3
+"""Of a kind that should not have happened, before the line is answered with it."""
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 30.0
+_LARGE_BODY_CHARS = 2**16
+
+
+class Phase(Enum):
+    """Where a line is on its way."""
+
+    PREPARING = auto()
+    SENT = auto()
+    """In line for a replica, or on one."""
+    BACKING_OFF = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """A line that is being run; one task owns it."""
+
+    line: LeasedLine
+    batch: OpenBatch
+    band: Band
+    phase: Phase = Phase.PREPARING
+
+
+class LineRunner:
+    """Answers lines as the endpoints would, with no HTTP in between.
+
+    What is retryable, such as a full queue or a model that has no replica, is tried again for as long as it takes: the
+    batch's own deadline ends it.
+    """
+
+    def __init__(
+        self,
+        service: CompletionService,
+        rng: random.Random,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._service = service
+        self._rng = rng
+        self._unix_clock = unix_clock
+
+    async def run(self, run: Run) -> LineResult:
+        """The line's result; cancelling this aborts it."""
+        num_tries = num_failures = 0
+        while True:
+            try:
+                return await self._answer(run)
+            except ServingError as error:
+                num_failures += not self._is_passing(error, run)
+                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or self._is_too_late(error, run):
+                    return _failed(run.line, error)
+                delay_s = self._delay_s(error, num_tries)
+            except Exception as error:
+                logger.exception("a line failed", extra={"request_id": run.line.request_id})
+                return _failed(run.line, error)
+            num_tries += 1
+            run.phase = Phase.BACKING_OFF
+            await asyncio.sleep(delay_s)
+
+    async def _answer(self, run: Run) -> LineResult:
+        run.phase = Phase.PREPARING
+        body = await self._parse(run)
+        caller = self._caller(run)
+        if isinstance(body, ChatBody):
+            generation = await self._service.chat(body, caller)
+        else:
+            generation = await self._service.completion(body, caller)
+        run.phase = Phase.SENT
+        reply = await self._service.answer(generation)
+        return _succeeded(run.line, generation, to_json(reply).decode())
+
+    async def _parse(self, run: Run) -> ChatBody | CompletionBody:
+        endpoint = ENDPOINTS[run.batch.endpoint]
+
+        def parse() -> ChatBody | CompletionBody:
+            return parse_body(endpoint.schema, body_of(run.line.body), endpoint.neutral)
+
+        return parse() if len(run.line.body) < _LARGE_BODY_CHARS else await asyncio.to_thread(parse)
+
+    def _caller(self, run: Run) -> Caller:
+        """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
+        now = self._unix_clock()
+        expires = run.batch.expires_unix_s
+        return Caller(
+            request_id=run.line.request_id,
+            arrival_unix_s=now,
+            principal=Principal(run.batch.tenant, run.band),
+            hints=ClientHints(band=run.band, timeout_s=None if expires is None else max(0.001, expires - now)),
+        )
+
+    def _is_passing(self, error: ServingError, run: Run) -> bool:
+        """Whether the error says nothing of the line itself.
+
+        A deadline that has passed is the queue's own bound on waiting.
+        """
+        return error.retryable or isinstance(error, DeadlineExceeded)
+
+    def _is_too_late(self, error: ServingError, run: Run) -> bool:
+        """Whether a deadline of the line's own has passed; when the batch's has, the batch ends the line."""
+        return isinstance(error, DeadlineExceeded) and body_of(run.line.body).get("deadline_ms") is not None
+
+    def _delay_s(self, error: ServingError, num_tries: int) -> float:
+        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(num_tries, 10)) * self._rng.uniform(0.5, 1.5)
+        return max(delay_s, error.retry_after_s) if isinstance(error, Overloaded) else delay_s
+
+
+def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:
+    progress = generation.progress
+    return LineResult(
+        line, LineStatus.SUCCEEDED, 200, response, None, progress.prompt_tokens, progress.completion_tokens
+    )
+
+
+def _failed(line: LeasedLine, error: Exception) -> LineResult:
+    """The error as the endpoint would answer it, whole and its inner object alone."""
+    reply = reply_to(error, line.request_id)
+    return LineResult(
+        line, LineStatus.FAILED, reply.status, to_json(reply.body).decode(), to_json(reply.body["error"]).decode()
+    )

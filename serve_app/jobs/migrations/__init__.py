@@ -1,0 +1,1 @@
+"""How the database came to have its present tables."""

@@ -1,0 +1,120 @@
+"""How ingresses reach the jobs deployment."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from replicas.errors import NoReplicaAvailable, ServingError
+from replicas.protocol import Metric
+from router.serve_router import in_own_context
+from serve_app.jobs.records import (
+    BatchKind,
+    BatchRecord,
+    BatchStats,
+    FileRecord,
+    LineRecord,
+    NewBatch,
+    Page,
+    PageRequest,
+    Submission,
+)
+from serve_app.jobs.service import new_batch_id
+
+_LIMIT_S = 30.0
+_PAUSE_S = 0.2
+_RAY_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
+
+
+class ServeJobs:
+    """A `JobsService` over a Serve handle.
+
+    A call that the process does not live to answer is made again to the next one, for a while: none of them minds
+    being made twice, since whoever submits a batch has given it its id.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def add_file(self, file: FileRecord) -> None:
+        """Note a file whose bytes are complete in the store."""
+        await self._ask("add_file", file)
+
+    async def file(self, tenant: str, file_id: str) -> FileRecord:
+        """A file that has not expired."""
+        found: FileRecord = await self._ask("file", tenant, file_id)
+        return found
+
+    async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
+        """Some of the tenant's files."""
+        found: Page[FileRecord] = await self._ask("files", tenant, purpose, page)
+        return found
+
+    async def delete_file(self, tenant: str, file_id: str) -> None:
+        """Forget a file and delete its bytes."""
+        await self._ask("delete_file", tenant, file_id)
+
+    async def submit(self, batch: NewBatch) -> Submission:
+        """Accept a batch; when this returns, no crash loses it."""
+        accepted: Submission = await self._ask("submit", batch, new_batch_id(batch.kind))
+        return accepted
+
+    async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
+        """A batch as it is now."""
+        found: BatchRecord = await self._ask("batch", tenant, batch_id)
+        return found
+
+    async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
+        """The batch once it is final, or as it is after `timeout_s`."""
+        found: BatchRecord = await self._ask("wait", tenant, batch_id, timeout_s, limit_s=_LIMIT_S + timeout_s)
+        return found
+
+    async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
+        """Some of the tenant's batches of one kind."""
+        found: Page[BatchRecord] = await self._ask("batches", tenant, kind, page)
+        return found
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """Begin to cancel a batch."""
+        found: BatchRecord = await self._ask("cancel", tenant, batch_id)
+        return found
+
+    async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
+        """Lines behind `after_index`, in order, whatever their status."""
+        found: list[LineRecord] = await self._ask("lines", tenant, batch_id, after_index, limit)
+        return found
+
+    async def stats(self, tenant: str) -> BatchStats:
+        """The tenant's batches in numbers."""
+        found: BatchStats = await self._ask("stats", tenant)
+        return found
+
+    async def metrics(self) -> tuple[Metric, ...]:
+        """What is counted of all tenants' work."""
+        found: tuple[Metric, ...] = await self._ask("metrics")
+        return found
+
+    async def _ask(self, method_name: str, *args: object, limit_s: float = _LIMIT_S) -> Any:
+        call = getattr(self._handle, method_name)
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    try:
+                        return await in_own_context(call.remote, *args)
+                    except RayTaskError as error:
+                        raise _raised(error) from error
+                    except _RAY_ERRORS:  # the process has died, or is not there yet
+                        await asyncio.sleep(_PAUSE_S)
+        except TimeoutError:
+            raise NoReplicaAvailable("the jobs process does not answer", retry_after_s=5.0) from None
+
+
+def _raised(error: RayTaskError) -> ServingError:
+    """What the method itself raised."""
+    cause = error.cause
+    return cause if isinstance(cause, ServingError) else ServingError("the jobs process failed; its log says why")

@@ -1,0 +1,115 @@
+"""Accepts a batch in one transaction, or refuses it."""
+
+from __future__ import annotations
+
+from pydantic_core import to_json
+from sqlalchemy import Connection, func, insert, select
+
+from replicas.errors import InvalidRequest, Overloaded
+from serve_app.jobs.batch_rows import UNFINISHED, BatchRow, batch_record, select_batch
+from serve_app.jobs.batch_states import new_batch_values
+from serve_app.jobs.errors import IdempotencyKeyInUse
+from serve_app.jobs.file_rows import get_file
+from serve_app.jobs.line_rows import LineRow, add_lines
+from serve_app.jobs.records import BatchStatus, NewBatch, Submission
+from serve_app.jobs.settings import JobsSettings
+from serve_app.jobs.tables import batches, idempotency_keys
+
+_RETRY_AFTER_S = 30.0
+
+
+def submit_batch(
+    connection: Connection, new: NewBatch, batch_id: str, rows: list[LineRow], settings: JobsSettings, now: float
+) -> Submission:
+    """Accept a batch under a fresh id, with the rows of its lines unless it comes with a file.
+
+    One that has been accepted before, under the same id or the same idempotency key, is given again.
+
+    Raises:
+        IdempotencyKeyInUse: its key came with another body.
+        UnknownFile: there is no such input file.
+        InvalidRequest: the file is not for batches, or there are too many lines or none.
+        Overloaded: the tenant has as many batches or lines waiting as it may have.
+    """
+    known = connection.execute(select(batches).where(batches.c.id == batch_id)).first()
+    if known is not None:
+        return Submission(batch_record(known), is_new=True)
+    known = _known_by_key(connection, new)
+    if known is not None:
+        return Submission(batch_record(known), is_new=False)
+    _check_input(connection, new, settings, now)
+    _check_quota(connection, new, settings)
+    connection.execute(insert(batches).values(_values(new, batch_id, rows, settings.model_name, now)))
+    add_lines(connection, rows)
+    if new.idempotency_key is not None:
+        key = {"tenant": new.tenant, "key": new.idempotency_key, "digest": new.body_digest, "batch_id": batch_id}
+        connection.execute(insert(idempotency_keys).values(key))
+    return Submission(batch_record(select_batch(connection, batch_id)), is_new=True)
+
+
+def _known_by_key(connection: Connection, new: NewBatch) -> BatchRow | None:
+    if new.idempotency_key is None:
+        return None
+    query = select(idempotency_keys).where(
+        idempotency_keys.c.tenant == new.tenant, idempotency_keys.c.key == new.idempotency_key
+    )
+    known = connection.execute(query).first()
+    if known is None:
+        return None
+    if known.digest != new.body_digest:
+        raise IdempotencyKeyInUse(f"the idempotency key `{new.idempotency_key}` came before with another body")
+    return select_batch(connection, known.batch_id)
+
+
+def _check_input(connection: Connection, new: NewBatch, settings: JobsSettings, now: float) -> None:
+    if new.input_file_id is None:
+        if not 0 < len(new.lines) <= settings.max_batch_lines:
+            message = f"the batch has {len(new.lines)} requests; 1 to {settings.max_batch_lines} are accepted"
+            raise InvalidRequest(message, "prompts")
+        return
+    file = get_file(connection, new.tenant, new.input_file_id, now)
+    if file.purpose != "batch":
+        message = f"file `{file.id}` has the purpose `{file.purpose}`; it must be `batch`"
+        raise InvalidRequest(message, "input_file_id")
+
+
+def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) -> None:
+    undone = batches.c.num_lines - batches.c.num_completed - batches.c.num_failed
+    waiting = select(func.count(), func.coalesce(func.sum(undone), 0)).where(
+        batches.c.tenant == new.tenant, batches.c.status.in_(UNFINISHED)
+    )
+    num_batches, num_lines = connection.execute(waiting).one()
+    if num_batches >= settings.max_batches_per_tenant:
+        message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_batches_per_tenant}"
+        raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
+    if num_lines + len(new.lines) > settings.max_lines_per_tenant:
+        message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_lines_per_tenant}"
+        raise Overloaded(message, _RETRY_AFTER_S, "max_lines_per_tenant", "rate_limit_exceeded")
+
+
+def _values(new: NewBatch, batch_id: str, rows: list[LineRow], model: str, now: float) -> dict[str, object]:
+    status = BatchStatus.IN_PROGRESS if new.input_file_id is None else BatchStatus.VALIDATING
+    return {
+        "id": batch_id,
+        "model": model,
+        "kind": new.kind.value,
+        "tenant": new.tenant,
+        "endpoint": new.endpoint,
+        "band": int(new.band),
+        "band_ceiling": int(new.band_ceiling),
+        "status": status.value,
+        "input_file_id": new.input_file_id,
+        "metadata": None if new.metadata is None else to_json(dict(new.metadata)).decode(),
+        "callback_url": new.callback_url,
+        "request_id": new.request_id,
+        "output_expires_after_s": new.output_expires_after_s,
+        "expires_unix_s": None if new.window_s is None else now + new.window_s,
+        "num_lines": len(rows),
+        "num_queued": len(rows),
+        "num_completed": 0,
+        "num_failed": 0,
+        "waiting_tokens": sum(row["expected_tokens"] for row in rows),
+        "num_prompt_tokens": 0,
+        "num_output_tokens": 0,
+        **new_batch_values(status, now),
+    }

@@ -1,0 +1,93 @@
+"""Does what nobody asks for: ends what is late, deletes what is not needed any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from serve_app.jobs.batch_states import batch_with_old_lines, expire_batches, forget_old_lines
+from serve_app.jobs.database import Database
+from serve_app.jobs.file_rows import bytes_deleted, doom_expired_files, doomed
+from serve_app.jobs.file_store import FileStore
+from serve_app.jobs.line_rows import delete_lines
+from serve_app.jobs.retention_rows import forget_old_batches
+from serve_app.jobs.settings import JobsSettings
+from serve_app.jobs.validating import CHUNK_LINES
+
+logger = logging.getLogger(__name__)
+
+_EXPIRE_PERIOD_S = 1.0
+_CLEAN_PERIOD_S = 10.0
+_FORGET_PERIOD_S = 600.0
+_NUM_AT_ONCE = 20
+
+
+class Sweeper:
+    """Its parts are repeated until they find nothing, and none of them minds a crash: what is left is found again."""
+
+    def __init__(
+        self,
+        database: Database,
+        files: FileStore,
+        settings: JobsSettings,
+        on_expired: Callable[[str], None],
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`on_expired`: called for each batch that is to be closed because its time is over."""
+        self._database = database
+        self._files = files
+        self._settings = settings
+        self._on_expired = on_expired
+        self._unix_clock = unix_clock
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_repeat(self.expire, _EXPIRE_PERIOD_S))
+            tasks.create_task(_repeat(self.clean, _CLEAN_PERIOD_S))
+            tasks.create_task(_repeat(self.forget, _FORGET_PERIOD_S))
+
+    async def expire(self) -> None:
+        """Begin to close every batch whose time is over."""
+        now = self._unix_clock()
+        late = await self._database.write(lambda c: expire_batches(c, self._settings.model_name, now))
+        for batch_id in late:
+            self._on_expired(batch_id)
+
+    async def clean(self) -> None:
+        """Delete expired and doomed files, and lines whose results are in files."""
+        now = self._unix_clock()
+        while await self._database.write(lambda c: doom_expired_files(c, now, _NUM_AT_ONCE)):
+            pass
+        await self.delete_doomed_files()
+        while (batch_id := await self._database.read(batch_with_old_lines)) is not None:
+            await self._delete_lines(batch_id)
+
+    async def delete_doomed_files(self) -> None:
+        """Delete the bytes of files that have no record any more; those that the store keeps are tried again."""
+        for file_id in await self._database.read(lambda c: doomed(c, _NUM_AT_ONCE)):
+            try:
+                await self._files.delete(file_id)
+            except Exception:  # each file store fails in its own words
+                logger.warning("a file could not be deleted yet", exc_info=True, extra={"file_id": file_id})
+                return
+            await self._database.write(lambda c, file_id=file_id: bytes_deleted(c, file_id))  # type: ignore[misc]
+
+    async def forget(self) -> None:
+        """Forget jobs and prompt batches that ended long ago."""
+        before = self._unix_clock() - self._settings.keep_results_s
+        while await self._database.write(lambda c: forget_old_batches(c, before, _NUM_AT_ONCE)):
+            pass
+
+    async def _delete_lines(self, batch_id: str) -> None:
+        while await self._database.write(lambda c: delete_lines(c, batch_id, CHUNK_LINES)):
+            pass
+        await self._database.write(lambda c: forget_old_lines(c, batch_id))
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], period_s: float) -> None:
+    while True:
+        await work()
+        await asyncio.sleep(period_s)

@@ -1,0 +1,138 @@
+"""The database's tables. Moments are unix seconds; JSON is text, since no query looks into it."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    PrimaryKeyConstraint,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData()
+ID = String(64)
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("tenant", Text, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("filename", Text, nullable=False),
+    Column("num_bytes", BigInteger, nullable=False),
+    Column("created_unix_s", Double, nullable=False),
+    Column("expires_unix_s", Double),
+    Index("files_by_tenant", "tenant", "created_unix_s", "id"),
+    Index("files_by_expiry", "expires_unix_s"),
+)
+
+doomed_files = Table("doomed_files", metadata, Column("id", ID, primary_key=True))
+"""Files without a record whose bytes are still to be deleted."""
+
+owners = Table(
+    "owners", metadata, Column("id", ID, primary_key=True), Column("heartbeat_unix_s", Double, nullable=False)
+)
+"""Processes that hold lines or batches. One whose heartbeat stops loses both, and its row, in one transaction."""
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("model", Text, nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("tenant", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("band", Integer, nullable=False),
+    Column("band_ceiling", Integer, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("ending", String(16)),  # the final status that a closing batch is on its way to
+    Column("owner", ID),  # who validates or closes it
+    Column("input_file_id", ID),
+    Column("output_file_id", ID),  # drawn when closing begins, so that a repeated closing writes the same file
+    Column("error_file_id", ID),
+    Column("errors", Text),
+    Column("metadata", Text),
+    Column("callback_url", Text),
+    Column("request_id", Text),
+    Column("output_expires_after_s", Double),
+    Column("created_unix_s", Double, nullable=False),
+    Column("expires_unix_s", Double),
+    Column("in_progress_unix_s", Double),
+    Column("finalizing_unix_s", Double),
+    Column("completed_unix_s", Double),
+    Column("failed_unix_s", Double),
+    Column("expired_unix_s", Double),
+    Column("cancelling_unix_s", Double),
+    Column("cancelled_unix_s", Double),
+    Column("num_lines", Integer, nullable=False),
+    Column("num_queued", Integer, nullable=False),
+    Column("num_completed", Integer, nullable=False),
+    Column("num_failed", Integer, nullable=False),
+    Column("waiting_tokens", BigInteger, nullable=False),  # expected of the lines that have not ended
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("num_output_tokens", BigInteger, nullable=False),
+    Index("batches_by_tenant", "tenant", "kind", "created_unix_s", "id"),
+    Index("batches_by_status", "status", "tenant"),
+    Index("batches_by_input", "input_file_id"),
+)
+
+lines = Table(
+    "lines",
+    metadata,
+    Column("batch_id", ID, ForeignKey("batches.id", ondelete="CASCADE"), nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("custom_id", Text, nullable=False),
+    Column("body", Text),  # None once the line has ended
+    Column("expected_tokens", Integer, nullable=False),
+    Column("length_rank", Integer, nullable=False),
+    Column("prefix_key", String(16), nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("owner", ID),  # set if and only if it is running
+    Column("attempt", Integer, nullable=False),
+    Column("status_code", Integer),
+    Column("response", Text),
+    Column("error", Text),
+    PrimaryKeyConstraint("batch_id", "position"),
+    UniqueConstraint("batch_id", "custom_id", name="lines_custom_id"),
+    Index("lines_to_lease", "batch_id", "status", "length_rank", "prefix_key", "position"),
+)
+Index(
+    "lines_by_owner", lines.c.owner, sqlite_where=lines.c.owner.isnot(None), postgresql_where=lines.c.owner.isnot(None)
+)
+
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("tenant", Text, nullable=False),
+    Column("key", Text, nullable=False),
+    Column("digest", Text),
+    Column("batch_id", ID, ForeignKey("batches.id", ondelete="CASCADE"), nullable=False),
+    PrimaryKeyConstraint("tenant", "key"),
+    Index("idempotency_keys_by_batch", "batch_id"),
+)
+
+deliveries = Table(
+    "deliveries",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("batch_id", ID, ForeignKey("batches.id", ondelete="CASCADE"), nullable=False),
+    Column("event", String(32), nullable=False),
+    Column("url", Text, nullable=False),
+    Column("host", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("num_attempts", Integer, nullable=False),
+    Column("created_unix_s", Double, nullable=False),
+    Column("next_attempt_unix_s", Double),  # None: delivered or dead
+    Column("delivered_unix_s", Double),
+    Column("error", Text),
+    Index("deliveries_by_batch", "batch_id"),
+    Index("deliveries_by_next_attempt", "next_attempt_unix_s"),
+)

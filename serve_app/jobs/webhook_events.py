@@ -1,0 +1,64 @@
+"""What webhooks say: OpenAI's events of batches and, for jobs, of responses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import httpx
+
+from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, JsonObject
+
+_JOB_ENDINGS = {
+    BatchStatus.COMPLETED: "completed",
+    BatchStatus.FAILED: "failed",
+    BatchStatus.EXPIRED: "incomplete",
+    BatchStatus.CANCELLED: "cancelled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookEvent:
+    """An event that is to be told."""
+
+    type: str
+    body: str
+    """JSON; byte for byte what is signed."""
+
+
+def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
+    """The event that a batch has ended; `event_id` is its delivery's id too.
+
+    A job is a batch of one request and is told of as a response: it failed where its request did.
+    """
+    assert batch.status.is_final
+    event_type = f"batch.{batch.status.value}" if batch.kind is not BatchKind.JOB else f"response.{_job_ending(batch)}"
+    data: JsonObject = {"id": batch.id}
+    if batch.request_id is not None:
+        data["request_id"] = batch.request_id
+    body: JsonObject = {
+        "id": event_id,
+        "object": "event",
+        "created_at": int(_ended_unix_s(batch)),
+        "type": event_type,
+        "data": data,
+    }
+    return WebhookEvent(event_type, json.dumps(body, separators=(",", ":")))
+
+
+def host_of(url: str) -> str:
+    """The host that a delivery's URL is for, in lower case; empty where it is no URL."""
+    try:
+        return httpx.URL(url).host
+    except httpx.InvalidURL:
+        return ""
+
+
+def _job_ending(batch: BatchRecord) -> str:
+    has_failed = batch.status is BatchStatus.COMPLETED and batch.counts.failed > 0
+    return "failed" if has_failed else _JOB_ENDINGS[batch.status]
+
+
+def _ended_unix_s(batch: BatchRecord) -> float:
+    ends = (batch.completed_unix_s, batch.failed_unix_s, batch.expired_unix_s, batch.cancelled_unix_s)
+    return max((end for end in ends if end is not None), default=batch.created_unix_s)

@@ -1,0 +1,160 @@
+"""The deployment of everything asynchronous.
+
+No `from __future__ import annotations` here: Serve inspects the classes of deployments.
+"""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from replicas.protocol import Metric
+from serve_app.config import HeadwayConfig
+from serve_app.jobs.backlog import BacklogView
+from serve_app.jobs.database import Database
+from serve_app.jobs.durable_disk import make_directory
+from serve_app.jobs.fsspec_store import FsspecStore
+from serve_app.jobs.jobs_metrics import JobsMetrics
+from serve_app.jobs.pace import Pace
+from serve_app.jobs.records import (
+    BatchKind,
+    BatchRecord,
+    BatchStats,
+    FileRecord,
+    LineRecord,
+    NewBatch,
+    Outbox,
+    Page,
+    PageRequest,
+    Submission,
+)
+from serve_app.jobs.webhook_client import WebhookClient
+from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
+from serve_app.jobs.webhook_secret import kept_secret
+from serve_app.jobs.webhook_signing import WebhookSigner
+from serve_app.jobs.webhooks import WebhookSender
+from serve_app.openai.dispatcher import KnownModel
+from serve_app.openai.limits import RequestLimits
+from serve_app.openai.workers import WorkerThreads
+from serve_app.router_metrics import RouterMetrics
+from serve_app.routing import Routing
+from serve_app.serve_logging import log_through_serve
+
+
+class Jobs:
+    """The Serve deployment around one `JobsRuntime`: the database's owner, and one more ingress for the router.
+
+    Its methods are `JobsService`'s; `ServeJobs` calls them.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: HeadwayConfig, model: DeploymentHandle[Any]
+    ) -> None:
+        log_through_serve()
+        from serve_app.jobs.runtime import JobsRuntime  # brings transformers
+        from serve_app.openai.chat import PromptTokenizer
+        from serve_app.openai.service import CompletionService
+
+        observer = RouterMetrics(CollectorRegistry(), config.latency_targets())
+        backlog = BacklogView(Pace(time.monotonic))
+        ingress_id = serve.get_replica_context().replica_id.unique_id
+        self._routing = Routing(config, model, ingress_id, observer, backlog)
+        dispatcher = self._routing.dispatcher
+        workers = WorkerThreads(config.num_tokenizer_threads)
+        tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model_path, workers)
+        known = KnownModel(config.model_name, dispatcher, time.monotonic)
+        limits = RequestLimits(config.max_prompts, config.max_choices, config.max_logprobs)
+        completions = CompletionService(dispatcher, known, tokenizer, limits, random.Random())
+        database = await asyncio.to_thread(_open_database, config)
+        files = FsspecStore(config.jobs_files_url)
+        self._runtime = JobsRuntime(
+            config.jobs_settings(),
+            database,
+            files,
+            completions,
+            dispatcher.load,
+            self._routing.queue,
+            backlog,
+            random.Random(),
+        )
+        self._service = self._runtime.service
+        webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox)
+        self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
+        await self._runtime.start(self._routing.run(), webhooks.run(), files.keep_clean())
+
+    async def add_file(self, file: FileRecord) -> None:
+        """See `JobsService`."""
+        await self._service.add_file(file)
+
+    async def file(self, tenant: str, file_id: str) -> FileRecord:
+        """See `JobsService`."""
+        return await self._service.file(tenant, file_id)
+
+    async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
+        """See `JobsService`."""
+        return await self._service.files(tenant, purpose, page)
+
+    async def delete_file(self, tenant: str, file_id: str) -> None:
+        """See `JobsService`."""
+        await self._service.delete_file(tenant, file_id)
+
+    async def submit(self, batch: NewBatch, batch_id: str) -> Submission:
+        """See `JobsService`; the id is the caller's, so that the call may be repeated."""
+        return await self._service.submit(batch, batch_id)
+
+    async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
+        """See `JobsService`."""
+        return await self._service.batch(tenant, batch_id)
+
+    async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
+        """See `JobsService`."""
+        return await self._service.wait(tenant, batch_id, timeout_s)
+
+    async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
+        """See `JobsService`."""
+        return await self._service.batches(tenant, kind, page)
+
+    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
+        """See `JobsService`."""
+        return await self._service.cancel(tenant, batch_id)
+
+    async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
+        """See `JobsService`."""
+        return await self._service.lines(tenant, batch_id, after_index, limit)
+
+    async def stats(self, tenant: str) -> BatchStats:
+        """See `JobsService`."""
+        return await self._service.stats(tenant)
+
+    async def metrics(self) -> tuple[Metric, ...]:
+        """See `JobsService`."""
+        return await self._metrics.read()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve: what `obey_ingresses` obeys."""
+        return self._routing.autoscaling_stats()
+
+    async def check_health(self) -> None:
+        """Raise where the loops have ended, so that Serve replaces the process."""
+        self._runtime.check_health()
+
+    async def __del__(self) -> None:
+        """Called by Serve when the process is stopped in good order."""
+        if hasattr(self, "_runtime"):
+            await self._runtime.stop()
+
+
+def _open_database(config: HeadwayConfig) -> Database:
+    make_directory(Path(config.data_dir))
+    return Database(config.jobs_database_url)
+
+
+def _webhook_sender(config: HeadwayConfig, outbox: Outbox) -> WebhookSender:
+    secret = config.webhook_secret or kept_secret(Path(config.data_dir) / "webhook_secret")
+    guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
+    return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard))

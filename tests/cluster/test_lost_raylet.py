@@ -1,0 +1,47 @@
+"""A raylet is killed: the streams of its model replica go on elsewhere, and a new raylet takes its place."""
+
+from __future__ import annotations
+
+from tests.cluster.conftest import LONG, NUM_SLOTS, body
+from tests.cluster.served import LIMIT_S, Served
+from tests.cluster.streams import Clients, Stream
+from tests.serve.instance import wait_for
+
+NUM_TOKENS = 1000
+
+
+def start(clients: Clients) -> list[Stream]:
+    """As many streams as the replica that stays has slots."""
+    return [clients.open(body(NUM_TOKENS, prompt=f"{index} the quick brown fox")) for index in range(NUM_SLOTS)]
+
+
+def wait_for_all(streams: list[Stream]) -> None:
+    wait_for(lambda: all(stream.is_over for stream in streams), "every stream has ended", LIMIT_S)
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert [stream.finish_reasons for stream in streams] == [{0: "length"}] * len(streams)
+    assert all(stream.is_done for stream in streams)
+
+
+def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Served, clients: Clients):
+    undisturbed = start(clients)
+    wait_for_all(undisturbed)
+
+    doomed, staying = sorted(served.num_running())
+    doomed_node_id = served.node_of(doomed)
+    streams = start(clients)
+    wait_for(lambda: all(stream.num_characters > 50 for stream in streams), "every stream is in mid-decode")
+    served.kill_worker(doomed_node_id)
+    assert not any(stream.finish_reasons for stream in streams)
+    assert {stream.replica_id for stream in streams} == {doomed, staying}
+    assert {served.ingress_of(stream) for stream in streams} == set(served.ingress_pids())
+    wait_for(lambda: served.num_running() == {staying: NUM_SLOTS}, "the other replica runs all of them", LIMIT_S)
+    wait_for_all(streams)
+    assert [stream.texts for stream in streams] == [stream.texts for stream in undisturbed]
+
+    node_id = served.add_worker()
+    wait_for(lambda: len(served.num_running()) == 2, "the new raylet has a replica", LIMIT_S)
+    [new] = set(served.num_running()) - {staying}
+    assert new != doomed and served.node_of(new) == node_id
+    # Enough that one ingress has two, which it spreads; of each other's newest requests ingresses know nothing.
+    later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]
+    wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves", LIMIT_S)

@@ -1,0 +1,72 @@
+"""What the experiments on jobs write and compute, on hand-made observations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.jobs import interactive, submit
+from bench.jobs.lines import write_lines
+from bench.jobs.submit import Call
+from bench.load.rows import Row
+from bench.load.spec import Lengths, LoadSpec, Prefixes, Stream
+from bench.routing.offer import Offered
+
+STREAM = Stream(name="lines", prompt=Lengths.around(8, 0.5), output=Lengths.around(4, 0.5))
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_input_files_are_lines_of_their_own_that_a_batch_accepts(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    write_lines(path, STREAM, 2500, seed=1)
+    lines = read(path)
+    assert [line["custom_id"] for line in lines] == [f"line-{number}" for number in range(2500)]
+    assert len({tuple(line["body"]["prompt"]) for line in lines}) == 2500
+    assert not {"stream", "priority", "user"} & set(lines[0]["body"])
+    assert lines[0]["url"] == "/v1/completions" and lines[0]["body"]["max_tokens"] > 0
+
+
+def test_the_same_seed_writes_the_same_file(tmp_path: Path) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        write_lines(tmp_path / name, STREAM, 50, seed)
+    assert read(tmp_path / "a") == read(tmp_path / "b") != read(tmp_path / "c")
+
+
+def test_groups_keep_their_beginning_throughout_a_file(tmp_path: Path) -> None:
+    stream = STREAM.model_copy(update={"prefixes": Prefixes(num_groups=3, num_tokens=20, zipf_exponent=0.0)})
+    write_lines(tmp_path / "lines", stream, 2100, seed=0)
+    assert len({tuple(line["body"]["prompt"][:20]) for line in read(tmp_path / "lines")}) == 3
+
+
+def test_what_submitting_costs_is_told_beside_what_it_is_compared_with() -> None:
+    live = [Call("live", 200, 0.001 * number, 0.0) for number in range(101)]
+    submits = [Call("submit", 202, 0.001 * number + 0.004, 0.002) for number in range(101)]
+    figures = submit.figures_of([*live, *submits, Call("live", 503, 0.05, 0.0), Call("submit", 0, 0.05, 0.0)])
+    assert figures["extra_p99_s"] == pytest.approx(0.004, abs=1e-3)
+    assert figures["num_failed"] == 2
+    assert figures["statuses"]["submit 202"] == 101
+
+
+def offered(ttft_s: float, gap_s: float) -> Offered:
+    row = Row(0, "interactive", 0, None, None, 10, 2, 1.0, status=200, finish_reason="length")
+    row.chunk_s, row.chunk_tokens = [1.0 + ttft_s, 1.0 + ttft_s + gap_s], [1, 1]
+    spec = LoadSpec(streams=(Stream(name="interactive"),))
+    return Offered({"spec": spec.model_dump(mode="json"), "is_void": False}, [row], 1000.0)
+
+
+@pytest.mark.parametrize(("status", "lasted"), [("in_progress", True), ("completed", False)])
+def test_a_batch_that_ends_too_soon_proves_nothing(status: str, lasted: bool) -> None:
+    batch = {
+        "before": {"status": "in_progress", "request_counts": {"completed": 2, "failed": 0}},
+        "after": {"status": status, "request_counts": {"completed": 9, "failed": 1}},
+    }
+    figures = interactive.figures_of(offered(0.1, 0.05), offered(0.14, 0.06), batch)
+    assert figures["ttft_p99_ratio"] == pytest.approx(1.4)
+    assert figures["gap_p99_ratio"] == pytest.approx(1.2)
+    kept = [bar.is_kept for bar in interactive.judge(interactive.QUICK[0], figures)]
+    assert kept == [True, True, True, lasted, True]
