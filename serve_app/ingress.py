@@ -75,8 +75,8 @@ def create_api(
     operations = OperationsEndpoints(
         dispatcher, model, metrics, settings.stall_timeout_s, autoscaling, jobs.service if jobs else None
     )
-    prompts = PromptBatchMaker(service, model.name, settings.max_prompts, jobs.max_batch_lines if jobs else 0)
-    sync_prompts = SyncPromptEndpoints(authenticator, bodies, prompts, settings.keep_alive_s, clock)
+    prompts = PromptBatchMaker(service, model.name)
+    sync_prompts = SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock)
     middleware = Middleware(
         ExchangeMiddleware,
         metrics=metrics,

@@ -29,9 +29,14 @@ class BatchClient:
         with path.open("rb") as file:
             return str(self._json("POST", "/v1/files", data={"purpose": "batch"}, files={"file": file})["id"])
 
-    def create(self, file_id: str) -> str:
-        """The id of a batch that has just been accepted."""
-        body = {"input_file_id": file_id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    def create(self, file_id: str, callback_url: str | None = None) -> str:
+        """The id of a batch that has just been accepted; its end is told to `callback_url`."""
+        body = {
+            "input_file_id": file_id,
+            "endpoint": ENDPOINT,
+            "completion_window": "24h",
+            "callback_url": callback_url,
+        }
         return str(self._json("POST", "/v1/batches", json=body)["id"])
 
     def get(self, batch_id: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from bench.timed_app import read_step_times
 
 NUM_REPLICAS = 4
 OURS, LEAST_LOADED, POWER_OF_TWO = "least_tokens", "least_requests", "power_of_two"
-POLICIES = (OURS, LEAST_LOADED, POWER_OF_TWO, "round_robin", "random")
+POLICIES = (OURS, LEAST_LOADED, POWER_OF_TWO)
 _BUDGET = 512
 _NUM_SLOTS_AT_ONCE, _NUM_SLOTS = 64, 8
 
@@ -37,7 +37,7 @@ class Scale:
     """How much is sent."""
 
     num_at_once: int = 200
-    trace_s: float = 150.0
+    trace_s: float = 120.0
     prefix_per_s: float = 12.0
     skewed_per_s: float = 8.0
     policies: tuple[str, ...] = POLICIES

@@ -171,7 +171,8 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _cpus_needed(config: HeadwayConfig) -> float:
-    return config.cpus_per_replica * config.most_replicas + config.cpus_per_ingress * config.num_ingress_replicas
+    ingresses = config.cpus_per_ingress * config.num_ingress_replicas
+    return config.cpus_per_replica * config.most_replicas + ingresses + config.cpus_per_jobs
 
 
 def _reachable(host: str) -> str:

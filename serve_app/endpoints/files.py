@@ -18,7 +18,7 @@ from serve_app.endpoints.byte_stream import ByteStream
 from serve_app.endpoints.exchange import content_length, exchange_of
 from serve_app.endpoints.upload import FORM_BYTES, Upload, boundary_of
 from serve_app.errors import body_too_large
-from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.access import JobsAccess, checked_file_id
 from serve_app.jobs.records import FileRecord, PageRequest
 from serve_app.openai.job_schema import FileListQuery, UploadForm
 from serve_app.openai.parsing import parse_body
@@ -87,8 +87,8 @@ class FileEndpoints:
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/files/{id}."""
-        file_id = request.path_params["file_id"]
-        await self._jobs.service.delete_file(self._tenant(request), file_id)
+        tenant, file_id = self._tenant(request), checked_file_id(request.path_params["file_id"])
+        await self._jobs.service.delete_file(tenant, file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
@@ -99,7 +99,8 @@ class FileEndpoints:
         return ByteStream(parts, exchange_of(request), "application/octet-stream", headers)
 
     async def _file(self, request: Request) -> FileRecord:
-        return await self._jobs.service.file(self._tenant(request), request.path_params["file_id"])
+        tenant, file_id = self._tenant(request), checked_file_id(request.path_params["file_id"])
+        return await self._jobs.service.file(tenant, file_id)
 
     def _tenant(self, request: Request) -> str:
         return self._authenticator.authenticate(request.headers).tenant

@@ -66,13 +66,14 @@ def result_of(line: LineRecord | None) -> JsonObject | None:
 
 
 def line_error(line: LineRecord) -> JsonObject | None:
-    """Why a line has no reply: its own error object, or the one its endpoint answered."""
+    """Why a line has no reply, as an error object: its own, or the one its endpoint answered."""
     if line.status is LineStatus.SUCCEEDED:
         return None
-    if line.error is not None:
-        return line.error
-    error: JsonObject | None = (line.response or {}).get("error")
-    return error
+    error = line.error if line.error is not None else (line.response or {}).get("error")
+    if error is None:
+        return None
+    kind = "timeout_error" if line.status is LineStatus.EXPIRED else "invalid_request_error"
+    return {"message": None, "type": kind, "param": None, "code": None} | error
 
 
 def prompt_output(line: LineRecord) -> JsonObject:

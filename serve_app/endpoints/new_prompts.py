@@ -37,29 +37,27 @@ class PromptBatchMaker:
 
     service: CompletionService
     model_name: str
-    max_sync_prompts: int
-    max_async_prompts: int
 
-    def sync(self, fields: JsonObject) -> SyncPrompts:
+    def sync(self, max_prompts: int, fields: JsonObject) -> SyncPrompts:
         """The prompts of a body of POST /v1/batch/sync.
 
         Raises:
             InvalidRequest, UnknownModel: what the prompts share is no good, or they are too many.
         """
-        options = self._options(fields, self.max_sync_prompts)
+        options = self._options(fields, max_prompts)
         if options.callback_url is not None:
             raise InvalidRequest("`callback_url` is for POST /v1/batch/async", "callback_url", "unsupported_parameter")
         shared = self._shared(fields)
         self._checked(shared)
         return SyncPrompts([_body_or_refusal(shared, prompt) for prompt in options.prompts], options.stream)
 
-    def batch(self, submitter: Submitter, fields: JsonObject) -> NewBatch:
+    def batch(self, submitter: Submitter, max_prompts: int, fields: JsonObject) -> NewBatch:
         """The batch for a body of POST /v1/batch/async.
 
         Raises:
             InvalidRequest, UnknownModel: what the prompts share is no good, or they are too many.
         """
-        options = self._options(fields, self.max_async_prompts)
+        options = self._options(fields, max_prompts)
         if options.stream:
             raise InvalidRequest("`stream` is for POST /v1/batch/sync", "stream", "unsupported_parameter")
         shared = self._shared(fields)

@@ -56,7 +56,8 @@ class PromptBatchEndpoints:
     async def submit(self, request: Request) -> Response:
         """POST /v1/batch/async: when this answers 202, no crash loses the batch."""
         submitter = Submitter.of(request, self._authenticator)
-        new = await self._bodies.convert(request, partial(self._maker.batch, submitter))
+        make = partial(self._maker.batch, submitter, self._jobs.max_batch_lines)
+        new = await self._bodies.convert(request, make)
         if new.callback_url is not None:
             self._jobs.callbacks.refuse(new.callback_url)
         batch = (await self._jobs.service.submit(new)).batch

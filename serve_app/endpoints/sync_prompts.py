@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import FastAPI
 from pydantic_core import to_json
@@ -18,6 +19,7 @@ from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.new_prompts import PromptBatchMaker
 from serve_app.endpoints.prompt_run import PromptRun
+from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.job_schema import StreamQuery
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.urgency import hints_from
@@ -32,13 +34,13 @@ class SyncPromptEndpoints:
         authenticator: Authenticator,
         bodies: BodyReader,
         maker: PromptBatchMaker,
-        keep_alive_s: float,
+        settings: IngressSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._authenticator = authenticator
         self._bodies = bodies
         self._maker = maker
-        self._keep_alive_s = keep_alive_s
+        self._settings = settings
         self._clock = clock
 
     def add_to(self, app: FastAPI) -> None:
@@ -55,11 +57,11 @@ class SyncPromptEndpoints:
             hints=hints_from(request.headers),
         )
         query = parse_body(StreamQuery, request.query_params, {})
-        prompts = await self._bodies.convert(request, self._maker.sync)
+        prompts = await self._bodies.convert(request, partial(self._maker.sync, self._settings.max_prompts))
         run = PromptRun(self._maker.service, prompts, caller, exchange, self._clock)
         exchange.details |= {"num_prompts": len(prompts.bodies), "tenant": caller.principal.tenant}
         if query.stream or prompts.is_streamed:
-            lines = _lines(run, self._keep_alive_s)
+            lines = _lines(run, self._settings.keep_alive_s)
             return ByteStream(lines, exchange, "application/x-ndjson", {"cache-control": "no-cache"})
         outputs = await while_connected(request.receive, run.outputs())
         return Response(to_json(run.progress("completed") | {"outputs": outputs}), media_type="application/json")

@@ -57,10 +57,9 @@ class Upload:
         if part.name != _FILE_FIELD:
             raise InvalidRequest(f"`{shortened(part.name)}` is not supported; the file's field is `file`", part.name)
         filename = (part.filename or "").rpartition("/")[2]
-        if not 0 < len(filename) <= _MAX_FILENAME_CHARS:
-            raise InvalidRequest(
-                f"the file's name has {len(filename)} characters; it must have 1 to {_MAX_FILENAME_CHARS}", _FILE_FIELD
-            )
+        if not 0 < len(filename) <= _MAX_FILENAME_CHARS or not filename.isprintable():
+            message = f"the file's name has {len(filename)} characters; it must be 1 to {_MAX_FILENAME_CHARS} printable"
+            raise InvalidRequest(message, _FILE_FIELD)
         return filename
 
     async def content(self) -> AsyncGenerator[bytes, None]:

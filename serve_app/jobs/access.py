@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
-from serve_app.jobs.errors import UnknownBatch, UnknownJob
+from serve_app.jobs.errors import UnknownBatch, UnknownFile, UnknownJob
 from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.records import BatchKind, BatchRecord, JobsService
 
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""No other text is anything's id; a database may not even take it."""
 _MAX_SHOWN_CHARS = 64
 
 
@@ -42,6 +45,8 @@ class JobsAccess:
         Raises:
             UnknownBatch: there is none; of a job UnknownJob.
         """
+        if not _ID.fullmatch(batch_id):
+            raise _unknown(kind, batch_id)
         try:
             batch = await self.service.batch(tenant, batch_id)
         except UnknownBatch:
@@ -49,6 +54,17 @@ class JobsAccess:
         if batch.kind is not kind:
             raise _unknown(kind, batch_id)
         return batch
+
+
+def checked_file_id(text: str) -> str:
+    """What may be a file's id.
+
+    Raises:
+        UnknownFile: it cannot be one.
+    """
+    if not _ID.fullmatch(text):
+        raise UnknownFile(f"there is no file `{text[:_MAX_SHOWN_CHARS]}`")
+    return text
 
 
 def _unknown(kind: BatchKind, batch_id: str) -> UnknownBatch:

@@ -15,14 +15,13 @@ class BacklogView:
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.waiting: Sequence[Backlog] = ()
-
-    def update(self, waiting: Sequence[Backlog]) -> None:
-        """Take in a new look."""
-        self.waiting = waiting
+        """In the database."""
+        self.not_sent: Sequence[Backlog] = ()
+        """Leased, and not in line for a replica: as when there has never been one, and nothing can be prepared."""
 
     def num_requests(self) -> int:
         """Lines that wait."""
-        return sum(backlog.num_lines for backlog in self.waiting)
+        return sum(backlog.num_lines for backlog in (*self.waiting, *self.not_sent))
 
     def eta_s(self) -> float:
         """Seconds until all of it is done; infinite where nothing moves."""
@@ -33,5 +32,5 @@ class BacklogView:
         ratio = self.pace.real_per_expected
         return [
             WaitingWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)
-            for backlog in self.waiting
+            for backlog in (*self.waiting, *self.not_sent)
         ]

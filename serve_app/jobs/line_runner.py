@@ -18,7 +18,7 @@ from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.lease_rows import LeasedLine, LineResult
 from serve_app.jobs.line_checker import ENDPOINTS, body_of
-from serve_app.jobs.queue_rows import OpenBatch
+from serve_app.jobs.queue_rows import Backlog, OpenBatch
 from serve_app.jobs.records import LineStatus
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.schema import ChatBody, CompletionBody
@@ -33,7 +33,8 @@ _FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
 _MAX_FAILURES = 3
 """Of a kind that should not have happened, before the line is answered with it."""
 _FIRST_DELAY_S = 0.5
-_MAX_DELAY_S = 30.0
+_MAX_DELAY_S = 5.0
+_MAX_RETRY_AFTER_S = 10.0
 _LARGE_BODY_CHARS = 2**16
 
 
@@ -54,6 +55,10 @@ class Run:
     batch: OpenBatch
     band: Band
     phase: Phase = Phase.PREPARING
+
+    def as_backlog(self) -> Backlog:
+        """The line as something that is to be done."""
+        return Backlog(self.batch.band, self.batch.expires_unix_s, 1, self.line.expected_tokens)
 
 
 class LineRunner:
@@ -135,7 +140,9 @@ class LineRunner:
 
     def _delay_s(self, error: ServingError, num_tries: int) -> float:
         delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(num_tries, 10)) * self._rng.uniform(0.5, 1.5)
-        return max(delay_s, error.retry_after_s) if isinstance(error, Overloaded) else delay_s
+        if isinstance(error, Overloaded):
+            return max(delay_s, min(_MAX_RETRY_AFTER_S, error.retry_after_s))
+        return delay_s
 
 
 def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:

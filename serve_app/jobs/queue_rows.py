@@ -71,7 +71,7 @@ def backlog(connection: Connection, model: str) -> list[Backlog]:
     )
     return [
         Backlog(Band(band), expires, int(num_lines), int(num_tokens))
-        for band, expires, num_lines, num_tokens in connection.execute(query).tuples()
+        for band, expires, num_lines, num_tokens in connection.execute(query)
     ]
 
 

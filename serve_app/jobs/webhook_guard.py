@@ -19,7 +19,8 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _MAX_URL_CHARACTERS = 2048
 _HOST = re.compile(r"[a-z0-9_.:-]+")
-_NUM_RESOLVER_THREADS = 16
+_NUM_RESOLVER_THREADS = 64
+"""As many as attempts may be under way: a name that is slow to resolve holds up none but its own."""
 
 
 class AddressRefused(Exception):

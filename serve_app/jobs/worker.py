@@ -12,9 +12,9 @@ from sqlalchemy import Connection
 from replicas.protocol import Band
 from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.database import Database
-from serve_app.jobs.lease_plan import Wanted, plan
+from serve_app.jobs.lease_plan import Wanted, plan, raised_band
 from serve_app.jobs.lease_rows import EndedLines, LeasedLine, lease_lines, release_lines
-from serve_app.jobs.line_runner import LineRunner, Run
+from serve_app.jobs.line_runner import LineRunner, Phase, Run
 from serve_app.jobs.ownership import Ownership
 from serve_app.jobs.queue_rows import Backlog, OpenBatch, backlog, open_batches, still_in_progress
 from serve_app.jobs.results import ResultWriter
@@ -108,14 +108,25 @@ class Worker:
             return waiting, backlog(connection, model), still_in_progress(connection, running)
 
         self._open, waiting, in_progress = await self._database.read(look)
-        self._backlog.update(waiting)
+        self._backlog.waiting = waiting
         self.abandon(running - in_progress)
 
     async def _fill(self) -> None:
-        late_before = self._pace.late_before(self._backlog.waiting, self._unix_clock())
+        self._backlog.not_sent = [run.as_backlog() for run in self._runs.values() if run.phase is not Phase.SENT]
+        undone = (*self._backlog.waiting, *(run.as_backlog() for run in self._runs.values()))
+        late_before = self._pace.late_before(undone, self._unix_clock())
+        self._raise_late_runs(late_before)
         wanted = plan(self._open, late_before, self._room_for, self._num_running())
         if wanted:
             await self._lease(wanted)
+
+    def _raise_late_runs(self, late_before: float) -> None:
+        """Begin lines of late batches again in the band in which new ones run: in the old one they might never end."""
+        for task, run in list(self._runs.items()):
+            band = raised_band(run.batch, late_before)
+            if band < run.band and not task.cancelling():
+                task.cancel()
+                self._start(Run(run.line, run.batch, band), self._ownership.id)
 
     def _room_for(self, band: Band) -> int:
         room = self._room.for_band(band, self._runs.values())

@@ -62,6 +62,8 @@ def _small_metadata(pairs: dict[str, str]) -> dict[str, str]:
     return pairs
 
 
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\z")]
+"""Of a file or a batch; a purpose is such a word, too."""
 CallbackUrl = Annotated[str, Field(max_length=2048), AfterValidator(_web_address)]
 Metadata = Annotated[dict[str, str], AfterValidator(_small_metadata)]
 CompletionWindow = Annotated[float, BeforeValidator(_window_s)]
@@ -79,7 +81,7 @@ class ExpiresAfter(StrictBody):
 class BatchBody(StrictBody):
     """Body of POST /v1/batches."""
 
-    input_file_id: Annotated[str, Field(min_length=1, max_length=128)]
+    input_file_id: Id
     endpoint: BatchEndpoint
     completion_window: CompletionWindow
     metadata: Metadata | None = None
@@ -119,17 +121,17 @@ class Query(BaseModel):
 class BatchListQuery(Query):
     """Which part of a list of batches."""
 
-    after: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    after: Id | None = None
     limit: int = Field(20, ge=1, le=100)
 
 
 class FileListQuery(Query):
     """Which part of a list of files."""
 
-    after: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    after: Id | None = None
     limit: int = Field(10_000, ge=1, le=10_000)
     order: Literal["asc", "desc"] = "desc"
-    purpose: Annotated[str, Field(max_length=64)] | None = None
+    purpose: Id | None = None
 
 
 class WaitQuery(Query):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.serve.instance import ROOT, START_LIMIT_S, STOP_LIMIT_S, clean_enviro
 
 LIMIT_S = 90.0
 """Longest that a replica takes to come or go on a busy machine."""
+_START_LIMIT_S = 2 * START_LIMIT_S
 _MAX_TRIES = 8
 _ANSWERS = "answers"
 
@@ -63,6 +64,14 @@ class Served:
     def ingress_of(self, stream: Stream) -> str:
         """The ingress that a request came to, as its log says."""
         return wait_for(lambda: self._find_started(stream.request_id), f"{stream.request_id} has come to an ingress")
+
+    def open_in_turn(self, clients: Clients, bodies: Iterable[dict[str, Any]]) -> list[Stream]:
+        """Requests one after the other, each when the one before has come to an ingress: the proxy spreads them."""
+        streams: list[Stream] = []
+        for body in bodies:
+            streams.append(clients.open(body))
+            self.ingress_of(streams[-1])
+        return streams
 
     def open_at(self, clients: Clients, ingress_id: str, body: dict[str, Any]) -> tuple[Stream, list[Stream]]:
         """A request through one ingress, and those like it that came to another, which were sent before it."""
@@ -139,7 +148,7 @@ def serving(home: Path, **fields: object) -> Iterator[Served]:
         return next(iter(_answers(home)), None)
 
     try:
-        places = wait_for(first_answer, f"the application runs, see {home / 'log'}", START_LIMIT_S)
+        places = wait_for(first_answer, f"the application runs, see {home / 'log'}", _START_LIMIT_S)
         yield Served(f"http://127.0.0.1:{port}", places["dashboard_url"], Path(places["logs"]), process, home)
     finally:
         _stop(process)

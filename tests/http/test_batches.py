@@ -17,7 +17,9 @@ from tests.http.conftest import MODEL, Api, MakeApi
 REFUSED = [
     ({"input_file_id": None}, "input_file_id", "missing"),
     ({"input_file_id": 5}, "input_file_id", "string"),
-    ({"input_file_id": "f" * 129}, "input_file_id", "128"),
+    ({"input_file_id": "f" * 65}, "input_file_id", "pattern"),
+    ({"input_file_id": "file-\0"}, "input_file_id", "pattern"),
+    ({"input_file_id": "file-1\n"}, "input_file_id", "pattern"),
     ({"endpoint": "/v1/embeddings"}, "endpoint", "/v1/embeddings"),
     ({"completion_window": "24"}, "completion_window", "24h, 30m or 90s"),
     ({"completion_window": "0h"}, "completion_window", "duration"),

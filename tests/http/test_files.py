@@ -122,6 +122,7 @@ async def test_content_that_looks_like_a_boundary_comes_through(api: Api) -> Non
         (form(part("file", b"", "f"), part("purpose", b"batch")), "file", "empty"),
         (form(part("file", LINES, ""), part("purpose", b"batch")), "file", "name"),
         (form(part("file", LINES, "f" * 513), part("purpose", b"batch")), "file", "513"),
+        (form(part("file", LINES, "a\0b"), part("purpose", b"batch")), "file", "printable"),
         (form(part("file", LINES, "f"), part("purpose", b"dinner")), "purpose", "dinner"),
         (form(part("purpose", b"batch"), part("purpose", b"batch"), part("file", LINES, "f")), "purpose", "twice"),
         (form(part("file", LINES, "f"), part("file", LINES, "g"), part("purpose", b"batch")), "file", "more than one"),
@@ -280,6 +281,15 @@ async def test_reader_that_leaves_a_download_lets_go_of_the_file(make_api: MakeA
         async with httpx.AsyncClient(base_url=url) as http, http.stream("GET", f"/v1/files/{file_id}/content"):
             await until(lambda: api.jobs.store.num_open_reads == 1)
         await until(lambda: api.jobs.store.num_open_reads == 0)
+
+
+@pytest.mark.parametrize("file_id", ["%00", "a.b", "x" * 300, "file%0a", "%ff"])
+async def test_what_cannot_be_an_id_is_never_looked_up(api: Api, file_id: str) -> None:
+    api.jobs.records = None  # type: ignore[assignment]
+    for method, path in (("GET", f"/v1/files/{file_id}"), ("DELETE", f"/v1/files/{file_id}")):
+        response = await api.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "file_not_found")
+        assert len(response.text) < 300
 
 
 async def test_file_in_use_cannot_be_deleted(api: Api) -> None:

@@ -21,6 +21,13 @@ COMPLETION = {"model": MODEL, "prompt": "the quick"}
 REPLY = {"id": "cmpl-1", "choices": [{"index": 0, "text": " brown fox", "finish_reason": "stop"}]}
 ERROR = {"message": "too long", "type": "invalid_request_error", "param": "prompt", "code": "context_length_exceeded"}
 
+SHORT = {"code": "batch_expired", "message": "too late"}
+
+
+def late(kind: str) -> dict[str, Any]:
+    """What is made of `SHORT`, which is no whole error object."""
+    return SHORT | {"type": kind, "param": None}
+
 
 async def submit(api: Api, body: dict[str, Any] = COMPLETION, **headers: str) -> dict[str, Any]:
     response = await api.post("/v1/jobs", body, **headers)
@@ -76,8 +83,13 @@ async def test_poll_follows_the_job_to_its_result(api: Api) -> None:
     [
         ({"status": LineStatus.FAILED, "response": {"error": ERROR}}, BatchStatus.COMPLETED, "failed", ERROR),
         ({"status": LineStatus.FAILED, "error": ERROR}, BatchStatus.COMPLETED, "failed", ERROR),
-        ({"status": LineStatus.EXPIRED, "error": ERROR}, BatchStatus.EXPIRED, "expired", ERROR),
-        ({"status": LineStatus.CANCELLED, "error": ERROR}, BatchStatus.CANCELLED, "cancelled", ERROR),
+        ({"status": LineStatus.EXPIRED, "error": SHORT}, BatchStatus.EXPIRED, "expired", late("timeout_error")),
+        (
+            {"status": LineStatus.CANCELLED, "error": SHORT},
+            BatchStatus.CANCELLED,
+            "cancelled",
+            late("invalid_request_error"),
+        ),
     ],
 )
 async def test_job_that_came_to_nothing_says_why(

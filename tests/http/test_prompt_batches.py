@@ -242,7 +242,7 @@ async def test_progress_and_partial_outputs_show_as_they_come(api: Api) -> None:
     assert (done["status"], done["text"], done["finish_reason"], done["usage"]["total_tokens"]) == (
         "completed", " there", "stop", 5,
     )  # fmt: skip
-    assert (failed["status"], failed["error"]) == ("failed", {"code": "invalid_value"})
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "invalid_value")
     assert (queued["index"], queued["status"], queued["text"]) == (2, "queued", None)
 
 

@@ -46,7 +46,7 @@ def test_the_dashboard_lists_ingress_and_replicas_as_running(app):
         name: [replica["state"] for replica in deployment["replicas"]]
         for name, deployment in application["deployments"].items()
     }
-    assert states == {"Ingress": ["RUNNING"], "Model": ["RUNNING", "RUNNING"]}
+    assert states == {"Ingress": ["RUNNING"], "Jobs": ["RUNNING"], "Model": ["RUNNING", "RUNNING"]}
 
 
 def test_more_requests_than_slots_are_all_answered_by_both_replicas(app):

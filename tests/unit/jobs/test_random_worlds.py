@@ -6,6 +6,8 @@ import contextlib
 import json
 import random
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -70,7 +72,7 @@ class RandomWorld(World):
         assert await self.all_final()
 
     async def all_final(self) -> bool:
-        rows = [await self.database.read(lambda c, b=batch_id: select_batch(c, b)) for batch_id in self.batch_ids]
+        rows = await self.database.read(lambda c: [select_batch(c, batch_id) for batch_id in self.batch_ids])
         return all(BatchStatus(row.status).is_final for row in rows)
 
     async def new_owner(self) -> None:
@@ -109,7 +111,7 @@ class RandomWorld(World):
         await self.write(lambda c: add_file(c, record))
         await self.accept(new_batch(0, BatchKind.FILE, input_file_id=file_id, **self.options()), number)
 
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         return {
             "window_s": self.rng.choice([None, None, 15.0, 60.0]),
             "callback_url": self.rng.choice([None, "http://x/y"]),
@@ -175,12 +177,12 @@ class RandomWorld(World):
     async def pass_time(self) -> None:
         self.now += self.rng.uniform(0.0, 6.0)
         for owner in sorted(self.held.keys() - self.silent):
-            if not await self.write(lambda c, o=owner: beat(c, o, self.now)):
+            if not await self.write(partial(beat, owner=owner, now=self.now)):
                 self.silent.add(owner)
 
     async def bury(self) -> None:
         for owner in await self.database.read(lambda c: dead_owners(c, self.now, LEASE_S)):
-            await self.write(lambda c, o=owner: bury_owner(c, o))
+            await self.write(partial(bury_owner, owner=owner))
             self.freed(owner)
 
     async def expire(self) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
@@ -39,7 +39,7 @@ class MemoryFiles:
         self.files[file_id] = data
         return len(data)
 
-    async def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncIterator[bytes]:
+    async def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
         self._fail()
         if file_id not in self.files:
             raise UnknownFile(file_id)
@@ -92,15 +92,15 @@ class World:
         return await self.write(lambda c: lease_lines(c, owner, batch_id, limit))
 
 
-def new_batch(num_lines: int = 3, kind: BatchKind = BatchKind.PROMPTS, **fields: object) -> NewBatch:
+def new_batch(num_lines: int = 3, kind: BatchKind = BatchKind.PROMPTS, **fields: Any) -> NewBatch:
     lines = tuple(NewLine(f"line-{index}", body(index)) for index in range(num_lines))
-    given: dict[str, object] = {"tenant": "acme", "endpoint": ENDPOINT, "band": Band.BATCH, "window_s": None}
+    given: dict[str, Any] = {"tenant": "acme", "endpoint": ENDPOINT, "band": Band.BATCH, "window_s": None}
     if kind is not BatchKind.FILE:
         given["lines"] = lines
-    return NewBatch(kind=kind, **{**given, **fields})  # type: ignore[arg-type]
+    return NewBatch(kind=kind, **{**given, **fields})
 
 
-def body(index: int = 0, **fields: object) -> dict[str, object]:
+def body(index: int = 0, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": f"prompt {index}", "max_tokens": 4, **fields}
 
 

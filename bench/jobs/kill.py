@@ -1,0 +1,192 @@
+"""What does a batch lose when processes are killed? `python -m bench.jobs.kill [--kills N] [--lines N]`.
+
+The demo model on two replicas under `make serve`; a batch of 2,000 lines, and jobs that are submitted beside it all
+the time. Twenty times, evenly over the batch's progress, one process is killed with SIGKILL: a model replica, the
+jobs process, the ingress, Serve's controller, its proxy, or all of `make serve`, which is then started again over
+the same data. Clients try again whatever they do not get through; a job counts from the 202 on.
+
+Judged is what came of it: every `custom_id` exactly once in the output or the error file, every accepted job with its
+result, and for each of them a webhook at least once, always with the same id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.jobs.client import BatchClient, is_final, num_done
+from bench.jobs.launched import Kind, Launched
+from bench.jobs.lines import write_lines
+from bench.jobs.receiver import Receiver, receiving
+from bench.jobs.submitter import PATIENCE_S, PERIOD_S, JobSubmitter, ended_job, patiently
+from bench.load.spec import Burst, Lengths, Stream
+from bench.routing.report import Bar, read_options, report
+
+_ONE_IN_WHOLE = 5
+_KILLING_SHARE = 0.8
+_SETTINGS = {
+    "num_replicas": 2, "dtype": "float32", "device": "cpu", "num_threads": 1, "cpus_per_replica": 0.5,
+    "max_num_seqs": 8, "load_poll_period_s": 0.2, "webhook_allowed_hosts": "127.0.0.1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much there is to do, and how often a process dies."""
+
+    num_lines: int = 2000
+    num_kills: int = 20
+    output_tokens: int = 96
+    between_jobs_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One death."""
+
+    at_unix_s: float
+    kind: str
+    num_done: int
+    """Lines of the batch that had ended by then."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What came of a run."""
+
+    batch: dict[str, Any]
+    output: list[dict[str, Any]]
+    errors: list[dict[str, Any]]
+    kills: list[Kill]
+    jobs: dict[str, str]
+    """Status by id, of every job that was accepted."""
+    webhooks: dict[str, list[str]]
+    """Ids of the webhooks that came, by the id of the batch or job."""
+
+
+def main() -> int:
+    """Serve, kill, collect, judge."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--lines", type=int)
+    own, others = parser.parse_known_args()
+    options = read_options(__doc__, others)
+    scale = Scale(num_lines=60, num_kills=3, output_tokens=48) if options.is_quick else Scale()
+    scale = Scale(own.lines or scale.num_lines, own.kills or scale.num_kills, scale.output_tokens)
+    with tempfile.TemporaryDirectory(prefix="hw-kill-") as home, receiving() as receiver:
+        launched = Launched(Path(home), {**_SETTINGS, "data_dir": f"{home}/data", **options.settings})
+        try:
+            launched.start()
+            seen = _run(launched, receiver, scale, Path(home), options.seed)
+        finally:
+            launched.stop()
+    figures, bars = judge(scale, seen)
+    return report("kill", options, bars, {"scale": asdict(scale), **figures}, [], family="jobs")
+
+
+def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
+    """The promises, and what they were judged on."""
+    counts = Counter(line["custom_id"] for line in (*seen.output, *seen.errors))
+    expected = {f"line-{number}" for number in range(scale.num_lines)}
+    wrong_jobs = {job_id: status for job_id, status in seen.jobs.items() if status != "completed"}
+    untold = [subject for subject, ids in seen.webhooks.items() if not ids]
+    two_ids = [subject for subject, ids in seen.webhooks.items() if len(set(ids)) > 1]
+    bars = [
+        Bar("processes killed", len(seen.kills), scale.num_kills, True),
+        Bar("kinds of process killed", len({kill.kind for kill in seen.kills}), min(len(Kind), scale.num_kills), True),
+        Bar("batch completed", float(seen.batch["status"] == "completed"), 1, True),
+        Bar("lines in no file", len(expected - counts.keys()), 0),
+        Bar("lines more than once", sum(number > 1 for number in counts.values()), 0),
+        Bar("lines that nobody asked for", len(counts.keys() - expected), 0),
+        Bar("lines that failed", len(seen.errors), 0),
+        Bar("lines that the counts miss", abs(scale.num_lines - num_done(seen.batch)), 0),
+        Bar("jobs accepted", len(seen.jobs), 1, True),
+        Bar("jobs lost or failed", len(wrong_jobs), 0),
+        Bar("ends that no webhook told", len(untold), 0),
+        Bar("ends told under two ids", len(two_ids), 0),
+    ]
+    return {
+        "kills": [asdict(kill) for kill in seen.kills],
+        "wrong_jobs": wrong_jobs,
+        "num_webhooks": sum(map(len, seen.webhooks.values())),
+        "first_errors": seen.errors[:5],
+    }, bars
+
+
+def kinds_to_kill(num_kills: int, rng: random.Random) -> list[Kind]:
+    """Every kind in turn, one in five the whole, in an order of chance."""
+    single = [kind for kind in Kind if kind is not Kind.WHOLE]
+    num_whole = max(1, num_kills // _ONE_IN_WHOLE)
+    kinds = [Kind.WHOLE] * num_whole + [single[index % len(single)] for index in range(num_kills - num_whole)]
+    rng.shuffle(kinds)
+    return kinds
+
+
+def _run(launched: Launched, receiver: Receiver, scale: Scale, home: Path, seed: int) -> Seen:
+    client = BatchClient(launched.url)
+    path = home / "lines.jsonl"
+    write_lines(path, _stream(scale), scale.num_lines, seed)
+    batch_id = client.create(client.upload(path), receiver.url)
+    submitter = JobSubmitter(launched.url, receiver.url, scale.between_jobs_s)
+    submitter.start()
+    try:
+        kills = _kill_repeatedly(launched, client, batch_id, scale, random.Random(seed))
+        batch = patiently(lambda: client.wait(batch_id, is_final, PATIENCE_S))
+    finally:
+        submitter.stop()
+    jobs = {job_id: patiently(lambda job_id=job_id: ended_job(launched.url, job_id)) for job_id in submitter.ids}  # type: ignore[misc]
+    subjects = [batch_id, *jobs]
+    _wait_for_webhooks(receiver, subjects)
+    output, errors = (
+        list(client.results(batch[name])) if batch[name] else [] for name in ("output_file_id", "error_file_id")
+    )
+    return Seen(batch, output, errors, kills, jobs, {subject: receiver.ids(subject) for subject in subjects})
+
+
+def _kill_repeatedly(
+    launched: Launched, client: BatchClient, batch_id: str, scale: Scale, rng: random.Random
+) -> list[Kill]:
+    """One kill after another, each when the batch has come a step further than at the last."""
+    kills: list[Kill] = []
+    # Not to the very end: while nobody answers the batch goes on, and the next kill comes late.
+    step = _KILLING_SHARE * scale.num_lines / (scale.num_kills + 1)
+    for number, kind in enumerate(kinds_to_kill(scale.num_kills, rng), 1):
+        target = number * step
+        batch = patiently(lambda: client.wait(batch_id, lambda it: num_done(it) >= target, PATIENCE_S))  # noqa: B023
+        if is_final(batch):
+            break
+        at_unix_s = time.time()
+        while launched.kill(kind) is None:
+            time.sleep(PERIOD_S)  # it is being replaced already
+        kills.append(Kill(at_unix_s, kind.name.lower(), num_done(batch)))
+        print(f"killed {kind.name.lower()} at {num_done(batch)} of {scale.num_lines} lines", flush=True)
+        if kind is Kind.WHOLE:
+            launched.start()
+    return kills
+
+
+def _wait_for_webhooks(receiver: Receiver, subjects: Sequence[str]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s and not all(receiver.ids(subject) for subject in subjects):
+        time.sleep(PERIOD_S)
+
+
+def _stream(scale: Scale) -> Stream:
+    return Stream(
+        name="lines",
+        bursts=(Burst(count=1),),
+        prompt=Lengths.around(48, 0.4, 8, 128),
+        output=Lengths.around(scale.output_tokens, 0.4, 16, 256),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

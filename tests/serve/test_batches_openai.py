@@ -1,0 +1,281 @@
+"""Files, batches and jobs on a real server, through the stock client and the command line."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes import key_digest
+from tests.serve.conftest import MODEL_NAME
+from tests.serve.instance import ROOT, Instance, serving, wait_for
+
+LIMIT_S = 120.0
+LONG = 30_000
+"""Output tokens of a request that no test waits for: many seconds."""
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """One replica that asks for keys: those of two tenants."""
+    home = tmp_path_factory.mktemp("home")
+    keys = home / "keys.yaml"
+    keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("acme", "zeta")))
+    arguments = f"max_num_seqs=4 kv_cache_bytes=64MiB load_poll_period_s=0.2 api_key_file={keys} data_dir={home}/data"
+    with serving(home, f"MODEL={checkpoint}", "DTYPE=float32", f"ARGS={arguments}") as instance:
+        yield instance
+
+
+@pytest.fixture
+def client(server: Instance) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="acme", max_retries=0, timeout=60.0) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: Instance) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer acme"}, timeout=90.0) as http:
+        yield http
+
+
+def chat_body(text: str = "the quick", **options: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    defaults = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    return {"model": MODEL_NAME, "messages": [message], **defaults, **options}
+
+
+def line(custom_id: str, **options: Any) -> str:
+    body = chat_body(**options)
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def upload(client: openai.OpenAI, *lines: str) -> Any:
+    return client.files.create(file=("requests.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
+
+
+def submit(client: openai.OpenAI, *lines: str, window: Any = "24h", **options: Any) -> Any:
+    return client.batches.create(
+        input_file_id=upload(client, *lines).id,
+        endpoint="/v1/chat/completions",
+        completion_window=window,
+        **options,
+    )
+
+
+def look(client: openai.OpenAI, batch: Any) -> Any:
+    return client.batches.retrieve(batch.id)
+
+
+def ended(client: openai.OpenAI, batch: Any) -> Any:
+    def final() -> Any:
+        found = look(client, batch)
+        return found if found.status in ("completed", "failed", "expired", "cancelled") else None
+
+    return wait_for(final, f"{batch.id} has ended", LIMIT_S, 0.2)
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
+    """The lines of a result file by custom id; each stands there once."""
+    if file_id is None:
+        return {}
+    lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+    by_id = {found["custom_id"]: found for found in lines}
+    assert len(by_id) == len(lines)
+    return by_id
+
+
+def test_batch_answers_what_the_endpoint_answers(client: openai.OpenAI, http: httpx.Client) -> None:
+    texts = {f"r-{number}": f"number {number}" for number in range(20)}
+    batch = submit(client, *(line(id_, text=text) for id_, text in texts.items()), metadata={"night": "1"})
+    assert batch.status == "validating"
+    batch = ended(client, batch)
+    assert (batch.status, batch.error_file_id, batch.metadata) == ("completed", None, {"night": "1"})
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
+    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
+    found = results(client, batch.output_file_id)
+    assert found.keys() == texts.keys()
+    for id_ in ("r-0", "r-19"):
+        response = found[id_]["response"]
+        assert (response["status_code"], found[id_]["error"]) == (200, None)
+        direct = http.post("/v1/chat/completions", json=chat_body(texts[id_])).json()
+        assert response["body"]["choices"][0]["message"] == direct["choices"][0]["message"]
+        assert response["body"]["usage"]["completion_tokens"] == 8
+    assert batch.usage.output_tokens == 20 * 8
+    output = client.files.retrieve(batch.output_file_id)
+    assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
+    assert batch.id in [listed.id for listed in client.batches.list(limit=2)]
+
+
+def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> None:
+    batch = ended(client, submit(client, line("good"), line("bad", text="word " * 40_000), line("fine")))
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+    assert results(client, batch.output_file_id).keys() == {"good", "fine"}
+    failed = results(client, batch.error_file_id)["bad"]
+    assert failed["response"]["status_code"] == 400
+    assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("lines", "number", "code"),
+    [
+        ((line("a"), "{no json"), 2, "invalid_json_line"),
+        ((line("a"), line("b"), line("a")), 3, "duplicate_custom_id"),
+        ((line("a"), line("b").replace("/v1/chat/completions", "/v1/completions")), 2, "mismatched_url"),
+    ],
+)
+def test_malformed_file_fails_as_a_whole_and_says_where(
+    client: openai.OpenAI, lines: tuple[str, ...], number: int, code: str
+) -> None:
+    batch = ended(client, submit(client, *lines))
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.failed_at is not None
+    assert [(error.line, error.code) for error in batch.errors.data] == [(number, code)]
+
+
+def test_cancelled_batch_keeps_what_was_done(client: openai.OpenAI) -> None:
+    batch = submit(client, line("short"), *(line(f"long-{i}", max_tokens=LONG) for i in range(2)))
+    wait_for(lambda: look(client, batch).request_counts.completed == 1, "the short one is done", LIMIT_S, 0.1)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch)
+    assert batch.status == "cancelled"
+    assert batch.cancelling_at <= batch.cancelled_at
+    done, undone = results(client, batch.output_file_id), results(client, batch.error_file_id)
+    assert "short" in done
+    assert done.keys() | undone.keys() == {"short", *(f"long-{i}" for i in range(2))}
+    assert not done.keys() & undone.keys()
+    with pytest.raises(openai.ConflictError) as caught:
+        client.batches.cancel(batch.id)
+    assert caught.value.code == "batch_not_cancellable"
+
+
+def test_window_that_ends_keeps_what_was_done(client: openai.OpenAI) -> None:
+    batch = submit(client, line("short"), *(line(f"long-{i}", max_tokens=LONG) for i in range(2)), window="8s")
+    batch = ended(client, batch)
+    assert batch.status == "expired"
+    assert batch.expires_at - batch.created_at == 8
+    done, undone = results(client, batch.output_file_id), results(client, batch.error_file_id)
+    assert done.keys() == {"short"}
+    assert undone.keys() == {f"long-{i}" for i in range(2)}
+    assert {found["error"]["code"] for found in undone.values()} == {"batch_expired"}
+
+
+def test_file_in_use_stays_and_is_deleted_afterwards(client: openai.OpenAI) -> None:
+    batch = submit(client, line("a", max_tokens=LONG))
+    with pytest.raises(openai.ConflictError) as caught:
+        client.files.delete(batch.input_file_id)
+    assert caught.value.code == "file_in_use"
+    client.batches.cancel(batch.id)
+    ended(client, batch)
+    assert client.files.delete(batch.input_file_id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(batch.input_file_id)
+
+
+def test_another_tenants_ids_are_unknown(client: openai.OpenAI, http: httpx.Client) -> None:
+    batch = ended(client, submit(client, line("a")))
+    job_id = http.post("/v1/jobs", json=chat_body()).json()["id"]
+    other = client.with_options(api_key="zeta")
+    asks = [
+        (other.files.retrieve, batch.input_file_id),
+        (other.files.content, batch.output_file_id),
+        (other.files.delete, batch.input_file_id),
+        (other.batches.retrieve, batch.id),
+        (other.batches.cancel, batch.id),
+    ]
+    for ask, id_ in asks:
+        with pytest.raises(openai.NotFoundError):
+            ask(id_)
+    assert not list(other.batches.list()) and not list(other.files.list())
+    assert http.get(f"/v1/jobs/{job_id}", headers={"authorization": "Bearer zeta"}).status_code == 404
+    assert http.get(f"/v1/jobs/{job_id}?wait=60").json()["status"] == "completed"
+
+
+def test_job_comes_to_what_the_endpoint_answers(client: openai.OpenAI, http: httpx.Client) -> None:
+    accepted = http.post("/v1/jobs", json=chat_body("a job", priority=1))
+    assert (accepted.status_code, accepted.json()["status"]) == (202, "queued")
+    job = http.get(f"{accepted.headers['location']}?wait=60").json()
+    assert (job["status"], job["error"], job["priority"]) == ("completed", None, 1)
+    direct = http.post("/v1/chat/completions", json=chat_body("a job")).json()
+    assert job["result"]["choices"][0]["message"] == direct["choices"][0]["message"]
+    late = http.post("/v1/jobs", json=chat_body(max_tokens=LONG, deadline_ms=1000)).json()
+    late = http.get(f"/v1/jobs/{late['id']}?wait=60").json()
+    assert (late["status"], late["result"]) == ("expired", None)
+    gone = http.post("/v1/jobs", json=chat_body(max_tokens=LONG)).json()
+    assert http.delete(f"/v1/jobs/{gone['id']}").status_code == 200
+    assert http.get(f"/v1/jobs/{gone['id']}?wait=60").json()["status"] == "cancelled"
+
+
+def test_same_key_and_body_is_the_same_job_and_another_body_409(http: httpx.Client) -> None:
+    key = {"idempotency-key": uuid.uuid4().hex}
+    first = http.post("/v1/jobs", json=chat_body(), headers=key).json()
+    again = http.post("/v1/jobs", json=chat_body(), headers=key)
+    assert (again.status_code, again.json()["id"]) == (202, first["id"])
+    refused = http.post("/v1/jobs", json=chat_body("other"), headers=key)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+    theirs = http.post("/v1/jobs", json=chat_body(), headers=key | {"authorization": "Bearer zeta"})
+    assert (theirs.status_code, theirs.json()["id"] != first["id"]) == (202, True)
+
+
+def test_short_form_is_polled_to_its_result(http: httpx.Client) -> None:
+    job_id = http.post("/generate", json={"prompt": "the quick"}).json()["job_id"]
+    found = http.get(f"/status/{job_id}?wait=60").json()
+    assert (found["job_id"], found["status"]) == (job_id, "completed")
+    assert found["result"]["usage"]["completion_tokens"] <= 50
+
+
+def test_prompt_batches_answer_at_once_or_later(http: httpx.Client) -> None:
+    body = {"prompts": ["the quick", "", "brown fox"], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    whole = http.post("/v1/batch/sync", json=body).json()
+    assert [output["status"] for output in whole["outputs"]] == ["completed", "failed", "completed"]
+    batch_id = http.post("/v1/batch/async", json=body).json()["batch_id"]
+
+    def done() -> Any:
+        batch = http.get(f"/v1/batch/{batch_id}").json()
+        return batch if batch["status"] == "completed" else None
+
+    batch = wait_for(done, "the prompts are done", LIMIT_S, 0.1)
+    assert (batch["progress"], batch["request_counts"]) == (1.0, {"total": 3, "completed": 2, "failed": 1})
+    texts = [output["text"] for output in batch["outputs"]]
+    assert texts == [output["text"] for output in whole["outputs"]]
+    assert http.get("/v1/batch/stats").json()["total_batches"] >= 1
+    lines = http.post("/v1/batch/sync?stream=true", json=body).text.splitlines()
+    pieces = [json.loads(text) for text in lines]
+    assert "".join(piece.get("text") or "" for piece in pieces if piece.get("index") == 0) == texts[0]
+    assert (pieces[-1]["status"], pieces[-1]["num_completed"]) == ("completed", 2)
+
+
+def test_large_file_goes_up_and_comes_down(client: openai.OpenAI) -> None:
+    content = bytes(range(256)) * 2**16
+    file = client.files.create(file=("large.bin", content), purpose="user_data")
+    assert file.bytes == len(content)
+    assert client.files.content(file.id).content == content
+
+
+def test_command_submits_waits_and_saves(server: Instance, tmp_path: Path) -> None:
+    requests, output = tmp_path / "requests.jsonl", tmp_path / "output.jsonl"
+    requests.write_text("\n".join(line(f"r-{number}") for number in range(5)))
+    command = [sys.executable, "-m", "serve_app.cli.main", "batch"]
+    options = ["--url", server.url, "--api-key", "acme"]
+    finished = subprocess.run(
+        [*command, "submit", requests, "--wait", "--output", output, "--poll-every", "0.2", *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("batch_")
+    assert len(output.read_text().splitlines()) == 5
+    status = subprocess.run(
+        [*command, "status", finished.stdout.strip(), *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
+    )  # fmt: skip
+    assert "5 completed, 0 failed, of 5" in status.stdout

@@ -1,0 +1,143 @@
+"""A jobs process without Ray, over completions that do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from replicas.errors import ServingError
+from replicas.protocol import Band, ReplicaStats
+from router.flow_queue import BandLimits, FlowQueue
+from router.types import ReplicaView
+from serve_app.jobs.backlog import BacklogView
+from serve_app.jobs.database import Database
+from serve_app.jobs.pace import Pace
+from serve_app.jobs.runtime import JobsRuntime
+from serve_app.jobs.settings import JobsSettings
+from serve_app.openai.schema import GenerationBody
+from serve_app.openai.service import CompletionService
+from serve_app.openai.validation import Caller
+from tests.unit.jobs.worlds import MODEL, MemoryFiles
+
+LIMIT_S = 20.0
+
+
+@dataclass
+class _Progress:
+    prompt_tokens: int = 3
+    completion_tokens: int = 4
+
+
+@dataclass
+class _Generation:
+    body: Any
+    caller: Caller
+    progress: _Progress = field(default_factory=_Progress)
+
+
+@dataclass
+class ScriptedCompletions:
+    """Answers with the prompt; holds answers back while the gate is closed, and fails where it is told to."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    errors: dict[str, list[ServingError]] = field(default_factory=dict)
+    """Prompt -> what is raised, one after the other, before it is answered."""
+    asked: list[str] = field(default_factory=list)
+    callers: list[Caller] = field(default_factory=list)
+    num_running: int = 0
+    most_running: int = 0
+
+    async def completion(self, body: GenerationBody, caller: Caller) -> _Generation:
+        return _Generation(body, caller)
+
+    chat = completion
+
+    async def answer(self, generation: _Generation) -> dict[str, Any]:
+        [prompt] = generation.body.prompt
+        self.asked.append(prompt)
+        self.callers.append(generation.caller)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await self.gate.wait()
+            if errors := self.errors.get(prompt):
+                raise errors.pop(0)
+            return {"text": prompt}
+        finally:
+            self.num_running -= 1
+
+
+def view(completions: ScriptedCompletions, num_slots: int) -> ReplicaView:
+    """A replica of so many slots, of which the completions that run hold theirs."""
+    stats = ReplicaStats(
+        replica_id="replica", node_id="node", pid=1, taken_unix_s=0.0, num_slots=num_slots, num_blocks=100,
+        num_free_blocks=100, num_running_by_band=(0, 0, 0), num_waiting_by_band=(0, 0, 0), waiting_tokens=0,
+        generated_tokens_per_s=0.0, is_draining=False,
+    )  # fmt: skip
+    return ReplicaView(stats, 0.0, num_by_band=(0, 0, completions.num_running))
+
+
+@dataclass
+class Process:
+    """A running jobs process."""
+
+    runtime: JobsRuntime
+    completions: ScriptedCompletions
+
+    @property
+    def service(self) -> Any:
+        return self.runtime.service
+
+
+@contextlib.asynccontextmanager
+async def jobs_process(
+    database_url: str,
+    files: MemoryFiles,
+    completions: ScriptedCompletions,
+    *,
+    num_slots: int = 4,
+    settings: JobsSettings | None = None,
+    unix_clock: Callable[[], float] = time.time,
+    is_killed: bool = False,
+) -> AsyncIterator[Process]:
+    """A jobs process for as long as the context lasts; one that is killed leaves everything as it stands."""
+    runtime = JobsRuntime(
+        settings or JobsSettings(MODEL),
+        await asyncio.to_thread(Database, database_url),
+        files,
+        cast(CompletionService, completions),
+        lambda: [view(completions, num_slots)],
+        FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0),
+        BacklogView(Pace(time.monotonic)),
+        random.Random(0),
+        unix_clock,
+    )
+    await runtime.start()
+    try:
+        yield Process(runtime, completions)
+    finally:
+        if is_killed:
+            kill(runtime)
+        await runtime.stop()
+
+
+def kill(runtime: JobsRuntime) -> None:
+    """Let the process write nothing more, not even that it stops."""
+
+    async def nothing() -> None:
+        return None
+
+    runtime._worker.stop = nothing  # type: ignore[method-assign]
+    runtime._ownership.stop = nothing  # type: ignore[method-assign]
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Return once `is_true`."""
+    async with asyncio.timeout(LIMIT_S):
+        while not is_true():
+            await asyncio.sleep(0.005)

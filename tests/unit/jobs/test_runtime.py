@@ -1,0 +1,258 @@
+"""A whole jobs process: what is submitted ends, whatever happens to the process meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
+from replicas.protocol import Band
+from serve_app.jobs.errors import UnknownFile
+from serve_app.jobs.records import (
+    BatchKind,
+    BatchRecord,
+    BatchStatus,
+    FileRecord,
+    JsonObject,
+    LineStatus,
+    NewBatch,
+    PageRequest,
+)
+from serve_app.jobs.settings import JobsSettings
+from tests.unit.jobs.runtimes import LIMIT_S, Process, ScriptedCompletions, jobs_process, until
+from tests.unit.jobs.worlds import ENDPOINT, MODEL, MemoryFiles, body, new_batch
+
+TENANT = "acme"
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def files() -> MemoryFiles:
+    return MemoryFiles()
+
+
+@pytest.fixture
+def completions() -> ScriptedCompletions:
+    completions = ScriptedCompletions()
+    completions.gate.set()
+    return completions
+
+
+@pytest.fixture
+def quick() -> JobsSettings:
+    """Leases that end soon after their owner."""
+    return JobsSettings(MODEL, lease_s=0.3)
+
+
+async def submit_file(process: Process, files: MemoryFiles, num_lines: int, **fields: Any) -> BatchRecord:
+    lines = [
+        {"custom_id": f"id-{index}", "method": "POST", "url": ENDPOINT, "body": body(index)}
+        for index in range(num_lines)
+    ]
+    files.files["file-in"] = "\n".join(map(json.dumps, lines)).encode()
+    await process.service.add_file(FileRecord("file-in", TENANT, "batch", "in.jsonl", 1, NOW))
+    return await submit(process, new_batch(kind=BatchKind.FILE, input_file_id="file-in", **fields))
+
+
+async def submit(process: Process, new: NewBatch) -> BatchRecord:
+    record: BatchRecord = (await process.service.submit(new)).batch
+    return record
+
+
+async def ended(process: Process, batch: BatchRecord) -> BatchRecord:
+    record: BatchRecord = await process.service.wait(TENANT, batch.id, LIMIT_S)
+    assert record.status.is_final
+    return record
+
+
+def results(files: MemoryFiles, *file_ids: str | None) -> list[JsonObject]:
+    return [json.loads(line) for file_id in file_ids if file_id for line in files.files[file_id].splitlines()]
+
+
+async def test_a_file_of_requests_becomes_a_file_of_answers_in_the_same_order(database_url, files, completions):
+    async with jobs_process(database_url, files, completions) as process:
+        record = await ended(process, await submit_file(process, files, 30))
+        assert record.status is BatchStatus.COMPLETED
+        assert (record.counts.total, record.counts.completed, record.counts.failed) == (30, 30, 0)
+        assert record.error_file_id is None
+        assert (record.num_prompt_tokens, record.num_output_tokens) == (90, 120)
+        answers = results(files, record.output_file_id)
+        assert [answer["custom_id"] for answer in answers] == [f"id-{index}" for index in range(30)]
+        assert answers[3]["response"]["body"] == {"text": "prompt 3"}
+        assert answers[3]["response"]["status_code"] == 200 and answers[3]["error"] is None
+        output = await process.service.file(TENANT, record.output_file_id)
+        assert (output.purpose, output.num_bytes) == ("batch_output", len(files.files[output.id]))
+        assert completions.most_running <= 6
+
+
+async def test_errors_of_requests_go_into_the_error_file(database_url, files, completions):
+    completions.errors["prompt 1"] = [InvalidRequest("`prompt` is no good", "prompt")]
+    completions.errors["prompt 2"] = [SequenceFailed("no")] * 3
+    async with jobs_process(database_url, files, completions) as process:
+        record = await ended(process, await submit_file(process, files, 4))
+        assert record.status is BatchStatus.COMPLETED
+        assert (record.counts.completed, record.counts.failed) == (2, 2)
+        first, second = results(files, record.error_file_id)
+        assert first["custom_id"] == "id-1" and first["response"]["status_code"] == 400
+        assert first["response"]["body"]["error"]["param"] == "prompt" and first["error"] is None
+        assert second["response"]["status_code"] == 500
+
+
+async def test_what_passes_is_tried_again_and_shows_nowhere(database_url, files, completions):
+    completions.errors["prompt 0"] = [
+        NoReplicaAvailable("none"), DeadlineExceeded("no replica had room"), SequenceFailed("once"),
+    ]  # fmt: skip
+    async with jobs_process(database_url, files, completions) as process:
+        record = await ended(process, await submit(process, new_batch(1, BatchKind.JOB)))
+        assert record.status is BatchStatus.COMPLETED
+        assert completions.asked == ["prompt 0"] * 4
+
+
+async def test_a_job_is_done_without_a_file(database_url, files, completions):
+    async with jobs_process(database_url, files, completions) as process:
+        batch = await submit(process, new_batch(1, BatchKind.JOB, band=Band.STANDARD))
+        record = await ended(process, batch)
+        assert record.status is BatchStatus.COMPLETED and record.output_file_id is None
+        [line] = await process.service.lines(TENANT, batch.id, -1, 10)
+        assert line.status is LineStatus.SUCCEEDED and line.response == {"text": "prompt 0"}
+        [caller] = completions.callers
+        assert (caller.principal.tenant, caller.principal.band_ceiling) == (TENANT, Band.STANDARD)
+
+
+async def test_who_waits_hears_of_the_end_at_once_and_else_what_there_is(database_url, files, completions):
+    completions.gate.clear()
+    async with jobs_process(database_url, files, completions) as process:
+        batch = await submit(process, new_batch(2))
+        assert (await process.service.wait(TENANT, batch.id, 0.05)).status is BatchStatus.IN_PROGRESS
+        waiting = asyncio.create_task(process.service.wait(TENANT, batch.id, LIMIT_S))
+        await until(lambda: completions.num_running == 2)
+        completions.gate.set()
+        assert (await waiting).status is BatchStatus.COMPLETED
+
+
+async def test_a_cancelled_batch_keeps_what_was_done(database_url, files, completions):
+    async with jobs_process(database_url, files, completions, num_slots=2) as process:
+        completions.gate.clear()
+        batch = await submit_file(process, files, 20)
+        await until(lambda: completions.num_running >= 2)
+        completions.gate.set()
+        await until(lambda: len(completions.asked) > 4)
+        completions.gate.clear()
+        record = await process.service.cancel(TENANT, batch.id)
+        assert record.status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+        record = await ended(process, batch)
+        assert record.status is BatchStatus.CANCELLED
+        assert record.counts.completed >= 1 and record.counts.failed >= 1
+        everything = results(files, record.output_file_id, record.error_file_id)
+        assert sorted(one["custom_id"] for one in everything) == sorted(f"id-{index}" for index in range(20))
+        codes = {one["error"]["code"] for one in results(files, record.error_file_id)}
+        assert codes == {"batch_cancelled"}
+        await until(lambda: completions.num_running == 0)
+
+
+async def test_a_late_batch_expires_with_what_was_done(database_url, files, completions):
+    now = NOW
+    completions.gate.clear()
+    async with jobs_process(database_url, files, completions, unix_clock=lambda: now) as process:
+        batch = await submit_file(process, files, 5, window_s=60.0)
+        await until(lambda: completions.num_running > 0)
+        now += 61
+        record = await ended(process, batch)
+        assert record.status is BatchStatus.EXPIRED and record.counts.failed == 5
+        assert {one["error"]["code"] for one in results(files, record.error_file_id)} == {"batch_expired"}
+        assert record.output_file_id is None
+
+
+async def test_what_a_killed_process_held_is_done_by_the_next_one(database_url, files, completions, quick):
+    completions.gate.clear()
+    async with jobs_process(database_url, files, completions, settings=quick, is_killed=True) as process:
+        batch = await submit_file(process, files, 12)
+        await until(lambda: completions.num_running > 0)
+    completions.gate.set()
+    async with jobs_process(database_url, files, completions, settings=quick) as process:
+        record = await ended(process, batch)
+        assert record.status is BatchStatus.COMPLETED
+        answers = results(files, record.output_file_id)
+        assert [answer["custom_id"] for answer in answers] == [f"id-{index}" for index in range(12)]
+
+
+async def test_a_process_that_stops_in_good_order_gives_back_at_once(database_url, files, completions):
+    completions.gate.clear()
+    async with jobs_process(database_url, files, completions) as process:
+        batch = await submit(process, new_batch(3))
+        await until(lambda: completions.num_running == 3)
+    assert completions.num_running == 0
+    completions.gate.set()
+    async with jobs_process(database_url, files, completions) as process:
+        assert (await ended(process, batch)).counts.completed == 3
+
+
+async def test_processes_on_one_database_share_the_work_and_do_it_once(database_url, files, completions, quick):
+    async with (
+        jobs_process(database_url, files, completions, settings=quick) as one,
+        jobs_process(database_url, files, completions, settings=quick) as other,
+    ):
+        batches = [await submit(one, new_batch(20)) for _ in range(3)]
+        for batch in batches:
+            assert (await ended(other, batch)).counts.completed == 20
+        assert sorted(completions.asked) == sorted(f"prompt {index}" for index in range(20) for _ in batches)
+
+
+async def test_a_file_store_that_fails_for_a_moment_delays_the_batch_only(database_url, files, completions):
+    async with jobs_process(database_url, files, completions) as process:
+        batch = await submit_file(process, files, 3)
+        await until(lambda: len(completions.asked) > 0)
+        files.num_failures = 1
+        record = await ended(process, batch)
+        assert record.status is BatchStatus.COMPLETED
+        assert len(results(files, record.output_file_id)) == 3
+
+
+async def test_an_urgent_job_does_not_wait_for_a_batch(database_url, files, completions):
+    completions.gate.clear()
+    async with jobs_process(database_url, files, completions, num_slots=2) as process:
+        await submit(process, new_batch(50))
+        await until(lambda: completions.num_running >= 2)
+        await submit(process, new_batch(1, BatchKind.JOB, band=Band.INTERACTIVE))
+        await until(lambda: Band.INTERACTIVE in {caller.hints.band for caller in completions.callers})
+        assert len(completions.asked) < 10
+
+
+async def test_a_full_queue_is_waited_out(database_url, files, completions):
+    completions.errors["prompt 0"] = [Overloaded("full", retry_after_s=1.0)]
+    async with jobs_process(database_url, files, completions) as process:
+        assert (await ended(process, await submit(process, new_batch(1)))).counts.completed == 1
+
+
+async def test_a_deleted_files_bytes_go_too(database_url, files, completions):
+    async with jobs_process(database_url, files, completions) as process:
+        await ended(process, await submit_file(process, files, 1))
+        await process.service.delete_file(TENANT, "file-in")
+        assert "file-in" not in files.files
+        with pytest.raises(UnknownFile):
+            await process.service.file(TENANT, "file-in")
+
+
+async def test_stats_count_every_batch_once(database_url, files, completions):
+    async with jobs_process(database_url, files, completions) as process:
+        for _ in range(3):
+            await ended(process, await submit(process, new_batch(2)))
+        completions.gate.clear()
+        await submit(process, new_batch(1))
+        stats = await process.service.stats(TENANT)
+        assert (stats.total, stats.completed, stats.processing, stats.failed) == (4, 3, 1, 0)
+        assert stats.tokens_per_s > 0
+        page = await process.service.batches(TENANT, BatchKind.PROMPTS, PageRequest(2))
+        assert len(page.items) == 2 and page.has_more
+
+
+async def test_the_process_is_unhealthy_once_its_database_is_gone(database_url, files, completions):
+    async with jobs_process(database_url, files, completions, is_killed=True) as process:
+        process.runtime.check_health()
+        process.runtime._database.close()
+        await until(lambda: process.runtime._loops is not None and process.runtime._loops.done())
+        with pytest.raises(RuntimeError):
+            process.runtime.check_health()
