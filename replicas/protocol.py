@@ -88,6 +88,9 @@ class GenerateRequest:
     """It was dispatched because its band had starved: it takes the next free slot, and keeps it."""
     runs_alone: bool = False
     """Nothing else runs beside it: it was there when two replicas died."""
+    delta_interval_s: float | None = None
+    """Nobody reads its deltas one by one: those after the first are put together for so long, seconds, which spares
+    everybody the work of carrying them. None: as the replica does for streams."""
 
     @property
     def max_total_tokens(self) -> int:

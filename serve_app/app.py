@@ -4,15 +4,12 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 """
 
 import asyncio
-import os
 import time
 import warnings
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
 import ray
 from fastapi import FastAPI
 from ray import serve
@@ -25,6 +22,7 @@ from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDe
 from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, PollAnswer
 from router.ingress_watch import IngressWatch
 from router.serve_router import RankedRouter, obey_model_replicas
+from serve_app.cluster_gpus import num_cluster_gpus
 from serve_app.config import HeadwayConfig
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.fsspec_store import FsspecStore
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
 
 _JOBS_CALLS = 10_000
 """Calls of ingresses that the jobs process may hold at once: most of them wait for a batch to end."""
-_CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` leaves the address that a driver without any connects to."""
 
 
 def build(config: HeadwayConfig) -> serve.Application:
@@ -52,11 +48,12 @@ def build(config: HeadwayConfig) -> serve.Application:
 
 def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None) -> serve.Application:
     """The application over engines that run on what `load_backend` gives; None: on the model, in torch."""
+    config = _with_gpus(config)
     model = serve.deployment(
         Model,
         name="Model",
         max_ongoing_requests=config.max_ongoing_requests_per_replica,
-        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": _num_gpus_per_replica(config)},
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.num_gpus_per_replica},
         # A freed slot is refilled at once: Serve's own back-off of up to 0.5 s would leave it idle.
         request_router_config=RequestRouterConfig(
             request_router_class=f"{RankedRouter.__module__}.{RankedRouter.__name__}",
@@ -262,36 +259,12 @@ def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
     }
 
 
-def _num_gpus_per_replica(config: HeadwayConfig) -> float:
-    if config.num_gpus_per_replica is not None:
-        return config.num_gpus_per_replica
-    return 1.0 if config.device != "cpu" and _cluster_has_gpus() else 0.0
-
-
-def _cluster_has_gpus() -> bool:
-    """Whether the cluster has GPUs now.
-
-    `serve deploy` builds inside the cluster. `serve run` builds before it connects, so we connect
-    where it will and leave again; where there is no cluster yet it will start one of this machine.
-    """
-    if ray.is_initialized():
-        return _has_gpus(ray.cluster_resources())
-    command = click.get_current_context(silent=True)
-    address = command.params.get("address") if command is not None else None
-    if address is None and not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER_FILE.exists()):
-        return _this_machine_has_gpus()
-    ray.init(address=address or "auto", log_to_driver=False)
-    try:
-        return _has_gpus(ray.cluster_resources())
-    finally:
-        ray.shutdown()
-
-
-def _has_gpus(resources: dict[str, float]) -> bool:
-    return resources.get("GPU", 0) >= 1
-
-
-def _this_machine_has_gpus() -> bool:
-    import torch  # only for this rare case: it takes seconds
-
-    return torch.cuda.is_available()
+def _with_gpus(config: HeadwayConfig) -> HeadwayConfig:
+    """The configuration, complete in what depends on the GPUs that the cluster has now."""
+    is_complete = config.num_gpus_per_replica is not None and config.max_replicas is not None
+    num_gpus = 0.0 if is_complete or config.device == "cpu" else num_cluster_gpus()
+    each = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
+    found: dict[str, object] = {"num_gpus_per_replica": each}
+    if config.max_replicas is None and each > 0:
+        found["max_replicas"] = max(config.num_replicas, int(num_gpus / each))
+    return config.model_copy(update=found)

@@ -56,7 +56,10 @@ class HeadwayConfig(BaseModel):
     min_replicas: int | None = Field(default=None, ge=0)
     """Fewest model replicas; none: `num_replicas`; 0: none at all while there is nothing to do."""
     max_replicas: int | None = Field(default=None, ge=1)
-    """Most model replicas; none: `num_replicas`. Their number follows the load wherever this is above the fewest."""
+    """Most model replicas; none: as many as the cluster's GPUs are enough for, without GPUs `num_replicas`.
+
+    Their number follows the load wherever this is above the fewest.
+    """
     target_drain_s: float = Field(default=2.0, gt=0)
     """Replicas are added until what waits, save batch work, could be done within this time, seconds."""
     batch_drain_s: float = Field(default=86_400.0, gt=0)

@@ -17,6 +17,7 @@ PACKAGES = ("serve_app", "router", "replicas")
 # whatever stands lower, and the other modules of its own prefix.
 ROWS = {
     "serve_app.cli": (8, 0),
+    "serve_app.cluster_gpus": (6, 0),
     "serve_app.app": (7, 0),
     "serve_app.jobs_deployment": (6, 3),
     "serve_app.routing": (6, 1),
@@ -95,6 +96,7 @@ CONFINED = {
     "ray": (
         "serve_app.app",
         "serve_app.cli",
+        "serve_app.cluster_gpus",
         "serve_app.jobs.serve_client",
         "serve_app.jobs_deployment",
         "serve_app.routing",
@@ -102,7 +104,7 @@ CONFINED = {
     ),
     "sqlalchemy": ("serve_app.jobs",),
     "alembic": ("serve_app.jobs",),
-    "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.app"),
+    "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.cluster_gpus"),
     "transformers": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app"),
     "fastapi": ("serve_app",),
     "starlette": ("serve_app",),

@@ -3,7 +3,7 @@
 One timed replica works off the same lines twice: in the worker's order, and in the file's. For the second run a
 trigger in the application's database makes all lines look alike as they come in, so that nothing is left to order
 them by but their place. Two workloads: lengths that differ much, where the longest must not be left to the end;
-and prompts of many groups with a beginning in common, shuffled, of which only some fit into the KV cache at once.
+and prompts of many groups with a beginning in common, shuffled, a quarter of which fit into the KV cache at once.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ FULL = {
             name="lines",
             prompt=Lengths.around(32, 0.4, 8, 128),
             output=Lengths.around(64, 0.3, 16, 256),
-            prefixes=Prefixes(num_groups=50, num_tokens=768, zipf_exponent=0.0),
+            prefixes=Prefixes(num_groups=200, num_tokens=768, zipf_exponent=0.0),
         ),
-        num_lines=600,
+        num_lines=800,
         num_blocks=2400,
     ),
 }

@@ -111,7 +111,7 @@ class AsyncEngine:
         # The engine knows the request by a name of our own: a caller may send one again before its abort is done.
         self._num_streams += 1
         stream_id = f"{request.request_id}#{self._num_streams}"
-        mailbox = self._mailboxes[stream_id] = Mailbox(self._coalescing, len(request.output_token_ids))
+        mailbox = self._mailboxes[stream_id] = Mailbox(self._coalescing_of(request), len(request.output_token_ids))
         self._is_idle.clear()
         self._inbox.put(partial(self._add, replace(request, request_id=stream_id)))
         is_finished = False
@@ -158,6 +158,11 @@ class AsyncEngine:
         self._inbox.put(self._request_stop)
         await asyncio.to_thread(self._thread.join)
         self._die(EngineDead("the engine was stopped"))
+
+    def _coalescing_of(self, request: GenerateRequest) -> Coalescing:
+        if request.delta_interval_s is None:
+            return self._coalescing
+        return Coalescing(request.delta_interval_s, num_tokens=request.params.max_tokens + 1)
 
     def _run(self) -> None:
         try:

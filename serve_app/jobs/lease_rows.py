@@ -23,6 +23,7 @@ from serve_app.jobs.tables import batches, lines
 class LeasedLine:
     """A line that its owner may run; `attempt` tells it from any other lease of the same line."""
 
+    tenant: str
     batch_id: str
     position: int
     attempt: int
@@ -58,7 +59,8 @@ def request_id_of(batch_id: str, position: int) -> str:
 def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -> list[LeasedLine]:
     """At most so many queued lines of a batch in progress, the longest first; they run from now on."""
     lock_batches(connection, [batch_id])
-    if not is_alive(connection, owner) or select_batch(connection, batch_id).status != BatchStatus.IN_PROGRESS.value:
+    batch = select_batch(connection, batch_id)
+    if batch.status != BatchStatus.IN_PROGRESS.value or not is_alive(connection, owner):
         return []
     next_lines = (
         select(lines.c.position)
@@ -75,7 +77,7 @@ def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -
     rows = sorted(connection.execute(lease), key=lambda row: (row.length_rank, row.prefix_key, row.position))
     _add_queued(connection, batch_id, -len(rows))
     return [
-        LeasedLine(row.batch_id, row.position, row.attempt, row.custom_id, row.body, row.expected_tokens)
+        LeasedLine(batch.tenant, row.batch_id, row.position, row.attempt, row.custom_id, row.body, row.expected_tokens)
         for row in rows
     ]
 

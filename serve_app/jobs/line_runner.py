@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from pydantic_core import to_json
@@ -36,6 +36,8 @@ _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 5.0
 _MAX_RETRY_AFTER_S = 10.0
 _LARGE_BODY_CHARS = 2**16
+_DELTA_INTERVAL_S = 0.5
+"""What is generated in this time is generated again where a replica dies."""
 
 
 class Phase(Enum):
@@ -85,8 +87,8 @@ class LineRunner:
             try:
                 return await self._answer(run)
             except ServingError as error:
-                num_failures += not self._is_passing(error, run)
-                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or self._is_too_late(error, run):
+                num_failures += not _is_passing(error)
+                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, run.line):
                     return _failed(run.line, error)
                 delay_s = self._delay_s(error, num_tries)
             except Exception as error:
@@ -104,6 +106,8 @@ class LineRunner:
             generation = await self._service.chat(body, caller)
         else:
             generation = await self._service.completion(body, caller)
+        requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in generation.requests)
+        generation = replace(generation, requests=requests)
         run.phase = Phase.SENT
         reply = await self._service.answer(generation)
         return _succeeded(run.line, generation, to_json(reply).decode())
@@ -127,22 +131,21 @@ class LineRunner:
             hints=ClientHints(band=run.band, timeout_s=None if expires is None else max(0.001, expires - now)),
         )
 
-    def _is_passing(self, error: ServingError, run: Run) -> bool:
-        """Whether the error says nothing of the line itself.
-
-        A deadline that has passed is the queue's own bound on waiting.
-        """
-        return error.retryable or isinstance(error, DeadlineExceeded)
-
-    def _is_too_late(self, error: ServingError, run: Run) -> bool:
-        """Whether a deadline of the line's own has passed; when the batch's has, the batch ends the line."""
-        return isinstance(error, DeadlineExceeded) and body_of(run.line.body).get("deadline_ms") is not None
-
     def _delay_s(self, error: ServingError, num_tries: int) -> float:
         delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(num_tries, 10)) * self._rng.uniform(0.5, 1.5)
         if isinstance(error, Overloaded):
             return max(delay_s, min(_MAX_RETRY_AFTER_S, error.retry_after_s))
         return delay_s
+
+
+def _is_passing(error: ServingError) -> bool:
+    """Whether an error says nothing of the line itself: a deadline may be the queue's own bound on waiting."""
+    return error.retryable or isinstance(error, DeadlineExceeded)
+
+
+def _is_too_late(error: ServingError, line: LeasedLine) -> bool:
+    """Whether a deadline of the line's own has passed; when its batch's has, the batch ends the line."""
+    return isinstance(error, DeadlineExceeded) and body_of(line.body).get("deadline_ms") is not None
 
 
 def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 
 from replicas.protocol import Band
 from serve_app.jobs.lease_rows import LineResult
@@ -64,20 +64,19 @@ class Pace:
         if batch_id not in self._batches:
             self._batches[batch_id] = Meter(self._clock)
 
-    def ended(self, results: Iterable[LineResult], tenants: Mapping[str, str]) -> None:
-        """Learn from lines that have ended; `tenants` by batch id."""
+    def ended(self, results: Iterable[LineResult]) -> None:
+        """Learn from lines that have ended."""
         for result in results:
-            expected, batch_id = result.line.expected_tokens, result.line.batch_id
-            self._all.add(expected)
-            if (meter := self._batches.get(batch_id)) is not None:
-                meter.add(expected)
-            if (tenant := tenants.get(batch_id)) is not None:
-                self._output.setdefault(tenant, Meter(self._clock)).add(result.num_output_tokens)
+            line = result.line
+            self._all.add(line.expected_tokens)
+            if (meter := self._batches.get(line.batch_id)) is not None:
+                meter.add(line.expected_tokens)
+            self._output.setdefault(line.tenant, Meter(self._clock)).add(result.num_output_tokens)
             self._learn_ratio(result)
 
-    def forget(self, batch_id: str) -> None:
-        """A batch has no lines left to run."""
-        self._batches.pop(batch_id, None)
+    def forget_all_but(self, batch_ids: Collection[str]) -> None:
+        """No other batch has lines that run or wait."""
+        self._batches = {batch_id: meter for batch_id, meter in self._batches.items() if batch_id in batch_ids}
 
     def eta_s(self, batch_id: str, waiting_tokens: int) -> float | None:
         """Seconds until so much of a batch is done at its own speed; None: it has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from pathlib import Path
 
 from serve_app.jobs.durable_disk import sync_directory
@@ -16,8 +17,7 @@ def kept_secret(path: Path) -> str:
     Of several processes that find none together, all use the one that one of them has written.
     """
     if not path.exists():
-        own = path.with_name(f"{path.name}.{os.getpid()}")
-        own.unlink(missing_ok=True)
+        own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
         descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(new_secret() + "\n")

@@ -24,6 +24,8 @@ from serve_app.jobs.signal import Signal
 
 _LOOK_S = 0.25
 _REFRESH_S = 1.0
+_REST_SHARE = 5.0
+"""So many times as long as a look into the database took, there is no other one."""
 _BATCHES_PER_TENANT = 64
 """Of each band; the database is asked for more when all their lines are taken."""
 
@@ -60,9 +62,12 @@ class Worker:
         self._results = ResultWriter(database, ownership, self._written, unix_clock)
         self._news = Signal()
         self._runs: dict[asyncio.Task[None], Run] = {}
-        self._tenants: dict[str, str] = {}
         self._open: list[OpenBatch] = []
+        self._is_stale = True
+        """Whether the database may know batches that are not in `_open`."""
         self._refreshed_s = float("-inf")
+        self._least_period_s = 0.0
+        """Between two looks: looking must not become what this process does."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -72,7 +77,7 @@ class Worker:
 
     def has_news(self) -> None:
         """There are lines that were not there before."""
-        self._refreshed_s = float("-inf")
+        self._is_stale = True
         self._news.set()
 
     def abandon(self, batch_ids: Iterable[str] | None = None) -> None:
@@ -93,14 +98,15 @@ class Worker:
 
     async def _fill_slots(self) -> None:
         while True:
-            if self._clock() - self._refreshed_s >= _REFRESH_S:
+            age_s = self._clock() - self._refreshed_s
+            if age_s >= (self._least_period_s if self._is_stale else _REFRESH_S):
                 await self._refresh()
             await self._fill()
-            await self._news.wait(_LOOK_S)
+            await self._news.wait(self._least_period_s if self._is_stale else _LOOK_S)
 
     async def _refresh(self) -> None:
         """Look into the database anew: which batches wait, how much, and which of ours are not to be run any more."""
-        self._refreshed_s = self._clock()
+        self._is_stale, self._refreshed_s = False, self._clock()
         model, running = self._settings.model_name, {run.batch.id for run in self._runs.values()}
 
         def look(connection: Connection) -> tuple[list[OpenBatch], list[Backlog], set[str]]:
@@ -108,7 +114,9 @@ class Worker:
             return waiting, backlog(connection, model), still_in_progress(connection, running)
 
         self._open, waiting, in_progress = await self._database.read(look)
+        self._least_period_s = min(_REFRESH_S, _REST_SHARE * (self._clock() - self._refreshed_s))
         self._backlog.waiting = waiting
+        self._pace.forget_all_but(running.union(batch.id for batch in self._open))
         self.abandon(running - in_progress)
 
     async def _fill(self) -> None:
@@ -156,10 +164,9 @@ class Worker:
             for line in lines:
                 self._start(Run(line, want.batch, want.band), owner)
         if not any(batch.num_queued for batch in self._open):
-            self._refreshed_s = float("-inf")
+            self._is_stale = True
 
     def _start(self, run: Run, owner: str) -> None:
-        self._tenants[run.batch.id] = run.batch.tenant
         self._pace.began(run.batch.id)
         task = asyncio.create_task(self._run_line(run, owner))
         self._runs[task] = run
@@ -175,8 +182,5 @@ class Worker:
         self._news.set()
 
     def _written(self, ended: EndedLines) -> None:
-        self._pace.ended(ended.counted, self._tenants)
-        for batch_id in (*ended.final_batch_ids, *ended.closing_batch_ids):
-            self._pace.forget(batch_id)
-            self._tenants.pop(batch_id, None)
+        self._pace.ended(ended.counted)
         self._on_written(ended)

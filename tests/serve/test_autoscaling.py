@@ -130,3 +130,12 @@ def test_the_last_replica_goes_and_the_next_request_waits_for_a_new_one(autoscal
             pool.map(lambda _: httpx.post(f"{app.url}/v1/completions", json=body(5), timeout=LIMIT_S), range(8))
         )
     assert [reply.status_code for reply in replies] == [200] * 8
+
+
+def test_a_job_that_waits_in_the_database_wakes_a_deployment_too(autoscaled):
+    app = autoscaled
+    wait_for_replicas(app, 0)
+    job = httpx.post(f"{app.url}/v1/jobs", json=body(5), timeout=30.0)
+    assert job.status_code == 202
+    done = httpx.get(f"{app.url}/v1/jobs/{job.json()['id']}?wait=60", timeout=LIMIT_S).json()
+    assert (done["status"], done["result"]["usage"]["completion_tokens"]) == ("completed", 5)

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -104,6 +105,20 @@ async def test_coalescing_waits_no_longer_than_its_interval() -> None:
             async with asyncio.timeout(5):
                 assert len((await anext(stream)).token_ids) == 1
         runner.gate.release()
+
+
+async def test_a_request_that_nobody_watches_has_its_own_interval() -> None:
+    runner = GatedRunner(4)
+    asked = replace(request(max_tokens=11), delta_interval_s=60.0)
+    async with (
+        running(coalescing=Coalescing(interval_s=0.0, num_tokens=1), runner=runner) as engine,
+        aclosing(engine.generate(asked)) as stream,
+    ):
+        runner.gate.release()
+        sizes = [len((await anext(stream)).token_ids)]
+        runner.gate.release(10)
+        sizes += [len(delta.token_ids) async for delta in stream]
+    assert sizes == [1, 10]
 
 
 async def test_closing_a_stream_frees_its_blocks_and_its_neighbours_go_on() -> None:

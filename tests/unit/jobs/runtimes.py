@@ -37,6 +37,7 @@ class _Progress:
 class _Generation:
     body: Any
     caller: Caller
+    requests: tuple[Any, ...] = ()
     progress: _Progress = field(default_factory=_Progress)
 
 
@@ -88,6 +89,7 @@ class Process:
 
     runtime: JobsRuntime
     completions: ScriptedCompletions
+    backlog: BacklogView
 
     @property
     def service(self) -> Any:
@@ -106,6 +108,7 @@ async def jobs_process(
     is_killed: bool = False,
 ) -> AsyncIterator[Process]:
     """A jobs process for as long as the context lasts; one that is killed leaves everything as it stands."""
+    backlog = BacklogView(Pace(time.monotonic))
     runtime = JobsRuntime(
         settings or JobsSettings(MODEL),
         await asyncio.to_thread(Database, database_url),
@@ -113,13 +116,13 @@ async def jobs_process(
         cast(CompletionService, completions),
         lambda: [view(completions, num_slots)],
         FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0),
-        BacklogView(Pace(time.monotonic)),
+        backlog,
         random.Random(0),
         unix_clock,
     )
     await runtime.start()
     try:
-        yield Process(runtime, completions)
+        yield Process(runtime, completions, backlog)
     finally:
         if is_killed:
             kill(runtime)

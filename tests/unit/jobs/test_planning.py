@@ -37,7 +37,7 @@ def open_batch(name: str, num_queued: int = 100, tenant: str = "acme", **fields:
 
 
 def leased(expected_tokens: int, batch_id: str = "b", position: int = 0) -> LeasedLine:
-    return LeasedLine(batch_id, position, 1, "id", "{}", expected_tokens)
+    return LeasedLine("acme", batch_id, position, 1, "id", "{}", expected_tokens)
 
 
 def planned(batches: list[OpenBatch], room: dict[Band, int] | int, **running: int) -> dict[str, int]:
@@ -84,7 +84,7 @@ def test_a_batch_is_late_when_all_before_it_would_take_longer_than_its_time():
     pace = Pace(clock)
     for _ in range(60):
         clock.now += 1
-        pace.ended([success(leased(100))], {"b": "acme"})
+        pace.ended([success(leased(100))])
     # 100 tokens a second, and 1.3 times as long is planned for.
     assert pace.late_before(backlog((100.0, 7_000)), NOW) == NEVER
     assert pace.late_before(backlog((100.0, 8_000)), NOW) == NOW + 100
@@ -106,7 +106,7 @@ def test_the_time_to_go_follows_the_batchs_own_speed():
     pace.began("b")
     for _ in range(10):
         clock.now += 1
-        pace.ended([success(leased(50))], {"b": "acme"})
+        pace.ended([success(leased(50))])
     assert pace.eta_s("b", 1000) == pytest.approx(20.0)
     assert pace.output_tokens_per_s("acme") == pytest.approx(5.0, rel=0.2)
     assert pace.output_tokens_per_s("other") == 0.0
@@ -118,7 +118,7 @@ def test_what_lines_really_need_is_learned():
     pace = Pace(Clock())
     assert pace.real_per_expected == 1.0
     for _ in range(1000):
-        pace.ended([success(leased(80))], {})
+        pace.ended([success(leased(80))])
     assert pace.real_per_expected == pytest.approx(0.1, rel=0.01)
 
 

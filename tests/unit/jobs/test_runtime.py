@@ -221,6 +221,34 @@ async def test_an_urgent_job_does_not_wait_for_a_batch(database_url, files, comp
         assert len(completions.asked) < 10
 
 
+async def test_the_lines_of_a_late_batch_begin_again_in_a_more_urgent_band(database_url, files, completions):
+    now = NOW
+    completions.gate.clear()
+    async with jobs_process(database_url, files, completions, num_slots=2, unix_clock=lambda: now) as process:
+        batch = await submit(process, new_batch(3, window_s=3600.0, band_ceiling=Band.INTERACTIVE))
+        modest = await submit(process, new_batch(1, window_s=3600.0, band_ceiling=Band.BATCH, tenant="modest"))
+        await until(lambda: completions.num_running >= 2)
+        assert {caller.hints.band for caller in completions.callers} == {Band.BATCH}
+        now += 3500
+        await until(lambda: Band.STANDARD in {caller.hints.band for caller in completions.callers})
+        completions.gate.set()
+        assert (await ended(process, batch)).counts.completed == 3
+        assert (await process.service.wait("modest", modest.id, LIMIT_S)).status is BatchStatus.COMPLETED
+    bands = {(caller.principal.tenant, caller.hints.band) for caller in completions.callers}
+    assert bands == {(TENANT, Band.BATCH), (TENANT, Band.STANDARD), ("modest", Band.BATCH)}
+
+
+async def test_what_waits_is_known_to_the_autoscaler_before_any_replica_was_seen(database_url, files, completions):
+    completions.errors["prompt 0"] = [NoReplicaAvailable("none") for _ in range(3)]
+    async with jobs_process(database_url, files, completions) as process:
+        batch = await submit(process, new_batch(1, BatchKind.JOB, band=Band.STANDARD))
+        await until(lambda: process.backlog.num_requests() == 1)
+        [work] = process.backlog.work()
+        assert (work.band, work.deadline_unix_s) == (Band.STANDARD, None) and work.tokens >= 1
+        await ended(process, batch)
+        await until(lambda: process.backlog.num_requests() == 0)
+
+
 async def test_a_full_queue_is_waited_out(database_url, files, completions):
     completions.errors["prompt 0"] = [Overloaded("full", retry_after_s=1.0)]
     async with jobs_process(database_url, files, completions) as process:

@@ -1,0 +1,61 @@
+"""The judge of `bench.jobs.kill` sees what was lost, doubled or told twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from bench.jobs.kill import Kill, Scale, Seen, judge, kinds_to_kill
+from bench.jobs.launched import Kind
+
+SCALE = Scale(num_lines=4, num_kills=6)
+
+
+def good(**changes: Any) -> Seen:
+    kills = [Kill(0.0, kind.name.lower(), 1) for kind in Kind]
+    counts = {"total": 4, "completed": 4, "failed": 0}
+    fields: dict[str, Any] = {
+        "batch": {"status": "completed", "request_counts": counts},
+        "output": [{"custom_id": f"line-{number}"} for number in range(4)],
+        "errors": [],
+        "kills": kills,
+        "jobs": {"job_1": "completed"},
+        "webhooks": {"batch_1": ["evt_1", "evt_1"], "job_1": ["evt_2"]},
+    }
+    return Seen(**{**fields, **changes})
+
+
+def broken(seen: Seen) -> set[str]:
+    _, bars = judge(SCALE, seen)
+    return {bar.name for bar in bars if not bar.is_kept}
+
+
+def test_a_run_in_which_nothing_was_lost_keeps_every_promise():
+    assert broken(good()) == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"output": [{"custom_id": f"line-{number}"} for number in range(3)]}, {"lines in no file"}),
+        ({"output": [{"custom_id": f"line-{number % 4}"} for number in range(5)]}, {"lines more than once"}),
+        ({"errors": [{"custom_id": "line-0"}]}, {"lines more than once", "lines that failed"}),
+        ({"output": [{"custom_id": f"line-{number}"} for number in range(5)]}, {"lines that nobody asked for"}),
+        ({"jobs": {"job_1": "failed"}}, {"jobs lost or failed"}),
+        ({"jobs": {}}, {"jobs accepted"}),
+        ({"webhooks": {"batch_1": []}}, {"ends that no webhook told"}),
+        ({"webhooks": {"batch_1": ["evt_1", "evt_2"]}}, {"ends told under two ids"}),
+        ({"kills": []}, {"processes killed", "kinds of process killed"}),
+    ],
+)
+def test_what_went_wrong_is_seen(changes, names):
+    assert broken(good(**changes)) == names
+
+
+def test_every_kind_of_process_dies_and_the_whole_several_times():
+    counts = Counter(kinds_to_kill(20, random.Random(0)))
+    assert sum(counts.values()) == 20
+    assert counts[Kind.WHOLE] == 4 and min(counts.values()) >= 3
