@@ -38,7 +38,7 @@ _SHARES = {0: 0.3, 1: 0.4, 2: 0.3}
 """Of the requests, by band."""
 _PEAK_FACTORS = (0.8, 0.9, 1.0, 1.1)
 _NORMAL, _OVERLOAD = 0.7, 3.0
-_WAIT_SHARE = 0.5
+_WAIT_SHARE = 0.25
 """What is predicted to wait for a larger share of its target is refused: its prompt is still to be computed then."""
 
 
@@ -74,6 +74,7 @@ def main() -> int:
         "max_interactive_wait_s": _WAIT_SHARE * _INTERACTIVE_TTFT_S,
         "max_standard_wait_s": _WAIT_SHARE * _STANDARD_TTFT_S,
         "max_queued_batch_requests": scale.max_queued_batch_requests,
+        "coalesce_interval_s": 0.1,  # clients, ingress and replica share two cores here
     }
     factors = _PEAK_FACTORS[::2] if options.is_quick else _PEAK_FACTORS
     with timed(options, **settings) as served:

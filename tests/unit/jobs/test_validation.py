@@ -124,7 +124,6 @@ async def test_a_duplicate_is_found_over_any_distance(world):
     ],
 )
 async def test_limits_of_a_file(world, data, code):
-    world.files.part_bytes = 4096
     record = await world.validate(data)
     assert record.status is BatchStatus.FAILED
     assert record.errors[-1].code == code
@@ -140,7 +139,7 @@ async def test_a_file_whose_bytes_are_gone_fails_its_batch(world):
 async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(world):
     data = file_of(*(line(f"{index}") for index in range(450)))
     batch_id = await world.start(data)
-    failing = _FailingFiles(world.files.files, after_parts=600)
+    failing = _FailingFiles(world.files.files, after_parts=8)
     batch = await world.write(lambda c: claim_batch(c, OWNER, (BatchStatus.VALIDATING,), MODEL))
     with pytest.raises(OSError):
         await Validator(world.database, failing, world.settings, world.clock).validate(batch, OWNER)

@@ -30,7 +30,7 @@ class MemoryFiles:
     """A file store in memory, which fails as often as a test says."""
 
     files: dict[str, bytes] = field(default_factory=dict)
-    part_bytes: int = 64
+    part_bytes: int = 4096
     num_failures: int = 0
 
     async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
