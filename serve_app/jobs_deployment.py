@@ -5,6 +5,7 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 
 import asyncio
 import random
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ class Jobs:
         self, config: HeadwayConfig, model: DeploymentHandle[Any]
     ) -> None:
         log_through_serve()
+        # Threads that check files and write to the database hold the interpreter's lock for long: with Python's own
+        # 5 ms each of their steps would keep whoever submits a job waiting so long.
+        sys.setswitchinterval(0.0005)
         from serve_app.jobs.runtime import JobsRuntime  # brings transformers
         from serve_app.openai.chat import PromptTokenizer
         from serve_app.openai.service import CompletionService

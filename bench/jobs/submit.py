@@ -43,8 +43,8 @@ class Scale:
     """Between two calls of a kind."""
 
 
-FULL = Scale(num_backlog=600, lead_s=15.0, num_calls=1500, period_s=0.05)
-QUICK = Scale(num_backlog=64, lead_s=3.0, num_calls=60, period_s=0.05)
+FULL = Scale(num_backlog=600, lead_s=15.0, num_calls=1000, period_s=0.1)
+QUICK = Scale(num_backlog=64, lead_s=3.0, num_calls=30, period_s=0.1)
 
 
 @dataclass(frozen=True, slots=True)

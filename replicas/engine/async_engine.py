@@ -66,7 +66,8 @@ class Mailbox:
         patience_s = self._not_before_s - loop.time()
         if patience_s > 0 and not self._has_enough.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_enough.wait(), patience_s)
+                async with asyncio.timeout(patience_s):  # `wait_for` swallows a cancellation now and then on 3.11
+                    await self._has_enough.wait()
         delta, self._waiting = self._waiting, None
         assert delta is not None
         self._has_any.clear()

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, or_, select, update
+from sqlalchemy import ColumnElement, Connection, select, update
 
-from serve_app.jobs.batch_rows import FINAL, BatchRow, errors_text, get_batch
+from serve_app.jobs.batch_rows import FINAL, BatchRow, errors_text, get_batch, lock_batches
 from serve_app.jobs.delivery_rows import owe_delivery
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.file_rows import add_file
@@ -26,6 +26,7 @@ from serve_app.jobs.records import BatchError, BatchKind, BatchStatus, FileRecor
 from serve_app.jobs.tables import batches
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
+_OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))
 
 
 def claim_batch(
@@ -95,14 +96,19 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
         connection.execute(_change(batches.c.id == batch_id).values(values))
 
 
+def late_batches(connection: Connection, model: str, now: float) -> list[str]:
+    """Every batch whose time is over."""
+    late = select(batches.c.id).where(_OPEN, batches.c.model == model, batches.c.expires_unix_s <= now)
+    return list(connection.execute(late).scalars())
+
+
 def expire_batches(connection: Connection, model: str, now: float) -> list[str]:
     """Begin to close every batch whose time is over; gives which."""
-    open_ = or_(_is(BatchStatus.VALIDATING), _is(BatchStatus.IN_PROGRESS))
-    late = select(batches.c.id).where(open_, batches.c.model == model, batches.c.expires_unix_s <= now)
-    batch_ids = list(connection.execute(late.with_for_update()).scalars())
+    batch_ids = late_batches(connection, model, now)
+    lock_batches(connection, batch_ids)
     for batch_id in batch_ids:
         values = _state(BatchStatus.FINALIZING, now) | _closing(BatchStatus.EXPIRED)
-        connection.execute(_change(batches.c.id == batch_id).values(values))
+        connection.execute(_change(batches.c.id == batch_id, _OPEN).values(values))
     return batch_ids
 
 

@@ -19,8 +19,8 @@ class DatabaseTooNew(Exception):
     """A newer Headway has changed the tables; this one cannot know how."""
 
 
-def upgrade(connection: Connection) -> None:
-    """Make the tables, or bring them to the newest version, all within the connection's transaction.
+def upgrade(connection: Connection, version: str = "head") -> None:
+    """Make the tables, or bring them to a version, the newest, all within the connection's transaction.
 
     Processes that start together do it one after the other: SQLite's transactions that write are exclusive, and
     PostgreSQL is asked for a lock.
@@ -34,7 +34,7 @@ def upgrade(connection: Connection) -> None:
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
     try:
-        command.upgrade(config, "head")
+        command.upgrade(config, version)
     except CommandError as error:
         newest = ScriptDirectory.from_config(config).get_current_head()
         raise DatabaseTooNew(f"the database is of a version after {newest}, the newest known here: {error}") from error

@@ -16,6 +16,7 @@ from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.tables import batches, idempotency_keys
 
 _RETRY_AFTER_S = 30.0
+_INSERT = insert(batches).returning(batches)
 
 
 def submit_batch(
@@ -40,11 +41,11 @@ def submit_batch(
     _check_input(connection, new, settings, now)
     _check_quota(connection, new, settings)
     values = _values(new, batch_id, rows, settings.model_name, now)
-    accepted = connection.execute(insert(batches).values(values).returning(batches)).one()
+    accepted = connection.execute(_INSERT, values).one()
     add_lines(connection, rows)
     if new.idempotency_key is not None:
         key = {"tenant": new.tenant, "key": new.idempotency_key, "digest": new.body_digest, "batch_id": batch_id}
-        connection.execute(insert(idempotency_keys).values(key))
+        connection.execute(insert(idempotency_keys), key)
     return Submission(batch_record(accepted), is_new=True)
 
 

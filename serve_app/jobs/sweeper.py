@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 
-from serve_app.jobs.batch_states import batch_with_old_lines, expire_batches, forget_old_lines
+from serve_app.jobs.batch_states import batch_with_old_lines, expire_batches, forget_old_lines, late_batches
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_rows import bytes_deleted, doom_expired_files, doomed
 from serve_app.jobs.file_store import FileStore
@@ -51,9 +51,10 @@ class Sweeper:
 
     async def expire(self) -> None:
         """Begin to close every batch whose time is over."""
-        now = self._unix_clock()
-        late = await self._database.write(lambda c: expire_batches(c, self._settings.model_name, now))
-        for batch_id in late:
+        now, model = self._unix_clock(), self._settings.model_name
+        if not await self._database.read(lambda c: late_batches(c, model, now)):
+            return  # as mostly: to write for nothing would hold up others
+        for batch_id in await self._database.write(lambda c: expire_batches(c, model, now)):
             self._on_expired(batch_id)
 
     async def clean(self) -> None:

@@ -83,6 +83,9 @@ batches = Table(
     Index("batches_by_status", "status", "tenant"),
     Index("batches_by_input", "input_file_id"),
 )
+_owned, _ending = batches.c.owner.isnot(None), batches.c.ending.isnot(None)
+Index("batches_by_owner", batches.c.owner, sqlite_where=_owned, postgresql_where=_owned)
+Index("batches_by_ending", batches.c.ending, sqlite_where=_ending, postgresql_where=_ending)
 
 lines = Table(
     "lines",

@@ -22,7 +22,7 @@ from serve_app.jobs.line_splitter import LineTooLong, RawLine, split_lines
 from serve_app.jobs.records import BatchError, BatchStatus, NewLine
 from serve_app.jobs.settings import JobsSettings
 
-CHUNK_LINES = 200
+CHUNK_LINES = 100
 """Lines of one transaction: what others wait for, some milliseconds."""
 MAX_ERRORS = 50
 """Most errors that are told of one file; behind them it is not read."""

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, Engine, create_engine, inspect, text
+from sqlalchemy import Connection, Engine, create_engine, insert, inspect, select, text
 
 from serve_app.jobs.database import Database
-from serve_app.jobs.schema import DatabaseTooNew
-from serve_app.jobs.tables import metadata
+from serve_app.jobs.schema import DatabaseTooNew, upgrade
+from serve_app.jobs.tables import metadata, owners
 
 
 @pytest.fixture
@@ -36,7 +36,19 @@ def test_a_database_at_the_newest_version_stays_as_it_is(database_url, engine):
     for _ in range(2):
         Database(database_url).close()
     with engine.connect() as connection:
+        assert version(connection) == "0002"
+
+
+def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, engine):
+    with engine.begin() as connection:
+        upgrade(connection, "0001")
         assert version(connection) == "0001"
+        connection.execute(insert(owners).values(id="owner", heartbeat_unix_s=1.0))
+    Database(database_url).close()
+    with engine.connect() as connection:
+        assert version(connection) == "0002"
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert connection.execute(select(owners.c.id)).scalars().all() == ["owner"]
 
 
 def test_processes_that_start_together_make_the_tables_once(database_url, engine):
@@ -61,5 +73,5 @@ def test_a_database_of_a_newer_program_is_refused(database_url, engine):
     Database(database_url).close()
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(DatabaseTooNew, match="after 0001"):
+    with pytest.raises(DatabaseTooNew, match="after 0002"):
         Database(database_url)
