@@ -32,6 +32,7 @@ _UNDONE = {
     ),
 }
 """What becomes of the lines that a batch with this ending leaves undone."""
+_LINE_BREAKS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 
 
 class Finalizer:
@@ -115,7 +116,17 @@ class Finalizer:
 
 
 def result_line(line: Row[Any]) -> bytes:
-    """A line of an output or error file, as OpenAI writes them."""
+    """A line of an output or error file, as OpenAI writes them.
+
+    JSON leaves some characters as they are at which Python's and httpx's readers of lines would break it.
+    """
+    text = _result(line)
+    for character, escape in _LINE_BREAKS:
+        text = text.replace(character, escape)
+    return text
+
+
+def _result(line: Row[Any]) -> bytes:
     request_id = request_id_of(line.batch_id, line.position)
     head = to_json({"id": f"batch_req_{request_id}", "custom_id": line.custom_id})[:-1]
     if line.response is None:

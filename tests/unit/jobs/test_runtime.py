@@ -88,6 +88,18 @@ async def test_a_file_of_requests_becomes_a_file_of_answers_in_the_same_order(da
         assert completions.most_running <= 6
 
 
+async def test_a_result_is_one_line_for_every_reader(database_url, files, completions):
+    text = "a\u2028b\u2029c\x85d\ne\x0bf"
+    async with jobs_process(database_url, files, completions) as process:
+        line = {"custom_id": text, "method": "POST", "url": ENDPOINT, "body": body(prompt=text)}
+        files.files["file-in"] = json.dumps(line).encode()
+        await process.service.add_file(FileRecord("file-in", TENANT, "batch", "in.jsonl", 1, NOW))
+        batch = await submit(process, new_batch(kind=BatchKind.FILE, input_file_id="file-in"))
+        record = await ended(process, batch)
+        [answer] = files.files[record.output_file_id].decode().splitlines()
+        assert json.loads(answer)["custom_id"] == json.loads(answer)["response"]["body"]["text"] == text
+
+
 async def test_errors_of_requests_go_into_the_error_file(database_url, files, completions):
     completions.errors["prompt 1"] = [InvalidRequest("`prompt` is no good", "prompt")]
     completions.errors["prompt 2"] = [SequenceFailed("no")] * 3
