@@ -11,7 +11,7 @@ from router.flow_queue import BandLimits, FlowQueue
 from router.load_table import LoadTable
 from router.types import Headroom
 
-_WINDOWS_S = (5.0, 30.0)
+_WINDOWS_S = (5.0, 10.0)
 """The larger of the means counts: a burst is seen at once, and a lull in it is not taken for its end."""
 _LEAST_SHARE = 0.02
 """Of what all replicas compute, what a band is taken to be left however much urgent work comes: it is promoted."""
@@ -21,8 +21,9 @@ class Admission:
     """Refuses what a band has no room for, or what would start too late.
 
     How long a request would wait: tokens that wait in its band and above / tokens a second left for the band, which
-    is what all replicas compute while work waits, less what has lately been accepted of more urgent bands
+    is what all replicas compute while work waits, less what has lately been asked for in more urgent bands
     (the mean wait in a queue with preemptive priorities: Conway, Maxwell and Miller, Theory of Scheduling, 1967).
+    What was refused counts as well: it comes again, and takes what is left before any less urgent work.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Admission:
         self._queue = queue
         self._table = table
         self._clock = clock
-        self._accepted = {band: _RecentTokens() for band in Band}
+        self._wanted = {band: _RecentTokens() for band in Band}
 
     def check(self, band: Band, num_tokens: int, deadline_s: float | None) -> None:
         """Accept a request of `num_tokens` whose deadline is `deadline_s`, monotonic, or refuse it.
@@ -41,12 +42,12 @@ class Admission:
             Overloaded: the band is full, or it would start later than its band's limit or its deadline.
         """
         wait_s = self.wait_s(band) or 0.0
+        self._wanted[band].add(num_tokens, self._clock())
         try:
             self._queue.check_room(band, num_tokens)
             self._check_wait(band, wait_s, deadline_s)
         except Overloaded as error:
             raise Overloaded(str(error), wait_s, error.reason, error.code) from None
-        self._accepted[band].add(num_tokens, self._clock())
 
     def headroom(self, band: Band) -> Headroom:
         """What may still wait in a band."""
@@ -66,7 +67,7 @@ class Admission:
         if tokens_per_s <= 0:
             return None
         now = self._clock()
-        urgent_per_s = sum(self._accepted[other].per_s(now) for other in Band if other < band)
+        urgent_per_s = sum(self._wanted[other].per_s(now) for other in Band if other < band)
         num_before = sum(self._queue.num_tokens(other) for other in Band if other <= band)
         return num_before / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
 

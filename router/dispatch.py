@@ -143,7 +143,7 @@ class Dispatcher:
             )
             async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
                 async for delta in self._until_deadline(deltas, request):
-                    self._learn(delta, placement)
+                    self._learn(delta, request, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
                         yield journey.take(delta)
                     if delta.error is not None:
@@ -159,14 +159,14 @@ class Dispatcher:
         finally:
             self._flow.settle(placement, request, len(journey.output_token_ids) - num_had)
 
-    def _learn(self, delta: TokenDelta, placement: Placement) -> None:
+    def _learn(self, delta: TokenDelta, request: GenerateRequest, placement: Placement) -> None:
         """Take in the load that a delta brings."""
         if delta.stats is not None:
             if delta.stats.replica_id != placement.in_flight.replica_id:
                 # The replica that it was meant for did not take it, and gets nothing until it is heard of again.
                 self._table.forget(placement.in_flight.replica_id)
                 self._table.move(placement.in_flight, delta.stats.replica_id)
-            self._table.progress(placement.in_flight, len(delta.token_ids))
+            self._flow.progressed(placement, request, len(delta.token_ids))
             self._table.record(delta.stats)
             self._flow.notify()
 

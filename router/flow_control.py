@@ -23,7 +23,7 @@ class FlowLimits:
 
     bands: Mapping[Band, BandLimits]
     promote_after_s: float = 22.5
-    """A band that has waited so long without a dispatch has its first request promoted: it takes the next slot that
+    """A band that has waited so long without a first token has its first request promoted: it takes the next slot that
     comes free on its replica, whoever else wants it."""
     max_wait_s: float = 600.0
     """Nothing waits longer than this, whatever its deadline."""
@@ -144,6 +144,12 @@ class FlowController:
             if outcome is not Outcome.DISPATCHED:
                 self._withdraw(waiter)
 
+    def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:
+        """Learn that a placement gave output: only now its band is served, since it may have had to wait there."""
+        if not placement.in_flight.is_seen:
+            self._queue.served(request.band, self._clock())
+        self._table.progress(placement.in_flight, num_tokens)
+
     def settle(self, placement: Placement, request: GenerateRequest, num_output_tokens: int) -> None:
         """Give up a placement that gave `num_output_tokens`; its tenant is charged what it really cost."""
         self._end(placement)
@@ -251,7 +257,7 @@ class FlowController:
         views = self._table.views()
         starved = self._starved_bands(self._clock())
         # Most calls end here: every replica is full. Only then is it worth ordering what waits.
-        open_bands = {band for band in Band if any(self._num_free_slots(view, band, starved) > 0 for view in views)}
+        open_bands = {band for band in Band if any(self._num_places(view, band, starved) > 0 for view in views)}
         for waiting in self._queue.in_order(starved, open_bands):
             if self._waiters[waiting.number].placement.cancelled():
                 self._withdraw(self._waiters[waiting.number])
@@ -265,14 +271,15 @@ class FlowController:
             open_bands.discard(waiting.request.band)
         return False
 
-    def _num_free_slots(self, view: ReplicaView, band: Band, starved: set[Band]) -> int:
+    def _num_places(self, view: ReplicaView, band: Band, starved: set[Band]) -> int:
+        """Requests of a band that a replica may be given: for its free slots, and some that wait there for the next."""
         if band in starved:
             # It waits there before all others for the next slot, whoever has them now and whoever else waits there.
             return view.num_free_slots(Band.INTERACTIVE)
-        num_ahead = 0
+        num_places = view.num_free_slots(band)
         if band is Band.BATCH and not view.stats.is_draining:
-            num_ahead = max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
-        return view.num_free_slots(band) + num_ahead
+            num_places += max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
+        return max(1, num_places) if view.is_kept_by_others(band) else num_places
 
     def _has_room(self, view: ReplicaView, waiting: Waiting, starved: set[Band]) -> bool:
         band, request = waiting.request.band, waiting.request
@@ -281,17 +288,21 @@ class FlowController:
             num_tokens <= view.num_free_tokens(band)
             or sum(view.num_by_band) == 0  # An empty replica takes anything: what could never fit it refuses.
             or band in starved  # The engine, where it comes promoted, keeps freed blocks for it.
+            or view.is_kept_by_others(band)  # Of blocks, too, it waits there for the next.
         )
-        return has_blocks and self._num_free_slots(view, band, starved) > 0
+        return has_blocks and self._num_places(view, band, starved) > 0
 
     def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], starved: set[Band]) -> None:
-        ranking = self._policy.rank(waiter.routing, with_room).led_by(waiter.group.replica_id, Reason.SAME_PROMPT)
+        # Where it starts at once comes before where it has to wait for a slot.
+        with_slot = [view for view in with_room if view.num_free_slots(waiter.waiting.request.band) > 0]
+        ranking = self._policy.rank(waiter.routing, with_slot or with_room)
+        ranking = ranking.led_by(waiter.group.replica_id, Reason.SAME_PROMPT)
         self._observer.decided(ranking.reason)
         waiter.group.replica_id = ranking.first
         num_prompt_tokens = self._policy.placed(waiter.routing, ranking.first)
         request = waiter.waiting.request
         num_output_tokens = max(0, waiter.routing.expected_output_tokens - len(request.output_token_ids))
-        self._queue.dispatch(waiter.waiting, self._clock())
+        self._queue.dispatch(waiter.waiting)
         is_promoted = request.band in starved
         band = Band.INTERACTIVE if is_promoted else request.band
         in_flight = self._table.begin(ranking.first, band, num_prompt_tokens, num_output_tokens)

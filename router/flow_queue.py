@@ -139,7 +139,7 @@ class _BandQueue:
 class FlowQueue:
     """Every request that waits in one ingress, in the order in which they should be dispatched.
 
-    1. A band that has waited `promote_after_s` without a dispatch is first, once; then its clock restarts.
+    1. A band that has waited `promote_after_s` without a first token is first, once; then its clock restarts.
     2. Otherwise the most urgent band is first.
     3. In a band, the tenant that has had the fewest tokens is first (virtual token counters: Sheng et al.,
        Fairness in Serving Large Language Models, OSDI 2024). A tenant is charged what a request is expected
@@ -194,11 +194,14 @@ class FlowQueue:
         for band in sorted(bands, key=lambda band: (band not in starved, band)):
             yield from self._bands[band].heads()
 
-    def dispatch(self, waiting: Waiting, now: float) -> None:
+    def dispatch(self, waiting: Waiting) -> None:
         """Take out the request that is dispatched and charge its tenant."""
         self.remove(waiting)
         self._bands[waiting.request.band].charge(waiting.request.tenant, waiting.expected_tokens)
-        self._served_s[waiting.request.band] = now
+
+    def served(self, band: Band, now: float) -> None:
+        """Restart a band's clock: one of its requests has its first token."""
+        self._served_s[band] = now
 
     def charge(self, band: Band, tenant: str, tokens: float) -> None:
         """Correct a tenant's counter by what its requests really cost, or cost elsewhere; may be negative."""
@@ -221,7 +224,7 @@ class FlowQueue:
         return self._bands[band].num_by_tenant()
 
     def starved_s(self, band: Band, now: float) -> float:
-        """How long a band that waits has had no dispatch, seconds."""
+        """How long a band that waits has had no first token, seconds."""
         return now - self._served_s[band] if self._bands[band].num_requests else 0.0
 
     def is_starved(self, band: Band, now: float) -> bool:

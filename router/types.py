@@ -33,6 +33,8 @@ class ReplicaView:
     """Requests that this ingress has given the replica and that have not ended."""
     num_by_band: tuple[int, ...] = (0,) * len(Band)
     """Requests there, running and waiting: ours exactly, those of others as last reported."""
+    own_by_band: tuple[int, ...] = (0,) * len(Band)
+    """Ours among them."""
     outstanding_tokens: int = 0
     """Tokens that those requests are expected to need still."""
     unseen_tokens: int = 0
@@ -47,6 +49,14 @@ class ReplicaView:
         held_below = sum(self.stats.num_held_blocks_by_band[band + 1 :])
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
         return num_blocks * self.stats.block_size - self.unseen_tokens
+
+    def is_kept_by_others(self, band: Band) -> bool:
+        """Whether requests of `band` run there and none is ours.
+
+        An ingress fills a slot that its own request leaves before any other hears of it, and so may keep them all.
+        """
+        has_running = self.stats.num_running_by_band[band] > 0
+        return has_running and self.own_by_band[band] == 0 and not self.stats.is_draining
 
 
 @dataclass(frozen=True, slots=True)

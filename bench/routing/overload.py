@@ -36,7 +36,7 @@ TARGETS = {
 }
 _SHARES = {0: 0.3, 1: 0.4, 2: 0.3}
 """Of the requests, by band."""
-_PEAK_FACTORS = (0.8, 0.9, 1.0, 1.1)
+_PEAK_FACTORS = (0.9, 1.0, 1.1, 1.2)
 _NORMAL, _OVERLOAD = 0.7, 3.0
 _WAIT_SHARE = 0.25
 """What is predicted to wait for a larger share of its target is refused: its prompt is still to be computed then."""
@@ -47,7 +47,7 @@ class Scale:
     """How long everything lasts, seconds."""
 
     flood_requests: int = 300
-    peak_s: float = 45.0
+    peak_s: float = 60.0
     before_s: float = 60.0
     overload_s: float = 300.0
     after_s: float = 120.0

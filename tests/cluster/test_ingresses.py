@@ -53,6 +53,8 @@ def test_a_tenant_served_through_another_ingress_comes_after_one_that_had_less(s
     wait_for(lambda: sum(served.num_running().values()) == ALL_SLOTS, "every slot is taken")
     [other] = set(served.ingress_pids()) - {served.ingress_of(greedy)}
 
+    for _ in range(NUM_REPLICAS):  # One request of an ingress that has none may wait in each replica.
+        served.open_at(clients, other, body(50, user="greedy"))
     waiting, _ = served.open_at(clients, other, body(50, user="greedy"))
     modest, _ = served.open_at(clients, other, body(50, user="modest"))
     num_before = greedy.num_characters

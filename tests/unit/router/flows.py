@@ -88,6 +88,8 @@ class Flow:
 
     def settle(self, asked: Asked, num_output_tokens: int = 8) -> None:
         """End a request that has a place."""
+        if num_output_tokens:
+            self.controller.progressed(asked.task.result(), asked.request, num_output_tokens)
         self.controller.settle(asked.task.result(), asked.request, num_output_tokens)
 
     def refuse(self, asked: Asked) -> None:

@@ -194,7 +194,7 @@ async def test_a_refusing_replica_gives_the_request_back_until_it_has_room():
     world = World(FakeReplica("a", num_slots=1, max_waiting=0))
     world.table.record(stats("a", slots=1))
     polling = asyncio.create_task(world.dispatcher.run())
-    world.replicas[0].running["of another ingress"] = request()
+    world.replicas[0].running["of another ingress"] = request(band=Band.INTERACTIVE)
     reading = asyncio.create_task(read(world.stream(LONG)))
     await asyncio.sleep(5)
     assert len(world.replicas[0].started) == 1 and len(world.flow.queue) == 1

@@ -59,8 +59,7 @@ async def test_blocks_of_lower_bands_count_as_free():
     prompt = tuple(range(1, 41))
     [standard] = await flow.ask_many(1, prompt=prompt)
     assert standard.has_place
-    flow.report(stats("full", running=(0, 1, 0), free_blocks=2, held=(0, 998, 0)))
-    flow.table.forget("a")
+    flow.report(stats(taken=1.0, running=(0, 1, 0), free_blocks=2, held=(0, 998, 0)))
     [other] = await flow.ask_many(1, prompt=prompt)
     [urgent] = await flow.ask_many(1, Band.INTERACTIVE, prompt=prompt)
     assert not other.has_place and urgent.has_place
@@ -68,10 +67,30 @@ async def test_blocks_of_lower_bands_count_as_free():
 
 async def test_prompts_that_no_report_counts_yet_take_room():
     flow = Flow()
-    flow.report(stats(slots=8, running=(0, 1, 0), free_blocks=25, held=(0, 975, 0)))
+    flow.report(stats(slots=8, running=(1, 0, 0), free_blocks=25, held=(975, 0, 0)))
     asked = [flow.ask(prompt=(number, *range(39))) for number in range(4)]
     await settle_down()
     assert [a.has_place for a in asked] == [True, True, False, False], "100 tokens are free; a prompt has 40"
+
+
+async def test_one_request_waits_in_a_replica_whose_slots_another_ingress_keeps_taking():
+    flow = Flow()
+    flow.report(stats("a", slots=4, running=(1, 3, 0)), stats("b", slots=4, running=(4, 0, 0), waiting=(0, 2, 0)))
+    asked = await flow.ask_many(3)
+    assert flow.in_flight() == {"a": 1, "b": 0}, "nothing of its band runs on b"
+    flow.report(stats("a", taken=1.0, slots=4, running=(1, 3, 0), waiting=(0, 1, 0)))
+    await settle_down()
+    assert [a.has_place for a in asked] == [True, False, False]
+    flow.settle(asked[0])
+    await settle_down()
+    assert [a.has_place for a in asked[1:]] == [True, False], "the next takes its place in line"
+
+
+async def test_a_place_in_line_is_one_for_blocks_too():
+    flow = Flow()
+    flow.report(stats(slots=4, running=(0, 1, 0), free_blocks=2, held=(0, 998, 0)))
+    asked = await flow.ask_many(2, prompt=tuple(range(1, 41)))
+    assert [a.has_place for a in asked] == [True, False]
 
 
 async def test_an_empty_replica_takes_anything():
@@ -111,13 +130,15 @@ async def test_a_small_replica_looks_one_batch_request_ahead_and_a_draining_one_
 @pytest.mark.parametrize("band", Band)
 async def test_a_full_band_refuses_and_says_when_to_come_back(band: Band):
     flow = Flow(limits(max_requests=3, max_tokens=100))
-    flow.report(stats(slots=1, rate=2.0, running=(1, 0, 0), waiting=(0, 0, 1)))
+    flow.report(stats(slots=1, rate=2.0, waiting=(0, 0, 1)))
+    await flow.ask_many(1, Band.INTERACTIVE)
+    await asyncio.sleep(10.1)  # What came lately is forgotten.
     await flow.ask_many(3, band)
     with pytest.raises(Overloaded, match=f"3 {band.name.lower()} requests wait; the limit is 3") as refusal:
         flow.ask(band)
     assert refusal.value.retry_after_s == 3 * 11 / 2.0
     assert refusal.value.reason == "max_num_queued_reqs"
-    assert flow.observer.waits == [(band, Outcome.REJECTED_CAPACITY, 0.0)]
+    assert flow.observer.waits[1:] == [(band, Outcome.REJECTED_CAPACITY, 0.0)]
     assert len(flow.controller.queue) == 3
 
 
@@ -134,13 +155,13 @@ async def test_a_full_band_refuses_by_tokens_too():
 async def test_the_predicted_wait_is_what_waits_in_the_band_and_above_by_the_measured_rate():
     flow = Flow()
     assert flow.controller.wait_s(Band.BATCH) is None
-    full = (4, 0, 1)
-    flow.report(stats("a", rate=10.0, running=full), stats("b", rate=30.0, running=full))
+    flow.report(stats("a", rate=10.0, waiting=(0, 0, 1)), stats("b", rate=30.0, waiting=(0, 0, 1)))
+    await flow.ask_many(8, Band.INTERACTIVE)
     assert flow.controller.wait_s(Band.BATCH) == 0.0
     await flow.ask_many(2, Band.INTERACTIVE, max_tokens=17)
     await flow.ask_many(3, Band.STANDARD, max_tokens=37)
     await flow.ask_many(4, Band.BATCH, max_tokens=97)
-    await asyncio.sleep(30.1)  # What came lately is forgotten.
+    await asyncio.sleep(10.1)  # What came lately is forgotten.
     assert flow.controller.wait_s(Band.INTERACTIVE) == 1.0
     assert flow.controller.wait_s(Band.STANDARD) == 4.0
     assert flow.controller.wait_s(Band.BATCH) == 14.0
@@ -299,10 +320,32 @@ async def test_a_starved_band_passes_its_own_paused_requests_one_at_a_time():
     flow.report(replace(held, taken_unix_s=60.0))
     await settle_down()
     assert not second.has_place, "the first still waits for the slot that it was promised"
-    flow.table.progress(first.task.result().in_flight, 1)
+    flow.controller.progressed(first.task.result(), first.request, 1)
     flow.controller.notify()
     await settle_down()
+    assert not second.has_place, "the band has been served"
+    await asyncio.sleep(30.0)
+    flow.report(replace(held, taken_unix_s=90.0))
+    await settle_down()
     assert second.has_place and flow.observer.promotions == [Band.BATCH] * 2
+
+
+async def test_a_dispatch_that_gives_no_token_does_not_count_as_service():
+    """It went to the place beyond the slots, or its slot was taken from it before its prompt was computed."""
+    flow = Flow(limits(promote_after_s=30.0))
+    flow.report(stats(slots=2, running=(0, 2, 0)))
+    [ahead] = await flow.ask_many(1, Band.BATCH)
+    await asyncio.sleep(20.0)
+    assert ahead.has_place and not ahead.task.result().is_promoted
+    [waiting] = await flow.ask_many(1, Band.BATCH)
+    await asyncio.sleep(29.0)
+    flow.report(stats(taken=49.0, slots=2, running=(0, 2, 0), waiting=(0, 0, 1)))
+    await settle_down()
+    assert not waiting.has_place
+    await asyncio.sleep(1.0)
+    flow.report(stats(taken=50.0, slots=2, running=(0, 2, 0), waiting=(0, 0, 1)))
+    await settle_down()
+    assert waiting.has_place and waiting.task.result().is_promoted
 
 
 async def test_what_is_predicted_to_wait_longer_than_its_band_may_is_refused():
@@ -324,13 +367,26 @@ async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
     assert flow.controller.wait_s(Band.INTERACTIVE) == 0.0
     assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 5.0)
     await asyncio.sleep(5.1)
-    assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 30.0), "a lull is not the end of a burst"
-    await asyncio.sleep(25.0)
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 10.0), "a lull is not the end of a burst"
+    await asyncio.sleep(5.0)
     assert flow.controller.wait_s(Band.STANDARD) == 100 / 40.0
     for _ in range(9):
         flow.ask(Band.INTERACTIVE, max_tokens=97)
     await settle_down()
     assert flow.controller.wait_s(Band.STANDARD) == pytest.approx(1000 / (0.02 * 40.0)), "some is always left"
+
+
+async def test_urgent_work_that_is_refused_counts_in_the_predicted_wait_of_less_urgent_work():
+    flow = Flow(limits(max_requests=1))
+    flow.report(stats(slots=1, rate=100.0))
+    await flow.ask_many(2, Band.INTERACTIVE, max_tokens=47)
+    waiting = flow.ask(Band.STANDARD, max_tokens=47)
+    await settle_down()
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (100.0 - 100 / 5.0)
+    with pytest.raises(Overloaded):
+        flow.ask(Band.INTERACTIVE, max_tokens=147)
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (100.0 - 250 / 5.0)
+    assert not waiting.has_place
 
 
 async def test_a_request_that_comes_back_stands_where_it_stood():
@@ -357,6 +413,16 @@ async def test_a_group_stays_together_while_there_is_room():
     counts = Counter(a.replica_id for a in asked)
     assert sorted(counts.values()) == [2, 4]
     assert len({a.replica_id for a in asked[:4]}) == 1
+
+
+async def test_a_free_slot_comes_before_a_group_and_before_a_place_in_line():
+    flow = Flow()
+    flow.report(stats("a", slots=4), stats("b", slots=4))
+    group = SampleGroup()
+    asked = [flow.ask(Band.BATCH, group=group, seed=number) for number in range(8)]
+    await settle_down()
+    assert all(a.has_place for a in asked)
+    assert flow.in_flight() == {"a": 4, "b": 4}, "one more could wait on each"
 
 
 async def test_what_outputs_come_to_is_learnt():

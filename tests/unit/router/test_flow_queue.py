@@ -37,7 +37,8 @@ class Line:
 
     def dispatch_next(self, now: float = NOW) -> Waiting:
         waiting = next(self.queue.in_order(self.starved(now)))
-        self.queue.dispatch(waiting, now)
+        self.queue.dispatch(waiting)
+        self.queue.served(waiting.request.band, now)
         return waiting
 
     def starved(self, now: float) -> set[Band]:
@@ -159,7 +160,7 @@ def test_more_tenants_than_are_remembered_all_get_their_turn():
     added = {line.add(tenant=f"tenant-{number}") for number in range(num_tenants)}
     assert set(line.queue.in_order(set())) == added
     for waiting in added:
-        line.queue.dispatch(waiting, NOW)
+        line.queue.dispatch(waiting)
     for number in range(num_tenants):
         line.queue.charge(Band.STANDARD, f"other-{number}", 1)
     assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS

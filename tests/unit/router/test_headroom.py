@@ -76,8 +76,8 @@ def test_nothing_may_wait_behind_what_takes_too_long():
 
 async def test_each_limit_refuses_under_its_own_name():
     flow = Flow(FlowLimits(dict.fromkeys(Band, BandLimits(max_requests=3, max_tokens=40, max_wait_s=10.0))))
-    flow.report(stats(slots=1, rate=2.0, running=(1, 0, 0)))
-    await flow.ask_many(2, Band.INTERACTIVE)
+    flow.report(stats(slots=1, rate=2.0))
+    await flow.ask_many(3, Band.INTERACTIVE)
 
     def refused(**asked: Any) -> tuple[str, str]:
         with pytest.raises(Overloaded) as refusal:
