@@ -97,6 +97,7 @@ class ServeReplicaClient:
         self._ingress_id = ingress_id
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
+        self._exchange = handle.options(method_name="exchange")
         self._poll_timeout_s = poll_timeout_s
         self._held: HeldWork | None = None
         self._polled: list[ReplicaStats] = []
@@ -136,7 +137,7 @@ class ServeReplicaClient:
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """The present load of every replica that answers; each hears what this ingress holds."""
-        answers: list[PollAnswer] = await self._ask_all("exchange", self._held)
+        answers = await self._exchange_with_all()
         before = self._missed.union(stats.replica_id for stats in self._polled)
         self._polled = [answer.stats for answer in answers]
         self._num_streams += Counter()  # drops those at zero
@@ -180,6 +181,26 @@ class ServeReplicaClient:
         except _RAY_ERRORS as error:
             raise _as_serving_error(error) from error
         return card
+
+    async def _exchange_with_all(self) -> list[PollAnswer]:
+        try:
+            answers: list[PollAnswer] = await self._ask_all("exchange", self._held)
+        except ReplicaLost:
+            # One that hangs would hide all others until Serve has noticed it: those known are asked one by one.
+            known = [stats.replica_id for stats in self._polled]
+            asked = await asyncio.gather(*map(self._exchange_with, known))
+            answers = list({answer.stats.replica_id: answer for answer in asked if answer is not None}.values())
+            if not answers:
+                raise
+        return answers
+
+    async def _exchange_with(self, replica_id: str) -> PollAnswer | None:
+        """What one replica answers, or another one in its place; None if neither does."""
+        with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
+            async with asyncio.timeout(self._poll_timeout_s):
+                answer: PollAnswer = await in_own_context(self._exchange.remote, self._held, ranking=[replica_id])
+                return answer
+        return None
 
     async def _ask_all(self, method_name: str, *args: object) -> list[Any]:
         """What each replica answers; those that fail are left out."""

@@ -6,7 +6,7 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 import asyncio
 import time
 import warnings
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -119,8 +119,11 @@ class Model:
                     raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
                 yield delta
 
-    async def exchange(self, told: HeldWork | None) -> PollAnswer:
-        """The present load, and what other ingresses hold; `told` is what the one that asks does."""
+    async def exchange(self, told: HeldWork | None, ranking: Sequence[str] = ()) -> PollAnswer:
+        """The present load, and what other ingresses hold; `told` is what the one that asks does.
+
+        `ranking` is for `RankedRouter`.
+        """
         if told is not None:
             self._ingresses.heard_of(told.ingress_id)
         return PollAnswer(self._replica.stats(), self._board.exchange(told))

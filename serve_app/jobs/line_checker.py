@@ -13,7 +13,7 @@ from serve_app.jobs.records import BatchError, JsonObject, NewLine
 from serve_app.openai.limits import check_model
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NeutralValues
 from serve_app.openai.parsing import parse_body, parse_json
-from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
+from serve_app.openai.schema import ChatBody, CompletionBody
 
 _MAX_ID_CHARS = 512
 _FIELDS = ("custom_id", "method", "url", "body")
@@ -34,11 +34,13 @@ ENDPOINTS = {
 
 
 class LineChecker:
-    """Checks the lines of one batch; it is the endpoint's own schema that checks their bodies."""
+    """Checks what one batch's lines have around their bodies, and which model they name.
+
+    The rest of a body is judged when the line runs, as its endpoint would: what is wrong there fails that line alone.
+    """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
         self._url = endpoint
-        self._endpoint = ENDPOINTS[endpoint]
         self._model_name = model_name
 
     def check(self, data: bytes, number: int) -> NewLine | BatchError:
@@ -70,23 +72,22 @@ class LineChecker:
             raise InvalidRequest(message, "url", "mismatched_url")
         if not isinstance(body, dict):
             raise InvalidRequest("`body` must be an object", "body")
-        self.check_body(body)
+        if isinstance(body.get("model"), str):
+            check_model(body["model"], self._model_name)
         return NewLine(custom_id, body)
 
-    def check_body(self, body: JsonObject) -> GenerationBody:
-        """Refuse a body that its endpoint would refuse.
 
-        Raises:
-            InvalidRequest, UnknownModel: it does; `param` begins with `body.`.
-        """
-        try:
-            parsed = parse_body(self._endpoint.schema, body, self._endpoint.neutral)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.message, f"body.{error.param}", error.code) from None
-        if parsed.stream:
-            raise InvalidRequest("`stream` is true; a batch cannot stream", "body.stream", "unsupported_parameter")
-        check_model(parsed.model, self._model_name)
-        return parsed
+def parse_line_body(endpoint: str, body: JsonObject) -> ChatBody | CompletionBody:
+    """A line's body as its endpoint reads it.
+
+    Raises:
+        InvalidRequest: the endpoint would refuse it, or it asks for a stream.
+    """
+    schema, neutral = ENDPOINTS[endpoint]
+    parsed = parse_body(schema, body, neutral)
+    if parsed.stream:
+        raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
+    return parsed
 
 
 def body_of(text: str) -> JsonObject:

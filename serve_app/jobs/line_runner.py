@@ -17,10 +17,9 @@ from replicas.protocol import Band
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.lease_rows import LeasedLine, LineResult
-from serve_app.jobs.line_checker import ENDPOINTS, body_of
+from serve_app.jobs.line_checker import body_of, parse_line_body
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
 from serve_app.jobs.records import LineStatus
-from serve_app.openai.parsing import parse_body
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, Generation
 from serve_app.openai.urgency import ClientHints
@@ -113,10 +112,8 @@ class LineRunner:
         return _succeeded(run.line, generation, to_json(reply).decode())
 
     async def _parse(self, run: Run) -> ChatBody | CompletionBody:
-        endpoint = ENDPOINTS[run.batch.endpoint]
-
         def parse() -> ChatBody | CompletionBody:
-            return parse_body(endpoint.schema, body_of(run.line.body), endpoint.neutral)
+            return parse_line_body(run.batch.endpoint, body_of(run.line.body))
 
         return parse() if len(run.line.body) < _LARGE_BODY_CHARS else await asyncio.to_thread(parse)
 

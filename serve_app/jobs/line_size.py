@@ -29,7 +29,7 @@ class LineSize:
 
 
 def size_of(body: Mapping[str, object]) -> LineSize:
-    """The size of a request whose body its schema has accepted."""
+    """The size of a request, whatever its body may be: a bad one is told so when it runs."""
     num_prompts, num_prompt_tokens, beginning = _prompt_of(body)
     num_choices = _number(body.get("n"), 1)
     default = _CHAT_OUTPUT_TOKENS if "messages" in body else _COMPLETION_OUTPUT_TOKENS
@@ -60,4 +60,4 @@ def _text_of(content: object) -> str:
 
 
 def _number(value: object, default: int) -> int:
-    return value if isinstance(value, int) else default
+    return min(max(value, 0), _MAX_EXPECTED_TOKENS) if isinstance(value, int) else default

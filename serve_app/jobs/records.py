@@ -90,7 +90,7 @@ class RequestCounts:
 
 @dataclass(frozen=True, slots=True)
 class NewLine:
-    """A request that a batch brings with it, already checked against its endpoint's schema."""
+    """A request that a batch brings with it; what is wrong in its body fails it alone."""
 
     custom_id: str
     body: JsonObject

@@ -117,13 +117,15 @@ def test_batch_answers_what_the_endpoint_answers(client: openai.OpenAI, http: ht
 
 
 def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> None:
-    batch = ended(client, submit(client, line("good"), line("bad", text="word " * 40_000), line("fine")))
+    bad = line("long", text="word " * 40_000), line("hot", temperature="very")
+    batch = ended(client, submit(client, line("good"), *bad, line("fine")))
     assert batch.status == "completed"
-    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
     assert results(client, batch.output_file_id).keys() == {"good", "fine"}
-    failed = results(client, batch.error_file_id)["bad"]
-    assert failed["response"]["status_code"] == 400
-    assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
+    failed = {id_: found["response"] for id_, found in results(client, batch.error_file_id).items()}
+    assert {id_: response["status_code"] for id_, response in failed.items()} == {"long": 400, "hot": 400}
+    assert failed["long"]["body"]["error"]["code"] == "context_length_exceeded"
+    assert failed["hot"]["body"]["error"]["param"] == "temperature"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -48,9 +49,14 @@ def quick() -> JobsSettings:
 
 
 async def submit_file(process: Process, files: MemoryFiles, num_lines: int, **fields: Any) -> BatchRecord:
+    return await submit_bodies(process, files, [body(index) for index in range(num_lines)], **fields)
+
+
+async def submit_bodies(
+    process: Process, files: MemoryFiles, bodies: Sequence[JsonObject], **fields: Any
+) -> BatchRecord:
     lines = [
-        {"custom_id": f"id-{index}", "method": "POST", "url": ENDPOINT, "body": body(index)}
-        for index in range(num_lines)
+        {"custom_id": f"id-{index}", "method": "POST", "url": ENDPOINT, "body": one} for index, one in enumerate(bodies)
     ]
     files.files["file-in"] = "\n".join(map(json.dumps, lines)).encode()
     await process.service.add_file(FileRecord("file-in", TENANT, "batch", "in.jsonl", 1, NOW))
@@ -111,6 +117,19 @@ async def test_errors_of_requests_go_into_the_error_file(database_url, files, co
         assert first["custom_id"] == "id-1" and first["response"]["status_code"] == 400
         assert first["response"]["body"]["error"]["param"] == "prompt" and first["error"] is None
         assert second["response"]["status_code"] == 500
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"), [({"max_tokens": "4"}, "max_tokens"), ({"stream": True}, "stream"), ({"suffix": "x"}, "suffix")]
+)
+async def test_a_body_that_its_endpoint_would_refuse_fails_alone(database_url, files, completions, wrong, param):
+    async with jobs_process(database_url, files, completions) as process:
+        bodies = [body(0), {**body(1), **wrong}, body(2)]
+        record = await ended(process, await submit_bodies(process, files, bodies))
+        assert (record.status, record.counts.completed, record.counts.failed) == (BatchStatus.COMPLETED, 2, 1)
+        [failed] = results(files, record.error_file_id)
+        assert (failed["custom_id"], failed["response"]["status_code"]) == ("id-1", 400)
+        assert failed["response"]["body"]["error"]["param"] == param
 
 
 async def test_what_passes_is_tried_again_and_shows_nowhere(database_url, files, completions):

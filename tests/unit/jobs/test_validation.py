@@ -79,9 +79,6 @@ BAD_LINES: dict[str, tuple[JsonObject | str, str, str | None]] = {
     "another url": (line(url="/v1/chat/completions"), "mismatched_url", "url"),
     "unknown field": (line(what=1), "invalid_value", "what"),
     "body is text": (line(body="x"), "invalid_value", "body"),
-    "body of a wrong type": (line(body=body(max_tokens="4")), "invalid_value", "body.max_tokens"),
-    "unsupported": (line(body=body(suffix="x")), "unsupported_parameter", "body.suffix"),
-    "stream": (line(body=body(stream=True)), "unsupported_parameter", "body.stream"),
     "another model": (line(body=body(model="gpt-9")), "model_not_found", "body.model"),
 }
 
@@ -94,6 +91,16 @@ async def test_a_bad_line_fails_the_whole_file_and_is_named(world, name):
     [error] = record.errors
     assert (error.code, error.param, error.line) == (code, param, 2)
     assert await world.write(lambda c: delete_lines(c, record.id, 10)) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [body(max_tokens="4"), body(max_tokens=-(10**30)), body(n=10**30), body(prompt=[]), body(prompt=[[]]), {},
+     body(prompt={"a": [1]}), {"messages": 3}, {"messages": [3, {"content": [None]}]}, body(model=7)],
+)  # fmt: skip
+async def test_what_a_body_holds_fails_no_file(world, bad):
+    record = await world.validate(file_of(line("good"), line("bad", body=bad)))
+    assert (record.status, record.counts.total) == (BatchStatus.IN_PROGRESS, 2)
 
 
 async def test_every_bad_line_is_named_but_not_thousands(world):

@@ -1,0 +1,40 @@
+"""A replica hangs: it neither answers nor dies, and Serve takes half a minute to notice."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.cluster.conftest import LONG, NUM_SLOTS, body
+from tests.cluster.served import LIMIT_S, Served
+from tests.cluster.streams import Clients
+from tests.serve.instance import wait_for
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that does nothing for as long as the context lasts."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_others_are_still_heard_of_and_a_hung_replica_gets_nothing_new(served: Served, clients: Clients):
+    streams = served.open_in_turn(clients, [body(LONG)] * 4)
+    wait_for(lambda: all(stream.texts for stream in streams), "every stream runs")
+    hung, well = served.replicas() or ()
+    with stopped(hung["pid"]):
+        wait_for(
+            # So often that each ingress has answered.
+            lambda: all(served.num_running().keys() == {well["replica_id"]} for _ in range(10)),
+            "every ingress knows that one replica alone answers",
+            LIMIT_S,
+        )
+        asked = [clients.open(body(8, prompt=f"request {index}")) for index in range(2 * NUM_SLOTS)]
+        for stream in streams:
+            stream.close()
+        wait_for(lambda: all(stream.is_done for stream in asked), "all new requests are answered", LIMIT_S)
