@@ -27,9 +27,11 @@ class FlowLimits:
     comes free on its replica, whoever else wants it."""
     max_wait_s: float = 600.0
     """Nothing waits longer than this, whatever its deadline."""
+    lookahead: int = 0
+    """Requests of any band given to a replica beyond its slots: work for the moment between the end of one and the
+    arrival of the next, for which else a less urgent one would be begun and broken off again."""
     batch_lookahead: float = 0.125
-    """Batch requests given to a replica beyond its slots, as a share of them: work for the moment between the end
-    of one and the arrival of the next. They wait there in the lowest band and delay nobody."""
+    """The same for batch requests, as a share of the slots and at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,10 +277,11 @@ class FlowController:
         """Requests of a band that a replica may be given: for its free slots, and some that wait there for the next."""
         if band in starved:
             # It waits there before all others for the next slot, whoever has them now and whoever else waits there.
-            return view.num_free_slots(Band.INTERACTIVE)
-        num_places = view.num_free_slots(band)
-        if band is Band.BATCH and not view.stats.is_draining:
-            num_places += max(1, int(self._limits.batch_lookahead * view.stats.num_slots))
+            band = Band.INTERACTIVE
+        num_ahead = self._limits.lookahead
+        if band is Band.BATCH:
+            num_ahead = max(1, num_ahead, int(self._limits.batch_lookahead * view.stats.num_slots))
+        num_places = 0 if view.stats.is_draining else view.num_free_slots(band) + num_ahead
         return max(1, num_places) if view.is_kept_by_others(band) else num_places
 
     def _has_room(self, view: ReplicaView, waiting: Waiting, starved: set[Band]) -> bool:

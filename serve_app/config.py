@@ -27,6 +27,8 @@ _DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo
 
 _PROMOTE_SHARE = 0.75
 """Of `max_starvation_s`, when a request is promoted: in the rest a slot comes free and its prompt is computed."""
+_LOOKAHEAD = 1
+"""Requests of a band that wait in a replica for its next slot, which else stands empty until the ingress has heard."""
 
 _CONTROL_CALLS = 64
 """Polls, health checks, metrics and calls on their way out that a replica may hold beside its requests."""
@@ -309,6 +311,7 @@ class HeadwayConfig(BaseModel):
             },
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             max_wait_s=self.max_queue_wait_s,
+            lookahead=_LOOKAHEAD,
         )
 
     def latency_targets(self) -> dict[Band, LatencyTargets]:

@@ -36,9 +36,11 @@ TARGETS = {
 }
 _SHARES = {0: 0.3, 1: 0.4, 2: 0.3}
 """Of the requests, by band."""
-_PEAK_FACTORS = (0.9, 1.0, 1.1, 1.2)
+_PEAK_FACTORS = (1.0, 1.1, 1.2)
 _NORMAL, _OVERLOAD = 0.7, 3.0
-_WAIT_SHARE = 0.25
+_SIGMA = 0.25
+"""Of the lengths' logarithms: the mean of few hundred requests must not differ from one load to the next."""
+_WAIT_SHARE = 0.15
 """What is predicted to wait for a larger share of its target is refused: its prompt is still to be computed then."""
 
 
@@ -47,7 +49,7 @@ class Scale:
     """How long everything lasts, seconds."""
 
     flood_requests: int = 300
-    peak_s: float = 60.0
+    peak_s: float = 75.0
     before_s: float = 60.0
     overload_s: float = 300.0
     after_s: float = 120.0
@@ -76,7 +78,7 @@ def main() -> int:
         "max_queued_batch_requests": scale.max_queued_batch_requests,
         "coalesce_interval_s": 0.1,  # clients, ingress and replica share two cores here
     }
-    factors = _PEAK_FACTORS[::2] if options.is_quick else _PEAK_FACTORS
+    factors = _PEAK_FACTORS[:1] if options.is_quick else _PEAK_FACTORS
     with timed(options, **settings) as served:
         flood = offer(served.url, _spec(_flood(scale), options.seed))
         capacity_per_s = sustained_rate(flood.rows)
@@ -252,8 +254,8 @@ def _stream(band: int) -> Stream:
         name=BAND_NAMES[band],
         priority=band,
         user=f"tenant-{band}",
-        prompt=Lengths.around(96, 0.5, 16, 384),
-        output=Lengths.around(48, 0.5, 8, 192),
+        prompt=Lengths.around(96, _SIGMA, 16, 384),
+        output=Lengths.around(48, _SIGMA, 8, 192),
     )
 
 

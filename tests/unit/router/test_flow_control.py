@@ -276,6 +276,33 @@ async def test_cancelling_at_the_moment_of_dispatch_leaks_neither_place_nor_entr
     flow.check_idle()
 
 
+async def test_one_more_of_each_band_waits_in_the_replica_for_the_next_slot():
+    flow = Flow(limits(lookahead=1))
+    flow.report(stats("a", slots=2), stats("leaving", slots=2, is_draining=True))
+    standard = await flow.ask_many(4)
+    assert [a.has_place for a in standard] == [True, True, True, False]
+    urgent = await flow.ask_many(4, Band.INTERACTIVE)
+    assert [a.has_place for a in urgent] == [True, True, True, False]
+    for ended in urgent[:3]:
+        flow.settle(ended)
+    await settle_down()
+    assert urgent[3].has_place and not standard[3].has_place
+
+
+async def test_a_starved_band_takes_the_place_in_line_before_more_urgent_work():
+    flow = Flow(limits(promote_after_s=30.0, lookahead=1))
+    flow.report(stats(slots=1))
+    running, ahead, _ = await flow.ask_many(3, Band.INTERACTIVE)
+    [starved] = await flow.ask_many(1, Band.BATCH)
+    await asyncio.sleep(30.0)
+    flow.controller.notify()
+    await settle_down()
+    assert ahead.has_place and not starved.has_place
+    flow.settle(running)
+    await settle_down()
+    assert starved.has_place and starved.task.result().is_promoted
+
+
 async def test_a_starved_band_is_served_once_and_heard_of():
     flow = Flow(limits(promote_after_s=30.0))
     flow.report(stats(slots=1))
