@@ -11,8 +11,8 @@ from router.flow_queue import BandLimits, FlowQueue
 from router.load_table import LoadTable
 from router.types import Headroom
 
-_WINDOWS_S = (5.0, 10.0)
-"""The larger of the means counts: a burst is seen at once, and a lull in it is not taken for its end."""
+_WINDOW_S = 5.0
+"""Over which what is asked for is averaged: how soon a burst is seen, and its end."""
 _LEAST_SHARE = 0.02
 """Of what all replicas compute, what a band is taken to be left however much urgent work comes: it is promoted."""
 
@@ -83,24 +83,9 @@ class Admission:
 
 
 class _RecentTokens:
-    """Tokens a second of late."""
+    """Tokens a second over the last `_WINDOW_S`."""
 
     def __init__(self) -> None:
-        self._windows = [_Window(length_s) for length_s in _WINDOWS_S]
-
-    def add(self, num_tokens: int, now: float) -> None:
-        for window in self._windows:
-            window.add(num_tokens, now)
-
-    def per_s(self, now: float) -> float:
-        return max(window.per_s(now) for window in self._windows)
-
-
-class _Window:
-    """Tokens a second over the last `length_s`."""
-
-    def __init__(self, length_s: float) -> None:
-        self._length_s = length_s
         self._added: deque[tuple[float, int]] = deque()
         self._num_tokens = 0
 
@@ -111,8 +96,8 @@ class _Window:
 
     def per_s(self, now: float) -> float:
         self._forget(now)
-        return self._num_tokens / self._length_s
+        return self._num_tokens / _WINDOW_S
 
     def _forget(self, now: float) -> None:
-        while self._added and self._added[0][0] < now - self._length_s:
+        while self._added and self._added[0][0] < now - _WINDOW_S:
             self._num_tokens -= self._added.popleft()[1]

@@ -1,7 +1,8 @@
 """Does overload cost goodput, starve a band, or linger? `python -m bench.routing.overload`.
 
-One timed replica and a fixed mix of bands. 1. A flood tells how many requests a second it can serve. 2. Loads
-around that give the peak: the best goodput (tokens a second of requests inside their band's targets) of any.
+One timed replica and a fixed mix of bands; no load has the prompts of another, which the prefix cache would know.
+1. A flood tells how many requests a second it can serve. 2. Loads around that give the peak: the best goodput (tokens
+a second of requests inside their band's targets) of any.
 3. One run, with the SDKs' retries: normal load (0.7 of the peak's rate), 3x the peak's rate, normal load again.
 
 A request is good if it ended whole and met its band's targets from its arrival, that is from the attempt that was
@@ -84,14 +85,15 @@ def main() -> int:
         capacity_per_s = sustained_rate(flood.rows)
         print(f"capacity {capacity_per_s:.2f} requests/s")
         trials = []
-        for factor in factors:
+        for number, factor in enumerate(factors, start=1):
             phase = Phase(end_s=scale.peak_s, rate_per_s=factor * capacity_per_s)
-            trials.append(offer(served.url, _spec(_mix((phase,)), options.seed)))
+            trials.append(offer(served.url, _spec(_mix((phase,)), options.seed + number)))
         goodputs = [goodput(trial, 0.0, scale.peak_s) for trial in trials]
         peak_factor = factors[goodputs.index(max(goodputs))]
         peak_per_s = peak_factor * capacity_per_s
         print(f"peak {max(goodputs):.1f} tokens/s at {peak_per_s:.2f} requests/s")
-        run = offer(served.url, _spec(_mix(_phases(scale, peak_per_s)), options.seed, has_retries=True))
+        phases = _phases(scale, peak_per_s)
+        run = offer(served.url, _spec(_mix(phases), options.seed + len(factors) + 1, has_retries=True))
     figures, bars = judge(scale, run, max(goodputs))
     figures |= {
         "scale": asdict(scale),

@@ -132,7 +132,7 @@ async def test_a_full_band_refuses_and_says_when_to_come_back(band: Band):
     flow = Flow(limits(max_requests=3, max_tokens=100))
     flow.report(stats(slots=1, rate=2.0, waiting=(0, 0, 1)))
     await flow.ask_many(1, Band.INTERACTIVE)
-    await asyncio.sleep(10.1)  # What came lately is forgotten.
+    await asyncio.sleep(5.1)  # What came lately is forgotten.
     await flow.ask_many(3, band)
     with pytest.raises(Overloaded, match=f"3 {band.name.lower()} requests wait; the limit is 3") as refusal:
         flow.ask(band)
@@ -161,7 +161,7 @@ async def test_the_predicted_wait_is_what_waits_in_the_band_and_above_by_the_mea
     await flow.ask_many(2, Band.INTERACTIVE, max_tokens=17)
     await flow.ask_many(3, Band.STANDARD, max_tokens=37)
     await flow.ask_many(4, Band.BATCH, max_tokens=97)
-    await asyncio.sleep(10.1)  # What came lately is forgotten.
+    await asyncio.sleep(5.1)  # What came lately is forgotten.
     assert flow.controller.wait_s(Band.INTERACTIVE) == 1.0
     assert flow.controller.wait_s(Band.STANDARD) == 4.0
     assert flow.controller.wait_s(Band.BATCH) == 14.0
@@ -394,8 +394,6 @@ async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
     assert flow.controller.wait_s(Band.INTERACTIVE) == 0.0
     assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 5.0)
     await asyncio.sleep(5.1)
-    assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 10.0), "a lull is not the end of a burst"
-    await asyncio.sleep(5.0)
     assert flow.controller.wait_s(Band.STANDARD) == 100 / 40.0
     for _ in range(9):
         flow.ask(Band.INTERACTIVE, max_tokens=97)
