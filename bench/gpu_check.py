@@ -6,6 +6,7 @@ Needs nothing but torch and transformers: no network, no test framework. Without
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -21,16 +22,20 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.utils import logging
 
+from bench.gpu.ahead_checks import ARCHITECTURES as AHEAD_ARCHITECTURES
+from bench.gpu.ahead_checks import check_ahead
+from bench.gpu.check import Check
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.attention_choice import choose_attention
 from replicas.model.build import RunnerOptions, build_runner
 from replicas.model.loader import LoadedModel
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampler import Sampler
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
-from tests.model.serving import build_engine, load, random_prompts, reference_model, reference_tokens, tokens
+from tests.model.serving import Sizes, build_engine, load, random_prompts, reference_model, reference_tokens, tokens
 from tests.model.tiny import write_checkpoint
 
 ARCHITECTURES = (
@@ -62,15 +67,6 @@ LLAMA_1B = LlamaConfig(
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """Whether one promise holds on the device."""
-
-    name: str
-    passed: bool
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
 class StepTime:
     """Duration of one kind of step, over `NUM_ITERATIONS` repetitions."""
 
@@ -84,14 +80,15 @@ class StepTime:
         return 1000 * self.num_tokens / self.median_ms
 
 
-def check_architecture(architecture: str, device: str) -> Check:
+def check_architecture(architecture: str, device: str, attention: str = "auto") -> Check:
     """Batched and chunked output in float32 on `device` equals transformers' `generate()` there."""
     prompts = random_prompts((5, 33, 60, 90))
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
         reference = reference_model(path).to(device)
         expected = reference_tokens(reference, prompts, max_tokens=24)
-        engine = build_engine(load(path, device=device))
+        loaded = load(path, device=device)
+        engine = build_engine(loaded, Sizes(), choose_attention(loaded, attention, Sizes().block_size))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
     gaps = []
     for prompt, output, other in zip(prompts, outputs, expected, strict=True):
@@ -102,7 +99,9 @@ def check_architecture(architecture: str, device: str) -> Check:
                 logits = reference(known).logits[0, -1]
             gaps.append(abs(float(logits[output[index]] - logits[other[index]])))
     detail = f"{len(gaps)} first differences" + (f", largest gap {max(gaps):.1e}" if gaps else "")
-    return Check(f"{architecture} equals generate()", all(gap < NEAR_TIE for gap in gaps), detail)
+    return Check(
+        f"{architecture} equals generate(), attention by {attention}", all(gap < NEAR_TIE for gap in gaps), detail
+    )
 
 
 def check_sampler(device: str) -> Check:
@@ -169,10 +168,21 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
 
 def run_checks(device: str) -> list[Check]:
     """Everything that must be right, each printed when known."""
-    runs: list[Callable[[str], Check]] = [*(partial(check_architecture, name) for name in ARCHITECTURES), check_sampler]
+    from bench.gpu.kernel_checks import kernel_checks  # Triton comes with torch for CUDA only.
+
+    runs: list[Callable[[str], Check]] = [
+        *kernel_checks(),
+        *(partial(check_architecture, name, attention="triton") for name in ARCHITECTURES),
+        partial(check_architecture, ARCHITECTURES[0], attention="gather"),
+        check_sampler,
+        *(partial(check_ahead, name) for name in AHEAD_ARCHITECTURES),
+    ]
     checks: list[Check] = []
     for run in runs:
-        checks.append(run(device))
+        try:
+            checks.append(run(device))
+        except Exception as error:  # What one raises must not hide what the others would have shown.
+            checks.append(Check(str(run), False, f"{type(error).__name__}: {error}"))
         print(f"{'ok  ' if checks[-1].passed else 'FAIL'}  {checks[-1].name}: {checks[-1].detail}", flush=True)
     return checks
 
@@ -194,30 +204,72 @@ def run_benchmark(device: str) -> list[StepTime]:
     return times
 
 
+def run_decodes(device: str) -> tuple[float, list[dict[str, object]]]:
+    """The device's bandwidth in bytes a second, and decodes of three models' shapes as shares of it."""
+    from bench.gpu.kernel_times import copy_bandwidth, measure_decodes
+
+    bandwidth = copy_bandwidth(torch.device(device))
+    print(f"\nDecodes against a bandwidth of {bandwidth / 1e12:.2f} TB/s, bfloat16")
+    return bandwidth, [asdict(decode) for decode in measure_decodes(random_model, _decode_ms, device, bandwidth)]
+
+
+def run_host_gap(device: str) -> dict[str, object]:
+    """Gaps between decodes with and without graphs and a step ahead, and requests of mixed lengths on three engines."""
+    from bench.gpu.host_gap import run
+    from bench.gpu.mixed_trace import plain_model
+
+    print("\nDecodes of Llama-3.2-1B's shape in bfloat16: what the device waits for the host")
+    return run(
+        lambda: random_model(LLAMA_1B, torch.bfloat16, device), lambda: plain_model(LLAMA_1B, torch.bfloat16, device)
+    )
+
+
+PARTS: dict[str, Callable[[str], dict[str, object]]] = {
+    "checks": lambda device: _as_figures(run_checks(device)),
+    "steps": lambda device: {
+        "steps": [{**asdict(step), "tokens_per_s": step.tokens_per_s} for step in run_benchmark(device)]
+    },
+    "decodes": lambda device: dict(zip(("copy_bytes_per_s", "decodes"), run_decodes(device), strict=True)),
+    "host_gap": run_host_gap,
+}
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_check.json")
-    output: Path = parser.parse_args(arguments).output
+    parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, separated by commas")
+    options = parser.parse_args(arguments)
+    parts, output = options.parts.split(","), options.output
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}")
     if not torch.cuda.is_available():
         print("gpu-check needs a CUDA device, and torch finds none here", file=sys.stderr)
         return 1
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_float32_matmul_precision("highest")
-    checks = run_checks("cuda")
-    times = run_benchmark("cuda")
-    figures = {
+    figures: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "when": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-        "checks": [asdict(check) for check in checks],
-        "steps": [{**asdict(step), "tokens_per_s": step.tokens_per_s} for step in times],
     }
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(figures, indent=2) + "\n")
-    print(f"written to {output}")
-    return 0 if all(check.passed for check in checks) else 1
+    for part in parts:
+        started_s = time.monotonic()
+        figures |= PARTS[part]("cuda")
+        gc.collect()  # What this part held on the device, the next one needs.
+        output.write_text(json.dumps(figures, indent=2) + "\n")
+        print(f"{part} took {time.monotonic() - started_s:.0f} s; written to {output}", flush=True)
+    return 0 if figures.get("all_passed", True) else 1
+
+
+def _as_figures(checks: list[Check]) -> dict[str, object]:
+    return {"checks": [asdict(check) for check in checks], "all_passed": all(check.passed for check in checks)}
+
+
+def _decode_ms(runner: TorchModelRunner, num_seqs: int, context: int) -> float:
+    return measure_decode(runner, num_seqs, context, SamplingParams(max_tokens=8, temperature=0.0)).median_ms
 
 
 def _sequence(number: int, num_tokens: int, params: SamplingParams) -> Sequence:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.protocol import PositionLogprobs, TokenLogprob
+from replicas.protocol import PositionLogprobs, SamplingParams, TokenLogprob
 
 _SPIN_S = 100e-6
 """How early the sleep ends: about as late as the kernel wakes a sleeper. The rest is spun."""
@@ -60,15 +61,28 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
     num_decodes = num_prefill_tokens = num_context_tokens = 0
     for item in batch.items:
         num_context_tokens += item.end
-        if item.num_tokens == 1 and item.end == len(item.sequence.token_ids):
+        if item.num_tokens == 1 and item.end >= len(item.sequence.token_ids):
             num_decodes += 1
         else:
             num_prefill_tokens += item.num_tokens
     return StepShape(num_decodes, num_prefill_tokens, num_context_tokens)
 
 
+class TimedStep:
+    """A step of which the results are known and the time has yet to pass."""
+
+    def __init__(self, results: list[ItemResult], wait: Callable[[], None]) -> None:
+        self._results = results
+        self._wait = wait
+
+    def collect(self) -> list[ItemResult]:
+        """One result per item, in order, when the step's time has passed."""
+        self._wait()
+        return self._results
+
+
 class TimedRunner:
-    """Spends a step's time asleep, then returns made-up tokens.
+    """Spends a step's time asleep, then returns made-up tokens; steps launched together take their time in turn.
 
     A request that may end early (no `ignore_eos`) and whose `seed` is a length that it can still reach ends
     with the end-of-sequence token when it holds that many tokens, prompt included: a length that neither
@@ -89,13 +103,23 @@ class TimedRunner:
         self._eos_token_id = eos_token_id
         self._clock = clock
         self._sleep = sleep
+        self._free_s = float("-inf")
+        self._sampled: dict[Sequence, int] = {}
+
+    def launch(self, batch: ScheduledBatch) -> TimedStep:
+        """Begin a step, which takes its time once those launched before have taken theirs."""
+        self._free_s = ends_s = max(self._clock(), self._free_s) + self._step_times.of(shape_of(batch))
+        results = [self._result(item) for item in batch.items]
+        self._sampled = {
+            item.sequence: result.token_id
+            for item, result in zip(batch.items, results, strict=True)
+            if result.token_id is not None
+        }
+        return TimedStep(results, partial(self._wait_until, ends_s))
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         """One result per item, in order, after the time that the step takes."""
-        ends_s = self._clock() + self._step_times.of(shape_of(batch))
-        results = [self._result(item) for item in batch.items]
-        self._wait_until(ends_s)
-        return results
+        return self.launch(batch).collect()
 
     def _wait_until(self, ends_s: float) -> None:
         left_s = ends_s - self._clock() - _SPIN_S
@@ -108,14 +132,15 @@ class TimedRunner:
         prompt_logprobs = _prompt_logprobs(item)
         if not item.samples:
             return ItemResult(prompt_logprobs=prompt_logprobs)
-        token_id = self.next_token(item.sequence)
+        known = item.sequence.token_ids
+        token_ids = known if item.end <= len(known) else [*known, self._sampled[item.sequence]]
+        token_id = self.next_token(token_ids, item.sequence.request.params)
         params = item.sequence.request.params
         logprobs = None if params.logprobs is None else _logprobs_of(token_id)
         return ItemResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
-    def next_token(self, sequence: Sequence) -> int:
-        """The token after all known ones."""
-        token_ids, params = sequence.token_ids, sequence.request.params
+    def next_token(self, token_ids: list[int], params: SamplingParams) -> int:
+        """The token after these."""
         if not params.ignore_eos and len(token_ids) + 1 == params.seed:
             return self._eos_token_id
         before = token_ids[-2] if len(token_ids) > 1 else 0

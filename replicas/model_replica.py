@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from replicas.engine.async_engine import AsyncEngine, Coalescing
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig, KVPressurePolicy
-from replicas.engine.engine import DecoderFactory, Engine
+from replicas.engine.engine import Engine
+from replicas.engine.generation import DecoderFactory
 from replicas.errors import NoReplicaAvailable
 from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
 from replicas.model.loader import ModelOptions, load_model
 from replicas.model.tokenizer import make_decoder
 from replicas.protocol import (
@@ -43,6 +45,7 @@ class ReplicaOptions:
     block_size: int = 16
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    target_itl_ms: float | None = None
     max_num_partial_prefills: int = 2
     enable_prefix_caching: bool = True
     kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
@@ -53,8 +56,18 @@ class ReplicaOptions:
     """Size of the KV cache on CPU."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that weights, activations and KV cache may take on CUDA."""
+    attention_backend: str = "auto"
+    """auto, triton or gather; auto is triton on CUDA wherever it proves right."""
     num_threads: int | None = None
     """torch threads on CPU; None: torch's own choice."""
+    enforce_eager: bool = False
+    """Launch every operation of a decode by itself, on CUDA, rather than replay captured graphs."""
+    async_scheduling: bool | None = None
+    """Launch a step before the results of the one before are known; None: on CUDA."""
+    kernel_directory: str | None = DEFAULT_KERNEL_DIRECTORY
+    """Where kernels that are compiled on this machine, for CPU, are kept; None: none are compiled."""
+    quantization: str = "none"
+    """none or int8: weights of linear layers in 8 bits, on CPU with compiled kernels only."""
     coalesce_interval_s: float = 0.03
     """A stream's deltas after its first are sent at most this often, seconds ..."""
     coalesce_tokens: int = 8
@@ -83,7 +96,15 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         UnsupportedModel: its architecture cannot be served.
     """
     loaded = load_model(
-        ModelOptions(options.model, options.dtype, options.device, options.max_model_len, options.num_threads)
+        ModelOptions(
+            model=options.model,
+            dtype=options.dtype,
+            device=options.device,
+            max_model_len=options.max_model_len,
+            num_threads=options.num_threads,
+            kernel_directory=options.kernel_directory,
+            quantization=options.quantization,
+        )
     )
     runner_options = RunnerOptions(
         block_size=options.block_size,
@@ -91,6 +112,8 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_cache_bytes=options.kv_cache_bytes,
         gpu_memory_utilization=options.gpu_memory_utilization,
+        attention_backend=options.attention_backend,
+        enforce_eager=options.enforce_eager,
     )
     runner = build_runner(loaded, runner_options)
     warm_up(runner, runner_options)
@@ -189,17 +212,22 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     max_model_len = backend.max_model_len
     if options.max_model_len is None:
         max_model_len = min(max_model_len, backend.num_blocks * options.block_size)
+    async_scheduling = options.async_scheduling
+    if async_scheduling is None:
+        async_scheduling = backend.device.startswith("cuda")
     return EngineConfig(
         num_blocks=backend.num_blocks,
         max_model_len=max_model_len,
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        target_itl_ms=options.target_itl_ms,
         max_num_partial_prefills=options.max_num_partial_prefills,
         enable_prefix_caching=options.enable_prefix_caching,
         kv_pressure_policy=options.kv_pressure_policy,
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
         promote_after_s=options.promote_after_s,
+        async_scheduling=async_scheduling,
         eos_token_ids=backend.eos_token_ids,
     )

@@ -80,6 +80,13 @@ class HeadwayConfig(BaseModel):
     """CPUs that Ray reserves for a model replica."""
     num_threads: int | None = Field(default=None, ge=1)
     """torch threads of a model replica on CPU; none: as many as its reserved CPUs, at least 1."""
+    kernel_cache_dir: str | None = "~/.cache/headway"
+    """Directory of the kernels that the first replica on a machine without a GPU compiles there when it starts.
+
+    That takes about half a minute, once for each version of torch. None: replicas do without them, and are slower.
+    """
+    quantization: Literal["none", "int8"] = "none"
+    """int8: a replica on CPU keeps the weights of linear layers in 8 bits, for speed and memory; needs its kernels."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)
     """Seconds that running requests have to finish when a replica is stopped."""
     health_check_period_s: float = Field(default=1.0, gt=0)
@@ -93,6 +100,12 @@ class HeadwayConfig(BaseModel):
     """Sequences that run together in one replica."""
     max_num_batched_tokens: int = Field(default=512, ge=1)
     """Tokens computed in one engine step, at most; less makes decodes smoother and prefills slower."""
+    async_scheduling: bool | None = None
+    """Schedule and launch a step before the tokens of the one before are known; none: with a GPU only."""
+    enforce_eager: bool = False
+    """On a GPU, launch a decode's operations one by one, not as CUDA graphs, which are captured at start-up."""
+    target_itl_ms: float | None = Field(default=None, gt=0)
+    """Milliseconds between two tokens of a stream to aim at, by prefilling less beside decodes; none: no target."""
     max_num_partial_prefills: int = Field(default=2, ge=1)
     """Prompts of one replica that may be part-way through their prefill at once."""
     enable_prefix_caching: bool = True
@@ -121,6 +134,9 @@ class HeadwayConfig(BaseModel):
     """Size of a replica's KV cache on CPU, bytes; also as `2GiB`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that weights, activations and KV cache may take."""
+    attention_backend: Literal["auto", "triton", "gather"] = "auto"
+    """What computes attention. auto: the fastest that proves right at start-up; triton: the GPU kernels, or the replica
+    does not start; gather: plain torch."""
     coalesce_interval_s: float = Field(default=0.03, ge=0)
     """A stream's deltas after its first are sent at most this often, seconds ..."""
     coalesce_tokens: int = Field(default=8, ge=1)
@@ -235,6 +251,8 @@ class HeadwayConfig(BaseModel):
             raise ValueError(
                 f"device (cpu) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) contradict each other"
             )
+        if self.device == "cpu" and self.attention_backend == "triton":
+            raise ValueError("device (cpu) and attention_backend (triton) contradict each other")
         if self.device == "cuda" and self.num_gpus_per_replica == 0:
             raise ValueError("device (cuda) and num_gpus_per_replica (0) contradict each other")
         return self
@@ -364,6 +382,9 @@ class HeadwayConfig(BaseModel):
             block_size=self.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            async_scheduling=self.async_scheduling,
+            enforce_eager=self.enforce_eager,
+            target_itl_ms=self.target_itl_ms,
             max_num_partial_prefills=self.max_num_partial_prefills,
             enable_prefix_caching=self.enable_prefix_caching,
             kv_pressure_policy=self.kv_pressure_policy,
@@ -372,7 +393,10 @@ class HeadwayConfig(BaseModel):
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             kv_cache_bytes=int(self.kv_cache_bytes),
             gpu_memory_utilization=self.gpu_memory_utilization,
+            attention_backend=self.attention_backend,
             num_threads=self.num_threads or max(1, int(self.cpus_per_replica)),
+            kernel_directory=self.kernel_cache_dir,
+            quantization=self.quantization,
             coalesce_interval_s=self.coalesce_interval_s,
             coalesce_tokens=self.coalesce_tokens,
         )

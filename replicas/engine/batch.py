@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas.engine.sequence import Sequence
 from replicas.protocol import PositionLogprobs
+
+_set = object.__setattr__
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """Tokens one sequence computes in this step: positions [start, start + num_tokens).
 
-    Every position already has a slot in the sequence's block table.
+    Every position already has a slot in the sequence's block table. The last token may be awaited: the step
+    launched before samples it, and the runner takes it from there.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    samples: bool = field(init=False)
+    """Whether the step reaches the last token known or awaited, so that its logits give the next one."""
+    num_repeated_tokens: int = field(init=False)
+    """How many of the tokens were computed before a preemption already."""
+    preemption: int = field(init=False)
+    """How often the sequence had been preempted: another number later says that the blocks have been taken back."""
+
+    def __post_init__(self) -> None:
+        # Fixed now: the sequence goes on while the step is on its way.
+        sequence, end, num_lost_tokens = self.sequence, self.start + self.num_tokens, self.sequence.num_lost_tokens
+        num_repeated_tokens = min(end, num_lost_tokens) - self.start if num_lost_tokens > self.start else 0
+        _set(self, "samples", sequence.may_sample_at(end))
+        _set(self, "num_repeated_tokens", num_repeated_tokens)
+        _set(self, "preemption", sequence.num_preemptions)
 
     @property
     def end(self) -> int:
@@ -26,9 +43,15 @@ class ScheduledSequence:
         return self.start + self.num_tokens
 
     @property
-    def samples(self) -> bool:
-        """Whether the step reaches the last known token, so that its logits give the next one."""
-        return self.end == len(self.sequence.token_ids) and self.sequence.can_sample
+    def holds_blocks(self) -> bool:
+        """Whether the blocks that the step writes are still the sequence's own."""
+        return bool(self.sequence.block_table) and self.sequence.num_preemptions == self.preemption
+
+    def part(self, start: int, num_tokens: int) -> ScheduledSequence:
+        """Positions [start, start + num_tokens) of these; only the part at the end samples."""
+        part = ScheduledSequence(self.sequence, start, num_tokens)
+        _set(part, "samples", self.samples and part.end == self.end)
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +64,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens computed in this step."""
         return sum(item.num_tokens for item in self.items)
+
+    @property
+    def must_be_known_at_once(self) -> bool:
+        """Whether some sequence cannot go on before the host knows the token that it samples here."""
+        return any(item.samples and item.sequence.needs_known_tokens for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +85,50 @@ class ItemResult:
     """Why this sequence, and it alone, failed (for example logits that are not numbers)."""
 
 
+class LaunchedStep(Protocol):
+    """A step that the device is working on, or has done."""
+
+    def collect(self) -> list[ItemResult]:
+        """Wait for the step; one result per item, in order. Asked once, in the order of the launches.
+
+        Raises:
+            Exception: the whole batch failed; nothing about it, nor what was launched after it, can be relied on.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step whose results are there."""
+
+    results: list[ItemResult]
+
+    def collect(self) -> list[ItemResult]:
+        """One result per item, in order."""
+        return self.results
+
+
+@dataclass(frozen=True, slots=True)
+class FailedStep:
+    """A step that could not be launched."""
+
+    error: Exception
+
+    def collect(self) -> list[ItemResult]:
+        """Raise what the launch raised."""
+        raise self.error
+
+
 class ModelRunner(Protocol):
     """The only thing that knows a device."""
 
-    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
-        """Compute every scheduled token, write its KV, sample where an item samples.
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Begin to compute every scheduled token, write its KV, sample where an item samples.
 
-        Returns one result per item, in order. Running an item again writes the same KV.
+        Steps take effect in the order of their launches. A token that the step launched last samples may be the last
+        of an item here before anybody has collected it. Running an item again writes the same KV.
 
         Raises:
-            Exception: the whole batch failed; nothing about it can be relied on.
+            Exception: the batch failed; steps launched before are not touched.
         """
         ...

@@ -59,7 +59,7 @@ class BlockManager:
         return self._config.blocks_for(num_tokens) - num_shared - len(self._free) - num_reclaimable
 
     def allocate(self, sequence: Sequence) -> None:
-        """Give a waiting sequence slots for all its known tokens, reusing cached blocks for its beginning.
+        """Give a waiting sequence slots for all its tokens, reusing cached blocks for its beginning.
 
         At least one token is left to compute, since its logits are what the next step samples from.
 
@@ -67,7 +67,7 @@ class BlockManager:
             OutOfBlocks: fewer free blocks than needed; nothing was taken.
         """
         assert not sequence.block_table and sequence.num_computed_tokens == 0
-        num_tokens = len(sequence.token_ids)
+        num_tokens = sequence.num_tokens
         if self.shortfall(sequence, num_tokens) > 0:
             raise OutOfBlocks
         for block in self._hits(sequence):
@@ -124,7 +124,7 @@ class BlockManager:
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
         sequence.block_table.clear()
-        sequence.num_computed_tokens = 0
+        sequence.num_computed_tokens = sequence.num_in_flight_tokens = 0
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
         """Assert the class's invariants; `sequences` are all that hold blocks."""

@@ -30,6 +30,9 @@ class EngineConfig:
     """Sequences that run together."""
     max_num_batched_tokens: int = 512
     """Tokens computed in one step, at most."""
+    target_itl_ms: float | None = None
+    """Milliseconds between two tokens of a sequence to aim at: steps in which sequences decode compute fewer prompt
+    tokens, down to none, to keep within 20 % of it. None: `max_num_batched_tokens` is the only limit."""
     max_num_partial_prefills: int = 2
     """Prompts that may share a step's token budget without finishing in it. All but one of these places
     (where there are two or more) may be taken by prompts longer than the budget, so that short ones always
@@ -44,6 +47,9 @@ class EngineConfig:
     promote_after_s: float = 30.0
     """A band that waits and for which nothing was computed this long, seconds, has one sequence promoted: it
     takes the next free slot and keeps it."""
+    async_scheduling: bool = False
+    """Schedule and launch a step before the results of the one before are known, so that the device never waits for
+    the host. Worth it only where device and host are two: on CUDA."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence unless it says `ignore_eos`."""
 
@@ -51,6 +57,8 @@ class EngineConfig:
         for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_partial_prefills"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.target_itl_ms is not None and self.target_itl_ms <= 0:
+            raise ValueError(f"target_itl_ms is {self.target_itl_ms}; it must be above 0, or None")
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed max_num_seqs "

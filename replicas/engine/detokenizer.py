@@ -28,8 +28,11 @@ class Detokenizer:
 
     def push(self, token_id: int, may_stop: bool) -> str:
         """Text that can be shown now; sets `stop_string` when one is complete and `may_stop`."""
-        self._held += self._decoder.push(token_id)
-        if not self._stop or not may_stop:
+        text = self._decoder.push(token_id)
+        if not self._stop:
+            return text
+        self._held += text
+        if not may_stop:
             # Text from before `min_tokens` is no part of any later match.
             return self._release(len(self._held))
         found = min(
@@ -38,9 +41,9 @@ class Detokenizer:
             key=lambda match: match[0],
         )
         if found is not None:
-            text = self._release(found[0])
+            shown = self._release(found[0])
             self.stop_string, self._held = found[1], ""
-            return text
+            return shown
         return self._release(len(self._held) - self._possible_start_length())
 
     def finish(self) -> str:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from replicas.engine.batch import ItemResult, ModelRunner, ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.clock import Clock
 from replicas.engine.config import EngineConfig
-from replicas.engine.detokenizer import Detokenizer, IncrementalDecoder
+from replicas.engine.deadlines import Deadlines
+from replicas.engine.generation import DecoderFactory, Generation
+from replicas.engine.intake import Intake
+from replicas.engine.load_report import LoadReport
+from replicas.engine.pipeline import Pipeline, StepInFlight
 from replicas.engine.scheduler import Scheduler
-from replicas.engine.sequence import Sequence
-from replicas.engine.stats import EngineStats, gauge
-from replicas.engine.stopping import Stop, length_reached, may_stop_on_text, stop_token
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.stats import EngineStats
+from replicas.engine.stopping import Stop
 from replicas.engine.waste import WasteCause
-from replicas.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    NoReplicaAvailable,
-    Overloaded,
-    SequenceFailed,
-    ServingError,
-)
+from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, SequenceFailed, ServingError
 from replicas.protocol import (
-    Band,
     EngineMetrics,
     FinishReason,
     GenerateRequest,
@@ -37,25 +31,20 @@ from replicas.protocol import (
     Usage,
 )
 
-DecoderFactory = Callable[[GenerateRequest], IncrementalDecoder]
-_MAX_FAILED_STEPS = 3
-
-
-@dataclass(slots=True)
-class _Generation:
-    """A sequence and the text that comes of it."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer
-
 
 class Engine:
     """Runs every accepted request to its end, many at a time.
 
+    With `async_scheduling`, step n + 1 is scheduled and launched before the results of step n are collected: each
+    sequence goes on with the token that step n will give, known to the device alone. An end that only the token
+    tells (end of sequence, stop string) is thus seen when the sequence is in step n + 1 already: what that step
+    gives it is dropped. Output is the same in both modes, token for token.
+
     Invariants:
         A request that `add` accepted gets exactly one delta with a finish reason, unless it is aborted.
-        A finished, aborted or failed request holds no block when the next step is scheduled.
-        With nothing left to do every block is free.
+        A finished, aborted or failed request holds no block when the next step is scheduled. A step in flight may
+        still write to blocks it held: whoever gets them writes later.
+        With nothing left to do every block is free and no step is in flight.
     """
 
     def __init__(
@@ -63,23 +52,24 @@ class Engine:
         clock: Clock | None = None,
     ) -> None:  # fmt: skip
         self._config = config
-        self._runner = runner
         self._decoders = decoders
-        self._identity = identity
         self._clock = clock or Clock()
-        self._blocks = BlockManager(config)
-        self._scheduler = Scheduler(config, self._blocks)
+        blocks = BlockManager(config)
+        self._scheduler = Scheduler(config, blocks)
         self._stats = EngineStats(config)
-        self._generations: dict[str, _Generation] = {}
-        self._deadlines: list[tuple[float, int, str]] = []
+        self._pipeline = Pipeline(runner, self._scheduler, config.async_scheduling)
+        self._intake = Intake(config, self._scheduler, self._stats)
+        self._report = LoadReport(config, identity, self._scheduler, blocks, self._stats, self._clock)
+        self._generations: dict[str, Generation] = {}
+        self._deadlines = Deadlines()
         self._num_added = 0
-        self._num_failed_steps = 0
+        self._last_collected_s = float("-inf")
         self._is_draining = False
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._generations)
+        """Whether any request is waiting or running, or a step is in flight."""
+        return bool(self._generations) or len(self._pipeline) > 0
 
     def add(self, request: GenerateRequest) -> None:
         """Accept a request.
@@ -92,18 +82,16 @@ class Engine:
         """
         if self._is_draining:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
-        self._check_size(request)
-        self._check_queue(request)
+        if request.request_id in self._generations:
+            raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
+        self._intake.check(request)
         now = self._clock.monotonic()
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
         sequence = Sequence(request, arrival_s, deadline_s, self._num_added)
-        detokenizer = self._detokenizer(request)
+        self._generations[request.request_id] = Generation(sequence, self._decoders)
         self._num_added += 1
-        self._generations[request.request_id] = _Generation(sequence, detokenizer)
-        if deadline_s is not None:
-            self._forget_old_deadlines()
-            heapq.heappush(self._deadlines, (deadline_s, sequence.number, request.request_id))
+        self._deadlines.add(sequence)
         self._scheduler.add(sequence, now)
 
     def abort(self, request_id: str) -> None:
@@ -118,56 +106,22 @@ class Engine:
         self._is_draining = True
 
     def step(self) -> list[TokenDelta]:
-        """Run one iteration; return what changed for each sequence that produced output or ended."""
+        """Launch a step and collect those that are due; what changed for each sequence that produced or ended."""
         deltas = self._expire()
-        started_s = self._clock.monotonic()
-        batch = self._scheduler.schedule(started_s)
-        if batch is None:
-            return deltas
-        for item in batch.items:
-            if item.sequence.first_scheduled_s is None:
-                item.sequence.first_scheduled_s = started_s
-                self._stats.scheduled_first(item.sequence)
-        results = self._execute(batch)
-        now = self._clock.monotonic()
-        self._stats.stepped(batch, now - started_s, self._is_saturated(batch))
-        for item, result in zip(batch.items, results, strict=True):
-            delta = self._apply(item, result, now)
-            if delta is not None:
-                deltas.append(delta)
+        has_launched = self._launch()
+        for step in self._pipeline.due(has_launched):
+            deltas += self._collect(step)
         return deltas
 
     def check_invariants(self) -> None:
         """Assert the invariants of everything below; cheap when nothing runs."""
         self._scheduler.check_invariants()
         assert len(self._generations) == len(self._scheduler.running) + len(self._scheduler.waiting)
+        assert len(self._pipeline) <= self._config.async_scheduling
 
     def stats(self) -> ReplicaStats:
         """The present load."""
-        running, held_blocks = [0] * len(Band), [0] * len(Band)
-        outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
-        for sequence in self._scheduler.running:
-            running[sequence.effective_band] += 1
-            held_blocks[sequence.effective_band] += len(sequence.block_table)
-            outstanding_tokens += sequence.num_outstanding_tokens
-        return ReplicaStats(
-            replica_id=self._identity.replica_id,
-            node_id=self._identity.node_id,
-            pid=self._identity.pid,
-            taken_unix_s=self._clock.unix(),
-            num_slots=self._config.max_num_seqs,
-            num_blocks=self._config.num_blocks,
-            num_free_blocks=self._blocks.num_free_blocks,
-            num_running_by_band=tuple(running),
-            num_waiting_by_band=self._scheduler.waiting.num_by_band,
-            waiting_tokens=self._scheduler.waiting.num_tokens,
-            generated_tokens_per_s=self._stats.rate.tokens_per_s,
-            is_draining=self._is_draining,
-            num_held_blocks_by_band=tuple(held_blocks),
-            outstanding_tokens=outstanding_tokens,
-            block_size=self._config.block_size,
-            saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
-        )
+        return self._report.load(self._is_draining)
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:
         """Tokens computed for the tenants served last; may be asked from any thread."""
@@ -175,45 +129,35 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
-        load = self.stats()
-        gauges = (
-            gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
-            gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
-            gauge(
-                "vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"
-            ),
-            gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage),
-            gauge(
-                "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
-                num_gpu_blocks=str(self._config.num_blocks),
-                enable_prefix_caching=str(self._config.enable_prefix_caching),
-            ),
-        )  # fmt: skip
-        return EngineMetrics(
-            self._identity.replica_id,
-            (*gauges, *self._stats.counters(self._scheduler.num_preemptions)),
-            self._stats.histograms(),
-        )
+        return self._report.metrics(self.stats())
 
-    def _detokenizer(self, request: GenerateRequest) -> Detokenizer:
-        try:
-            detokenizer = Detokenizer(self._decoders(request), request.params.stop)
-            for index, token_id in enumerate(request.output_token_ids):
-                # The reader has this text; what is held back of it is held back again.
-                detokenizer.push(token_id, may_stop_on_text(request.params, index + 1))
-        except Exception as error:  # Whatever a tokenizer raises is this request's own trouble.
-            raise SequenceFailed(f"decoding the output failed: {error}") from error
-        return detokenizer
+    def _expire(self) -> list[TokenDelta]:
+        deltas = []
+        for sequence in self._deadlines.take_passed(self._clock.monotonic()):
+            assert sequence.deadline_s is not None
+            self._stats.waste.add(WasteCause.EXPIRED, sequence.num_spent_tokens)
+            error = DeadlineExceeded(
+                f"the deadline, {sequence.deadline_s - sequence.arrival_s:.3f} s after arrival, passed with "
+                f"{sequence.num_output_tokens} output tokens generated"
+            )
+            deltas.append(self._fail(sequence, error))
+        return deltas
 
-    def _forget_old_deadlines(self) -> None:
-        """Drop the deadlines of sequences that have ended, once they are the greater part."""
-        if len(self._deadlines) > 2 * len(self._generations) + 64:
-            live = {generation.sequence.number for generation in self._generations.values()}
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in live]
-            heapq.heapify(self._deadlines)
+    def _launch(self) -> bool:
+        """Schedule and launch a step; whether there was anything to compute."""
+        now = self._clock.monotonic()
+        batch = self._scheduler.schedule(now)
+        if batch is None:
+            return False
+        for item in batch.items:
+            if item.sequence.first_scheduled_s is None:
+                item.sequence.first_scheduled_s = now
+                self._stats.scheduled_first(item.sequence)
+        self._pipeline.launch(batch, now, self._is_saturated(batch))
+        return True
 
     def _is_saturated(self, batch: ScheduledBatch) -> bool:
-        if any(item.sequence.request.runs_alone for item in batch.items):
+        if len(batch.items) == 1 and batch.items[0].sequence.request.runs_alone:
             return False
         return (
             len(self._scheduler.waiting) > 0
@@ -221,119 +165,51 @@ class Engine:
             or batch.num_tokens == self._config.max_num_batched_tokens
         )
 
-    def _check_size(self, request: GenerateRequest) -> None:
-        if request.request_id in self._generations:
-            raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
-        limit = self._config.max_model_len
-        if request.max_total_tokens > limit:
-            raise InvalidRequest(
-                f"prompt has {len(request.prompt_token_ids)} tokens and max_tokens is {request.params.max_tokens}, "
-                f"together {request.max_total_tokens}; the model accepts {limit}",
-                "max_tokens",
-                "context_length_exceeded",
-            )
-
-    def _check_queue(self, request: GenerateRequest) -> None:
-        waiting = self._scheduler.waiting
-        num_free_slots = self._config.max_num_seqs - len(self._scheduler.running)
-        if len(waiting) < num_free_slots:
-            return
-        num_queued = len(waiting) - num_free_slots + 1
-        if num_queued > self._config.max_queued_requests:
-            self._refuse("requests", num_queued, self._config.max_queued_requests, "reqs")
-        num_tokens = waiting.num_tokens + request.max_total_tokens
-        if num_tokens > self._config.max_queued_tokens:
-            self._refuse("tokens", num_tokens, self._config.max_queued_tokens, "tokens")
-
-    def _refuse(self, what: str, value: int, limit: int, reason: str) -> None:
-        """Raise `Overloaded` with the time in which the queue drains at the present rate."""
-        reason = f"max_num_queued_{reason}"
-        self._stats.rejected(reason)
-        rate = self._stats.saturated_rate.tokens_per_s
-        retry_after_s = self._scheduler.waiting.num_outstanding_tokens / rate if rate > 0 else 1.0
-        raise Overloaded(f"the queue would hold {value} {what}; its limit is {limit}", retry_after_s, reason)
-
-    def _expire(self) -> list[TokenDelta]:
+    def _collect(self, step: StepInFlight) -> list[TokenDelta]:
+        results = self._pipeline.collect(step)
         now = self._clock.monotonic()
-        deltas = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline_s, number, request_id = heapq.heappop(self._deadlines)
-            generation = self._generations.get(request_id)
-            if generation is not None and generation.sequence.number == number:
-                sequence = generation.sequence
-                self._stats.waste.add(WasteCause.EXPIRED, sequence.num_spent_tokens)
-                error = DeadlineExceeded(
-                    f"the deadline, {deadline_s - sequence.arrival_s:.3f} s after arrival, passed with "
-                    f"{sequence.num_output_tokens} output tokens generated"
-                )
-                deltas.append(self._fail(sequence, error))
-        return deltas
-
-    def _execute(self, batch: ScheduledBatch) -> list[ItemResult]:
-        """Run the batch; if it fails as a whole, run its items alone, so that only the guilty fail.
-
-        Computing an item twice writes the same KV, so this is safe. A device that fails every
-        item of a batch, or several steps in a row, is broken: the error goes up and ends the engine.
-        """
-        try:
-            results = self._runner.execute(batch)
-        except Exception as error:
-            self._num_failed_steps += 1
-            results = [self._execute_alone(item, error) for item in batch.items]
-            fails_everything = len(results) > 1 and all(result.error is not None for result in results)
-            if fails_everything or self._num_failed_steps >= _MAX_FAILED_STEPS:
-                raise
-            return results
-        self._num_failed_steps = 0
-        return results
-
-    def _execute_alone(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
-        try:
-            return self._runner.execute(ScheduledBatch((item,)))[0]
-        except Exception as error:
-            return ItemResult(error=f"{type(error).__name__} while computing the sequence: {error} ({cause})")
+        # Steps overlap: this one has had the device since the one before was done.
+        duration_s = now - max(step.launched_s, self._last_collected_s)
+        self._last_collected_s = now
+        self._stats.stepped(step.batch, duration_s, step.is_saturated)
+        self._scheduler.stepped(step.batch, duration_s)
+        deltas = (self._apply(item, result, now) for item, result in results)
+        return [delta for delta in deltas if delta is not None]
 
     def _apply(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
         """Let the step's result change the sequence; None if there is nothing to tell yet."""
         sequence = item.sequence
+        if item.num_repeated_tokens > 0:
+            self._stats.waste.add(WasteCause.PREEMPT, item.num_repeated_tokens)
+        if sequence.status is SequenceStatus.FINISHED:
+            return None  # It ended while the step was on its way.
         if result.error is not None:
             return self._fail(sequence, SequenceFailed(result.error))
-        samples = item.samples
         prompt_logprobs = sequence.take_prompt_logprobs(item.start, result.prompt_logprobs)
-        self._scheduler.computed(sequence, item.num_tokens)
-        if item.start < sequence.num_lost_tokens:
-            num_again = min(item.end, sequence.num_lost_tokens) - item.start
-            self._stats.waste.add(WasteCause.PREEMPT, num_again)
-        if not samples:
-            is_scored = not sequence.can_sample and sequence.num_uncomputed_tokens == 0
+        self._scheduler.computed(item)
+        if not item.samples:
+            is_scored = not sequence.can_sample and sequence.num_computed_tokens == sequence.num_tokens
             stop = Stop(FinishReason.LENGTH) if is_scored else None
             if stop is None and not prompt_logprobs:
                 return None
             return self._delta(sequence, (), "", stop, prompt_logprobs=prompt_logprobs)
         assert result.token_id is not None
-        sequence.token_ids.append(result.token_id)
+        return self._produce(sequence, result.token_id, result.logprobs, prompt_logprobs, now)
+
+    def _produce(
+        self, sequence: Sequence, token_id: int, logprobs: PositionLogprobs | None,
+        prompt_logprobs: tuple[PositionLogprobs, ...], now: float,
+    ) -> TokenDelta:  # fmt: skip
+        """Add an output token to its sequence."""
+        sequence.append(token_id)
         self._stats.produced(sequence, now)
         try:
-            text, stop = self._read(sequence, result.token_id)
+            text, stop = self._generations[sequence.request_id].read(token_id, self._config.eos_token_ids)
         except Exception as error:  # A tokenizer's decoder failed on this sequence's tokens; the others are fine.
-            del sequence.token_ids[-1]
+            sequence.take_back()
             return self._fail(sequence, SequenceFailed(f"decoding the output failed: {error}"))
-        logprobs = () if result.logprobs is None else (result.logprobs,)
-        return self._delta(sequence, (result.token_id,), text, stop, logprobs, prompt_logprobs)
-
-    def _read(self, sequence: Sequence, token_id: int) -> tuple[str, Stop | None]:
-        """Text that the newest token makes known, and whether the sequence ends with it."""
-        detokenizer = self._generations[sequence.request_id].detokenizer
-        stop = stop_token(sequence, self._config.eos_token_ids)
-        text = (
-            ""
-            if stop
-            else detokenizer.push(token_id, may_stop_on_text(sequence.request.params, sequence.num_output_tokens))
-        )
-        if detokenizer.stop_string is not None:
-            stop = Stop(FinishReason.STOP, detokenizer.stop_string)
-        stop = stop or length_reached(sequence)
-        return (text + detokenizer.finish() if stop else text), stop
+        of_token = () if logprobs is None else (logprobs,)
+        return self._delta(sequence, (token_id,), text, stop, of_token, prompt_logprobs)
 
     def _delta(
         self, sequence: Sequence, token_ids: tuple[int, ...], text: str, stop: Stop | None,
@@ -341,12 +217,13 @@ class Engine:
     ) -> TokenDelta:  # fmt: skip
         if stop is not None:
             self._end(sequence, stop.reason)
+        num_output_tokens = sequence.num_output_tokens
         return TokenDelta(
-            request_id=sequence.request_id,
-            start=sequence.num_output_tokens - len(token_ids),
+            request_id=sequence.request.request_id,
+            start=num_output_tokens - len(token_ids),
             token_ids=token_ids,
             text=text,
-            usage=Usage(sequence.num_prompt_tokens, sequence.num_output_tokens, sequence.num_cached_tokens or 0),
+            usage=Usage(sequence.num_prompt_tokens, num_output_tokens, sequence.num_cached_tokens or 0),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=stop.reason if stop else None,
@@ -357,6 +234,8 @@ class Engine:
         return replace(self._delta(sequence, (), "", Stop(FinishReason.ERROR)), error=error)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._stats.waste.add(WasteCause.SURPLUS, sequence.num_surplus_tokens)
         self._scheduler.finish(sequence)
         del self._generations[sequence.request_id]
         self._stats.finished(sequence, reason, self._clock.monotonic())

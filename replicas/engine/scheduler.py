@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator
 
-from replicas.engine.batch import ScheduledBatch
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.latency_controller import LatencyController
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.engine.step_plan import StepPlan
 from replicas.engine.waiting_queue import WaitingQueue
@@ -16,6 +17,10 @@ from replicas.protocol import Band
 
 def _urgency(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.urgency
+
+
+def _effective_band(sequence: Sequence) -> Band:
+    return sequence.effective_band
 
 
 class Scheduler:
@@ -29,10 +34,11 @@ class Scheduler:
        urgent running sequence is preempted: it gives back its blocks, keeps its tokens and
        waits; its full blocks stay cached, so resuming is mostly a prefix hit.
     2. Sequences that miss one token get it: a decode never waits for a prefill.
-    3. The rest of the budget goes to the others and to waiting sequences, band by band, in
-       order of urgency. A prompt longer than a step gets a share at first and what is left
-       at last, so that short ones behind it start at once. A waiting sequence that is more
-       urgent by band takes slot and blocks of the least urgent running one.
+    3. The rest of the budget (`max_num_batched_tokens`, or less to meet a latency target) goes
+       to the others and to waiting sequences, band by band, in order of urgency. A prompt
+       longer than a step gets a share at first and what is left at last, so that short ones
+       behind it start at once. A waiting sequence that is more urgent by band takes slot and
+       blocks of the least urgent running one.
     4. A sequence that runs alone preempts all others, and none is admitted beside it.
     5. A band that wants to prefill, and for which nothing was computed for `promote_after_s`,
        has its most urgent sequence promoted to the front of all: it takes the next slot that
@@ -51,6 +57,7 @@ class Scheduler:
         self._waiting = WaitingQueue(config.max_num_batched_tokens)
         self._running: list[Sequence] = []
         self._served_s = dict.fromkeys(Band, 0.0)
+        self._latency = LatencyController(config)
         self.num_preemptions = 0
         self.num_promotions = 0
 
@@ -63,6 +70,11 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """Sequences with a slot, most urgent first; to look at, not to change."""
         return self._running
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that a step in which sequences decode may compute, as things are."""
+        return self._latency.budget
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Let a new sequence wait for its first step."""
@@ -83,20 +95,38 @@ class Scheduler:
         """Choose the next step; None when no sequence has anything to compute."""
         self._promote_starved(now)
         self._grow_running()
-        plan = StepPlan(self._config)
-        for sequence in self._running:
-            if sequence.num_uncomputed_tokens == 1:
-                plan.give(sequence, 1)
-                self._served_s[sequence.band] = now
+        plan = StepPlan(self._config, self._running)
+        for band in plan.decoding_bands:
+            self._served_s[band] = now
         for band in Band:
+            plan.limit(self._latency.num_tokens(plan.num_decodes, self._outranks_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
 
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Note that a step computed the next `num_tokens` tokens of a running sequence."""
+    def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
+        """Note how long a step took."""
+        self._latency.stepped(batch, duration_s)
+
+    def computed(self, item: ScheduledSequence) -> None:
+        """Note that what a step computed of a sequence has been collected."""
+        if not item.holds_blocks:
+            return  # Preempted meanwhile.
+        sequence = item.sequence
         before = sequence.num_computed_tokens
-        sequence.num_computed_tokens += num_tokens
+        sequence.num_in_flight_tokens -= item.num_tokens
+        sequence.num_computed_tokens += item.num_tokens
         self._blocks.publish(sequence, before)
+
+    def revoke(self, item: ScheduledSequence) -> None:
+        """Forget that `item` was launched: its results will never come, and its tokens are scheduled again."""
+        sequence = item.sequence
+        if item.holds_blocks:
+            sequence.num_in_flight_tokens -= item.num_tokens
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        sequence.num_awaited_tokens -= item.samples
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.add(sequence)
 
     def check_invariants(self) -> None:
         """Assert the class's invariants and the block manager's."""
@@ -105,11 +135,16 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
-            assert sequence.num_computed_tokens <= len(sequence.block_table) * self._config.block_size
+            assert sequence.num_in_flight_tokens >= 0 and sequence.num_awaited_tokens >= 0
+            assert sequence.num_scheduled_tokens <= sequence.num_tokens
+            assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
         for sequence in self._waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
-            assert not sequence.block_table and sequence.num_computed_tokens == 0
+            assert not sequence.block_table and sequence.num_scheduled_tokens == 0
         self._blocks.check_invariants(self._running)
+
+    def _outranks_running(self, band: Band) -> bool:
+        return bool(self._running) and band < self._running[-1].effective_band
 
     def _promote_starved(self, now: float) -> None:
         for band in list(Band)[1:]:
@@ -137,14 +172,14 @@ class Scheduler:
             self._waiting.add(sequence)
 
     def _grow_running(self) -> None:
-        index = 0
-        while index < len(self._running):
-            sequence = self._running[index]
-            while not self._blocks.can_grow(sequence, len(sequence.token_ids)):
+        block_size = self._config.block_size
+        for sequence in self._running:  # Preemption takes from its end, behind what has been visited.
+            if sequence.num_tokens <= len(sequence.block_table) * block_size:
+                continue  # Most steps: said here because it is asked for every sequence in every step.
+            while not self._blocks.can_grow(sequence, sequence.num_tokens):
                 if self._preempt_least_urgent() is sequence:
                     return  # It was the last of the list.
-            self._blocks.grow(sequence, len(sequence.token_ids))
-            index += 1
+            self._blocks.grow(sequence, sequence.num_tokens)
 
     def _schedule_prefills(self, plan: StepPlan, band: Band, now: float) -> None:
         long_share, long_sequences = plan.long_share, []
@@ -163,14 +198,14 @@ class Scheduler:
 
     def _give(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
         plan.give(sequence, at_most)
-        start = sequence.num_computed_tokens
+        start = sequence.num_scheduled_tokens
         plan.note_completed(self._blocks.hashes_completed(sequence, start, start + plan.given(sequence)))
 
     def _prefill_candidates(self, plan: StepPlan, band: Band, deferred: list[Sequence]) -> Iterator[Sequence]:
         """Running sequences of `band` that can compute now, in order of urgency, admitting waiting ones on the way."""
-        prefilling = [s for s in self._running if s.effective_band is band and s.num_uncomputed_tokens > 1]
+        prefilling = plan.prefilling(band)
         prefilling.reverse()
-        has_room = not any(sequence.request.runs_alone for sequence in self._running)
+        has_room = not (len(self._running) == 1 and self._running[0].request.runs_alone)
         while plan.num_tokens_left > 0:
             head = self._waiting.head(band, with_long=plan.takes_long) if has_room else None
             if prefilling and (head is None or prefilling[-1].urgency < head.urgency):
@@ -224,7 +259,7 @@ class Scheduler:
             return True
         if sequence.request.runs_alone:
             return True  # It may preempt all, and a sequence's worst case fits an empty pool.
-        num_others = sum(1 for other in self._running if other.effective_band <= sequence.band)
+        num_others = bisect_right(self._running, sequence.band, key=_effective_band)
         return self._fits(sequence, self._running[:num_others], self._running[num_others:])
 
     def _fits(self, sequence: Sequence, others: list[Sequence], without: Collection[Sequence]) -> bool:
@@ -240,12 +275,12 @@ class Scheduler:
             )
         else:
             # One block of growth for each: else what is admitted now is preempted a step later.
-            num_tokens, growth = len(sequence.token_ids), len(others)
+            num_tokens, growth = sequence.num_tokens, len(others)
         return self._blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 
     def _preempt_least_urgent(self) -> Sequence:
         sequence = self._running.pop()
-        sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_computed_tokens)
+        sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_scheduled_tokens)
         self._blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from replicas.protocol import Band, GenerateRequest, PositionLogprobs
+from replicas.protocol import Band, GenerateRequest, PositionLogprobs, SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -18,10 +18,14 @@ class SequenceStatus(Enum):
 class Sequence:
     """Known tokens, how many of them are computed, and the blocks that hold their KV.
 
+    While a step is on its way, tokens that it computes are in flight, and the one that it samples is awaited: it
+    counts like a known one, except that only the device can say which it is.
+
     Invariants:
-        0 <= num_computed_tokens <= len(token_ids); computed tokens have slots in `block_table`.
-        WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens.
-        Of the first `num_lost_tokens`, every one was in the cache when a preemption took it away.
+        0 <= num_scheduled_tokens <= num_tokens; scheduled tokens have slots in `block_table`.
+        0 <= num_computed_tokens <= len(token_ids): what is computed is known.
+        WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens, awaited ones included.
+        Of the first `num_lost_tokens`, every one was in the cache, or on its way there, when a preemption took it away.
     """
 
     def __init__(self, request: GenerateRequest, arrival_s: float, deadline_s: float | None, number: int) -> None:
@@ -34,6 +38,11 @@ class Sequence:
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_awaited_tokens = 0
+        # The last output token that is allowed is not computed: none follows it.
+        self._most_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
+        self.needs_known_tokens = _looks_back(request.params)
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         self.status = SequenceStatus.WAITING
@@ -68,31 +77,67 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, as far as they are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens known or awaited that have to be computed at some time; the same before and after one arrives."""
+        return min(len(self.token_ids) + self.num_awaited_tokens, self._most_computed_tokens)
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        """Tokens whose KV is in the cache or on its way there."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose KV is not in the cache."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens known or awaited whose KV is neither in the cache nor on its way there."""
+        return self.num_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def num_spent_tokens(self) -> int:
         """Tokens computed for it here, each counted once; what the prefix cache had cost nothing."""
-        return max(self.num_computed_tokens, self.num_lost_tokens) - (self.num_cached_tokens or 0)
+        return max(self.num_scheduled_tokens, self.num_lost_tokens) - (self.num_cached_tokens or 0)
+
+    @property
+    def num_surplus_tokens(self) -> int:
+        """Tokens in flight that nobody needs if the sequence ends with what is known."""
+        return max(0, self.num_scheduled_tokens - max(self.num_computed_tokens, self.num_lost_tokens))
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Tokens still to compute: the known ones, and the output still expected."""
+        """Tokens still to compute: the known and awaited ones, and the output still expected."""
         expected = self.request.expected_output_tokens
         if expected is None:
             expected = self.request.params.max_tokens
-        return self.num_uncomputed_tokens + max(0, expected - self.num_output_tokens)
+        num_output_tokens = self.num_output_tokens + self.num_awaited_tokens
+        return self.num_uncomputed_tokens + max(0, expected - num_output_tokens)
 
     @property
     def can_sample(self) -> bool:
         """Whether another output token is allowed (a `max_tokens` of 0 only scores its prompt)."""
         return self.num_output_tokens < self.request.params.max_tokens
+
+    def may_sample_at(self, end: int) -> bool:
+        """Whether computing the tokens before `end` gives the next output token."""
+        num_tokens = len(self.token_ids) + self.num_awaited_tokens
+        return end == num_tokens and num_tokens - self.num_prompt_tokens < self.request.params.max_tokens
+
+    def launched(self, num_tokens: int, samples: bool) -> None:
+        """Note that a step began to compute the next `num_tokens`, and perhaps to sample one."""
+        self.num_in_flight_tokens += num_tokens
+        self.num_awaited_tokens += samples
+
+    def append(self, token_id: int) -> None:
+        """Make the token awaited longest known."""
+        self.num_awaited_tokens -= 1
+        self.token_ids.append(token_id)
+
+    def take_back(self) -> None:
+        """Undo `append`."""
+        del self.token_ids[-1]
+        self.num_awaited_tokens += 1
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
         """The part of a step's prompt log probabilities not seen before (recomputation repeats some).
@@ -102,3 +147,8 @@ class Sequence:
         fresh = logprobs[self.num_prompt_logprobs - start :]
         self.num_prompt_logprobs += len(fresh)
         return fresh
+
+
+def _looks_back(params: SamplingParams) -> bool:
+    """Whether the tokens so far change how the next one is drawn."""
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, deque
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import Sequence
+from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.engine.waste import WastedTokens
 from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
 
@@ -24,8 +24,13 @@ _REQUEST_S = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
+_SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 _NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
 _REFUSALS_HELP = "requests given back to the ingress, where they wait again; vllm:admission_rejections is of clients"
+_PADDING_HELP = (
+    "tokens of a step / (its sequences x the most tokens of one): what a padded batch of them would have had of use; "
+    "nothing is padded here"
+)
 _RATE_WINDOW_STEPS = 128
 _MAX_ACCOUNTS = 64
 
@@ -136,6 +141,8 @@ class EngineStats:
         )
         self._preemptions = make("vllm:request_num_preemptions", "preemptions of a request", _NUM_PREEMPTIONS)
         self._iteration = make("vllm:iteration_tokens_total", "tokens computed in a step", _ITERATION_TOKENS)
+        self._padding_efficiency = make("headway:step_padding_efficiency", _PADDING_HELP, _SHARES)
+        self._utilization = make("headway:batch_utilization", "sequences of a step / max_num_seqs", _SHARES)
 
     def rejected(self, reason: str) -> None:
         """A request was refused at the queue's limit named `reason`."""
@@ -150,15 +157,27 @@ class EngineStats:
 
     def stepped(self, batch: ScheduledBatch, duration_s: float, is_saturated: bool) -> None:
         """A step ended; `is_saturated` if it had as much work as the engine's limits allow."""
-        num_tokens = num_sampled = 0
+        num_tokens = num_sampled = most_tokens = 0
+        first = batch.items[0].sequence.request
+        tenant, band, num_served = first.tenant, first.band, 0
         for item in batch.items:
             num_tokens += item.num_tokens
-            num_sampled += item.samples
-            self.account.add(item.sequence.request.tenant, item.sequence.band, item.num_tokens)
+            if item.num_tokens > most_tokens:
+                most_tokens = item.num_tokens
+            num_sampled += item.samples and item.sequence.status is not SequenceStatus.FINISHED
+            request = item.sequence.request
+            if request.tenant != tenant or request.band is not band:
+                # Neighbours in a batch mostly share both: one entry for a run of them.
+                self.account.add(tenant, band, num_served)
+                tenant, band, num_served = request.tenant, request.band, 0
+            num_served += item.num_tokens
+        self.account.add(tenant, band, num_served)
         self.rate.step(duration_s, num_sampled)
         if is_saturated:
             self.saturated_rate.step(duration_s, num_tokens)
         self._iteration.observe(num_tokens)
+        self._padding_efficiency.observe(num_tokens / (len(batch.items) * most_tokens))
+        self._utilization.observe(len(batch.items) / self._config.max_num_seqs)
 
     def produced(self, sequence: Sequence, now: float) -> None:
         """A sequence got an output token; stamps its timings."""

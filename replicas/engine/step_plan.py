@@ -5,20 +5,50 @@ from __future__ import annotations
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence
+from replicas.protocol import Band
 
 
 class StepPlan:
     """Tokens given to sequences so far, and what is left of the step's limits.
 
-    Invariants: the tokens given never exceed the budget, nor a sequence's uncomputed tokens.
+    It begins with what never waits: one token for each running sequence that misses no more.
+
+    Invariants: the tokens given never exceed `max_num_batched_tokens`, nor a sequence's uncomputed tokens.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, running: list[Sequence]) -> None:
         self._config = config
         self._given: dict[Sequence, int] = {}
+        self._prefilling: list[Sequence] = []
+        self.decoding_bands: list[Band] = []
+        for sequence in running:
+            num_uncomputed_tokens = sequence.num_uncomputed_tokens
+            if num_uncomputed_tokens == 1:
+                self._given[sequence] = 1
+                if not self.decoding_bands or self.decoding_bands[-1] is not sequence.request.band:
+                    self.decoding_bands.append(sequence.request.band)
+            elif num_uncomputed_tokens > 1:
+                self._prefilling.append(sequence)
+        self._num_given = self.num_decodes = len(self._given)
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
-        self.num_tokens_left = config.max_num_batched_tokens
+        self._limit = config.max_num_batched_tokens
+
+    def limit(self, num_tokens: int) -> None:
+        """Let the step have `num_tokens` in all; what is given already stays given."""
+        self._limit = num_tokens
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still be given."""
+        return max(0, self._limit - self._num_given)
+
+    def prefilling(self, band: Band) -> list[Sequence]:
+        """Sequences scheduled in `band` that were part-way through their prefill before the step, in order of urgency.
+
+        Those preempted meanwhile are among them.
+        """
+        return [sequence for sequence in self._prefilling if sequence.effective_band is band]
 
     def is_long(self, sequence: Sequence) -> bool:
         """Whether `sequence` needs more than a whole step to catch up."""
@@ -43,12 +73,12 @@ class StepPlan:
         assert more >= 0
         if more:
             self._given[sequence] = given + more
-            self.num_tokens_left -= more
+            self._num_given += more
 
     def drop(self, sequence: Sequence) -> None:
         """Take `sequence` out of the step, before its tokens are taken back."""
         given = self._given.pop(sequence, 0)
-        self.num_tokens_left += given
+        self._num_given -= given
         if given and self.is_long(sequence):
             self._num_long -= 1
 
@@ -70,7 +100,7 @@ class StepPlan:
             return None
         return ScheduledBatch(
             tuple(
-                ScheduledSequence(sequence, sequence.num_computed_tokens, given)
+                ScheduledSequence(sequence, sequence.num_scheduled_tokens, given)
                 for sequence, given in self._given.items()
             )
         )

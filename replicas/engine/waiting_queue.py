@@ -19,7 +19,7 @@ class WaitingQueue:
     """
 
     def __init__(self, long_prompt_tokens: int) -> None:
-        """Sequences with more known tokens than `long_prompt_tokens` stand in the long line."""
+        """Sequences with more tokens than `long_prompt_tokens` stand in the long line."""
         self._long_prompt_tokens = long_prompt_tokens
         self._short: dict[Band, list[_Entry]] = {band: [] for band in Band}
         self._long: dict[Band, list[_Entry]] = {band: [] for band in Band}
@@ -73,5 +73,5 @@ class WaitingQueue:
         return [entry[1] for lines in (self._short, self._long) for line in lines.values() for entry in line]
 
     def _line(self, sequence: Sequence) -> list[_Entry]:
-        lines = self._long if len(sequence.token_ids) > self._long_prompt_tokens else self._short
+        lines = self._long if sequence.num_tokens > self._long_prompt_tokens else self._short
         return lines[sequence.effective_band]

@@ -17,6 +17,8 @@ class WasteCause(Enum):
     """Their request was aborted: its client left or cancelled."""
     EXPIRED = "expired"
     """Their request's deadline passed before it was finished."""
+    SURPLUS = "surplus"
+    """Their sequence had ended with the token before, which nobody knew yet (`async_scheduling`)."""
 
 
 class WastedTokens:
@@ -35,8 +37,9 @@ class WastedTokens:
     def metrics(self) -> tuple[Metric, ...]:
         """The counts so far."""
         help_text = (
-            "tokens computed in vain: again after a preemption, or (prompt beyond the prefix hit, and output) for "
-            "requests that were aborted or whose deadline passed; share = this / vllm:iteration_tokens_total_sum"
+            "tokens computed in vain: again after a preemption, for a sequence that had ended already, or (prompt "
+            "beyond the prefix hit, and output) for requests that were aborted or whose deadline passed; share = "
+            "this / vllm:iteration_tokens_total_sum"
         )
         return tuple(
             Metric(

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model.transfers import Outbox, Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +61,70 @@ def num_logits_rows(item: ScheduledSequence) -> int:
 
 
 def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
-    """Lay `items` end to end. Few host-to-device copies: one for the tokens, one for the rows."""
-    input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    begun_blocks: list[int] = []
-    rows: list[int] = []
-    chunks: list[Chunk] = []
-    for item in items:
-        chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
-        input_ids.extend(item.sequence.token_ids[item.start : item.end])
-        positions.extend(range(item.start, item.end))
-        _extend_slots(slots, chunk, block_size)
-        if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start:
-            begun_blocks.append(chunk.block_table[chunk.end // block_size])
-        rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
-        chunks.append(chunk)
-    tokens = _place([input_ids, positions, slots], device)
-    return BatchInputs(
-        input_ids=tokens[0:1],
-        position_ids=tokens[1:2],
-        slots=tokens[2],
-        begun_blocks=_place(begun_blocks, device) if begun_blocks else None,
-        logits_rows=_place(rows, device),
-        chunks=tuple(chunks),
-    )
+    """Lay `items`, whose tokens are all known, end to end on `device`."""
+    outbox = Outbox()
+    plan = InputPlan(items, block_size, Sampled.nothing(device), outbox)
+    return plan.place(outbox.send(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The tokens that the step launched last samples; the host need not know them."""
+
+    tokens: Tensor
+    """[num_rows] int64, on the device"""
+    row_of: dict[Sequence, int]
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> Sampled:
+        """Before the first step."""
+        return cls(torch.empty(0, dtype=torch.int64, device=device), {})
+
+
+class InputPlan:
+    """Where a flat batch's inputs lie among the numbers that travel to the device."""
+
+    def __init__(self, items: Items[ScheduledSequence], block_size: int, sampled: Sampled, outbox: Outbox) -> None:
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        begun_blocks: list[int] = []
+        logits_rows: list[int] = []
+        awaited: list[tuple[int, int]] = []
+        chunks: list[Chunk] = []
+        for item in items:
+            chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
+            input_ids.extend(item.sequence.token_ids[item.start : item.end])
+            if len(input_ids) < chunk.row + chunk.num_tokens:
+                awaited.append((len(input_ids), sampled.row_of[item.sequence]))
+                input_ids.append(0)
+            positions.extend(range(item.start, item.end))
+            _extend_slots(slots, chunk, block_size)
+            if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start:
+                begun_blocks.append(chunk.block_table[chunk.end // block_size])
+            logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
+            chunks.append(chunk)
+        self._chunks = tuple(chunks)
+        self._sampled = sampled
+        self._input_ids, self._positions = outbox.ints(input_ids), outbox.ints(positions)
+        self._slots, self._begun_blocks = outbox.ints(slots), outbox.ints(begun_blocks)
+        self._logits_rows = outbox.ints(logits_rows)
+        self._awaited_at = outbox.ints(row for row, _ in awaited)
+        self._awaited_from = outbox.ints(row for _, row in awaited)
+
+    def place(self, placed: Placed) -> BatchInputs:
+        """The inputs, once they are on their way."""
+        input_ids = placed.ints(self._input_ids)
+        if len(self._awaited_at) > 0:
+            input_ids[placed.ints(self._awaited_at)] = self._sampled.tokens[placed.ints(self._awaited_from)]
+        return BatchInputs(
+            input_ids=input_ids[None],
+            position_ids=placed.ints(self._positions)[None],
+            slots=placed.ints(self._slots),
+            begun_blocks=placed.ints(self._begun_blocks) if len(self._begun_blocks) > 0 else None,
+            logits_rows=placed.ints(self._logits_rows),
+            chunks=self._chunks,
+        )
 
 
 def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
@@ -95,7 +136,3 @@ def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
         first = chunk.block_table[index] * block_size + offset
         slots.extend(range(first, first + length))
         position += length
-
-
-def _place(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

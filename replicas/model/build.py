@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from replicas.engine.batch import ScheduledBatch
+from replicas.model.attention_choice import choose_attention
+from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
 from replicas.model.errors import ModelLoadError
 from replicas.model.kv_cache import KVCache, bytes_per_block
 from replicas.model.loader import LoadedModel
-from replicas.model.runner import TorchModelRunner
+from replicas.model.runner import AttentionFactory, TorchModelRunner
 from replicas.model.scratch import scratch_batches, scratch_item
 
 
@@ -26,17 +28,22 @@ class RunnerOptions:
     """Size of the KV cache on CPU."""
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV cache together, on CUDA."""
+    attention_backend: str = "auto"
+    """auto, triton or gather; auto is triton on CUDA wherever it proves right."""
+    enforce_eager: bool = False
+    """Launch every operation of a decode by itself, on CUDA, rather than replay captured graphs."""
 
 
 def build_runner(loaded: LoadedModel, options: RunnerOptions) -> TorchModelRunner:
     """A runner for `loaded` with as many KV blocks as `options` allow.
 
     Raises:
-        ModelLoadError: not even one block fits.
+        ModelLoadError: not even one block fits, or the attention backend asked for does not work.
     """
+    attention = choose_attention(loaded, options.attention_backend, options.block_size)
     block_bytes = bytes_per_block(loaded.layers, options.block_size, loaded.dtype)
     if loaded.device.type == "cuda":
-        available = _available_cuda_bytes(loaded, options)
+        available = _available_cuda_bytes(loaded, options, attention)
         limit = f"gpu_memory_utilization ({options.gpu_memory_utilization}) leaves {available} bytes"
     else:
         available = options.kv_cache_bytes
@@ -44,7 +51,8 @@ def build_runner(loaded: LoadedModel, options: RunnerOptions) -> TorchModelRunne
     num_blocks = available // block_bytes - 1  # One more is scratch.
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
-    return TorchModelRunner(loaded, _cache(loaded, options, num_blocks))
+    cache = _cache(loaded, options, num_blocks)
+    return TorchModelRunner(loaded, cache, attention, _captured_decodes(loaded, cache, attention, options))
 
 
 def warm_up(runner: TorchModelRunner, options: RunnerOptions) -> None:
@@ -56,11 +64,22 @@ def warm_up(runner: TorchModelRunner, options: RunnerOptions) -> None:
     _run(runner, [ScheduledBatch((prefill,))])
 
 
-def _available_cuda_bytes(loaded: LoadedModel, options: RunnerOptions) -> int:
+def _captured_decodes(
+    loaded: LoadedModel, cache: KVCache, attention: AttentionFactory, options: RunnerOptions
+) -> PaddedDecodes | None:
+    """Decodes in CUDA graphs, where device, attention backend and the model's code allow it."""
+    planned: PlannedAttention | None = getattr(attention, "planned", None)  # Not every backend can be captured.
+    if loaded.device.type != "cuda" or options.enforce_eager or planned is None:
+        return None
+    decodes = PaddedDecodes(loaded, cache, planned, bucket_sizes(options.max_num_seqs))
+    return decodes if decodes.capture() else None
+
+
+def _available_cuda_bytes(loaded: LoadedModel, options: RunnerOptions, attention: AttentionFactory) -> int:
     """Memory that the largest steps leave, measured by running them over a cache of the scratch block alone."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(loaded.device)
-    runner = TorchModelRunner(loaded, _cache(loaded, options, num_blocks=0))
+    runner = TorchModelRunner(loaded, _cache(loaded, options, num_blocks=0), attention)
     sizes = (options.max_num_seqs, options.max_num_batched_tokens, loaded.max_model_len, options.block_size)
     _run(runner, scratch_batches(*sizes))
     torch.cuda.synchronize(loaded.device)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replicas.model.transfers import Outbox, Placed, Span
 from replicas.protocol import SamplingParams
 
-# Sorting the whole vocabulary costs 30 times as much as finding the 256 likeliest tokens, which nearly always hold
-# everything that top-k, top-p or min-p keep. Rows for which they do not try again with more, and at last with all.
+# On CPU, sorting the whole vocabulary costs 30 times as much as finding the 256 likeliest tokens, which nearly always
+# hold everything that top-k, top-p or min-p keep. Rows for which they do not try again with more, and at last with all.
+# Elsewhere all are sorted at once: to look whether they do, the host would have to wait for the device.
 _NUM_CANDIDATES = (256, 8192)
 
 
@@ -45,16 +47,32 @@ class Draws:
         )
 
 
-def build_draws(params: Items[SamplingParams], uniforms: Items[float], vocab_size: int, device: torch.device) -> Draws:
-    """One host-to-device copy for all parameters."""
-    rows = [
-        (number, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
-        for row, number in zip(params, uniforms, strict=True)
-    ]
-    columns = torch.tensor(rows, dtype=torch.float64).to(device, non_blocking=True)[:, :, None]
+@dataclass(frozen=True, slots=True)
+class SentDraws:
+    """Parameters of the rows to draw for, on their way to the device."""
+
+    rows: Span
+    """[num_rows] which rows they are."""
+    columns: Span
+    """[5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row."""
+    needs_total: bool
+
+    def place(self, placed: Placed) -> Draws:
+        """The parameters on the device."""
+        columns = placed.floats(self.columns).view(len(self.rows), 5, 1)
+        uniform, temperature, top_p, min_p, top_k = columns.unbind(dim=1)
+        return Draws(uniform, temperature, top_p, min_p, top_k, self.needs_total)
+
+
+def send_draws(
+    rows: Items[int], params: Items[SamplingParams], uniforms: Items[float], vocab_size: int, outbox: Outbox
+) -> SentDraws:
+    """Send what it takes to draw for `rows`, whose params and uniform numbers are given in the same order."""
+    numbers: list[float] = []
+    for row, uniform in zip(params, uniforms, strict=True):
+        numbers += (uniform, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
     needs_total = any(row.top_p < 1.0 and not _is_restricted(row, vocab_size) for row in params)
-    uniform, temperature, top_p, min_p, top_k = columns.unbind(dim=1)
-    return Draws(uniform, temperature, top_p, min_p, top_k, needs_total)
+    return SentDraws(outbox.ints(rows), outbox.floats(numbers), needs_total)
 
 
 def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
@@ -83,7 +101,7 @@ def draw_from_kept(logits: Tensor, draws: Draws) -> Tensor:
     total = _total_weights(logits, draws)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     rows, remaining = torch.arange(logits.shape[0], device=logits.device), logits
-    for num_candidates in (*_NUM_CANDIDATES, logits.shape[1]):
+    for num_candidates in (*(_NUM_CANDIDATES if logits.device.type == "cpu" else ()), logits.shape[1]):
         values, token_ids = _likeliest(remaining, min(num_candidates, logits.shape[1]))
         tokens[rows], fits = _draw_from_sorted(values, token_ids, total[rows], draws.select(rows))
         if num_candidates >= logits.shape[1] or bool(fits.all()):

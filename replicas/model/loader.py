@@ -17,7 +17,11 @@ from transformers import (
 )
 
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.cpp_kernels import load_kernels
+from replicas.model.cpu import speed_up
 from replicas.model.errors import ModelLoadError, UnsupportedModel
+from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
+from replicas.model.linears import choose_linears
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
 
@@ -38,6 +42,10 @@ class ModelOptions:
     """Most tokens of one sequence; None: as many as the model was made for."""
     num_threads: int | None = None
     """torch threads of this process on CPU; None: torch's own choice."""
+    kernel_directory: str | None = DEFAULT_KERNEL_DIRECTORY
+    """Where kernels that are compiled on this machine, for CPU, are kept; None: none are compiled."""
+    quantization: str = "none"
+    """none or int8: weights of linear layers in 8 bits, on CPU with compiled kernels only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
+    has_kernels: bool = False
+    """Whether the compiled CPU kernels can be called, for this dtype."""
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
@@ -76,18 +86,33 @@ def load_model(options: ModelOptions) -> LoadedModel:
     tokenizer = _load_tokenizer(options.model)
     model = _load_weights(options.model, config, dtype).to(device).eval()
     port = AttentionPort(model)
+    layers = probe_attention(model, port)
+    has_kernels = device.type == "cpu" and _speed_up(model, port, layers, options)
+    if device.type != "cpu" and options.quantization != "none":
+        raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
     return LoadedModel(
         model_id=options.model,
         model=model,
         port=port,
-        layers=probe_attention(model, port),
+        layers=layers,
         tokenizer=tokenizer,
         max_model_len=max_model_len,
         vocab_size=config.get_text_config(decoder=True).vocab_size,
         eos_token_ids=_eos_token_ids(model),
         dtype=dtype,
         device=device,
+        has_kernels=has_kernels,
     )
+
+
+def _speed_up(
+    model: PreTrainedModel, port: AttentionPort, layers: tuple[AttentionLayer, ...], options: ModelOptions
+) -> bool:
+    """Give a model on CPU the fastest parts there are; whether the compiled kernels can be called."""
+    has_kernels = load_kernels(options.kernel_directory, model.dtype)
+    linears = choose_linears(model.dtype, has_kernels, options.quantization)
+    speed_up(model, port, layers, linears, has_kernels)
+    return has_kernels
 
 
 def _load_config(model: str) -> PretrainedConfig:

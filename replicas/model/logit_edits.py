@@ -11,6 +11,25 @@ import torch
 from torch import Tensor
 
 from replicas.engine.sequence import Sequence
+from replicas.model.due_token import DueToken
+from replicas.model.transfers import Outbox, Placed, Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Where entries travel."""
+
+    rows: Span
+    token_ids: Span
+    values: Span
+
+    def index(self, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Rows and token ids, each [num_entries] int64."""
+        return placed.ints(self.rows), placed.ints(self.token_ids)
+
+    def numbers(self, placed: Placed) -> Tensor:
+        """Values [num_entries] float32."""
+        return placed.floats(self.values).float()
 
 
 @dataclass(slots=True)
@@ -26,11 +45,11 @@ class _Entries:
         self.token_ids.extend(token_ids)
         self.values.extend(values)
 
-    def place(self, device: torch.device) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Index (rows, token ids), each [num_entries] int64, and values [num_entries] float32."""
-        index = torch.tensor([self.rows, self.token_ids], dtype=torch.int64).to(device, non_blocking=True)
-        values = torch.tensor(self.values, dtype=torch.float32).to(device, non_blocking=True)
-        return (index[0], index[1]), values
+    def send(self, outbox: Outbox) -> _Spans | None:
+        """None where there are none."""
+        if not self.rows:
+            return None
+        return _Spans(outbox.ints(self.rows), outbox.ints(self.token_ids), outbox.floats(self.values))
 
 
 class LogitEdits:
@@ -42,45 +61,44 @@ class LogitEdits:
     4. Stop tokens cannot be drawn before `min_tokens`.
     """
 
-    def __init__(self, sequences: Items[Sequence], eos_token_ids: frozenset[int], vocab_size: int) -> None:
+    def __init__(self, due: Items[DueToken], eos_token_ids: frozenset[int], vocab_size: int, outbox: Outbox) -> None:
         self._vocab_size = vocab_size
-        self._repetition = _Entries()
-        self._added = _Entries()
-        self._forbidden = _Entries()
-        for row, sequence in enumerate(sequences):
-            self._penalize_repetition(row, sequence)
-            self._add_offsets(row, sequence)
-            self._forbid_stops(row, sequence, eos_token_ids)
+        repetition, added, forbidden = _Entries(), _Entries(), _Entries()
+        for row, token in enumerate(due):
+            self._penalize_repetition(repetition, row, token.sequence)
+            self._add_offsets(added, row, token.sequence)
+            self._forbid_stops(forbidden, row, token, eos_token_ids)
+        self._repetition = repetition.send(outbox)
+        self._added = added.send(outbox)
+        self._forbidden = forbidden.send(outbox)
 
     @property
     def is_empty(self) -> bool:
         """Whether no logit changes."""
-        return not (self._repetition.rows or self._added.rows or self._forbidden.rows)
+        return self._repetition is None and self._added is None and self._forbidden is None
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, placed: Placed) -> Tensor:
         """A changed copy of `logits` [num_rows, vocab_size] float32, or `logits` itself where nothing changes."""
         if self.is_empty:
             return logits
         logits = logits.clone()
-        if self._repetition.rows:
-            index, penalty = self._repetition.place(logits.device)
+        if self._repetition is not None:
+            index, penalty = self._repetition.index(placed), self._repetition.numbers(placed)
             before = logits[index]
             logits[index] = torch.where(before > 0, before / penalty, before * penalty)
-        if self._added.rows:
-            index, values = self._added.place(logits.device)
-            logits.index_put_(index, values, accumulate=True)
-        if self._forbidden.rows:
-            index, values = self._forbidden.place(logits.device)
-            logits[index] = values
+        if self._added is not None:
+            logits.index_put_(self._added.index(placed), self._added.numbers(placed), accumulate=True)
+        if self._forbidden is not None:
+            logits[self._forbidden.index(placed)] = self._forbidden.numbers(placed)
         return logits
 
-    def _penalize_repetition(self, row: int, sequence: Sequence) -> None:
+    def _penalize_repetition(self, entries: _Entries, row: int, sequence: Sequence) -> None:
         penalty = sequence.request.params.repetition_penalty
         if penalty != 1.0:
             seen = self._known(set(sequence.token_ids))
-            self._repetition.add(row, seen, [penalty] * len(seen))
+            entries.add(row, seen, [penalty] * len(seen))
 
-    def _add_offsets(self, row: int, sequence: Sequence) -> None:
+    def _add_offsets(self, entries: _Entries, row: int, sequence: Sequence) -> None:
         """One entry per token, so that sums do not depend on the order in which a device adds."""
         params = sequence.request.params
         offsets: dict[int, float] = defaultdict(float)
@@ -90,15 +108,15 @@ class LogitEdits:
         for entry in params.logit_bias:
             offsets[entry.token_id] += entry.bias
         token_ids = self._known(offsets)
-        self._added.add(row, token_ids, [offsets[token_id] for token_id in token_ids])
+        entries.add(row, token_ids, [offsets[token_id] for token_id in token_ids])
 
-    def _forbid_stops(self, row: int, sequence: Sequence, eos_token_ids: frozenset[int]) -> None:
-        params = sequence.request.params
-        if sequence.num_output_tokens >= params.min_tokens:
+    def _forbid_stops(self, entries: _Entries, row: int, due: DueToken, eos_token_ids: frozenset[int]) -> None:
+        params = due.sequence.request.params
+        if due.index >= params.min_tokens:
             return
         stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         token_ids = self._known(stops)
-        self._forbidden.add(row, token_ids, [float("-inf")] * len(token_ids))
+        entries.add(row, token_ids, [float("-inf")] * len(token_ids))
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
         """Those that the model has a logit for."""

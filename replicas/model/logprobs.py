@@ -3,41 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from replicas.model.transfers import Inbox, Letter
 from replicas.protocol import PositionLogprobs, TokenLogprob
 
 # Bounds the float32 copies made at once.
 _MAX_SLICE_ROWS = 64
 
 
-def position_logprobs(logits: Tensor, token_ids: Items[int], num_top: Items[int]) -> list[PositionLogprobs]:
-    """Log probabilities of the tokens that were chosen, and of the likeliest, at each row.
+@dataclass(frozen=True, slots=True)
+class LaunchedLogprobs:
+    """Log probabilities on their way to the host: each row's chosen token's, then those of the likeliest."""
+
+    values: Letter
+    """[num_rows, 1 + most wanted] float32"""
+    top_ids: Letter
+    """[num_rows, most wanted] int64"""
+
+    def read(self, inbox: Inbox, token_ids: Items[int], num_top: Items[int]) -> list[PositionLogprobs]:
+        """One per row, whose chosen token and number of likeliest ones wanted are given."""
+        return [
+            PositionLogprobs(
+                TokenLogprob(token_id, row_values[0]),
+                tuple(map(TokenLogprob, row_ids[:count], row_values[1 : 1 + count])),
+            )
+            for token_id, count, row_values, row_ids in zip(
+                token_ids, num_top, inbox[self.values].tolist(), inbox[self.top_ids].tolist(), strict=True
+            )
+        ]
+
+
+def launch_logprobs(logits: Tensor, chosen_ids: Tensor, most_top: int, inbox: Inbox) -> LaunchedLogprobs:
+    """Ask for the log probabilities of one token per row and of the `most_top` likeliest.
 
     Args:
         logits: [num_rows, vocab_size], any float type.
-        token_ids: the chosen token of each row.
-        num_top: how many of the likeliest tokens each row wants, possibly 0.
+        chosen_ids: [num_rows] int64
+        most_top: possibly 0.
+        inbox: where they arrive.
     """
-    results: list[PositionLogprobs] = []
-    for first in range(0, len(token_ids), _MAX_SLICE_ROWS):
+    most_top = min(most_top, logits.shape[1])
+    values, top_ids = [], []
+    for first in range(0, len(chosen_ids), _MAX_SLICE_ROWS):
         rows = slice(first, first + _MAX_SLICE_ROWS)
-        results.extend(_slice_logprobs(logits[rows].float(), token_ids[rows], num_top[rows]))
-    return results
-
-
-def _slice_logprobs(logits: Tensor, token_ids: Items[int], num_top: Items[int]) -> list[PositionLogprobs]:
-    chosen_ids = torch.tensor(token_ids, dtype=torch.int64).to(logits.device, non_blocking=True)[:, None]
-    top_values, top_ids = logits.topk(min(max(num_top), logits.shape[1]), dim=-1)
-    values = torch.cat([logits.gather(1, chosen_ids), top_values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
-    return [
-        PositionLogprobs(
-            TokenLogprob(token_id, row_values[0]),
-            tuple(map(TokenLogprob, row_ids[:count], row_values[1 : 1 + count])),
-        )
-        for token_id, count, row_values, row_ids in zip(
-            token_ids, num_top, values.tolist(), top_ids.tolist(), strict=True
-        )
-    ]
+        some = logits[rows].float()
+        top = some.topk(most_top, dim=-1)
+        wanted = torch.cat([some.gather(1, chosen_ids[rows, None]), top.values], dim=1)
+        values.append(wanted - some.logsumexp(dim=-1, keepdim=True))
+        top_ids.append(top.indices)
+    return LaunchedLogprobs(inbox.add(torch.cat(values)), inbox.add(torch.cat(top_ids)))

@@ -33,11 +33,11 @@ def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> 
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device)[0] >= 8
     else:
-        native = bool(_NATIVE_BFLOAT16_FLAGS & _cpu_flags(cpu_info))
+        native = bool(_NATIVE_BFLOAT16_FLAGS & cpu_flags(cpu_info))
     return torch.bfloat16 if native else torch.float32
 
 
-def _cpu_flags(cpu_info: Path) -> frozenset[str]:
+def cpu_flags(cpu_info: Path = CPU_INFO) -> frozenset[str]:
     """The processor's feature flags; none where the system does not list them."""
     if not cpu_info.exists():
         return frozenset()

@@ -26,7 +26,9 @@ def stopped(pid: int) -> Iterator[None]:
 def test_others_are_still_heard_of_and_a_hung_replica_gets_nothing_new(served: Served, clients: Clients):
     streams = served.open_in_turn(clients, [body(LONG)] * 4)
     wait_for(lambda: all(stream.texts for stream in streams), "every stream runs")
-    hung, well = served.replicas() or ()
+    replicas = served.replicas()
+    assert replicas is not None
+    hung, well = replicas
     with stopped(hung["pid"]):
         wait_for(
             # So often that each ingress has answered.

@@ -16,6 +16,7 @@ SMALL = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
     max_position_embeddings=256,
 )  # fmt: skip
+FLOAT32 = torch.float32
 HAS_CUDA = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
@@ -37,7 +38,26 @@ def test_sampler_draws_as_on_the_cpu(device: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("architecture", gpu_check.ARCHITECTURES)
 def test_architecture_equals_generate_on_the_gpu(architecture: str) -> None:
-    assert gpu_check.check_architecture(architecture, "cuda").passed
+    assert gpu_check.check_architecture(architecture, "cuda", attention="triton").passed
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_decodes_read_all_weights_but_embeddings_that_are_not_the_head(is_tied: bool) -> None:
+    pytest.importorskip("triton")
+    from bench.gpu.kernel_times import read_bytes
+
+    loaded = gpu_check.random_model(LlamaConfig(**{**SMALL.to_dict(), "tie_word_embeddings": is_tied}), FLOAT32, "cpu")
+    layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert read_bytes(loaded) == 4 * (2 * layer + 64 + 512 * 64)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_kernels_equal_attention_by_definition_on_the_gpu() -> None:
+    from bench.gpu.kernel_checks import kernel_checks
+
+    checks = [check("cuda") for check in kernel_checks()]
+    assert not [check for check in checks if not check.passed]
 
 
 def test_architecture_check_runs_on_the_cpu() -> None:

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
+from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel, ModelOptions, load_model
-from replicas.model.runner import TorchModelRunner
+from replicas.model.runner import AttentionFactory, TorchModelRunner
 from replicas.model.tokenizer import make_decoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 
@@ -32,14 +33,17 @@ class Sizes:
 
 
 def load(path: Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    return load_model(ModelOptions(str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN))
+    """As where there is no compiler; with one, tests/model/test_cpp_exactness.py."""
+    options = ModelOptions(str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_directory=None)
+    return load_model(options)
 
 
-def build_engine(loaded: LoadedModel, sizes: Sizes | None = None) -> Engine:
+def build_engine(
+    loaded: LoadedModel, sizes: Sizes | None = None, attention: AttentionFactory = GatherAttention
+) -> Engine:
     sizes = sizes or Sizes()
-    runner = TorchModelRunner(
-        loaded, KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
-    )
+    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
+    runner = TorchModelRunner(loaded, cache, attention)
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         max_model_len=min(MAX_MODEL_LEN, sizes.num_blocks * sizes.block_size),

@@ -3,62 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
-from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
-from replicas.engine.sequence import Sequence
 from replicas.model import dense_attention, gather_attention
 from replicas.model.attention import AttentionCall, Scoring
 from replicas.model.batch_inputs import build_inputs
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.probe import AttentionLayer
-from replicas.protocol import GenerateRequest, SamplingParams
+from tests.model.paged_cases import MIXTURES, attend_by_definition, sequences
 
 CPU = torch.device("cpu")
 
-
-def attend_by_definition(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, window: int | None) -> Tensor:
-    """Causal attention of one sequence's last tokens: query [n, H, D], keys [L, Hkv, D], values [L, Hkv, Dv]."""
-    num_tokens, num_heads, _ = query.shape
-    length, num_kv_heads, _ = keys.shape
-    keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    values = values.repeat_interleave(num_heads // num_kv_heads, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys.double()) * scoring.scale
-    if scoring.softcap is not None:
-        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    distance = torch.arange(length - num_tokens, length)[:, None] - torch.arange(length)
-    visible = (distance >= 0) & (distance < (window or length))
-    weights = scores.masked_fill(~visible, -torch.inf).exp()
-    total = weights.sum(-1, keepdim=True)
-    if scoring.sinks is not None:
-        total = total + scoring.sinks.double().exp()[:, None, None]
-    return torch.einsum("hqk,khd->qhd", weights / total, values.double())
-
-
-def sequences(lengths: list[int], block_size: int, num_blocks: int) -> list[Sequence]:
-    """Sequences of known tokens that own blocks in random order."""
-    free = list(range(1, num_blocks + 1))
-    random.Random(0).shuffle(free)
-    made = []
-    for number, length in enumerate(lengths):
-        request = GenerateRequest(f"request-{number}", (1,) * length, SamplingParams(max_tokens=1))
-        sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=number)
-        sequence.block_table = [free.pop() for _ in range(-(-length // block_size))]
-        made.append(sequence)
-    return made
-
-
-# Positions [start, end) of each chunk: decodes of very different length, whole prompts, later chunks, mixtures.
-MIXTURES = {
-    "decodes": [(0, 1), (16, 17), (299, 300), (15, 16), (40, 41), (31, 32)],
-    "prefills": [(0, 40), (0, 3), (13, 50), (100, 121)],
-    "mixed": [(299, 300), (0, 2), (50, 51), (30, 75)],
-}
 KINDS = list(itertools.product([None, 1, 24, 40], [None, 5.0], [False, True]))
 
 

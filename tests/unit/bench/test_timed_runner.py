@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from bench.timed_runner import StepShape, StepTimes, TimedRunner, shape_of
-from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from bench.timed_runner import StepShape, StepTimes, TimedRunner, TimedStep, shape_of
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
@@ -26,13 +26,14 @@ class Recorder:
         self._runner = runner
         self.shapes: list[StepShape] = []
 
-    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
+    def launch(self, batch: ScheduledBatch) -> TimedStep:
         self.shapes.append(shape_of(batch))
-        results = self._runner.execute(batch)
+        step = self._runner.launch(batch)
+        results = step.collect()
         assert len(results) == len(batch.items)
         for item, result in zip(batch.items, results, strict=True):
             assert (result.token_id is not None) == item.samples
-        return results
+        return step
 
 
 def run(requests: list[GenerateRequest], engine_config: EngineConfig) -> tuple[dict[str, Outcome], Engine, Recorder]:
@@ -117,3 +118,47 @@ def test_scoring_samples_nothing_and_gives_log_probabilities():
     assert outcomes["score"].token_ids == []
     assert [p.chosen.token_id for p in outcomes["score"].prompt_logprobs] == list(range(21, 60))
     assert len(outcomes["sample"].token_ids) == 3
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_output_is_the_same_a_step_ahead(async_scheduling: bool):
+    requests = [request(f"r{number}", tuple(range(20 + number, 40)), 30, seed=45) for number in range(8)]
+    limits = config(eos_token_ids=frozenset({EOS}), async_scheduling=async_scheduling)
+    outcomes, _, _ = run(requests, limits)
+    for asked in requests:
+        assert (
+            outcomes[asked.request_id].token_ids
+            == run([asked], config(eos_token_ids=frozenset({EOS})))[0][asked.request_id].token_ids
+        )
+
+
+def test_steps_launched_together_take_their_time_in_turn():
+    now = [0.0]
+
+    def sleep(duration_s: float) -> None:
+        now[0] += duration_s + 1e-3
+
+    runner = TimedRunner(StepTimes(1.0, 0.0, 0.0), VOCABULARY, EOS, lambda: now[0], sleep)
+    batch = ScheduledBatch((ScheduledSequence(Sequence(request("a", (30, 31)), 0.0, None, 0), 0, 2),))
+    steps = [runner.launch(batch), runner.launch(batch)]
+    ends = []
+    for step in steps:
+        step.collect()
+        ends.append(now[0])
+    assert ends == pytest.approx([1.0, 2.0], abs=0.01)
+
+
+@pytest.mark.parametrize(("async_scheduling", "expected_s"), [(False, 20 * 1.3), (True, 20 * 1.0)])
+def test_a_step_ahead_the_hosts_work_hides_behind_the_devices(async_scheduling: bool, expected_s: float):
+    now = [0.0]
+
+    def sleep(duration_s: float) -> None:
+        now[0] += duration_s + 1e-3
+
+    runner = TimedRunner(StepTimes(1.0, 0.0, 0.0), VOCABULARY, EOS, lambda: now[0], sleep)
+    engine = Engine(config(async_scheduling=async_scheduling), runner, decoders, IDENTITY)
+    engine.add(request("r", (30, 31), 20, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+        now[0] += 0.3  # What the host does between two steps.
+    assert now[0] == pytest.approx(expected_s, abs=0.7)

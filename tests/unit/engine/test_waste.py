@@ -30,7 +30,7 @@ def test_nothing_is_wasted_where_nothing_goes_wrong() -> None:
     for number in range(5):
         world.add(request(str(number), prompt_of(number, 20)))
     world.run()
-    assert wasted(world) == {"preempt": 0, "abort": 0, "expired": 0}
+    assert wasted(world) == {"preempt": 0, "abort": 0, "expired": 0, "surplus": 0}
 
 
 def test_what_a_preempted_sequence_computes_again_is_wasted() -> None:
@@ -60,7 +60,7 @@ def test_an_aborted_request_wasted_what_was_computed_for_it() -> None:
     for _ in range(6):
         world.step()
     world.engine.abort("leaves")
-    assert wasted(world) == {"preempt": 0, "abort": 20 + 5, "expired": 0}
+    assert wasted(world) == {"preempt": 0, "abort": 20 + 5, "expired": 0, "surplus": 0}
     assert wasted(world)["abort"] == num_computed(world)
 
 
@@ -92,7 +92,7 @@ def test_a_request_whose_deadline_passes_wasted_what_was_computed_for_it() -> No
     deadline_unix_s = world.clock.unix(world.clock.now + 5.5)
     world.add(request("late", prompt_of(1, 10), max_tokens=50, deadline_unix_s=deadline_unix_s))
     world.run()
-    assert wasted(world) == {"preempt": 0, "abort": 0, "expired": num_computed(world)}
+    assert wasted(world) == {"preempt": 0, "abort": 0, "expired": num_computed(world), "surplus": 0}
     assert num_computed(world) == 10 + 5
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import FinishedStep, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
 from replicas.engine.clock import Clock
 from replicas.engine.config import EngineConfig
 from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
+from replicas.engine.sequence import Sequence
 from replicas.protocol import (
     Band,
     FinishReason,
@@ -64,6 +65,9 @@ class FakeClock:
 class ShadowRunner:
     """Remembers which prefix was written to each slot; fails on a stale read or a write to scratch.
 
+    It works when a step is launched, as if its device were done at once, and gives the results when they are
+    collected; a token that nobody has collected yet it takes from the step before, as a device does.
+
     `fail_on` names token ids whose presence among a scheduled item's tokens makes the whole
     batch raise, as a device does that cannot say whose fault it was.
     """
@@ -74,20 +78,35 @@ class ShadowRunner:
         self._step_s, self._clock = step_s, clock
         self.fail_on: frozenset[int] = frozenset()
         self.batches: list[ScheduledBatch] = []
+        self._sampled: dict[Sequence, int] = {}
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        results = self.execute(batch)
+        self._sampled = {
+            item.sequence: result.token_id
+            for item, result in zip(batch.items, results, strict=True)
+            if result.token_id is not None
+        }
+        return FinishedStep(results)
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         self.batches.append(batch)
         if self._clock is not None:
             self._clock.now += self._step_s
         for item in batch.items:
-            if self.fail_on & set(item.sequence.token_ids[item.start : item.end]):
+            if self.fail_on & set(self._known(item)[item.start :]):
                 raise RuntimeError("the device failed")
         return [self._compute(item) for item in batch.items]
+
+    def _known(self, item: ScheduledSequence) -> list[int]:
+        """The item's tokens and those before it; the last may be what the step before sampled."""
+        known = item.sequence.token_ids[: item.end]
+        return known if len(known) == item.end else [*known, self._sampled[item.sequence]]
 
     def _compute(self, item: ScheduledSequence) -> ItemResult:
         sequence, prefix = item.sequence, 0
         prompt_logprobs = []
-        for position, token_id in enumerate(sequence.token_ids[: item.end]):
+        for position, token_id in enumerate(self._known(item)):
             prefix = prefix_hash(prefix, token_id)
             block = sequence.block_table[position // self._block_size]
             slot = (block, position % self._block_size)
@@ -143,10 +162,12 @@ class Outcome:
 class World:
     """An engine over a shadow runner, and what came of every request."""
 
-    def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
+    def __init__(
+        self, config: EngineConfig, step_s: float = 0.0, make_runner: type[ShadowRunner] = ShadowRunner
+    ) -> None:
         self.config = config
         self.clock = FakeClock()
-        self.runner = ShadowRunner(config.block_size, step_s, self.clock)
+        self.runner = make_runner(config.block_size, step_s, self.clock)
         self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
         self.num_steps = 0

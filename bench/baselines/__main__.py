@@ -1,0 +1,165 @@
+"""Every classic batcher beside continuous batching on one trace: `python -m bench.baselines`.
+
+The model, its kernels, the KV cache, `max_num_seqs` and the tokens of a step are the same for all; the last row is
+transformers' `generate()` in static batches, with its own cache and kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.baselines.engine_batches import EngineBatches, PaddedBatches, RaggedBatches
+from bench.baselines.generate_batches import GenerateBatches
+from bench.baselines.methods import CONTINUOUS, Limits, methods
+from bench.baselines.outcome import Outcome, outcome_of
+from bench.baselines.policies import FixedSize
+from bench.baselines.serving_loop import serve_continuously, serve_in_batches
+from bench.baselines.timeline import Timeline
+from bench.baselines.trace import TraceRequest, TraceSpec, ideal_gain, make_trace
+from bench.record import write
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.loader import ModelOptions, load_model
+from replicas.model.runner import TorchModelRunner
+from replicas.model.tokenizer import SilentDecoder
+from replicas.protocol import ReplicaIdentity
+
+_GENERATE = "transformers generate(), fixed size"
+_COMPARED = "fixed size, no padding"
+"""Continuous batching does what this does, save that slots do not idle: so the gain between the two is the lengths'."""
+_MAX_MODEL_LEN = 1024
+
+
+class Comparison:
+    """All methods over one loaded model, each with a fresh engine."""
+
+    def __init__(self, arguments: argparse.Namespace, limits: Limits) -> None:
+        self._limits = limits
+        self._max_num_batched_tokens: int = arguments.max_batch_tokens
+        loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
+        self.max_model_len = min(loaded.max_model_len, _MAX_MODEL_LEN)
+        options = RunnerOptions(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=arguments.max_batch_tokens,
+            kv_cache_bytes=arguments.kv_cache_mib * 2**20,
+        )
+        self._runner: TorchModelRunner = build_runner(loaded, options)
+        warm_up(self._runner, options)
+        self.num_slots_tokens = self._runner.num_blocks * self._runner.block_size
+
+    def continuous(self, trace: Sequence[TraceRequest]) -> Outcome:
+        """Our own way."""
+        engine = self._engine()
+        answers = serve_continuously(trace, engine, Timeline())
+        return outcome_of(CONTINUOUS, trace, answers, engine.figures())
+
+    def static(self, trace: Sequence[TraceRequest], only: str) -> list[Outcome]:
+        """Every batcher whose name contains `only`."""
+        outcomes = []
+        for method in methods(self._limits):
+            if only in method.name:
+                engine = self._engine()
+                runner = PaddedBatches(engine) if method.is_padded else RaggedBatches(engine)
+                answers = serve_in_batches(trace, method.make_policy(), runner, Timeline())
+                outcomes.append(outcome_of(method.name, trace, answers, engine.figures()))
+                print(f"{method.name}: {outcomes[-1].tokens_per_s:.1f} tokens/s", flush=True)
+        return outcomes
+
+    def _engine(self) -> EngineBatches:
+        config = EngineConfig(
+            num_blocks=self._runner.num_blocks,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self._limits.max_num_seqs,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            enable_prefix_caching=False,
+        )
+        identity = ReplicaIdentity("bench", "bench", os.getpid())
+        return EngineBatches(Engine(config, self._runner, lambda _: SilentDecoder(), identity), Timeline())
+
+
+def main() -> None:
+    """Run all, print the table and what the lengths allow, write the figures."""
+    arguments = _parse()
+    spec = TraceSpec(num_requests=arguments.requests, requests_per_s=arguments.rate)
+    trace = make_trace(spec)
+    limits = Limits(max_num_seqs=arguments.max_num_seqs)
+    comparison = Comparison(arguments, limits)
+    comparison.continuous(trace[:4])  # warms up
+    outcomes = [comparison.continuous(trace), *comparison.static(trace, arguments.only)]
+    outcomes += _generate(arguments, trace, limits)
+    allowed = ideal_gain(trace, limits.max_num_seqs)
+    Console(width=160).print(_table(outcomes, f"{len(trace)} requests, {spec.requests_per_s:g} a second"))
+    reached = _reached_gain(outcomes)
+    if reached is not None:
+        print(f"the lengths allow {allowed:.2f} times the tokens/s of '{_COMPARED}'; continuous batching reaches "
+              f"{reached:.2f} times, {reached / allowed:.0%} of that")  # fmt: skip
+    figures = {
+        "trace": asdict(spec), "limits": asdict(limits), "outcomes": [asdict(outcome) for outcome in outcomes],
+        "allowed_gain": allowed, "reached_gain": reached, "gain_is_over": _COMPARED,
+    }  # fmt: skip
+    print(write(arguments.name, "python -m bench.baselines " + " ".join(sys.argv[1:]), figures))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="replicas/demo", help="directory")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--kv-cache-mib", type=int, default=512)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--rate", type=float, default=16.0, help="requests a second; more than can be served")
+    parser.add_argument("--only", default="", help="batchers whose names contain this")
+    parser.add_argument("--no-generate", action="store_true", help="leave transformers' generate() out")
+    parser.add_argument("--name", default="baselines", help="of the result file")
+    arguments = parser.parse_args()
+    arguments.model = str(Path(arguments.model).resolve())
+    return arguments
+
+
+def _generate(arguments: argparse.Namespace, trace: Sequence[TraceRequest], limits: Limits) -> list[Outcome]:
+    if arguments.no_generate:
+        return []
+    policy = FixedSize(limits.max_num_seqs, limits.max_wait_s)
+    runner = GenerateBatches(arguments.model, arguments.dtype, arguments.threads)
+    runner.run(trace[:2])  # warms up
+    answers = serve_in_batches(trace, policy, runner, Timeline())
+    return [outcome_of(_GENERATE, trace, answers, None)]
+
+
+def _reached_gain(outcomes: Sequence[Outcome]) -> float | None:
+    speeds = {outcome.method: outcome.tokens_per_s for outcome in outcomes}
+    return speeds[CONTINUOUS] / speeds[_COMPARED] if _COMPARED in speeds else None
+
+
+def _table(outcomes: Sequence[Outcome], title: str) -> Table:
+    table = Table(
+        "method", "tokens/s", "padding efficiency", "slots used", "TTFT p50 / p99 s", "latency p50 / p99 s",
+        "urgent p50 s", title=title,
+    )  # fmt: skip
+    for each in outcomes:
+        table.add_row(
+            each.method, f"{each.tokens_per_s:.1f}",
+            _cell(each.padding_efficiency, ".0%"), _cell(each.utilization, ".0%"),
+            f"{each.ttft_p50_s:.2f} / {each.ttft_p99_s:.2f}", f"{each.latency_p50_s:.2f} / {each.latency_p99_s:.2f}",
+            _cell(each.urgent_latency_p50_s, ".2f"),
+        )  # fmt: skip
+    return table
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+if __name__ == "__main__":
+    main()

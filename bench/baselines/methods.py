@@ -1,0 +1,54 @@
+"""The ways of batching that are compared, each with the limits they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.baselines.policies import Adaptive, FixedSize, LengthBucketed, MemoryLimited, Policy, Priority
+
+CONTINUOUS = "continuous"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every method is given alike, and the waits that the textbook leaves open."""
+
+    max_num_seqs: int = 16
+    num_slots_tokens: int = 1_000_000
+    """Tokens that the KV cache holds."""
+    window_s: float = 0.1
+    """Wait of the time window."""
+    max_wait_s: float = 1.0
+    """Longest that a partial batch waits for company in the other methods."""
+    target_latency_s: float = 10.0
+    """What the adaptive method aims at, arrival to the end of the batch."""
+    bucket_bounds: tuple[int, ...] = (64, 128, 192)
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A policy by name, and whether its batches are rectangles."""
+
+    name: str
+    make_policy: Callable[[], Policy]
+    is_padded: bool
+
+
+def methods(limits: Limits) -> list[Method]:
+    """Sequential serving, then every classic batcher without and with padding."""
+    size, wait_s = limits.max_num_seqs, limits.max_wait_s
+    makers: dict[str, Callable[[], Policy]] = {
+        "fixed size": lambda: FixedSize(size, wait_s),
+        "time window": lambda: FixedSize(size, limits.window_s),
+        "adaptive": lambda: Adaptive(limits.target_latency_s, size),
+        "priority": lambda: Priority(size, wait_s),
+        "length buckets": lambda: LengthBucketed(size, wait_s, limits.bucket_bounds),
+        "memory limit": lambda: MemoryLimited(limits.num_slots_tokens, size, wait_s),
+    }
+    batchers = [
+        Method(f"{name}, {'padded' if is_padded else 'no padding'}", maker, is_padded)
+        for name, maker in makers.items()
+        for is_padded in (False, True)
+    ]
+    return [Method("sequential", lambda: FixedSize(1, 0.0), False), *batchers]

@@ -1,0 +1,68 @@
+"""Gives a trace's requests, as they arrive, to a way of batching; one thread, as the device is one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from bench.baselines.engine_batches import EngineBatches, TokenTimes
+from bench.baselines.policies import Policy
+from bench.baselines.timeline import Timeline
+from bench.baselines.trace import TraceRequest
+
+
+class BatchRunner(Protocol):
+    """Runs a whole batch."""
+
+    def run(self, batch: Sequence[TraceRequest]) -> TokenTimes:
+        """Every request of `batch`, exactly as many tokens as it wants; moments of the timeline's clock."""
+        ...
+
+
+def serve_in_batches(
+    trace: Sequence[TraceRequest], policy: Policy, runner: BatchRunner, timeline: Timeline
+) -> TokenTimes:
+    """One batch after the other until every request is answered; seconds after the trace began.
+
+    What the policy chose leaves the queue here, and all that the runner answers is kept: nothing can be lost
+    or answered twice.
+    """
+    started_s = timeline.clock()
+    arriving, waiting = deque(trace), list[TraceRequest]()
+    answers: TokenTimes = {}
+    while arriving or waiting:
+        now = timeline.clock() - started_s
+        while arriving and arriving[0].arrival_s <= now:
+            waiting.append(arriving.popleft())
+        batch = policy.choose(waiting, now)
+        if not batch:
+            moments = [arriving[0].arrival_s] if arriving else []
+            moments += [policy.wakes_s(waiting)] if waiting else []
+            timeline.sleep_until(started_s + min(moments))
+            continue
+        chosen = {request.number for request in batch}
+        waiting = [request for request in waiting if request.number not in chosen]
+        for number, times in runner.run(batch).items():
+            assert number not in answers, f"request {number} was answered twice"
+            answers[number] = [moment - started_s for moment in times]
+        ended_s = timeline.clock() - started_s
+        policy.batch_ended(batch, ended_s - min(request.arrival_s for request in batch))
+    return answers
+
+
+def serve_continuously(trace: Sequence[TraceRequest], engine: EngineBatches, timeline: Timeline) -> TokenTimes:
+    """Every request goes to the engine when it arrives; seconds after the trace began."""
+    started_s = timeline.clock()
+    arriving = deque(trace)
+    times: TokenTimes = {}
+    while arriving or engine.has_work:
+        now = timeline.clock() - started_s
+        while arriving and arriving[0].arrival_s <= now:
+            request = arriving.popleft()
+            times[request.number] = engine.add(request.prompt, request.num_output_tokens, request.band)
+        if engine.has_work:
+            engine.step()
+        else:
+            timeline.sleep_until(started_s + arriving[0].arrival_s)
+    return {number: [moment - started_s for moment in moments] for number, moments in times.items()}

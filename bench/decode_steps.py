@@ -1,0 +1,184 @@
+"""How long a decode step takes on CPU, with each way of computing the model, side by side in one process.
+
+The models are those of bench/models.py. Ways take turns within a round, so that a disturbance hits them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.models import SHAPES, model_directory
+from bench.record import write
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.cpp_kernels import load_kernels
+from replicas.model.cpu import speed_up
+from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
+from replicas.model.linears import choose_linears, replace_linears
+from replicas.model.loader import LoadedModel
+from replicas.model.probe import probe_attention
+from replicas.model.runner import TorchModelRunner
+from replicas.protocol import GenerateRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Duration of one kind of step."""
+
+    way: str
+    step: str
+    min_ms: float
+    median_ms: float
+    min_cpu_ms: float
+    """Of the process, over all threads: on a busy machine it says more than the clock, with one thread."""
+    num_repetitions: int
+
+
+def _leave(loaded: LoadedModel) -> LoadedModel:
+    """transformers' own modules."""
+    return loaded
+
+
+def _pack(loaded: LoadedModel) -> LoadedModel:
+    """transformers' own modules, with packed linear layers."""
+    replace_linears(loaded.model, choose_linears(loaded.dtype, False, "none"))
+    return loaded
+
+
+def _fuse(loaded: LoadedModel) -> LoadedModel:
+    """What a replica runs where there is no compiler."""
+    speed_up(loaded.model, loaded.port, loaded.layers, choose_linears(loaded.dtype, False, "none"), False)
+    return loaded
+
+
+def _compile(loaded: LoadedModel, quantization: str = "none") -> LoadedModel:
+    """What a replica runs where there is one."""
+    if not load_kernels(DEFAULT_KERNEL_DIRECTORY, loaded.dtype):
+        raise SystemExit("the kernels cannot be compiled here")
+    linears = choose_linears(loaded.dtype, True, quantization)
+    speed_up(loaded.model, loaded.port, loaded.layers, linears, True)
+    return replace(loaded, has_kernels=True)
+
+
+WAYS: dict[str, Callable[[LoadedModel], LoadedModel]] = {
+    "plain": _leave, "packed": _pack, "fused": _fuse, "compiled": _compile,
+    "int8": partial(_compile, quantization="int8"),
+}  # fmt: skip
+
+
+def build(directory: Path, dtype: torch.dtype, way: str) -> TorchModelRunner:
+    """A runner over a model, computed in the given way."""
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
+    port = AttentionPort(model)
+    loaded = LoadedModel(
+        model_id=str(directory),
+        model=model,
+        port=port,
+        layers=probe_attention(model, port),
+        tokenizer=None,
+        max_model_len=8192,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=frozenset(),
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    return build_runner(WAYS[way](loaded), RunnerOptions(kv_cache_bytes=1 << 30))
+
+
+def decode_batch(num_seqs: int, context: int, block_size: int) -> ScheduledBatch:
+    """One token each of sequences that hold `context` tokens."""
+    return ScheduledBatch(tuple(_item(number, context, context - 1, block_size) for number in range(num_seqs)))
+
+
+def prefill_batch(num_tokens: int, block_size: int) -> ScheduledBatch:
+    """One whole prompt."""
+    return ScheduledBatch((_item(0, num_tokens, 0, block_size),))
+
+
+def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBatch], seconds: float) -> list[Figure]:
+    """Each step for about `seconds` in each way."""
+    figures = []
+    for step, batch in batches.items():
+        times_ms: dict[str, list[float]] = {way: [] for way in runners}
+        cpu_ms: dict[str, list[float]] = {way: [] for way in runners}
+        end_s = time.perf_counter() + seconds * len(runners)
+        while time.perf_counter() < end_s or len(times_ms[next(iter(runners))]) < 4:
+            for way, runner in runners.items():
+                started_s, started_cpu_s = time.perf_counter(), time.process_time()
+                runner.execute(batch)
+                times_ms[way].append((time.perf_counter() - started_s) * 1e3)
+                cpu_ms[way].append((time.process_time() - started_cpu_s) * 1e3)
+        for way, values in times_ms.items():
+            kept = values[1:]  # the first warms up
+            figure = Figure(way, step, min(kept), statistics.median(kept), min(cpu_ms[way][1:]), len(kept))
+            figures.append(figure)
+            print(f"{step:>14} {way:>8}: min {figure.min_ms:7.2f} ms, median {figure.median_ms:7.2f} ms, "
+                  f"CPU {figure.min_cpu_ms:7.2f} ms", flush=True)  # fmt: skip
+    return figures
+
+
+def _item(number: int, num_tokens: int, start: int, block_size: int) -> ScheduledSequence:
+    request = GenerateRequest(f"row-{number}", (7,) * num_tokens, SamplingParams(max_tokens=8, temperature=0.0))
+    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=number)
+    num_blocks = -(-num_tokens // block_size)
+    sequence.block_table = [1 + number * num_blocks + index for index in range(num_blocks)]
+    return ScheduledSequence(sequence, start, num_tokens - start)
+
+
+def main() -> None:
+    """Measure, print, record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="S", choices=SHAPES)
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()) / "headway-models")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--batches", default="1,4,16,32")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--prefill", type=int, default=0, help="also a whole prompt of this many tokens")
+    parser.add_argument("--threads", type=int, default=2, help="of torch")
+    parser.add_argument("--seconds", type=float, default=1.5, help="a step and way")
+    parser.add_argument("--name", help="of the result in bench/results; none: nothing is written")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    directory = model_directory(arguments.models, arguments.shape)
+    runners = {way: build(directory, getattr(torch, arguments.dtype), way) for way in arguments.ways.split(",")}
+    block_size = next(iter(runners.values())).block_size
+    batches = {
+        f"{size} x {arguments.context}": decode_batch(int(size), arguments.context, block_size)
+        for size in arguments.batches.split(",")
+    }
+    if arguments.prefill:
+        batches[f"prefill {arguments.prefill}"] = prefill_batch(arguments.prefill, block_size)
+    figures = measure(runners, batches, arguments.seconds)
+    if arguments.name:
+        options = {**vars(arguments), "models": str(arguments.models)}
+        command = f"python -m bench.decode_steps --shape {arguments.shape} --dtype {arguments.dtype}"
+        print(write(arguments.name, command, {**options, "steps": [_plain(figure) for figure in figures]}))
+
+
+def _plain(figure: Figure) -> dict[str, str | float]:
+    return {
+        "way": figure.way,
+        "step": figure.step,
+        "min_ms": round(figure.min_ms, 3),
+        "median_ms": round(figure.median_ms, 3),
+        "min_cpu_ms": round(figure.min_cpu_ms, 3),
+        "num_repetitions": figure.num_repetitions,
+    }
+
+
+if __name__ == "__main__":
+    main()

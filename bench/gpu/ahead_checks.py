@@ -1,0 +1,63 @@
+"""Do graphs, and steps launched before the last one's tokens are known, give the tokens of plain steps?"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from bench.gpu.check import Check
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.loader import LoadedModel
+from replicas.model.tokenizer import make_decoder
+from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
+from tests.model.serving import load, random_prompts, run
+from tests.model.tiny import write_checkpoint
+
+ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3")
+_MAX_NUM_SEQS = 12
+_PARAMS = (
+    SamplingParams(max_tokens=40, temperature=0.0),
+    SamplingParams(max_tokens=32, seed=3),
+    SamplingParams(max_tokens=36, top_p=0.9, top_k=50, seed=4, logprobs=2),
+    SamplingParams(max_tokens=28, temperature=0.0, stop_token_ids=tuple(range(100, 140))),
+)
+
+
+def check_ahead(architecture: str, device: str) -> Check:
+    """Sequences of every kind, in float32: captured and a step ahead against one operation and one step at a time."""
+    with tempfile.TemporaryDirectory() as directory:
+        loaded = load(write_checkpoint(Path(directory), architecture, with_tokenizer=False), device=device)
+        plain, ahead = _tokens(loaded, is_ahead=False), _tokens(loaded, is_ahead=True)
+    num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
+    detail = f"{num_different} of {len(plain)} sequences differ"
+    return Check(f"{architecture} a step ahead and in graphs equals plain steps", num_different == 0, detail)
+
+
+def _tokens(loaded: LoadedModel, *, is_ahead: bool) -> list[tuple[int, ...]]:
+    options = RunnerOptions(
+        max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70, kv_cache_bytes=2**22, gpu_memory_utilization=0.4,
+        enforce_eager=not is_ahead,
+    )  # fmt: skip
+    runner = build_runner(loaded, options)
+    limits = EngineConfig(
+        num_blocks=min(60, runner.num_blocks),  # So few that some are preempted.
+        max_model_len=200,
+        block_size=runner.block_size,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        async_scheduling=is_ahead,
+    )
+    engine = Engine(
+        limits,
+        runner,
+        lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
+        ReplicaIdentity("check", "check", 1),
+    )
+    prompts = random_prompts((5, 33, 60, 90, 17, 48, 71, 25, 9, 55, 40, 12, 66, 81))
+    requests = [
+        GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
+        for number, prompt in enumerate(prompts)
+    ]
+    return [output.token_ids for output in run(engine, requests)]

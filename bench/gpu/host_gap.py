@@ -1,0 +1,208 @@
+"""How long the device waits for the host between two decodes, and what running a step ahead and CUDA graphs save.
+
+    python -m bench.gpu.host_gap
+
+A step's gap is the time between its end on the device and the one before, less the time that the device needs for it:
+what it takes when the next steps are in its queue already. The busy share by the profiler is another way to see the
+same, and slows the host down a little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share
+from bench.gpu.mixed_trace import measure_trace, plain_model
+from bench.record import percentile, write
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.engine.sequence import Sequence
+from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.loader import LoadedModel
+from replicas.model.runner import TorchModelRunner
+from replicas.model.tokenizer import SilentDecoder
+from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
+
+MANY_SEQS, CONTEXT = 64, 512
+NUM_STEPS, NUM_WARM_UP_STEPS, NUM_PROFILED_STEPS, NUM_QUEUED_STEPS = 300, 30, 50, 40
+MAX_MODEL_LEN = 2048
+_GREEDY = SamplingParams(max_tokens=NUM_STEPS + NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS + 64, temperature=0.0,
+                         ignore_eos=True)  # fmt: skip
+
+MakeModel = Callable[[], LoadedModel]
+
+
+@dataclass(frozen=True, slots=True)
+class HostGap:
+    """One way of decoding, in a steady state."""
+
+    num_seqs: int
+    is_async: bool
+    has_graphs: bool
+    device_ms: float
+    """What the device needs for a step whose successors are in its queue."""
+    period_p50_ms: float
+    period_p99_ms: float
+    gap_p50_ms: float
+    gap_p99_ms: float
+    busy_share: float
+    """Of the device's time, by marks."""
+    profiled_busy_share: float | None
+    """Of the device's time, by the profiler's kernels and copies; None where it saw none."""
+    tokens_per_s: float
+
+    def describe(self) -> str:
+        """One line."""
+        return (
+            f"{self.num_seqs:3} sequences, {'a step ahead' if self.is_async else 'in turn':12} "
+            f"{'graphs' if self.has_graphs else 'eager':6} gap {self.gap_p50_ms:.3f} ms p50 {self.gap_p99_ms:.3f} p99, "
+            f"device {self.device_ms:6.3f} ms a step, busy {self.busy_share:4.0%}, {self.tokens_per_s:8.0f} tokens/s"
+        )
+
+
+def summarise(
+    periods_ms: list[float], device_ms: float, num_seqs: int, profiled_busy_share: float | None, *, is_async: bool,
+    has_graphs: bool,
+) -> HostGap:  # fmt: skip
+    """Gaps are what is left of the periods beyond `device_ms`, at least nothing."""
+    gaps_ms = [max(0.0, period_ms - device_ms) for period_ms in periods_ms]
+    mean_ms = sum(periods_ms) / len(periods_ms)
+    return HostGap(
+        num_seqs=num_seqs,
+        is_async=is_async,
+        has_graphs=has_graphs,
+        device_ms=device_ms,
+        period_p50_ms=percentile(periods_ms, 50),
+        period_p99_ms=percentile(periods_ms, 99),
+        gap_p50_ms=percentile(gaps_ms, 50),
+        gap_p99_ms=percentile(gaps_ms, 99),
+        busy_share=min(1.0, device_ms / mean_ms),
+        profiled_busy_share=profiled_busy_share,
+        tokens_per_s=1000 * num_seqs / mean_ms,
+    )
+
+
+def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool, has_graphs: bool) -> HostGap:
+    """Decode `num_seqs` sequences of about `CONTEXT` tokens for many steps."""
+    marked = MarkedRunner(runner, CudaMark)
+    engine = _engine(runner, marked, num_seqs, is_async=is_async)
+    for number in range(num_seqs):
+        engine.add(GenerateRequest(str(number), _prompt(number), _GREEDY))
+    begun: set[str] = set()
+    while len(begun) < num_seqs:
+        begun |= {delta.request_id for delta in engine.step() if delta.token_ids}
+    _steps(engine, NUM_WARM_UP_STEPS)
+    marked.marks.clear()
+    _steps(engine, NUM_STEPS)
+    periods_ms = marked.take_periods_ms()
+    profiled = _profiled_busy_share(engine)
+    for number in range(num_seqs):
+        engine.abort(str(number))
+    while engine.has_work:
+        engine.step()
+    return summarise(
+        periods_ms, device_ms(runner, num_seqs), num_seqs, profiled, is_async=is_async, has_graphs=has_graphs
+    )
+
+
+def device_ms(runner: TorchModelRunner, num_seqs: int) -> float:
+    """Milliseconds that the device needs for a decode of `num_seqs` sequences when it never waits for the host."""
+    marked = MarkedRunner(runner, CudaMark)
+    items = []
+    for number in range(num_seqs):
+        sequence = Sequence(GenerateRequest(str(number), _prompt(number), _GREEDY), 0.0, None, number)
+        num_blocks = -(-CONTEXT // runner.block_size)
+        sequence.block_table = [1 + (number * num_blocks + i) % runner.num_blocks for i in range(num_blocks)]
+        items.append(ScheduledSequence(sequence, CONTEXT - 1, 1))
+    batch = ScheduledBatch(tuple(items))
+    steps = [marked.launch(batch) for _ in range(NUM_QUEUED_STEPS)]
+    for step in steps:
+        step.collect()
+    return percentile(marked.take_periods_ms()[NUM_QUEUED_STEPS // 2 :], 50)
+
+
+def measure_all(make_model: MakeModel) -> list[HostGap]:
+    """Many sequences with graphs, in turn and a step ahead; one sequence with and without graphs, too."""
+    gaps: list[HostGap] = []
+    loaded = make_model()
+    for has_graphs in (True, False):
+        options = RunnerOptions(
+            max_num_seqs=MANY_SEQS, max_num_batched_tokens=2048, gpu_memory_utilization=0.5,
+            enforce_eager=not has_graphs,
+        )  # fmt: skip
+        runner = build_runner(loaded, options)
+        warm_up(runner, options)
+        for num_seqs in (MANY_SEQS, 1):
+            for is_async in (False, True):
+                gaps.append(measure(runner, num_seqs, is_async=is_async, has_graphs=has_graphs))
+                print(gaps[-1].describe(), flush=True)
+        del runner
+        torch.cuda.empty_cache()
+    return gaps
+
+
+def run(make_model: MakeModel, make_peer: Callable[[], object]) -> dict[str, object]:
+    """Gaps, and a mixed trace on three engines; `make_peer` gives the same model as transformers runs it alone."""
+    gaps = [asdict(gap) for gap in measure_all(make_model)]
+    return {"host_gaps": gaps, "mixed_trace": [asdict(outcome) for outcome in measure_trace(make_model, make_peer)]}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, record."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
+        arguments
+    )
+    if not torch.cuda.is_available():
+        print("host_gap needs a CUDA device, and torch finds none here", file=sys.stderr)
+        return 1
+    from bench.gpu_check import LLAMA_1B, random_model
+
+    figures = run(
+        lambda: random_model(LLAMA_1B, torch.bfloat16, "cuda"), lambda: plain_model(LLAMA_1B, torch.bfloat16, "cuda")
+    )
+    print(write("host_gap", "python -m bench.gpu.host_gap", {"device": torch.cuda.get_device_name(), **figures}))
+    return 0
+
+
+def _engine(runner: TorchModelRunner, marked: MarkedRunner, num_seqs: int, *, is_async: bool) -> Engine:
+    config = EngineConfig(
+        num_blocks=runner.num_blocks,
+        max_model_len=min(MAX_MODEL_LEN, runner.max_model_len),
+        block_size=runner.block_size,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=2048,
+        enable_prefix_caching=False,
+        async_scheduling=is_async,
+    )
+    return Engine(config, marked, lambda _: SilentDecoder(), ReplicaIdentity("bench", "bench", 0))
+
+
+def _steps(engine: Engine, num_steps: int) -> None:
+    for _ in range(num_steps):
+        engine.step()
+
+
+def _profiled_busy_share(engine: Engine) -> float | None:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        _steps(engine, NUM_PROFILED_STEPS)
+        torch.cuda.synchronize()
+    return covered_share(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events() or ()
+        if event.device_type.name == "CUDA"
+    )
+
+
+def _prompt(number: int) -> tuple[int, ...]:
+    return tuple((number + 7 * position) % 500 for position in range(CONTEXT))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""How close decodes come to what the device's memory allows: whole steps, and attention alone."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from bench.gpu.device_time import CudaMark
+from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.kv_cache import KVCache, bytes_per_block
+from replicas.model.loader import LoadedModel
+from replicas.model.probe import AttentionLayer
+from replicas.model.runner import TorchModelRunner
+from replicas.model.triton_attention import TritonBackend
+from replicas.model.triton_tiles import TileGroup, TilePlan
+
+CONTEXT = 1024
+BATCH_SIZES = (1, 64, 256)
+BLOCK_SIZE = 16
+NUM_REPETITIONS = 20
+SHAPES: dict[str, PretrainedConfig] = {
+    "Qwen2.5-0.5B": Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151_936, max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
+    "Llama-3.2-1B": LlamaConfig(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=64, vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=True,
+    ),
+    "Llama-3.1-8B": LlamaConfig(
+        hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+MakeModel = Callable[[PretrainedConfig, torch.dtype, str], LoadedModel]
+MeasureDecode = Callable[[TorchModelRunner, int, int], float]
+"""Milliseconds of a step that decodes so many sequences, each of so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """Against the time in which memory that is copied at `bandwidth` could be read once: weights and KV."""
+
+    shape: str
+    attention: str
+    batch_size: int
+    context: int
+    step_ms: float
+    floor_ms: float
+    attention_ms: float | None
+    """All layers' attention replayed from a graph, keys and values written too; None where it cannot be captured."""
+    attention_floor_ms: float
+
+    def describe(self) -> str:
+        """One line."""
+        share = f"{self.floor_ms / self.step_ms:6.1%} of memory bandwidth"
+        attention = "" if self.attention_ms is None else (
+            f"; attention alone {self.attention_ms:7.3f} ms, {self.attention_floor_ms / self.attention_ms:6.1%}"
+        )  # fmt: skip
+        batch = f"{self.batch_size} x {self.context}"
+        return f"{self.shape:13} {self.attention:7} {batch:>10} {self.step_ms:8.2f} ms, {share}{attention}"
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 4 * 2**30) -> float:
+    """Bytes a second, read and written, of copying from one part of the device's memory to another."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / (_median_ms(lambda: target.copy_(source)) / 1000)
+
+
+def measure_decodes(
+    make_model: MakeModel, measure_decode: MeasureDecode, device: str, bandwidth: float
+) -> list[DecodeTime]:
+    """Every shape and batch size with Triton's kernels, the smallest shape with plain torch as well."""
+    times = []
+    for shape, config in SHAPES.items():
+        loaded = make_model(config, torch.bfloat16, device)
+        for attention in ("triton", "gather") if shape == "Qwen2.5-0.5B" else ("triton",):
+            options = RunnerOptions(BLOCK_SIZE, max(BATCH_SIZES), 2048, attention_backend=attention)
+            runner = build_runner(loaded, options)
+            steps_ms = [measure_decode(runner, batch_size, CONTEXT) for batch_size in BATCH_SIZES]
+            del runner  # And with it most of the device's memory.
+            _release()
+            for batch_size, step_ms in zip(BATCH_SIZES, steps_ms, strict=True):
+                times.append(_compare(shape, attention, loaded, batch_size, step_ms, bandwidth))
+                print(times[-1].describe(), flush=True)
+        del loaded
+        _release()
+    return times
+
+
+def _compare(
+    shape: str, attention: str, loaded: LoadedModel, batch_size: int, step_ms: float, bandwidth: float
+) -> DecodeTime:
+    kv_bytes = batch_size * CONTEXT * bytes_per_block(loaded.layers, BLOCK_SIZE, loaded.dtype) // BLOCK_SIZE
+    return DecodeTime(
+        shape=shape,
+        attention=attention,
+        batch_size=batch_size,
+        context=CONTEXT,
+        step_ms=step_ms,
+        floor_ms=1000 * (read_bytes(loaded) + kv_bytes) / bandwidth,
+        attention_ms=attention_ms(loaded.layers, batch_size, loaded.device) if attention == "triton" else None,
+        attention_floor_ms=1000 * kv_bytes / bandwidth,
+    )
+
+
+def read_bytes(loaded: LoadedModel) -> int:
+    """Bytes of weights that every step reads: all but the table of input embeddings, unless it is the head too."""
+    embeddings = loaded.model.get_input_embeddings().weight
+    is_head = embeddings is loaded.model.get_output_embeddings().weight
+    total = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
+    return int(total - (0 if is_head else embeddings.numel() * embeddings.itemsize))
+
+
+def attention_ms(layers: tuple[AttentionLayer, ...], batch_size: int, device: torch.device) -> float:
+    """All layers' attention of one decode step, over KV of its own in each, from a graph: no launches are timed."""
+    num_blocks = batch_size * CONTEXT // BLOCK_SIZE
+    cache = KVCache(layers, num_blocks, BLOCK_SIZE, torch.bfloat16, device)
+    for layer in layers:  # Zeros would be computed with less power, and faster.
+        cache[layer.index].keys.normal_()
+        cache[layer.index].values.normal_()
+    tables = 1 + torch.randperm(num_blocks, device=device, dtype=torch.int32).view(batch_size, -1)
+    rows = [[index, CONTEXT - 1, 1, index] for index in range(batch_size)]
+    tiles = torch.tensor(rows, dtype=torch.int32, device=device)
+    plan = TilePlan(TileGroup(tiles, tables, tokens_per_tile=1, longest=CONTEXT))
+    slots = tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    attention = TritonBackend(num_processors).planned(cache, slots, plan)
+    calls = [_call(layer, batch_size, device) for layer in layers]
+    attention.attend(calls[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            attention.attend(call)
+    return _median_ms(graph.replay)
+
+
+def _call(layer: AttentionLayer, batch_size: int, device: torch.device) -> AttentionCall:
+    def draw(num_heads: int, size: int) -> torch.Tensor:
+        return torch.randn(batch_size, num_heads, size, dtype=torch.bfloat16, device=device)
+
+    return AttentionCall(
+        layer=layer.index,
+        query=draw(layer.num_query_heads, layer.key_size),
+        key=draw(layer.num_kv_heads, layer.key_size),
+        value=draw(layer.num_kv_heads, layer.value_size),
+        scoring=Scoring(layer.key_size**-0.5),
+        window=None,
+        extras=frozenset(),
+    )
+
+
+def _release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _median_ms(run: Callable[[], object]) -> float:
+    """By the device's own clock, after three runs that do not count."""
+    durations = []
+    for _ in range(NUM_REPETITIONS + 3):
+        begun = CudaMark()
+        run()
+        durations.append(begun.ms_until(CudaMark()))
+    return statistics.median(durations[3:])

@@ -1,0 +1,78 @@
+"""Models of real shapes with random weights, for machines that can download none: `python -m bench.models DIR`.
+
+The tokenizer is the bundled demo model's: prompts are token ids, and most ids of so large a vocabulary have no text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+_DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
+_BIAS_DEVIATION = 0.02
+
+
+def _smollm2_135m() -> PreTrainedModel:
+    config = LlamaConfig(
+        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+        vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, **_SPECIAL_IDS,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def _qwen25_05b() -> PreTrainedModel:
+    config = Qwen2Config(
+        hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
+        vocab_size=151936, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, **_SPECIAL_IDS,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config)
+
+
+SHAPES: dict[str, Callable[[], PreTrainedModel]] = {"S": _smollm2_135m, "Q": _qwen25_05b}
+"""S: of SmolLM2-135M. Q: of Qwen2.5-0.5B."""
+
+
+def model_directory(parent: Path, shape: str) -> Path:
+    """The directory of a bfloat16 model below `parent`; made, always with the same weights, where it is missing."""
+    directory = parent / shape
+    if not (directory / "config.json").exists():
+        _make(directory, shape)
+    for name in _TOKENIZER_FILES:
+        if not (directory / name).exists():
+            shutil.copy(_DEMO / name, directory / name)
+    return directory
+
+
+def _make(directory: Path, shape: str) -> None:
+    torch.manual_seed(0)
+    model = SHAPES[shape]().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # Zeros could be skipped.
+                parameter.normal_(0, _BIAS_DEVIATION)
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(do_sample=False, **_SPECIAL_IDS)
+    model.save_pretrained(directory)
+
+
+def main() -> None:
+    """Make the shapes asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    arguments = parser.parse_args()
+    for shape in arguments.shapes.split(","):
+        print(model_directory(arguments.directory, shape))
+
+
+if __name__ == "__main__":
+    main()

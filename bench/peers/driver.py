@@ -1,0 +1,139 @@
+"""Measures one engine and prints a line `RESULT {json}` for each figure; every runner ends in `main`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.peers import workload
+from bench.peers.engine import EngineFactory, Events, PeerEngine
+from bench.peers.figures import decode_step_ms, summary
+from bench.peers.machine import ProcessorMeter, alone, peak_memory_mb
+from bench.peers.workload import PeerRequest
+
+MODES = ("workload", "single", "decode")
+RESULT = "RESULT "
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""torch's names."""
+_SINGLE_TOKENS = 128
+
+
+def main(
+    make_engine: EngineFactory, name: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
+) -> None:
+    """Load the engine, measure in every mode asked for, close it."""
+    arguments = _parse(name, add_arguments)
+    # A session of its own is a scheduling group of its own, which `alone` can put before the others.
+    with contextlib.suppress(OSError):
+        os.setsid()
+    started_s = time.perf_counter()
+    engine = make_engine(arguments)
+    about = {
+        "engine": name, "model": arguments.tag, "dtype": arguments.dtype, "note": arguments.note,
+        "load_s": round(time.perf_counter() - started_s, 2),
+    }  # fmt: skip
+    try:
+        for mode in arguments.modes.split(","):
+            with alone(arguments.lock, engine.pids()):
+                for record in Measurement(engine, arguments).of(mode):
+                    print(RESULT + json.dumps({**about, **record}), flush=True)
+    finally:
+        engine.close()
+
+
+def _parse(name: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=name)
+    parser.add_argument("--model", required=True, help="directory or file of the model, in the engine's format")
+    parser.add_argument("--tag", default="", help="the model's name in the records")
+    parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--batches", default="1,4,16,32", help="of mode decode")
+    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--conc", type=int, default=workload.MAX_CONCURRENCY, help="sequences in the engine at once")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--note", default="", help="kept in the records")
+    parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "perf.lock", help="see machine.py")
+    if add_arguments is not None:
+        add_arguments(parser)
+    return parser.parse_args()
+
+
+class Measurement:
+    """An engine in each mode, after a warm-up."""
+
+    def __init__(self, engine: PeerEngine, arguments: argparse.Namespace) -> None:
+        self._engine = engine
+        self._concurrency: int = arguments.conc
+        self._num_repetitions: int = arguments.reps
+        self._batches = [int(batch) for batch in arguments.batches.split(",")]
+
+    def of(self, mode: str) -> Iterator[dict[str, Any]]:
+        """Records of one mode: of the mixed requests, of one alone, or of decode steps at several batch sizes."""
+        self._engine.run(workload.equal(2, 64, 8, seed=9), self._concurrency)
+        measured = {"workload": self._workload, "single": self._single, "decode": self._decode}[mode]()
+        for record in measured:
+            yield {"mode": mode, **record, "when": time.strftime("%H:%M:%S")}
+
+    def _workload(self) -> Iterator[dict[str, Any]]:
+        self._engine.run(workload.mixed(16, seed=7, longest_output=24), self._concurrency)
+        for repetition in range(self._num_repetitions):
+            requests = workload.mixed()
+            events, machine = self._run(requests, self._concurrency)
+            wrong = [r.number for r in requests if len(events.token_s.get(r.number, ())) != r.num_output_tokens]
+            yield {
+                "rep": repetition, "conc": self._concurrency, **summary(events), "wrong_len": len(wrong), **machine
+            }  # fmt: skip
+
+    def _single(self) -> Iterator[dict[str, Any]]:
+        for repetition in range(self._num_repetitions):
+            requests = workload.equal(1, _SINGLE_TOKENS, _SINGLE_TOKENS, seed=100 + repetition)
+            events, machine = self._run(requests, self._concurrency)
+            times = events.token_s[0]
+            per_token_s = (times[-1] - times[0]) / (len(times) - 1)
+            yield {
+                "rep": repetition,
+                "n": len(times),
+                "ttft_ms": round((times[0] - events.started_s) * 1e3, 2),
+                "tpot_ms": round(per_token_s * 1e3, 3),
+                "decode_tok_s": round(1 / per_token_s, 2),
+                **machine,
+            }
+
+    def _decode(self) -> Iterator[dict[str, Any]]:
+        for batch in self._batches:
+            steps_ms = []
+            for repetition in range(self._num_repetitions):
+                num_tokens = 65 if batch < 32 else 49
+                requests = workload.equal(batch, _SINGLE_TOKENS, num_tokens, seed=200 + 10 * batch + repetition)
+                events, machine = self._run(requests, max(self._concurrency, batch))
+                step_ms = decode_step_ms(events)
+                if step_ms is not None:
+                    steps_ms.append(step_ms)
+            step_ms = statistics.median(steps_ms) if steps_ms else None
+            yield {
+                "batch": batch,
+                "step_ms": None if step_ms is None else round(step_ms, 3),
+                "steps": [round(each, 3) for each in steps_ms],
+                "tok_s": None if step_ms is None else round(batch / step_ms * 1e3, 2),
+                **machine,
+            }
+
+    def _run(self, requests: list[PeerRequest], concurrency: int) -> tuple[Events, dict[str, float]]:
+        pids = self._engine.pids()
+        meter = ProcessorMeter(pids)
+        events = self._engine.run(requests, concurrency)
+        shares = meter.shares()
+        return events, {
+            "cpu_own": round(shares.own, 1),
+            "cpu_other": round(shares.other, 1),
+            "steal": round(shares.steal, 2),
+            "peak_rss_mb": peak_memory_mb(pids),
+        }

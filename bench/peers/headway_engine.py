@@ -1,0 +1,85 @@
+"""Our engine in this process: `python -m bench.peers.headway_engine --model DIR`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+
+from bench.peers import driver
+from bench.peers.engine import Events
+from bench.peers.workload import PeerRequest
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.loader import ModelOptions, load_model
+from replicas.model.tokenizer import SilentDecoder
+from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
+
+_MOST_SEQS = 32
+
+
+class HeadwayEngine:
+    """The engine as a replica runs it, without HTTP and without text: peers are given and give token ids too."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._max_num_batched_tokens: int = arguments.max_batch_tokens
+        dtype = driver.DTYPES[arguments.dtype]
+        loaded = load_model(ModelOptions(arguments.model, dtype, "cpu", arguments.max_model_len, arguments.threads))
+        options = RunnerOptions(
+            max_num_seqs=_MOST_SEQS,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            kv_cache_bytes=arguments.kv_cache_mib * 2**20,
+        )
+        self._max_model_len = loaded.max_model_len
+        self._runner = build_runner(loaded, options)
+        warm_up(self._runner, options)
+
+    def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
+        """Add all at once; the engine's own queue holds what is beyond `concurrency`."""
+        engine = self._engine(concurrency)
+        token_s: dict[int, list[float]] = {request.number: [] for request in requests}
+        started_s = time.perf_counter()
+        for request in requests:
+            engine.add(_generate_request(request))
+        while engine.has_work:
+            deltas = engine.step()
+            now = time.perf_counter()
+            for delta in deltas:
+                assert delta.error is None, delta.error
+                token_s[int(delta.request_id)] += [now] * len(delta.token_ids)
+        return Events(token_s, started_s, time.perf_counter())
+
+    def pids(self) -> list[int]:
+        """This process."""
+        return [os.getpid()]
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+    def _engine(self, concurrency: int) -> Engine:
+        config = EngineConfig(
+            num_blocks=self._runner.num_blocks,
+            max_model_len=self._max_model_len,
+            max_num_seqs=concurrency,
+            max_num_batched_tokens=self._max_num_batched_tokens,
+            enable_prefix_caching=False,
+        )
+        return Engine(config, self._runner, lambda _: SilentDecoder(), ReplicaIdentity("bench", "bench", os.getpid()))
+
+
+def _generate_request(request: PeerRequest) -> GenerateRequest:
+    params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(str(request.number), request.prompt, params)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What only this engine takes."""
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--kv-cache-mib", type=int, default=1024)
+
+
+if __name__ == "__main__":
+    driver.main(HeadwayEngine, "headway", add_arguments)

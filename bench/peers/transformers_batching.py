@@ -1,0 +1,91 @@
+"""transformers' own continuous batching, in its own thread."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from bench.peers import driver
+from bench.peers.engine import Events
+from bench.peers.workload import PeerRequest
+
+
+class ContinuousBatching:
+    """A manager for each concurrency asked for."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        torch.set_num_threads(arguments.threads)
+        self._arguments = arguments
+        dtype = getattr(torch, driver.DTYPES[arguments.dtype])
+        self._model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa")
+        self._model.eval()
+        self._manager: Any = None
+        self._concurrency = 0
+
+    def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
+        """Add all at once, read each when it has ended."""
+        self._start(concurrency)
+        started_s = time.perf_counter()
+        for request in requests:
+            self._manager.add_request(
+                list(request.prompt), request_id=f"r{request.number}", max_new_tokens=request.num_output_tokens,
+                record_timestamps=True, eos_token_id=-1,
+            )  # fmt: skip
+        token_s: dict[int, list[float]] = {}
+        while len(token_s) < len(requests):
+            output = self._manager.get_result(timeout=1)
+            if output is None:
+                if not self._manager.is_running():
+                    raise RuntimeError("the manager has ended")
+            elif output.is_finished():
+                if output.error:
+                    raise RuntimeError(output.error)
+                token_s[int(output.request_id[1:])] = list(output.timestamps)
+        return Events(token_s, started_s, time.perf_counter())
+
+    def _start(self, concurrency: int) -> None:
+        if self._concurrency == concurrency:
+            return
+        self.close()
+        self._manager = self._model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=192, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(
+                max_requests_per_batch=concurrency,
+                num_blocks=self._arguments.blocks,
+                page_size=self._arguments.page,
+                max_batch_tokens=self._arguments.max_batch_tokens,
+                allow_block_sharing=False,
+                auto_switch_to_flash=False,
+                seed=0,
+            ),
+        )
+        self._manager.start()
+        self._concurrency = concurrency
+
+    def pids(self) -> list[int]:
+        """This process."""
+        return [os.getpid()]
+
+    def close(self) -> None:
+        """Stop the manager's thread."""
+        if self._manager is not None:
+            self._manager.stop(block=True, timeout=10)
+            self._manager.destroy()
+            self._manager = None
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=96)
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+
+
+if __name__ == "__main__":
+    driver.main(ContinuousBatching, "transformers continuous batching", _add_arguments)

@@ -1,0 +1,143 @@
+"""What an engine step costs beside the device: `python -m bench.scheduler_step`.
+
+The real engine over a runner that computes nothing: what is timed is the choice of the step, its results applied
+and the deltas made. Two states: all running sequences decode; and the same while one in twenty ends each step and
+a waiting one takes its place. Swept over the running and over the waiting, to show how it grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.record import percentile, write
+from replicas.engine.batch import FinishedStep, ItemResult, ScheduledBatch
+from replicas.engine.config import EngineConfig
+from replicas.engine.detokenizer import IncrementalDecoder
+from replicas.engine.engine import Engine
+from replicas.protocol import Band, GenerateRequest, ReplicaIdentity, SamplingParams
+
+NUM_RUNNING, NUM_WAITING, PROMISE_MS = 256, 2000, 2.0
+_SIZES = (
+    *((NUM_RUNNING, num_waiting) for num_waiting in (0, 500, NUM_WAITING, 8000, 32_000)),
+    *((num_running, NUM_WAITING) for num_running in (32, 64, 128, 512, 1024)),
+)
+_ENDING_SHARE = 20
+
+
+class FreeRunner:
+    """A device that needs no time; its own time is kept apart."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+
+    def launch(self, batch: ScheduledBatch) -> FinishedStep:
+        """The same token for everybody."""
+        started_s = time.thread_time()
+        sampled, nothing = ItemResult(token_id=7), ItemResult()
+        step = FinishedStep([sampled if item.samples else nothing for item in batch.items])
+        self.spent_s += time.thread_time() - started_s
+        return step
+
+
+class _LetterDecoder:
+    def push(self, token_id: int) -> str:
+        return "a"
+
+
+def _letters(request: GenerateRequest) -> IncrementalDecoder:
+    return _LetterDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Milliseconds of processor time of one step."""
+
+    num_running: int
+    num_waiting: int
+    decoding_ms: float
+    decoding_p99_ms: float
+    changing_ms: float
+    """With one in twenty sequences ending in each step."""
+
+
+def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
+    """Both states at one size."""
+    decoding = _steps_ms(num_running, num_waiting, 100_000, num_steps)
+    changing = _steps_ms(num_running, num_waiting, _ENDING_SHARE, num_steps)
+    return StepCost(num_running, num_waiting, median(decoding), percentile(decoding, 99), median(changing))
+
+
+def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps: int) -> list[float]:
+    """Milliseconds of each step; the queue is filled up again between them, untimed."""
+    rng, runner = random.Random(0), FreeRunner()
+    engine = Engine(_config(num_running), runner, _letters, ReplicaIdentity("bench", "bench", 0))
+    num_added, is_settled = 0, False
+    steps_ms: list[float] = []
+    while len(steps_ms) < num_steps:
+        stats = engine.stats()
+        is_settled = is_settled or stats.num_running >= 0.9 * num_running
+        for _ in range(num_running + num_waiting - stats.num_running - stats.num_waiting):
+            num_added += 1
+            engine.add(_request(num_added, longest_output, rng))
+        started_s, runner.spent_s = time.thread_time(), 0.0
+        engine.step()
+        step_s = time.thread_time() - started_s - runner.spent_s
+        if is_settled:
+            steps_ms.append(step_s * 1e3)
+    return steps_ms
+
+
+def _config(num_running: int) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=num_running * 256,
+        max_model_len=4096,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8 * num_running,
+        max_queued_requests=10**6,
+        max_queued_tokens=10**9,
+    )
+
+
+def _request(number: int, longest_output: int, rng: random.Random) -> GenerateRequest:
+    prompt = tuple(rng.randrange(1000) for _ in range(rng.randint(8, 64)))
+    num_tokens = min(rng.randint(1, 2 * longest_output), 4096 - len(prompt))
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(f"r{number}", prompt, params, rng.choice(list(Band)))
+
+
+def main() -> None:
+    """Measure every size, print the table, say whether the promise is kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="timed steps of each state and size")
+    parser.add_argument("--only-promise", action="store_true", help=f"{NUM_RUNNING} running, {NUM_WAITING} waiting")
+    arguments = parser.parse_args()
+    sizes = ((NUM_RUNNING, NUM_WAITING),) if arguments.only_promise else _SIZES
+    costs = [measure(*size, arguments.steps) for size in sizes]
+    Console(width=100).print(_table(costs))
+    promised = next(cost for cost in costs if (cost.num_running, cost.num_waiting) == (NUM_RUNNING, NUM_WAITING))
+    is_kept = promised.decoding_ms <= PROMISE_MS
+    print(f"{NUM_RUNNING} running, {NUM_WAITING} waiting: at most {PROMISE_MS} ms: {'kept' if is_kept else 'not kept'}")
+    figures = {"promise_ms": PROMISE_MS, "is_kept": is_kept, "sizes": [asdict(cost) for cost in costs]}
+    print(write("scheduler_step", "python -m bench.scheduler_step " + " ".join(sys.argv[1:]), figures))
+
+
+def _table(costs: list[StepCost]) -> Table:
+    table = Table("running", "waiting", "all decode, ms", "p99", "1 in 20 changes, ms", title="engine step, no device")
+    for cost in costs:
+        table.add_row(
+            str(cost.num_running), str(cost.num_waiting), f"{cost.decoding_ms:.2f}", f"{cost.decoding_p99_ms:.2f}",
+            f"{cost.changing_ms:.2f}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    main()

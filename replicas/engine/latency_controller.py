@@ -1,0 +1,58 @@
+"""How many tokens a step may compute so that running sequences wait no longer than wanted between two tokens."""
+
+from __future__ import annotations
+
+from replicas.engine.batch import ScheduledBatch
+from replicas.engine.config import EngineConfig
+
+_HIGH, _LOW = 1.2, 0.8
+_LARGEST_CUT = 0.5
+_INCREASES_TO_FULL = 64
+
+
+class LatencyController:
+    """Keeps the time of steps in which sequences decode near `target_itl_ms`, by their token budget.
+
+    1. A step that took more than 1.2 times the target cuts the budget by the share that it was too long, at most
+       to the half: one stall of the machine does not undo what was learnt.
+    2. A step that used its whole budget and took less than 0.8 times the target adds a 64th of
+       `max_num_batched_tokens`. Others say nothing about what more tokens would cost.
+    3. In between, nothing changes. A step in which nobody decodes makes nobody wait: it is neither limited nor
+       counted.
+    4. A decode is never held back. Where decodes alone take the budget, prompts wait until some have ended, save
+       those that are more urgent than a running sequence: these get a block of tokens a step.
+
+    Invariants:
+        block_size <= budget <= max_num_batched_tokens, so that prompts progress once the decodes leave room.
+        Without a target the budget is `max_num_batched_tokens` for ever.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._target_s = None if config.target_itl_ms is None else config.target_itl_ms / 1000
+        self._most = config.max_num_batched_tokens
+        self._least = min(config.block_size, self._most)
+        self._budget = float(self._most)
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a step in which sequences decode may compute."""
+        return int(self._budget)
+
+    def num_tokens(self, num_decodes: int, outranks: bool) -> int:
+        """Tokens that a step with `num_decodes` decodes may compute in all.
+
+        `outranks`: whether what the others are for is more urgent than some of what runs.
+        """
+        if num_decodes == 0:
+            return self._most
+        return min(max(self.budget, num_decodes + outranks * self._least), self._most)
+
+    def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
+        """Learn from a step that took `duration_s`."""
+        if self._target_s is None or not any(item.num_tokens == 1 for item in batch.items):
+            return
+        if duration_s > _HIGH * self._target_s:
+            self._budget *= max(_LARGEST_CUT, self._target_s / duration_s)
+        elif duration_s < _LOW * self._target_s and batch.num_tokens >= self.budget:
+            self._budget += self._most / _INCREASES_TO_FULL
+        self._budget = min(max(self._budget, self._least), self._most)

@@ -1,0 +1,33 @@
+// Rows of numbers as whole numbers and a scale, for multiplication by weights of 8 bits.
+#pragma once
+
+#include <cmath>
+
+#include "numbers.h"
+
+namespace headway {
+
+// With weights up to 127, so many products of such numbers fit a sum of 32 bits in each of 16 lanes.
+constexpr float kLargestNumber = 8191.0f;
+constexpr int64_t kMostInputs = 32768;
+
+// Gives the scale: from = scale * to, up to rounding. A row that is not all finite has no finite scale.
+template <typename T>
+inline float quantize(const T* from, int64_t size, int16_t* to) {
+  float largest = 0.0f, zero = 0.0f;
+#pragma omp simd reduction(max : largest) reduction(+ : zero)
+  for (int64_t i = 0; i < size; i++) {
+    const float magnitude = std::fabs(widen(from[i]));
+    largest = magnitude > largest ? magnitude : largest;
+    zero += magnitude * 0.0f;  // of NaN and infinity it is NaN
+  }
+  const float factor = largest > 0.0f ? kLargestNumber / largest : 0.0f;
+#pragma omp simd
+  for (int64_t i = 0; i < size; i++) {
+    const float scaled = widen(from[i]) * factor;
+    to[i] = static_cast<int16_t>(static_cast<int32_t>(scaled + (scaled < 0.0f ? -0.5f : 0.5f)));
+  }
+  return largest / kLargestNumber + zero;
+}
+
+}  // namespace headway

@@ -1,0 +1,84 @@
+"""What a decoder layer of the Llama family computes beside its multiplications and its attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root mean square normalisation over the last dimension."""
+
+    weight: Tensor
+    """[size]"""
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """What one row [(num_query_heads + 2 * num_kv_heads) * size] holds: queries, then keys, then values."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    size: int
+    query_norm: Norm | None
+    """Over each query head before it is rotated, [size]."""
+    key_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosine and sine of each token's angles; the second half of each row repeats the first."""
+
+    cos: Tensor
+    """[num_tokens, size]"""
+    sin: Tensor
+    """[num_tokens, size]"""
+
+
+class LayerMath(Protocol):
+    """Operations on tensors of one dtype on one device."""
+
+    def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """Add `update` to `residual` [num_tokens, size] in place, and give the sum normalised."""
+        ...
+
+    def rotate(self, rows: Tensor, layout: HeadLayout, rotation: Rotation) -> None:
+        """Normalise, where the layout says so, and rotate the queries and keys of `rows` in place."""
+        ...
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(first half) * second half of each row, [num_tokens, size / 2]."""
+        ...
+
+
+class TorchLayerMath:
+    """`LayerMath` in plain torch."""
+
+    def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """See `LayerMath`."""
+        if update is not None:
+            residual.add_(update)
+        return functional.rms_norm(residual, norm.weight.shape, norm.weight, norm.epsilon)
+
+    def rotate(self, rows: Tensor, layout: HeadLayout, rotation: Rotation) -> None:
+        """See `LayerMath`."""
+        num_rotated = layout.num_query_heads + layout.num_kv_heads
+        heads = rows.view(len(rows), -1, layout.size)[:, :num_rotated]
+        queries, keys = heads[:, : layout.num_query_heads], heads[:, layout.num_query_heads :]
+        for part, norm in ((queries, layout.query_norm), (keys, layout.key_norm)):
+            if norm is not None:
+                part.copy_(functional.rms_norm(part, norm.weight.shape, norm.weight, norm.epsilon))
+        first, second = heads.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        heads.mul_(rotation.cos[:, None]).addcmul_(turned, rotation.sin[:, None])
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """See `LayerMath`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)

@@ -1,0 +1,216 @@
+"""Kernels of attention over the paged KV cache, for CUDA devices.
+
+A tile is what one program computes for one KV head: consecutive tokens of one sequence times the query heads that
+share the KV head, so that each key is read once for all of them. Rows of a tile are numbered token * GROUP_SIZE +
+head. `tiles` [num_tiles, 4] int32 holds of each: its first token's row in the flat batch, that token's position, how
+many tokens it has (0: none, the program does nothing), and its sequence's row in `tables`.
+
+Integers that differ from step to step are never specialised on: a new one must not compile anything while serving.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAX_SPLITS = 32
+"""Most parts that the keys of one tile are divided into."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["query_stride", "query_head_stride", "table_stride", "window", "num_splits"])
+def attend_kernel(
+    query,
+    cached_keys,
+    cached_values,
+    output,
+    parts,
+    part_sums,
+    tiles,
+    tables,
+    sinks,
+    scale,
+    softcap,
+    window,
+    num_splits,
+    query_stride,
+    query_head_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """Attend KV head `program_id(0)` of tile `program_id(1)` over part `program_id(2)` of the keys that it sees.
+
+    With IS_SPLIT the result goes to `parts`, to be combined, otherwise to `output`. Heads come first, so that what
+    runs together reads neighbouring memory.
+    """
+    head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = tl.load(tiles + tile * 4).to(tl.int64)
+    first_position = tl.load(tiles + tile * 4 + 1)
+    num_tokens = tl.load(tiles + tile * 4 + 2)
+    table = tables + tl.load(tiles + tile * 4 + 3).to(tl.int64) * table_stride
+    rows = tl.arange(0, TILE_ROWS)
+    output_columns = tl.arange(0, VALUE_WIDTH)
+    if num_tokens == 0:
+        cells = first_row * (NUM_KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + rows
+        zeros = tl.zeros([TILE_ROWS, VALUE_WIDTH], output.dtype.element_ty)
+        mask = (rows < GROUP_SIZE)[:, None] & (output_columns < VALUE_SIZE)[None, :]
+        tl.store(output + cells[:, None] * VALUE_SIZE + output_columns, zeros, mask=mask)
+        return
+    tokens = rows // GROUP_SIZE
+    query_heads = head * GROUP_SIZE + rows % GROUP_SIZE
+    is_row = tokens < num_tokens
+    columns = tl.arange(0, KEY_WIDTH)
+    queries = tl.load(
+        query + (first_row + tokens)[:, None] * query_stride + query_heads[:, None] * query_head_stride + columns,
+        mask=is_row[:, None] & (columns < KEY_SIZE)[None, :],
+        other=0.0,
+    ).to(cached_keys.dtype.element_ty)
+
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position + 1 - window, 0)
+    end = first_position + num_tokens
+    if IS_SPLIT:
+        part_keys = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), num_splits) * TILE_KEYS
+        begin += split * part_keys
+        end = tl.minimum(end, begin + part_keys)
+    values, highest, total = _attend_keys(
+        queries, first_position + tokens, begin, end, cached_keys, cached_values, table, head, scale, softcap, window,
+        NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, TILE_ROWS, TILE_KEYS,
+        HAS_WINDOW, HAS_SOFTCAP,
+    )  # fmt: skip
+
+    if HAS_SINKS and not IS_SPLIT:
+        sink = tl.load(sinks + query_heads, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+        total += tl.exp2(sink - highest)
+    # A row that saw no key has seen none in this part: its sum is -inf, and its values are zeros.
+    values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    if IS_SPLIT:
+        cell = (tile * NUM_KV_HEADS + head) * num_splits + split
+        cells = cell.to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + rows
+        tl.store(part_sums + cells, highest + tl.log2(total), mask=is_row)
+        tl.store(parts + cells[:, None] * VALUE_WIDTH + output_columns, values, mask=is_row[:, None])
+    else:
+        cells = (first_row + tokens) * (NUM_KV_HEADS * GROUP_SIZE) + query_heads
+        mask = is_row[:, None] & (output_columns < VALUE_SIZE)[None, :]
+        tl.store(output + cells[:, None] * VALUE_SIZE + output_columns, values.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _attend_keys(
+    queries,
+    positions,
+    begin,
+    end,
+    cached_keys,
+    cached_values,
+    table,
+    head,
+    scale,
+    softcap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Softmax over the keys at positions [begin, end), one pass, scores as powers of two.
+
+    Gives the weighted values [TILE_ROWS, VALUE_WIDTH] not yet divided by their weight, and per row the largest
+    score (0 where no key is visible) and the weight. No key outside [begin, end) is read.
+    """
+    key_columns = tl.arange(0, KEY_WIDTH)
+    value_columns = tl.arange(0, VALUE_WIDTH)
+    highest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    values = tl.zeros([TILE_ROWS, VALUE_WIDTH], tl.float32)
+    for start in range(begin, end, TILE_KEYS):
+        keys_at = start + tl.arange(0, TILE_KEYS)
+        is_key = keys_at < end
+        block = tl.load(table + keys_at // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slot = (block * BLOCK_SIZE + keys_at % BLOCK_SIZE) * NUM_KV_HEADS + head
+        key = tl.load(
+            cached_keys + slot[None, :] * KEY_SIZE + key_columns[:, None],
+            mask=is_key[None, :] & (key_columns < KEY_SIZE)[:, None],
+            other=0.0,
+        )
+        score = tl.dot(queries, key, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # softcap * tanh(score / softcap); the exponential may overflow, and then tanh is 1.
+            score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+        visible = is_key[None, :] & (keys_at[None, :] <= positions[:, None])
+        if HAS_WINDOW:
+            visible &= keys_at[None, :] > positions[:, None] - window
+        score = tl.where(visible, score * _LOG2_E, float("-inf"))
+        raised = tl.maximum(highest, tl.max(score, 1))
+        # A row that has seen no key yet has no largest score to subtract.
+        raised_or_zero = tl.where(raised == float("-inf"), 0.0, raised)
+        weights = tl.exp2(score - raised_or_zero[:, None])
+        shrink = tl.exp2(highest - raised_or_zero)
+        value = tl.load(
+            cached_values + slot[:, None] * VALUE_SIZE + value_columns[None, :],
+            mask=is_key[:, None] & (value_columns < VALUE_SIZE)[None, :],
+            other=0.0,
+        )
+        total = total * shrink + tl.sum(weights, 1)
+        values = values * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        highest = raised
+    return values, tl.where(highest == float("-inf"), 0.0, highest), total
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def combine_kernel(
+    parts,
+    part_sums,
+    output,
+    tiles,
+    sinks,
+    num_splits,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    SPLIT_WIDTH: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Write row `program_id(2)` of KV head `program_id(0)` of tile `program_id(1)`: its parts, each by its weight."""
+    head, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = row // GROUP_SIZE
+    if token >= tl.load(tiles + tile * 4 + 2):
+        return
+    query_head = head * GROUP_SIZE + row % GROUP_SIZE
+    splits = tl.arange(0, SPLIT_WIDTH)
+    columns = tl.arange(0, VALUE_WIDTH)
+    cells = ((tile * NUM_KV_HEADS + head) * num_splits + splits).to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + row
+    is_split = splits < num_splits
+    sums = tl.load(part_sums + cells, mask=is_split, other=float("-inf"))
+    highest = tl.max(sums, 0)
+    weights = tl.exp2(sums - highest)
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * _LOG2_E - highest)
+    values = tl.load(parts + cells[:, None] * VALUE_WIDTH + columns, mask=is_split[:, None], other=0.0)
+    result = tl.sum(values * weights[:, None], 0) / total
+    target = (tl.load(tiles + tile * 4).to(tl.int64) + token) * (NUM_KV_HEADS * GROUP_SIZE) + query_head
+    tl.store(output + target * VALUE_SIZE + columns, result.to(output.dtype.element_ty), mask=columns < VALUE_SIZE)

@@ -1,0 +1,16 @@
+"""The compiled kernels for tests: kept where replicas keep them, so that a machine compiles them once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY, KernelBuildError, built_library
+
+
+def need_kernels() -> None:
+    """Make the kernels callable, or skip the test and say why."""
+    try:
+        torch.ops.load_library(built_library(DEFAULT_KERNEL_DIRECTORY))
+    except KernelBuildError as error:
+        pytest.skip(f"the CPU kernels cannot be compiled here: {error}")

@@ -1,0 +1,69 @@
+"""Triton's kernels against attention by definition, without a GPU: in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from replicas.model.attention_choice import choose_attention
+from replicas.model.errors import ModelLoadError
+from replicas.model.gather_attention import GatherAttention
+from replicas.model.loader import LoadedModel
+from tests.model.serving import load
+from tests.model.tiny import write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = Path(__file__).with_name("triton_interpreted.py")
+
+
+def test_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", str(CASES), "-q", "-x", "-p", "no:cacheprovider"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_checkpoint(tmp_path_factory.mktemp("model"), "llama", with_tokenizer=False))
+
+
+def test_a_cpu_gets_no_triton_unless_it_is_demanded(loaded: LoadedModel) -> None:
+    pytest.importorskip("triton")
+    assert choose_attention(loaded, "gather", block_size=16) is GatherAttention
+    assert not hasattr(choose_attention(loaded, "auto", block_size=16), "planned")
+    with pytest.raises(ModelLoadError, match=r"'triton', which does not work here: .*Error: "):
+        choose_attention(loaded, "triton", block_size=16)
+    with pytest.raises(ModelLoadError, match="'flash'; it must be auto, triton or gather"):
+        choose_attention(loaded, "flash", block_size=16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens where kernels do not work")
+def test_kernels_that_do_not_work_are_replaced_with_a_warning(
+    loaded: LoadedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton")
+    on_cuda = replace(loaded, device=torch.device("cuda"))
+    assert choose_attention(on_cuda, "auto", block_size=16) is GatherAttention
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "Triton's kernels do not work here: " in caplog.text
+
+
+def test_without_triton_all_else_works(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("replicas.model.triton_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    choose_attention(loaded, "auto", block_size=16)
+    assert choose_attention(replace(loaded, device=torch.device("cuda")), "auto", block_size=16) is GatherAttention
+    assert "import of triton halted" in caplog.text
+    with pytest.raises(ModelLoadError, match="import of triton halted"):
+        choose_attention(loaded, "triton", block_size=16)

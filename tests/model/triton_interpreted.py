@@ -1,0 +1,144 @@
+"""Cases of Triton's kernels, on CPU tensors: collected by `test_triton_attention` in a process with TRITON_INTERPRET=1.
+
+Triton reads that variable when kernels are defined, and it would hold for every other test of the process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.gpu.kernel_checks import check_layer
+from replicas.model import triton_attention
+from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.attention_choice import choose_attention
+from replicas.model.kv_cache import KVCache
+from replicas.model.probe import AttentionLayer
+from replicas.model.triton_attention import TritonBackend
+from replicas.model.triton_check import check_triton
+from replicas.model.triton_tiles import TileGroup, TilePlan
+from replicas.protocol import SamplingParams
+from tests.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
+from tests.model.serving import Sizes, build_engine, load, random_prompts, reference_model, reference_tokens, tokens
+from tests.model.tiny import write_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def check(case: Case, num_processors: int) -> None:
+    """With `num_processors` pretended: many of them make the kernels divide the keys, few as they are, into parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_attention, "_MIN_PART_KEYS", 16)
+        assert largest_error(case, TritonBackend(num_processors), CPU) < TOLERANCES[case.dtype]
+
+
+# An interpreter takes its time: the mixtures of the other tests for one kind only.
+SMALL: Chunks = ((70, 71), (0, 1), (0, 6), (13, 50))
+
+
+@pytest.mark.parametrize("chunks", MIXTURES.values(), ids=MIXTURES)
+def test_equals_attention_by_definition(chunks: Chunks) -> None:
+    check(KINDS["plain"].of(chunks), num_processors=0)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_kind_of_layer(kind: Case) -> None:
+    check(kind.of(SMALL), num_processors=0)
+
+
+@pytest.mark.parametrize("kind", ["plain", "all", "group-of-7"])
+@pytest.mark.parametrize("num_processors", [8, 40])
+def test_keys_divided_into_parts(kind: str, num_processors: int) -> None:
+    check(KINDS[kind].of(((399, 400), (3, 4), (150, 157))), num_processors)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_kv_heads = draw(st.integers(1, 3))
+    starts = draw(st.lists(st.integers(0, 100), min_size=1, max_size=3))
+    return Case(
+        chunks=tuple((start, start + draw(st.sampled_from([1, 1, 2, 9, 40]))) for start in starts),
+        heads=(num_kv_heads * draw(st.integers(1, 9)), num_kv_heads),
+        sizes=(draw(st.integers(1, 40)), draw(st.integers(1, 40))),
+        window=draw(st.none() | st.integers(1, 200)),
+        softcap=draw(st.none() | st.floats(0.5, 60.0)),
+        has_sinks=draw(st.booleans()),
+        block_size=draw(st.integers(1, 33)),
+    )
+
+
+@given(cases(), st.sampled_from([0, 6, 24]))
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+def test_any_shape(case: Case, num_processors: int) -> None:
+    check(case, num_processors)
+
+
+def test_a_plan_of_lasting_tensors_gives_what_was_copied_into_them() -> None:
+    """As a captured graph is replayed: the tiles' tensors stay, their values and the cache's change."""
+    cache = KVCache([AttentionLayer(0, 4, 2, 16, 16, None, None, False)], 8, 16, torch.float32, CPU)
+    cache[0].keys.normal_(generator=torch.Generator().manual_seed(0))
+    cache[0].values.normal_(generator=torch.Generator().manual_seed(1))
+    tiles, tables, slots = (torch.zeros(shape, dtype=torch.int32) for shape in ((3, 4), (3, 4), (3,)))
+    plan = TilePlan(TileGroup(tiles, tables, tokens_per_tile=1, longest=64))
+    row = torch.randn(3, 4, 16)
+    kept = cache[0].keys.clone(), cache[0].values.clone()
+    # Two sequences and a row of padding, then other blocks and positions, then all padding.
+    for positions, blocks in (((20, 5), ((3, 1), (7, 0))), ((40, 17), ((2, 5, 6), (4, 8))), ((), ())):
+        for tensor in (tiles, tables, slots):
+            tensor.zero_()
+        tiles[:, 0] = torch.arange(3)
+        for index, position in enumerate(positions):
+            tiles[index] = torch.tensor([index, position, 1, index], dtype=torch.int32)
+            tables[index, : len(blocks[index])] = torch.tensor(blocks[index])
+            slots[index] = tables[index, position // 16] * 16 + position % 16
+        call = AttentionCall(0, row, row[:, :2], row[:, 2:], Scoring(0.25), None, frozenset())
+        output = TritonBackend(500).planned(cache, slots.long(), plan).attend(call)
+        assert not output[len(positions) :].any()
+        for index, position in enumerate(positions):
+            keys, values = (
+                part[tables[index].long()].flatten(0, 1)[: position + 1] for part in (cache[0].keys, cache[0].values)
+            )
+            expected = attend_by_definition(row[index : index + 1], keys, values, call.scoring, None)
+            torch.testing.assert_close(output[index : index + 1].double(), expected, atol=1e-5, rtol=1e-5)
+    used = {0, 1, 6, 7, 8}  # Scratch, and the blocks that hold the positions above.
+    for part, before in zip((cache[0].keys, cache[0].values), kept, strict=True):
+        for block in set(range(9)) - used:
+            torch.testing.assert_close(part[block], before[block], atol=0, rtol=0)
+
+
+LAYERS = [
+    AttentionLayer(0, 4, 2, 16, 16, None, None, False),
+    AttentionLayer(1, 4, 2, 16, 16, 24, 5.0, True),
+]
+
+
+def test_right_kernels_pass_the_check() -> None:
+    assert check_triton(LAYERS[1:], 16, torch.float16, CPU) is None
+
+
+def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_attention, "write_keys_and_values", lambda *_: None)
+    fault = check_triton(LAYERS[:1], 16, torch.float32, CPU)
+    assert fault is not None and "differs from plain torch" in fault
+
+
+def test_equals_generate(tmp_path: Path) -> None:
+    prompts = random_prompts((5, 30))
+    path = write_checkpoint(tmp_path, "gpt_oss-window", with_tokenizer=False)
+    loaded = load(path)
+    engine = build_engine(loaded, Sizes(max_num_batched_tokens=20), choose_attention(loaded, "triton", block_size=16))
+    outputs = tokens(engine, prompts, SamplingParams(max_tokens=5, temperature=0.0))
+    assert outputs == reference_tokens(reference_model(path), prompts, max_tokens=5)
+
+
+def test_the_gpu_check_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixtures: dict[str, Chunks] = {"some": ((3, 4), (2, 9))}
+    right = check_layer("tiny", KINDS["plain"], "cpu", mixtures)
+    assert right.passed and "tiny" in right.name
+    monkeypatch.setattr(triton_attention, "write_keys_and_values", lambda *_: None)
+    wrong = check_layer("tiny", KINDS["plain"], "cpu", mixtures)
+    assert not wrong.passed and "largest error" in wrong.detail

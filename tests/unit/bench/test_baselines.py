@@ -1,0 +1,184 @@
+"""The classic batchers over a simulated device: nobody is lost, nobody waits for ever, and the figures are right."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.baselines.engine_batches import EngineBatches, PaddedBatches, RaggedBatches, StepFigures, TokenTimes
+from bench.baselines.methods import CONTINUOUS, Limits, Method, methods
+from bench.baselines.outcome import Outcome, WrongAnswers, outcome_of
+from bench.baselines.policies import Adaptive, FixedSize, LengthBucketed, MemoryLimited, Policy, Priority
+from bench.baselines.serving_loop import serve_continuously, serve_in_batches
+from bench.baselines.timeline import Timeline
+from bench.baselines.trace import TraceRequest, TraceSpec, ideal_gain, make_trace
+from bench.timed_runner import StepTimes, TimedRunner
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.protocol import Band
+from tests.unit.engine.worlds import IDENTITY, FakeClock, decoders
+
+# Kernels whose time hardly depends on the batch, as on a device that reads its weights in every step.
+STEP_TIMES = StepTimes(base_s=20e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.1e-3)
+LIMITS = Limits(max_num_seqs=8, num_slots_tokens=4096, max_wait_s=0.5, window_s=0.1, target_latency_s=5.0)
+METHODS = methods(LIMITS)
+
+
+class Simulation:
+    """An engine on simulated time."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        clock = FakeClock()
+
+        def sleep(seconds: float) -> None:
+            # TimedRunner asks to be woken a little early and spins; a clock that nobody moves would spin for ever.
+            clock.now += seconds + 200e-6
+
+        self.timeline = Timeline(lambda: clock.now, sleep)
+        config = EngineConfig(
+            num_blocks=limits.num_slots_tokens // 16, max_model_len=512, max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=256, enable_prefix_caching=False,
+        )  # fmt: skip
+        runner = TimedRunner(STEP_TIMES, 4096, 2, self.timeline.clock, sleep)
+        self.engine = EngineBatches(Engine(config, runner, decoders, IDENTITY, clock.clock()), self.timeline)
+
+    def serve(self, trace: list[TraceRequest], method: Method) -> Outcome:
+        return outcome_of(method.name, trace, self.answers(trace, method), self.engine.figures())
+
+    def answers(self, trace: list[TraceRequest], method: Method) -> TokenTimes:
+        runner = PaddedBatches(self.engine) if method.is_padded else RaggedBatches(self.engine)
+        return serve_in_batches(trace, method.make_policy(), runner, self.timeline)
+
+    def continuous(self, trace: list[TraceRequest]) -> Outcome:
+        answers = serve_continuously(trace, self.engine, self.timeline)
+        return outcome_of(CONTINUOUS, trace, answers, self.engine.figures())
+
+
+def ask(number: int, arrival_s: float = 0.0, prompt: int = 32, output: int = 8, band: Band = Band.STANDARD):
+    return TraceRequest(number, arrival_s, tuple(range(300, 300 + prompt)), output, band)
+
+
+def by_name(name: str) -> Method:
+    return next(method for method in METHODS if method.name == name)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("requests_per_s", [0.5, 8.0, 100.0])
+def test_every_request_is_answered_once_and_in_full(method: Method, requests_per_s: float):
+    trace = make_trace(TraceSpec(num_requests=37, requests_per_s=requests_per_s, seed=3))
+    answers = Simulation().answers(trace, method)
+    assert sorted(answers) == [request.number for request in trace]
+    for request in trace:
+        assert len(answers[request.number]) == request.num_output_tokens
+        assert answers[request.number] == sorted(answers[request.number])
+        assert answers[request.number][0] > request.arrival_s, "an answer before its question"
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("num_requests", [1, LIMITS.max_num_seqs - 1, LIMITS.max_num_seqs + 1])
+def test_a_partial_batch_is_flushed_in_time(method: Method, num_requests: int):
+    answers = Simulation().answers([ask(number) for number in range(num_requests)], method)
+    longest_wait_s = max(LIMITS.max_wait_s, LIMITS.window_s, LIMITS.target_latency_s / 4)
+    num_batches = num_requests if method.name == "sequential" or "adaptive" in method.name else 2
+    assert len(answers) == num_requests
+    assert max(times[0] for times in answers.values()) < longest_wait_s + num_batches * 1.0
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_no_request_starves_behind_a_stream_of_others(method: Method):
+    lone = ask(0, 0.0, prompt=200, output=4)
+    others = [ask(number, 0.05 * number, prompt=32, band=Band.INTERACTIVE) for number in range(1, 120)]
+    answers = Simulation().answers([lone, *others], method)
+    assert answers[0][-1] < 2.0
+
+
+def test_a_lost_or_short_answer_is_an_error():
+    trace = [ask(0), ask(1)]
+    steps = StepFigures(1, 1, 1.0)
+    with pytest.raises(WrongAnswers, match="1 answers"):
+        outcome_of("x", trace, {0: [1.0] * 8}, steps)
+    with pytest.raises(WrongAnswers):
+        outcome_of("x", trace, {0: [1.0] * 8, 1: [1.0] * 7}, steps)
+
+
+def test_padding_is_counted_and_idle_slots_are():
+    trace = [ask(0, prompt=100, output=10), ask(1, prompt=50, output=40)]
+    padded = Simulation().serve(trace, by_name("fixed size, padded"))
+    ragged = Simulation().serve(trace, by_name("fixed size, no padding"))
+    needed = 100 + 10 - 1 + 50 + 40 - 1
+    assert padded.padding_efficiency == pytest.approx(needed / (2 * (100 + 40 - 1)))
+    assert ragged.padding_efficiency == 1.0
+    assert ragged.utilization is not None and padded.utilization is not None
+    assert ragged.utilization < padded.utilization <= 2 / LIMITS.max_num_seqs
+
+
+def test_the_ideal_gain_is_that_of_the_lengths():
+    outputs = [10, 40, 20, 30]
+    trace = [ask(number, output=output) for number, output in enumerate(outputs)]
+    assert ideal_gain(trace, 2) == pytest.approx(2 * (40 + 30) / 100)
+    assert ideal_gain(trace, 1) == 1.0
+
+
+def test_continuous_batching_reaches_most_of_what_the_lengths_allow():
+    # Long enough that filling and emptying the slots at the ends counts for little.
+    trace = make_trace(TraceSpec(num_requests=160, requests_per_s=1000.0, prompt_tokens=(8, 16)))
+    continuous = Simulation().continuous(trace)
+    static = Simulation().serve(trace, by_name("fixed size, no padding"))
+    reached = continuous.tokens_per_s / static.tokens_per_s
+    assert reached >= 0.85 * ideal_gain(trace, LIMITS.max_num_seqs)
+    assert continuous.padding_efficiency is not None and continuous.utilization is not None
+    assert continuous.padding_efficiency > 0.99, "only what urgent requests displaced is computed again"
+    assert continuous.utilization > 0.9
+    assert continuous.latency_p50_s < static.latency_p50_s and continuous.ttft_p50_s < static.ttft_p50_s
+
+
+def test_a_run_without_step_figures_has_no_efficiency():
+    outcome = outcome_of("x", [ask(0)], {0: [1.0] * 8}, None)
+    assert outcome.padding_efficiency is None and outcome.tokens_per_s == 8.0
+
+
+def chosen(policy: Policy, waiting: list[TraceRequest], now: float) -> list[int]:
+    return [request.number for request in policy.choose(waiting, now)]
+
+
+def test_fixed_size_waits_for_company_but_not_for_ever():
+    policy = FixedSize(3, max_wait_s=1.0)
+    two, four = [ask(0), ask(1, 0.5)], [ask(number) for number in range(4)]
+    assert chosen(policy, two, 0.9) == [] and chosen(policy, two, 1.0) == [0, 1]
+    assert chosen(policy, four, 0.0) == [0, 1, 2]
+    assert chosen(policy, [], 5.0) == []
+
+
+def test_priority_puts_urgent_requests_first_and_lets_the_oldest_go():
+    policy = Priority(2, max_wait_s=1.0)
+    waiting = [ask(0), ask(1), ask(2, band=Band.INTERACTIVE), ask(3, band=Band.INTERACTIVE)]
+    assert chosen(policy, waiting, 0.5) == [2, 3]
+    assert chosen(policy, waiting, 1.0) == [0, 2]
+
+
+def test_buckets_hold_prompts_of_similar_length():
+    policy = LengthBucketed(2, max_wait_s=1.0, bounds=(64, 128))
+    waiting = [ask(0, prompt=10), ask(1, prompt=100), ask(2, prompt=128), ask(3, prompt=200)]
+    assert chosen(policy, waiting, 0.0) == [1, 2]
+    assert chosen(policy, waiting[3:], 0.5) == [] and chosen(policy, waiting, 1.0) == [0]
+
+
+def test_a_memory_limited_batch_fits_as_a_rectangle():
+    policy = MemoryLimited(300, max_batch_size=8, max_wait_s=1.0)
+    waiting = [ask(0, prompt=50, output=10), ask(1, prompt=60, output=30), ask(2, prompt=90, output=20), ask(3)]
+    assert chosen(policy, waiting, 0.0) == [0, 1], "three of 110 tokens do not fit in 300"
+    assert chosen(policy, waiting[:2], 0.5) == [] and chosen(policy, waiting[:2], 1.0) == [0, 1]
+    assert chosen(policy, [ask(0, prompt=400)], 1.0) == [0], "one always goes"
+
+
+def test_the_adaptive_size_grows_while_it_is_fast_and_halves_when_it_is_slow():
+    policy = Adaptive(target_latency_s=4.0, max_batch_size=6)
+    batch = [ask(number) for number in range(6)]
+    for expected in (2, 3, 4, 5, 6, 6):
+        policy.batch_ended(batch, 1.0)
+        assert policy.batch_size == expected
+    policy.batch_ended(batch, 3.5)
+    assert policy.batch_size == 6
+    policy.batch_ended(batch, 4.5)
+    assert policy.batch_size == 3
+    policy.batch_ended(batch[:2], 1.0)
+    assert policy.batch_size == 3, "a partial batch says nothing of a larger one"
