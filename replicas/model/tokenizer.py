@@ -62,7 +62,7 @@ class StreamDecoder:
         return text
 
     def _end_of_text(self, token_ids: Items[int]) -> list[int]:
-        """The last tokens that show text, beginning with a whole character; empty where there are none nearby.
+        """The last tokens that show text, beginning with a whole character; none where there is no text nearby.
 
         What follows may complete a character that they end in the middle of.
         """
@@ -73,7 +73,9 @@ class StreamDecoder:
                 text = self._decode(end).rstrip(_INCOMPLETE)
                 if text and _INCOMPLETE not in text:
                     return end
-        return []
+        # A whole prompt without text may be the space that a first word does not show: the next one does.
+        is_whole = len(token_ids) <= _MAX_PENDING_TOKENS
+        return end if is_whole and self._decode(end) == "" else []
 
     def _has_text(self, token_id: int) -> bool:
         return token_id not in self._special_token_ids and self._tokenizer.id_to_token(token_id) is not None

@@ -34,7 +34,9 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 SENTENCEPIECE = sentencepiece_tokenizer()
 TOKENIZERS = {"byte-level": BYTE_LEVEL, "sentencepiece": SENTENCEPIECE}
 EMOJI = "👩‍👩‍👧‍👦🏳️‍🌈👍🏽é한ﷺ𒐫\u200d\ufe0f"
-TEXT = st.text(st.one_of(st.sampled_from(EMOJI + " ab\n"), st.characters(codec="utf-8")), max_size=40)
+# Without U+FFFD, which at the end of a text is taken for half a character.
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\N{REPLACEMENT CHARACTER}")
+TEXT = st.text(st.one_of(st.sampled_from(EMOJI + " ab\n"), CHARACTERS), max_size=40)
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
@@ -53,8 +55,7 @@ def test_pieces_make_the_whole_text(tokenizer: PreTrainedTokenizerFast, text: st
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     parts = pieces(tokenizer, token_ids)
     assert "".join(parts) == decode(tokenizer, token_ids)
-    for part in parts:
-        assert "�" not in part or "�" in text
+    assert not any("�" in part for part in parts)
 
 
 @settings(max_examples=300, deadline=None)
@@ -74,6 +75,8 @@ def test_first_word_keeps_its_space_after_a_prompt() -> None:
     assert pieces(SENTENCEPIECE, [world], prompt=(1, hello)) == [" world"]
     assert pieces(SENTENCEPIECE, [world], prompt=(1,)) == ["world"]
     assert pieces(SENTENCEPIECE, [world]) == ["world"]
+    [space] = SENTENCEPIECE.convert_tokens_to_ids(["▁"])
+    assert pieces(SENTENCEPIECE, [space], prompt=(space,)) == [" "]
 
 
 def test_character_of_a_prompt_cut_in_half_is_completed() -> None:
