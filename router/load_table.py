@@ -169,7 +169,6 @@ class LoadTable:
         return ReplicaView(
             stats=entry.stats,
             age_s=max(0.0, now - entry.received_s),
-            num_in_flight=len(own.requests),
             num_by_band=tuple(f + o for f, o in zip(entry.foreign_by_band, own.num_by_band, strict=True)),
             own_by_band=tuple(own.num_by_band),
             outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,

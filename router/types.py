@@ -29,16 +29,19 @@ class ReplicaView:
     stats: ReplicaStats
     age_s: float
     """Seconds since `stats` came."""
-    num_in_flight: int = 0
-    """Requests that this ingress has given the replica and that have not ended."""
     num_by_band: tuple[int, ...] = (0,) * len(Band)
     """Requests there, running and waiting: ours exactly, those of others as last reported."""
     own_by_band: tuple[int, ...] = (0,) * len(Band)
-    """Ours among them."""
+    """Ours among them: those that this ingress has given the replica and that have not ended."""
     outstanding_tokens: int = 0
     """Tokens that those requests are expected to need still."""
     unseen_tokens: int = 0
     """Prompt tokens of requests of ours that the last report cannot have counted yet."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of ours there, of any band."""
+        return sum(self.own_by_band)
 
     def num_free_slots(self, band: Band) -> int:
         """Slots that a request of `band` would find, since it takes those of lower bands."""

@@ -181,7 +181,7 @@ class FakeDispatcher:
     def load(self) -> list[ReplicaView]:
         if self.views is not None:
             return self.views
-        return [ReplicaView(self.replica.stats(), age_s=0.25, num_in_flight=len(self.replica.running))]
+        return [ReplicaView(self.replica.stats(), age_s=0.25, own_by_band=(0, len(self.replica.running), 0))]
 
     async def refresh(self) -> None:
         self._raise()

@@ -16,7 +16,7 @@ from tests.http.conftest import MODEL, REPLY, Api, MakeApi, card_of
 
 def view(api: Api, age_s: float = 0.1, num_running: int = 0, **stats: Any) -> ReplicaView:
     stats = {"num_running_by_band": (0, num_running, 0), **stats}
-    return ReplicaView(replace(api.replica.stats(), **stats), age_s, num_running)
+    return ReplicaView(replace(api.replica.stats(), **stats), age_s, own_by_band=(0, num_running, 0))
 
 
 async def test_ready_when_a_replica_says_what_it_serves(api: Api) -> None:

@@ -9,7 +9,7 @@ import pytest
 from replicas.model.triton_attention import TritonBackend
 from replicas.protocol import GenerateRequest, SamplingParams
 from tests.model.serving import Sizes, build_engine, load, num_preemptions, random_prompts, run
-from tests.model.test_async_scheduling import build_ahead, check_same
+from tests.model.test_async_scheduling import check_same
 from tests.model.tiny import write_checkpoint
 
 PARAMS = (
@@ -30,6 +30,6 @@ def test_tokens_are_those_of_plain_steps(tmp_path: Path, architecture: str, num_
     ]
     expected = run(build_engine(loaded), requests)
     backend = TritonBackend(num_processors)
-    engine = build_ahead(loaded, TIGHT, backend.planned, backend)
+    engine = build_engine(loaded, TIGHT, backend, backend.planned, is_ahead=True)
     check_same(run(engine, requests), expected)
     assert num_preemptions(engine) > 0

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
+from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel, ModelOptions, load_model
@@ -39,11 +40,17 @@ def load(path: Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel
 
 
 def build_engine(
-    loaded: LoadedModel, sizes: Sizes | None = None, attention: AttentionFactory = GatherAttention
+    loaded: LoadedModel,
+    sizes: Sizes | None = None,
+    attention: AttentionFactory = GatherAttention,
+    planned: PlannedAttention | None = None,
+    *,
+    is_ahead: bool = False,
 ) -> Engine:
+    """An engine, a step ahead or not, that decodes in fixed buckets where attention is `planned`."""
     sizes = sizes or Sizes()
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
-    runner = TorchModelRunner(loaded, cache, attention)
+    decodes = None if planned is None else PaddedDecodes(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         max_model_len=min(MAX_MODEL_LEN, sizes.num_blocks * sizes.block_size),
@@ -51,10 +58,11 @@ def build_engine(
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         eos_token_ids=loaded.eos_token_ids,
+        async_scheduling=is_ahead,
     )
     return Engine(
         config,
-        runner,
+        TorchModelRunner(loaded, cache, attention, decodes),
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )

@@ -16,20 +16,16 @@ from torch import Tensor
 
 from bench.gpu.ahead_checks import check_ahead
 from bench.timed_runner import StepTimes, TimedRunner
-from replicas.engine.config import EngineConfig
-from replicas.engine.engine import Engine
 from replicas.model.attention import AttentionCall
-from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
+from replicas.model.cuda_graphs import PlannedAttention, bucket_sizes
 from replicas.model.dense_attention import attend_dense
-from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel
-from replicas.model.runner import AttentionFactory, TorchModelRunner
-from replicas.model.tokenizer import SilentDecoder, make_decoder
+from replicas.model.tokenizer import SilentDecoder
 from replicas.model.triton_tiles import TilePlan
 from replicas.model_replica import Backend, ReplicaOptions, _engine_config
-from replicas.protocol import GenerateRequest, LogitBias, ReplicaIdentity, SamplingParams, TokenDelta, merge
-from tests.model.serving import MAX_MODEL_LEN, Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from tests.model.serving import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
 from tests.model.tiny import write_checkpoint
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
@@ -79,29 +75,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(load(path), random_prompts((5, 33, 60, 41, 17, 25, 9, 48)))
 
 
-def build_ahead(
-    loaded: LoadedModel, sizes: Sizes, planned: PlannedAttention | None, attention: AttentionFactory = GatherAttention
-) -> Engine:
-    """An engine a step ahead, decoding in fixed buckets where attention is `planned`."""
-    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
-    decodes = None if planned is None else PaddedDecodes(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
-    limits = EngineConfig(
-        num_blocks=sizes.num_blocks,
-        max_model_len=min(MAX_MODEL_LEN, sizes.num_blocks * sizes.block_size),
-        block_size=sizes.block_size,
-        max_num_seqs=sizes.max_num_seqs,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        eos_token_ids=loaded.eos_token_ids,
-        async_scheduling=True,
-    )
-    return Engine(
-        limits,
-        TorchModelRunner(loaded, cache, attention, decodes),
-        lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
-        ReplicaIdentity("replica", "node", 1),
-    )
-
-
 def requests_for(case: Case, params: tuple[SamplingParams, ...] = PARAMS) -> list[GenerateRequest]:
     return [
         GenerateRequest(f"request-{number}", prompt, params[number % len(params)])
@@ -132,7 +105,7 @@ def check_same(outputs: list[TokenDelta], expected: list[TokenDelta]) -> None:
 def test_tokens_are_those_of_plain_steps(case: Case, sizes: Sizes, planned: PlannedAttention | None) -> None:
     expected = run(build_engine(case.loaded, ROOMY), requests_for(case))
     assert len({token for output in expected for token in output.token_ids}) >= 20
-    engine = build_ahead(case.loaded, sizes, planned)
+    engine = build_engine(case.loaded, sizes, planned=planned, is_ahead=True)
     for _ in range(2):  # The second time with prefix hits.
         check_same(run(engine, requests_for(case)), expected)
     assert (num_preemptions(engine) > 0) == (sizes is TIGHT)
@@ -141,7 +114,7 @@ def test_tokens_are_those_of_plain_steps(case: Case, sizes: Sizes, planned: Plan
 def test_sequences_that_look_back_are_served_beside_the_others(case: Case) -> None:
     requests = requests_for(case, (*PARAMS[:3], LOOKING_BACK))
     expected = run(build_engine(case.loaded), requests)
-    check_same(run(build_ahead(case.loaded, TIGHT, PlannedGather), requests), expected)
+    check_same(run(build_engine(case.loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,7 +124,9 @@ def test_aborts_and_late_arrivals_change_nobody_elses_tokens(case: Case, seed: i
         replace(request, request_id=f"late-{number}") for number, request in enumerate(requests_for(case))
     ]
     expected = {output.request_id: output for output in run(build_engine(case.loaded), requests)}
-    engine = build_ahead(case.loaded, Sizes(num_blocks=60, block_size=4, max_num_seqs=5), PlannedGather)
+    engine = build_engine(
+        case.loaded, Sizes(num_blocks=60, block_size=4, max_num_seqs=5), planned=PlannedGather, is_ahead=True
+    )
     outputs: dict[str, TokenDelta] = {}
     waiting, aborted = list(requests), set()
     while waiting or engine.has_work:

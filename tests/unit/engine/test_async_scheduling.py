@@ -14,6 +14,7 @@ from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch, Sche
 from replicas.engine.config import EngineConfig
 from replicas.errors import DeadlineExceeded, Overloaded
 from replicas.protocol import Band, FinishReason, GenerateRequest
+from tests.unit.engine import test_waste
 from tests.unit.engine.test_async_engine import collect, running, until_idle
 from tests.unit.engine.test_random_worlds import random_config
 from tests.unit.engine.test_waste import num_computed, prompt_of, wasted
@@ -205,24 +206,7 @@ def test_every_computed_token_was_of_use_or_is_wasted(seed: int) -> None:
     limits = {"num_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": rng.choice([9, 32])}
     caching = rng.random() < 0.7
     world = PipelinedWorld(config(**limits, enable_prefix_caching=caching, eos_token_ids=EOS), step_s=1.0)
-    names: list[str] = []
-    for number in range(30):
-        deadline_unix_s = world.clock.unix(world.clock.now + rng.randrange(4, 60)) if rng.random() < 0.3 else None
-        prompt = prompt_of(number, rng.randrange(2, 40))
-        world.add(
-            request(str(number), prompt, max_tokens=rng.randrange(1, 24), deadline_unix_s=deadline_unix_s)
-        )  # fmt: skip
-        names.append(str(number))
-        for _ in range(rng.randrange(4)):
-            world.step()
-        if rng.random() < 0.3:
-            world.engine.abort(rng.choice(names))
-    world.run()
-    useful = sum(
-        outcome.last.usage.prompt_tokens + outcome.last.usage.completion_tokens - 1 - outcome.last.usage.cached_tokens
-        for outcome in world.outcomes.values()
-        if outcome.last is not None and outcome.finish_reason is not None and outcome.last.error is None
-    )
+    useful = test_waste.play(rng, world)
     assert useful + sum(wasted(world).values()) == num_computed(world)
     assert useful > 0 and wasted(world)["surplus"] > 0
 

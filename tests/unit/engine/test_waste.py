@@ -96,11 +96,8 @@ def test_a_request_whose_deadline_passes_wasted_what_was_computed_for_it() -> No
     assert num_computed(world) == 10 + 5
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_computed_token_was_of_use_or_is_wasted(seed: int) -> None:
-    rng = random.Random(seed)
-    limits = {"num_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": rng.choice([9, 32])}
-    world = World(config(**limits, enable_prefix_caching=rng.random() < 0.7), step_s=1.0)
+def play(rng: random.Random, world: World) -> int:
+    """Random requests, deadlines and aborts to the end; how many of the computed tokens were of use."""
     names: list[str] = []
     for number in range(30):
         deadline_unix_s = world.clock.unix(world.clock.now + rng.randrange(4, 60)) if rng.random() < 0.3 else None
@@ -116,10 +113,18 @@ def test_every_computed_token_was_of_use_or_is_wasted(seed: int) -> None:
         if rng.random() < 0.3:
             world.engine.abort(rng.choice(names))
     world.run()
-    useful = sum(
+    return sum(
         outcome.last.usage.prompt_tokens + outcome.last.usage.completion_tokens - 1 - outcome.last.usage.cached_tokens
         for outcome in world.outcomes.values()
         if outcome.last is not None and outcome.finish_reason is not None and outcome.last.error is None
     )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_computed_token_was_of_use_or_is_wasted(seed: int) -> None:
+    rng = random.Random(seed)
+    limits = {"num_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": rng.choice([9, 32])}
+    world = World(config(**limits, enable_prefix_caching=rng.random() < 0.7), step_s=1.0)
+    useful = play(rng, world)
     assert useful + sum(wasted(world).values()) == num_computed(world)
     assert useful > 0 and sum(wasted(world).values()) > 0
