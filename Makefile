@@ -36,8 +36,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# In two processes: most of a test that starts Ray is waiting.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)

@@ -24,7 +24,7 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.build import RunnerOptions, build_runner
 from replicas.model.cpp_kernels import load_kernels
-from replicas.model.cpu import speed_up
+from replicas.model.fast_parts import cpu_parts, speed_up
 from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
 from replicas.model.linears import choose_linears, replace_linears
 from replicas.model.loader import LoadedModel
@@ -59,7 +59,7 @@ def _pack(loaded: LoadedModel) -> LoadedModel:
 
 def _fuse(loaded: LoadedModel) -> LoadedModel:
     """What a replica runs where there is no compiler."""
-    speed_up(loaded.model, loaded.port, loaded.layers, choose_linears(loaded.dtype, False, "none"), False)
+    speed_up(loaded.model, loaded.port, loaded.layers, cpu_parts(loaded.dtype, False, "none"))
     return loaded
 
 
@@ -67,8 +67,7 @@ def _compile(loaded: LoadedModel, quantization: str = "none") -> LoadedModel:
     """What a replica runs where there is one."""
     if not load_kernels(DEFAULT_KERNEL_DIRECTORY, loaded.dtype):
         raise SystemExit("the kernels cannot be compiled here")
-    linears = choose_linears(loaded.dtype, True, quantization)
-    speed_up(loaded.model, loaded.port, loaded.layers, linears, True)
+    speed_up(loaded.model, loaded.port, loaded.layers, cpu_parts(loaded.dtype, True, quantization))
     return replace(loaded, has_kernels=True)
 
 

@@ -30,6 +30,7 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.attention_choice import choose_attention
 from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.fast_parts import cuda_parts, speed_up
 from replicas.model.loader import LoadedModel
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
@@ -50,6 +51,7 @@ ARCHITECTURES = (
     "gpt_oss-window",
     "deepseek_v3",
 )
+COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
 # Two logits this close may change places between two orders of summation in float32.
 NEAR_TIE = 1e-3
 NUM_ITERATIONS = 20
@@ -80,14 +82,16 @@ class StepTime:
         return 1000 * self.num_tokens / self.median_ms
 
 
-def check_architecture(architecture: str, device: str, attention: str = "auto") -> Check:
+def check_architecture(
+    architecture: str, device: str, attention: str = "auto", *, compile_layers: bool = False
+) -> Check:
     """Batched and chunked output in float32 on `device` equals transformers' `generate()` there."""
     prompts = random_prompts((5, 33, 60, 90))
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
         reference = reference_model(path).to(device)
         expected = reference_tokens(reference, prompts, max_tokens=24)
-        loaded = load(path, device=device)
+        loaded = load(path, device=device, compile_layers=compile_layers)
         engine = build_engine(loaded, Sizes(), choose_attention(loaded, attention, Sizes().block_size))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
     gaps = []
@@ -99,9 +103,9 @@ def check_architecture(architecture: str, device: str, attention: str = "auto") 
                 logits = reference(known).logits[0, -1]
             gaps.append(abs(float(logits[output[index]] - logits[other[index]])))
     detail = f"{len(gaps)} first differences" + (f", largest gap {max(gaps):.1e}" if gaps else "")
-    return Check(
-        f"{architecture} equals generate(), attention by {attention}", all(gap < NEAR_TIE for gap in gaps), detail
-    )
+    layers = "compiled layers" if compile_layers else "layers as served"
+    name = f"{architecture} equals generate(), attention by {attention}, {layers}"
+    return Check(name, all(gap < NEAR_TIE for gap in gaps), detail)
 
 
 def check_sampler(device: str) -> Check:
@@ -132,11 +136,14 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> L
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
     port = AttentionPort(model)
+    layers = probe_attention(model, port)
+    if device != "cpu":
+        speed_up(model, port, layers, cuda_parts(dtype, torch.device(device)))
     return LoadedModel(
         model_id="random",
         model=model,
         port=port,
-        layers=probe_attention(model, port),
+        layers=layers,
         tokenizer=None,
         max_model_len=config.max_position_embeddings,
         vocab_size=config.vocab_size,
@@ -168,14 +175,17 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
 
 def run_checks(device: str) -> list[Check]:
     """Everything that must be right, each printed when known."""
-    from bench.gpu.kernel_checks import kernel_checks  # Triton comes with torch for CUDA only.
+    from bench.gpu.kernel_checks import check_flash, kernel_checks  # Triton comes with torch for CUDA only.
 
     runs: list[Callable[[str], Check]] = [
         *kernel_checks(),
         *(partial(check_architecture, name, attention="triton") for name in ARCHITECTURES),
         partial(check_architecture, ARCHITECTURES[0], attention="gather"),
+        partial(check_architecture, "gemma2-window", attention="triton", compile_layers=True),
         check_sampler,
         *(partial(check_ahead, name) for name in AHEAD_ARCHITECTURES),
+        *(partial(check_ahead, name, compile_layers=True) for name in COMPILED_ARCHITECTURES),
+        check_flash,  # Last: it may end the process.
     ]
     checks: list[Check] = []
     for run in runs:

@@ -57,7 +57,7 @@ class ReplicaOptions:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory that weights, activations and KV cache may take on CUDA."""
     attention_backend: str = "auto"
-    """auto, triton or gather; auto is triton on CUDA wherever it proves right."""
+    """auto, flash, triton or gather; on CUDA auto is the first of these that proves right."""
     num_threads: int | None = None
     """torch threads on CPU; None: torch's own choice."""
     enforce_eager: bool = False
@@ -66,6 +66,8 @@ class ReplicaOptions:
     """Launch a step before the results of the one before are known; None: on CUDA."""
     kernel_directory: str | None = DEFAULT_KERNEL_DIRECTORY
     """Where kernels that are compiled on this machine, for CPU, are kept; None: none are compiled."""
+    compile_layers: bool = False
+    """Have torch.compile fuse layers that have no fused form of ours, on CUDA."""
     quantization: str = "none"
     """none or int8: weights of linear layers in 8 bits, on CPU with compiled kernels only."""
     coalesce_interval_s: float = 0.03
@@ -103,6 +105,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
             max_model_len=options.max_model_len,
             num_threads=options.num_threads,
             kernel_directory=options.kernel_directory,
+            compile_layers=options.compile_layers,
             quantization=options.quantization,
         )
     )

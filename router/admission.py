@@ -11,7 +11,7 @@ from router.flow_queue import BandLimits, FlowQueue
 from router.load_table import LoadTable
 from router.types import Headroom
 
-_WINDOW_S = 5.0
+_WINDOW_S = 4.0
 """Over which what is asked for is averaged: how soon a burst is seen, and its end."""
 _LEAST_SHARE = 0.02
 """Of what all replicas compute, what a band is taken to be left however much urgent work comes: it is promoted."""
@@ -24,6 +24,10 @@ class Admission:
     is what all replicas compute while work waits, less what has lately been asked for in more urgent bands
     (the mean wait in a queue with preemptive priorities: Conway, Maxwell and Miller, Theory of Scheduling, 1967).
     What was refused counts as well: it comes again, and takes what is left before any less urgent work.
+
+    A refused client is told to come back when what waits now would be done, if nothing more urgent came, and at most
+    `_WINDOW_S` later: nobody knows for longer how much will come, and what was sent away for longer would come
+    back long after an overload and prolong it.
     """
 
     def __init__(
@@ -47,7 +51,8 @@ class Admission:
             self._queue.check_room(band, num_tokens)
             self._check_wait(band, wait_s, deadline_s)
         except Overloaded as error:
-            raise Overloaded(str(error), wait_s, error.reason, error.code) from None
+            retry_after_s = min(wait_s, self._drain_s(band) + _WINDOW_S)
+            raise Overloaded(str(error), retry_after_s, error.reason, error.code) from None
 
     def headroom(self, band: Band) -> Headroom:
         """What may still wait in a band."""
@@ -63,13 +68,23 @@ class Admission:
 
     def wait_s(self, band: Band) -> float | None:
         """Seconds until a request that came now would start; None if nothing is known of the replicas' speed."""
-        tokens_per_s = sum(view.stats.saturated_tokens_per_s for view in self._table.views())
+        tokens_per_s = self._tokens_per_s()
         if tokens_per_s <= 0:
             return None
         now = self._clock()
         urgent_per_s = sum(self._wanted[other].per_s(now) for other in Band if other < band)
-        num_before = sum(self._queue.num_tokens(other) for other in Band if other <= band)
-        return num_before / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
+        return self._num_before(band) / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
+
+    def _drain_s(self, band: Band) -> float:
+        """Seconds until what waits now before a request of `band` is done; 0 if nothing is known of the speed."""
+        tokens_per_s = self._tokens_per_s()
+        return self._num_before(band) / tokens_per_s if tokens_per_s > 0 else 0.0
+
+    def _num_before(self, band: Band) -> int:
+        return sum(self._queue.num_tokens(other) for other in Band if other <= band)
+
+    def _tokens_per_s(self) -> float:
+        return sum(view.stats.saturated_tokens_per_s for view in self._table.views())
 
     def _check_wait(self, band: Band, wait_s: float, deadline_s: float | None) -> None:
         limit_s = self._limits[band].max_wait_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -12,6 +12,8 @@ from router.held_work import Work
 
 _FILL = 0.85
 """Share of its measured speed that a replica is counted on for when replicas are given back."""
+_FILLING = 0.5
+"""Share of the slots from which on it counts how fast they fill."""
 _MAX_EXCESS = 1.5
 """Most replicas that urgent work asks for, over those that what comes needs."""
 _GROWTH_WINDOW_S = 3.0
@@ -54,6 +56,8 @@ class ScalingInputs:
     """Requests that run, save batch work."""
     num_slots: int = 1
     """Of one replica."""
+    outstanding_tokens: int = 0
+    """What all urgent requests anywhere, waiting or running, are expected to need still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,11 @@ class ScalingDecision:
     inputs: ScalingInputs
 
 
+def urgent_tokens(work: Iterable[Work], settings: AutoscalingSettings) -> int:
+    """Tokens of the work that is due as soon as any is."""
+    return sum(waiting.tokens for waiting in work if waiting.due_s <= settings.target_drain_s)
+
+
 class Autoscaler:
     """Decides how many replicas there should be.
 
@@ -79,9 +88,10 @@ class Autoscaler:
     3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
        the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
        tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
-       Urgent work asks for more than was decided only up to 1.5 times what it takes to keep up with what comes,
-       which is what is computed plus what the waiting has grown by in the last 3 s: what gathers while new replicas
-       start asks for no more of them.
+       Once half of all slots run urgent work, enough are needed to keep up with what comes: what is computed a
+       second plus what the urgent work that waits or runs has grown by in the last 3 s, divided by a replica's
+       speed. Beyond what was decided, urgent work asks for at most 1.5 times what would do so at 0.85 of that
+       speed: what gathers while new replicas start asks for no more of them.
     4. Needed for what runs, save batch work: tokens computed a second over the last 3 s or 10 s, whichever is
        more, divided by 0.85 of a replica's speed, and requests that run, divided by 0.85 of its slots; the larger,
        rounded up. This keeps replicas and never adds any: it counts up to those that are there and were decided.
@@ -100,8 +110,8 @@ class Autoscaler:
         self._speed = settings.replica_tokens_per_s
         self._has_seen_replicas = False
         self._busy_s = clock()
-        self._urgent: deque[tuple[float, int]] = deque([(clock() - _GROWTH_WINDOW_S, 0)])
-        """(when, urgent tokens that waited) over the last 3 s."""
+        self._outstanding: deque[tuple[float, int]] = deque([(clock() - _GROWTH_WINDOW_S, 0)])
+        """(when, `ScalingInputs.outstanding_tokens`) over the last 3 s."""
         self._needs: deque[tuple[float, int]] = deque()
         """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
 
@@ -134,24 +144,24 @@ class Autoscaler:
         return self._bounded(needed)
 
     def _for_waiting(self, inputs: ScalingInputs, now: float, decided: int) -> int:
-        urgent = self._urgent_tokens(inputs)
-        most = max(decided * self._speed, _MAX_EXCESS * self._coming_tokens_per_s(inputs, urgent, now) / _FILL)
-        tokens, tokens_per_s = urgent, min(urgent / self.settings.target_drain_s, most)
+        tokens = urgent_tokens(inputs.work, self.settings)
+        coming = self._coming_tokens_per_s(inputs, now)
+        most = max(decided * self._speed, _MAX_EXCESS * coming / _FILL)
+        tokens_per_s = min(tokens / self.settings.target_drain_s, most)
+        if inputs.num_running >= _FILLING * inputs.num_slots * inputs.num_replicas:
+            tokens_per_s = max(tokens_per_s, coming)
         for work in sorted(inputs.work, key=lambda work: work.due_s):
             if work.due_s > self.settings.target_drain_s:
                 tokens += work.tokens
                 tokens_per_s = max(tokens_per_s, tokens / work.due_s)
         return math.ceil(tokens_per_s / self._speed)
 
-    def _coming_tokens_per_s(self, inputs: ScalingInputs, urgent: int, now: float) -> float:
-        self._urgent.append((now, urgent))
-        while now - self._urgent[1][0] >= _GROWTH_WINDOW_S:
-            self._urgent.popleft()
-        growth = (urgent - self._urgent[0][1]) / _GROWTH_WINDOW_S
+    def _coming_tokens_per_s(self, inputs: ScalingInputs, now: float) -> float:
+        self._outstanding.append((now, inputs.outstanding_tokens))
+        while now - self._outstanding[1][0] >= _GROWTH_WINDOW_S:
+            self._outstanding.popleft()
+        growth = (inputs.outstanding_tokens - self._outstanding[0][1]) / _GROWTH_WINDOW_S
         return max(0.0, inputs.served_tokens_per_s + growth)
-
-    def _urgent_tokens(self, inputs: ScalingInputs) -> int:
-        return sum(work.tokens for work in inputs.work if work.due_s <= self.settings.target_drain_s)
 
     def _for_running(self, inputs: ScalingInputs) -> int:
         by_tokens = inputs.served_tokens_per_s / (_FILL * self._speed)
@@ -169,7 +179,7 @@ class Autoscaler:
         return min(self.settings.max_replicas, max(self.settings.min_replicas, number))
 
     def _drain_s(self, inputs: ScalingInputs) -> float | None:
-        tokens = self._urgent_tokens(inputs)
+        tokens = urgent_tokens(inputs.work, self.settings)
         if tokens == 0:
             return 0.0
         return tokens / (inputs.num_replicas * self._speed) if inputs.num_replicas else None

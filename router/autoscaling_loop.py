@@ -15,11 +15,18 @@ from router.autoscaling import Autoscaler, ScalingDecision, ScalingInputs
 from router.flow_queue import FlowQueue
 from router.held_work import HeldWork
 from router.load_table import LoadTable
-from router.scaling_inputs import HeldBack, ServedRate, work_held_back, work_in_queue, work_in_replicas
+from router.scaling_inputs import (
+    HeldBack,
+    ServedRate,
+    urgent_outstanding,
+    work_held_back,
+    work_in_queue,
+    work_in_replicas,
+)
 
 logger = logging.getLogger(__name__)
 
-_PERIOD_S = 0.2
+_PERIOD_S = 0.1
 _WAKE_PERIOD_S = 2.0
 
 
@@ -44,7 +51,7 @@ class ScalingClient(Protocol):
 
 
 class AutoscalingLoop:
-    """Decides every 0.2 s from what is known here, and makes sure that what is known is new where it matters.
+    """Decides every 0.1 s from what is known here, and makes sure that what is known is new where it matters.
 
     While requests wait and fewer replicas are known than there should be, replicas are asked at that pace too, so
     that a new one gets work at once. A decision that changes is told to them at once. Where there are no replicas
@@ -84,20 +91,20 @@ class AutoscalingLoop:
         if self._held_back is not None:
             own_work += work_held_back(self._held_back.work(), self.settings, self._unix_clock())
         elsewhere = self._client.held_elsewhere()
+        in_ingresses = own_work + tuple(work for held in elsewhere for work in held.work)
         inputs = ScalingInputs(
             num_replicas=len(views),
             num_requests=num_waiting
             + sum(held.num_requests for held in elsewhere)
             + sum(sum(view.num_by_band) for view in views),
-            work=own_work
-            + tuple(work for held in elsewhere for work in held.work)
-            + work_in_replicas(views, self.settings),
+            work=in_ingresses + work_in_replicas(views, self.settings),
             saturated_tokens_per_s=tuple(
                 view.stats.saturated_tokens_per_s for view in views if view.stats.saturated_tokens_per_s > 0
             ),
             served_tokens_per_s=self._served.tokens_per_s(now),
             num_running=sum(sum(view.stats.num_running_by_band[: Band.BATCH]) for view in views),
             num_slots=min((view.stats.num_slots for view in views), default=1),
+            outstanding_tokens=urgent_outstanding(in_ingresses, views, self.settings),
         )
         decision = self._autoscaler.decide(inputs)
         self._client.share(HeldWork(self._ingress_id, own_work, num_waiting, decision.desired_replicas))

@@ -29,7 +29,8 @@ class FlowLimits:
     """Nothing waits longer than this, whatever its deadline."""
     lookahead: int = 0
     """Requests of any band given to a replica beyond its slots: work for the moment between the end of one and the
-    arrival of the next, for which else a less urgent one would be begun and broken off again."""
+    arrival of the next, for which else a less urgent one would be begun and broken off again. Where there is no less
+    urgent one, a request waits here instead, for whichever of several replicas has a slot first."""
     batch_lookahead: float = 0.125
     """The same for batch requests, as a share of the slots and at least one."""
 
@@ -258,33 +259,38 @@ class FlowController:
         """Dispatch one request, the first in order for which a replica has room; False if there is none."""
         views = self._table.views()
         starved = self._starved_bands(self._clock())
+        is_only = sum(not view.stats.is_draining for view in views) == 1
         # Most calls end here: every replica is full. Only then is it worth ordering what waits.
-        open_bands = {band for band in Band if any(self._num_places(view, band, starved) > 0 for view in views)}
+        open_bands = {
+            band for band in Band if any(self._num_places(view, band, starved, is_only) > 0 for view in views)
+        }
         for waiting in self._queue.in_order(starved, open_bands):
             if self._waiters[waiting.number].placement.cancelled():
                 self._withdraw(self._waiters[waiting.number])
                 return True
             if waiting.request.band not in open_bands:
                 continue
-            with_room = [view for view in views if self._has_room(view, waiting, starved)]
+            with_room = [view for view in views if self._has_room(view, waiting, starved, is_only)]
             if with_room:
                 self._dispatch(self._waiters[waiting.number], with_room, starved)
                 return True
             open_bands.discard(waiting.request.band)
         return False
 
-    def _num_places(self, view: ReplicaView, band: Band, starved: set[Band]) -> int:
+    def _num_places(self, view: ReplicaView, band: Band, starved: set[Band], is_only: bool) -> int:
         """Requests of a band that a replica may be given: for its free slots, and some that wait there for the next."""
-        if band in starved:
+        is_starved = band in starved
+        if is_starved:
             # It waits there before all others for the next slot, whoever has them now and whoever else waits there.
             band = Band.INTERACTIVE
-        num_ahead = self._limits.lookahead
+        has_less_urgent = sum(view.num_by_band[band + 1 :]) > 0
+        num_ahead = self._limits.lookahead if is_starved or has_less_urgent or is_only else 0
         if band is Band.BATCH:
             num_ahead = max(1, num_ahead, int(self._limits.batch_lookahead * view.stats.num_slots))
         num_places = 0 if view.stats.is_draining else view.num_free_slots(band) + num_ahead
         return max(1, num_places) if view.is_kept_by_others(band) else num_places
 
-    def _has_room(self, view: ReplicaView, waiting: Waiting, starved: set[Band]) -> bool:
+    def _has_room(self, view: ReplicaView, waiting: Waiting, starved: set[Band], is_only: bool) -> bool:
         band, request = waiting.request.band, waiting.request
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         has_blocks = (
@@ -293,7 +299,7 @@ class FlowController:
             or band in starved  # The engine, where it comes promoted, keeps freed blocks for it.
             or view.is_kept_by_others(band)  # Of blocks, too, it waits there for the next.
         )
-        return has_blocks and self._num_places(view, band, starved) > 0
+        return has_blocks and self._num_places(view, band, starved, is_only) > 0
 
     def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], starved: set[Band]) -> None:
         # Where it starts at once comes before where it has to wait for a slot.

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from replicas.protocol import Band, ReplicaStats
-from router.autoscaling import AutoscalingSettings
+from router.autoscaling import AutoscalingSettings, urgent_tokens
 from router.flow_queue import FlowQueue
 from router.held_work import Work
 from router.types import ReplicaView
@@ -124,6 +124,15 @@ def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings
             urgent += each * (stats.num_waiting - stats.num_waiting_by_band[Band.BATCH])
     works = (Work(int(urgent), settings.target_drain_s), Work(int(batch), settings.batch_drain_s))
     return tuple(work for work in works if work.tokens)
+
+
+def urgent_outstanding(work: Iterable[Work], views: Iterable[ReplicaView], settings: AutoscalingSettings) -> int:
+    """Tokens that all but batch work needs still: that of `work`, and its share of what each replica has."""
+    num_tokens = urgent_tokens(work, settings)
+    for view in views:
+        if num_requests := sum(view.num_by_band):
+            num_tokens += view.outstanding_tokens * sum(view.num_by_band[: Band.BATCH]) // num_requests
+    return num_tokens
 
 
 def _batch_due_s(deadline_s: float | None, settings: AutoscalingSettings, now: float) -> float:

@@ -72,7 +72,7 @@ class HeadwayConfig(BaseModel):
     """The last replica is given back when there has been no request for this long, seconds; needs `min_replicas=0`."""
     replica_tokens_per_s: float = Field(default=1000.0, gt=0)
     """Tokens a second, prompt and output, that a replica is taken to compute until one has been measured under load."""
-    autoscale_interval_s: float = Field(default=0.5, gt=0)
+    autoscale_interval_s: float = Field(default=0.2, gt=0)
     """Seconds between two reports of the number of replicas asked for to Serve's controller."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
     """GPUs that Ray reserves for a model replica; none: 1 where the cluster has GPUs, else 0."""
@@ -104,6 +104,8 @@ class HeadwayConfig(BaseModel):
     """Schedule and launch a step before the tokens of the one before are known; none: with a GPU only."""
     enforce_eager: bool = False
     """On a GPU, launch a decode's operations one by one, not as CUDA graphs, which are captured at start-up."""
+    compile_layers: bool = False
+    """On a GPU, have torch.compile fuse the layers of models that have no fused ones of ours; takes start-up time."""
     target_itl_ms: float | None = Field(default=None, gt=0)
     """Milliseconds between two tokens of a stream to aim at, by prefilling less beside decodes; none: no target."""
     max_num_partial_prefills: int = Field(default=2, ge=1)
@@ -134,9 +136,9 @@ class HeadwayConfig(BaseModel):
     """Size of a replica's KV cache on CPU, bytes; also as `2GiB`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that weights, activations and KV cache may take."""
-    attention_backend: Literal["auto", "triton", "gather"] = "auto"
-    """What computes attention. auto: the fastest that proves right at start-up; triton: the GPU kernels, or the replica
-    does not start; gather: plain torch."""
+    attention_backend: Literal["auto", "flash", "triton", "gather"] = "auto"
+    """What computes attention: flash: FlashAttention 3, where it is installed; triton: our GPU kernels; gather: plain
+    torch; auto: the first that proves right at start-up. One asked for that does not stops the replica."""
     coalesce_interval_s: float = Field(default=0.03, ge=0)
     """A stream's deltas after its first are sent at most this often, seconds ..."""
     coalesce_tokens: int = Field(default=8, ge=1)
@@ -251,8 +253,10 @@ class HeadwayConfig(BaseModel):
             raise ValueError(
                 f"device (cpu) and num_gpus_per_replica ({self.num_gpus_per_replica:g}) contradict each other"
             )
-        if self.device == "cpu" and self.attention_backend == "triton":
-            raise ValueError("device (cpu) and attention_backend (triton) contradict each other")
+        if self.device == "cpu" and self.attention_backend in ("flash", "triton"):
+            raise ValueError(f"device (cpu) and attention_backend ({self.attention_backend}) contradict each other")
+        if self.device == "cpu" and self.compile_layers:
+            raise ValueError("device (cpu) and compile_layers (true) contradict each other")
         if self.device == "cuda" and self.num_gpus_per_replica == 0:
             raise ValueError("device (cuda) and num_gpus_per_replica (0) contradict each other")
         return self
@@ -384,6 +388,7 @@ class HeadwayConfig(BaseModel):
             max_num_batched_tokens=self.max_num_batched_tokens,
             async_scheduling=self.async_scheduling,
             enforce_eager=self.enforce_eager,
+            compile_layers=self.compile_layers,
             target_itl_ms=self.target_itl_ms,
             max_num_partial_prefills=self.max_num_partial_prefills,
             enable_prefix_caching=self.enable_prefix_caching,

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from replicas.protocol import Metric
 from serve_app.config import HeadwayConfig
 from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.database import Database
@@ -39,10 +38,11 @@ from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
 from serve_app.jobs.webhook_secret import kept_secret
 from serve_app.jobs.webhook_signing import WebhookSigner
 from serve_app.jobs.webhooks import WebhookSender
+from serve_app.metrics import JobsCounts
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import RequestLimits
 from serve_app.openai.workers import WorkerThreads
-from serve_app.router_metrics import RouterMetrics
+from serve_app.router_metrics import RouterCollector, RouterMetrics
 from serve_app.routing import Routing
 from serve_app.serve_logging import log_through_serve
 
@@ -64,10 +64,12 @@ class Jobs:
         from serve_app.openai.chat import PromptTokenizer
         from serve_app.openai.service import CompletionService
 
-        observer = RouterMetrics(CollectorRegistry(), config.latency_targets())
+        self._registry = CollectorRegistry()
+        observer = RouterMetrics(self._registry, config.latency_targets())
         backlog = BacklogView(Pace(time.monotonic))
         ingress_id = serve.get_replica_context().replica_id.unique_id
         self._routing = Routing(config, model, ingress_id, observer, backlog)
+        self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
         dispatcher = self._routing.dispatcher
         workers = WorkerThreads(config.num_tokenizer_threads)
         tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model_path, workers)
@@ -135,9 +137,9 @@ class Jobs:
         """See `JobsService`."""
         return await self._service.stats(tenant)
 
-    async def metrics(self) -> tuple[Metric, ...]:
+    async def metrics(self) -> JobsCounts:
         """See `JobsService`."""
-        return await self._metrics.read()
+        return JobsCounts(await self._metrics.read(), tuple(self._registry.collect()))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_ingresses` obeys."""

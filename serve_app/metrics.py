@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -102,6 +103,14 @@ class EngineCollector(Collector):
         yield from families.values()
 
 
+@dataclass(frozen=True, slots=True)
+class JobsCounts:
+    """What the jobs deployment counts: of its own work, and as one more ingress of the router."""
+
+    own: tuple[Metric, ...] = ()
+    router: tuple[Family, ...] = ()
+
+
 class JobsCollector(Collector):
     """Renders what the jobs deployment counts."""
 
@@ -116,11 +125,34 @@ class JobsCollector(Collector):
         yield from families.values()
 
 
+class IngressCollector(Collector):
+    """What this ingress counts, and under the same names, with the label `process="jobs"`, the jobs deployment."""
+
+    def __init__(self, registry: CollectorRegistry, jobs: Sequence[Family]) -> None:
+        self._registry = registry
+        self._jobs = {family.name: family for family in jobs}
+
+    def collect(self) -> Iterator[Family]:
+        """Every family of this ingress once."""
+        for family in self._registry.collect():
+            if family.name in self._jobs:
+                for sample in self._jobs[family.name].samples:
+                    family.add_sample(sample.name, sample.labels | {"process": "jobs"}, sample.value)
+            yield family
+
+
+_NO_COUNTS = JobsCounts()
+
+
 def exposition(
-    engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics, jobs: Sequence[Metric] = ()
+    engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics, jobs: JobsCounts = _NO_COUNTS
 ) -> bytes:
     """The page that Prometheus scrapes, in its text format."""
-    collectors = (EngineCollector(list(engines), model_name), JobsCollector(jobs), http.registry)
+    collectors = (
+        EngineCollector(list(engines), model_name),
+        JobsCollector(jobs.own),
+        IngressCollector(http.registry, jobs.router),
+    )
     return b"".join(generate_latest(collector) for collector in collectors)
 
 

@@ -88,7 +88,7 @@ def summarise(
     )
 
 
-def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool, has_graphs: bool) -> HostGap:
+def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool) -> HostGap:
     """Decode `num_seqs` sequences of about `CONTEXT` tokens for many steps."""
     marked = MarkedRunner(runner, CudaMark)
     engine = _engine(runner, marked, num_seqs, is_async=is_async)
@@ -107,7 +107,12 @@ def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool, has_grap
     while engine.has_work:
         engine.step()
     return summarise(
-        periods_ms, device_ms(runner, num_seqs), num_seqs, profiled, is_async=is_async, has_graphs=has_graphs
+        periods_ms,
+        device_ms(runner, num_seqs),
+        num_seqs,
+        profiled,
+        is_async=is_async,
+        has_graphs=bool(runner.captured_decodes),
     )
 
 
@@ -140,7 +145,7 @@ def measure_all(make_model: MakeModel) -> list[HostGap]:
         warm_up(runner, options)
         for num_seqs in (MANY_SEQS, 1):
             for is_async in (False, True):
-                gaps.append(measure(runner, num_seqs, is_async=is_async, has_graphs=has_graphs))
+                gaps.append(measure(runner, num_seqs, is_async=is_async))
                 print(gaps[-1].describe(), flush=True)
         del runner
         torch.cuda.empty_cache()

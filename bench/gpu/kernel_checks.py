@@ -13,8 +13,12 @@ from torch import Tensor
 
 from bench.gpu.check import Check
 from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.attention_check import LONG_PASSES, AttentionProblem, check_attention
+from replicas.model.errors import ModelLoadError
+from replicas.model.flash_attention import FlashBackend
 from replicas.model.kv_cache import KVCache
 from replicas.model.triton_attention import TritonBackend
+from replicas.model.triton_layer_math import check_layer_math
 from replicas.model.triton_tiles import TileGroup, TilePlan
 from tests.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
 
@@ -47,7 +51,8 @@ def kernel_checks() -> list[Callable[[str], Check]]:
         for name, layer in LAYERS.items()
         for dtype in ((BFLOAT16, FLOAT16, FLOAT32) if name in IN_EVERY_DTYPE else (BFLOAT16,))
     ]
-    return [*layers, check_captured_graph]
+    small = [partial(check_small_operations, dtype) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
+    return [*layers, *small, check_captured_graph]
 
 
 def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks] = ALL) -> Check:
@@ -63,6 +68,25 @@ def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks]
     where, worst = max(errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
     detail = f"largest error {worst:.1e} ({where}), {time.perf_counter() - started_s:.0f} s"
     return Check(f"kernels for {name} in {layer.dtype}", worst < TOLERANCES[layer.dtype], detail)
+
+
+def check_small_operations(dtype: torch.dtype, device: str) -> Check:
+    """Norms, rotation and gate against plain torch."""
+    fault = check_layer_math(dtype, torch.device(device))
+    return Check(f"a layer's small operations in {dtype}", fault is None, fault or "as plain torch")
+
+
+def check_flash(device: str) -> Check:
+    """FlashAttention 3 proves right, or is not installed or not for this device."""
+    name = "FlashAttention 3"
+    try:
+        backend = FlashBackend(BFLOAT16, torch.device(device))
+    except ModelLoadError as error:
+        return Check(name, True, f"not used: {error}")
+    layer = LAYERS["llama-3.1-8b"]
+    problem = AttentionProblem([layer.layer], 16, BFLOAT16, torch.device(device))
+    fault = check_attention(problem, [backend], LONG_PASSES)
+    return Check(name, fault is None, fault or "as plain torch")
 
 
 def check_captured_graph(name: str) -> Check:

@@ -54,7 +54,9 @@ def main() -> int:
     loads: list[Offered] = []
     start: dict[str, Callable[..., AbstractContextManager[Served]]] = {"timed": timed, "demo": demo}
     for scale in QUICK if options.is_quick else FULL:
-        with start[scale.name](options, num_replicas=1, max_num_seqs=NUM_SLOTS) as served:
+        # The prefix cache would know the interactive prompts the second time.
+        settings = {"num_replicas": 1, "max_num_seqs": NUM_SLOTS, "enable_prefix_caching": "false"}
+        with start[scale.name](options, **settings) as served:
             spec = _interactive(scale, options)
             print(f"{scale.name}: alone")
             alone = offer(served.url, spec)

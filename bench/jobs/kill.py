@@ -31,7 +31,7 @@ from bench.load.spec import Burst, Lengths, Stream
 from bench.routing.report import Bar, read_options, report
 
 _ONE_IN_WHOLE = 5
-_KILLING_SHARE = 0.8
+_KILLING_SHARE = 0.6
 _SETTINGS = {
     "num_replicas": 2, "dtype": "float32", "device": "cpu", "num_threads": 1, "cpus_per_replica": 0.5,
     "max_num_seqs": 8, "load_poll_period_s": 0.2, "webhook_allowed_hosts": "127.0.0.1",

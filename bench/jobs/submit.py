@@ -19,7 +19,7 @@ import aiohttp
 
 from bench.load.percentiles import percentiles
 from bench.load.spec import Burst, Lengths, LoadSpec, Stream
-from bench.routing.applications import demo
+from bench.routing.applications import COARSE_STREAMS, demo
 from bench.routing.offer import RunningLoad
 from bench.routing.report import Bar, Options, read_options, report
 from bench.routing.watch import watching
@@ -63,7 +63,7 @@ def main() -> int:
     """Measure."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else FULL
-    with demo(options, num_replicas=1, max_queue_wait_s=3600) as served:
+    with demo(options, num_replicas=1, max_queue_wait_s=3600, **COARSE_STREAMS) as served:
         load = RunningLoad(served.url, _backlog(scale, options))
         time.sleep(scale.lead_s)
         with watching(lambda: sum(replica["num_running"] for replica in served.load()), 0.5) as watch:

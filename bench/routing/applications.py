@@ -12,6 +12,9 @@ from serve_app.config import HeadwayConfig
 # A replica that computes nothing needs no processor of its own, and no text.
 _TIMED_SETTINGS: dict[str, object] = {"cpus_per_replica": 0.01, "detokenize": "false"}
 
+COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "coalesce_tokens": 64}
+"""For loads whose streams are not what is measured: sent in few pieces they leave the processor to what is."""
+
 
 @contextlib.contextmanager
 def timed(options: Options, **settings: object) -> Iterator[Served]:

@@ -1,10 +1,11 @@
 """Does a standing backlog of batch work disturb interactive work? `python -m bench.routing.backlog`.
 
-One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one
-that has 1,000 batch requests to do. Then the batch runs alone. Interactive latencies are compared over the
-requests that came and ended while every slot was wanted by the batch, total tokens/s (prompt and output) over
-the same stretch of the backlog. Run on a timed replica, and on the demo model on CPU, where a step with more
-sequences is itself slower: how much of the ratio that is, is told by `decode_step_ratio`.
+One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one that has
+1,000 batch requests to do. Then the batch runs alone. The prefix cache is off, as it would know the prompts from one
+run to the next. Interactive latencies are compared over the requests that came and ended while every slot was wanted
+by the batch, total tokens/s (prompt and output) over the same stretch of the backlog. Run on a timed replica, and on
+the demo model on CPU, where a step with more sequences is itself slower: how much of the ratio that is, is told by
+`decode_step_ratio`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,12 @@ def main() -> int:
     loads: list[Offered] = []
     start: dict[str, Callable[..., AbstractContextManager[Served]]] = {"timed": timed, "demo": demo}
     for scale in QUICK if options.is_quick else FULL:
-        settings = {"num_replicas": 1, "max_num_seqs": NUM_SLOTS, "max_queued_requests": 2 * scale.num_batch}
+        settings = {
+            "num_replicas": 1,
+            "max_num_seqs": NUM_SLOTS,
+            "max_queued_requests": 2 * scale.num_batch,
+            "enable_prefix_caching": "false",
+        }
         with start[scale.name](options, **settings, **without_missing(max_queue_wait_s=3600)) as served:
             runs = _measure(served, scale, options)
         seen = figures_of(scale.lead_s, *runs)

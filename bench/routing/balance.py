@@ -3,7 +3,8 @@
 Four timed replicas. 1. 200 requests at once: outstanding tokens of the replicas, max / mean, from what each was
 given and from `/load`. 2. A trace of shared prefixes under each policy: prefix hit rate, TTFT, hottest replica.
 3. A trace of skewed lengths that nobody can know beforehand, under each policy, beside a simulated oracle that
-does know them (`bench.routing.oracle`), to which the TTFT overhead of an idle system is added.
+does know them (`bench.routing.oracle`). What engine, processes and HTTP cost is not the router's: the TTFT overhead of
+an idle system is added to the oracle's, and its steps take as much longer as tokens were further apart in the run.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from bench.load.percentiles import percentile
@@ -19,7 +20,7 @@ from bench.load.rows import Row
 from bench.load.spec import Burst, Component, Lengths, LoadSpec, Phase, Prefixes, Stream
 from bench.routing.applications import is_offered, timed
 from bench.routing.offer import Offered, offer
-from bench.routing.oracle import Arrival, oracle_ttft_s
+from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.report import Bar, Options, ratio, read_options, report
 from bench.routing.watch import Seen, watching
 from bench.serving import Served
@@ -165,13 +166,18 @@ def compare_skewed(skewed: dict[str, Offered], idle_ttft_s: float, options: Opti
     step_times = read_step_times(options.settings.get("step_times", options.step_times))
     some = next(iter(skewed.values()))
     arrivals = [Arrival(r.scheduled_s, r.priority, r.num_prompt_tokens, r.num_output_tokens) for r in some.rows]
-    ideal_s = oracle_ttft_s(arrivals, step_times, NUM_REPLICAS, _NUM_SLOTS, _BUDGET)
-    [alone_s] = oracle_ttft_s([_IDLE_ARRIVAL], step_times, NUM_REPLICAS, _NUM_SLOTS, _BUDGET)
-    overhead_s = max(0.0, idle_ttft_s - alone_s)
+    fleet = (NUM_REPLICAS, _NUM_SLOTS, _BUDGET)
+    nominal = run_oracle(arrivals, step_times, *fleet)
+    gap_s = percentile([gap_s for row in skewed[OURS].rows for gap_s in row.inter_token_s], 50)
+    step_overhead_s = max(0.0, gap_s - nominal.gap_s)
+    slower = replace(step_times, base_s=step_times.base_s + step_overhead_s)
+    overhead_s = max(0.0, idle_ttft_s - run_oracle([_IDLE_ARRIVAL], step_times, *fleet).ttft_s[0])
     ttft_s = {policy: _ttft_s(offered.rows) for policy, offered in skewed.items()}
-    ttft_s["oracle"] = [value_s + overhead_s for value_s in ideal_s]
+    ttft_s["oracle"] = [value_s + overhead_s for value_s in run_oracle(arrivals, slower, *fleet).ttft_s]
+    ttft_s["oracle without any overhead"] = nominal.ttft_s
     return {
         "idle_overhead_s": overhead_s,
+        "step_overhead_s": step_overhead_s,
         "ttft_p50_s": {policy: percentile(values_s, 50) for policy, values_s in ttft_s.items()},
         "ttft_p99_s": {policy: percentile(values_s, 99) for policy, values_s in ttft_s.items()},
         "hot_spot": {

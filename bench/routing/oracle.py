@@ -6,12 +6,13 @@
 3. Each replica steps like the engine: one token for each running sequence, prompts in chunks, within the token
    budget; a step takes what `StepTimes` says.
 
-HTTP, Ray and processes cost nothing here; experiments add what an idle system measures for them.
+HTTP, Ray and processes cost nothing here; experiments add what they are measured to cost.
 """
 
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -46,10 +47,20 @@ class _Replica:
         return sum(sequence.prompt_left + sequence.output_left for sequence in self.running)
 
 
-def oracle_ttft_s(
+@dataclass(frozen=True, slots=True)
+class OracleRun:
+    """How the trace was served."""
+
+    ttft_s: list[float]
+    """The time to first token of each arrival, in their order."""
+    gap_s: float
+    """The median time between two tokens of a sequence; 0 where none has two."""
+
+
+def run_oracle(
     arrivals: Sequence[Arrival], step_times: StepTimes, num_replicas: int, num_slots: int, budget: int
-) -> list[float]:
-    """The time to first token of each arrival, in their order. No prefix is shared."""
+) -> OracleRun:
+    """Serve the arrivals. No prefix is shared."""
     return _Simulation(arrivals, step_times, num_replicas, num_slots, budget).run()
 
 
@@ -64,10 +75,11 @@ class _Simulation:
         self._replicas = [_Replica() for _ in range(num_replicas)]
         self._waiting: list[tuple[int, float, int]] = []
         self._first_token_s: dict[int, float] = {}
+        self._gaps_s: list[float] = []
         # (time, kind, what): kind 0 is the end of a replica's step, kind 1 an arrival.
         self._events = [(arrival.at_s, 1, index) for index, arrival in enumerate(arrivals)]
 
-    def run(self) -> list[float]:
+    def run(self) -> OracleRun:
         heapq.heapify(self._events)
         while self._events:
             now, kind, what = heapq.heappop(self._events)
@@ -77,7 +89,8 @@ class _Simulation:
                 self._end_step(self._replicas[what], now)
             self._place()
             self._start_steps(now)
-        return [self._first_token_s[index] - arrival.at_s for index, arrival in enumerate(self._arrivals)]
+        ttft_s = [self._first_token_s[index] - arrival.at_s for index, arrival in enumerate(self._arrivals)]
+        return OracleRun(ttft_s, statistics.median(self._gaps_s) if self._gaps_s else 0.0)
 
     def _place(self) -> None:
         while self._waiting:
@@ -93,7 +106,10 @@ class _Simulation:
         for number, replica in enumerate(self._replicas):
             if replica.running and not replica.is_stepping:
                 replica.is_stepping = True
-                heapq.heappush(self._events, (now + self._step_times.of(self._plan(replica)), 0, number))
+                shape = self._plan(replica)
+                duration_s = self._step_times.of(shape)
+                self._gaps_s += [duration_s] * shape.num_decodes
+                heapq.heappush(self._events, (now + duration_s, 0, number))
 
     def _plan(self, replica: _Replica) -> StepShape:
         """Advance the sequences by one step; its shape."""

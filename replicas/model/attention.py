@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from transformers import AttentionInterface
 
 ATTENTION_NAME = "headway_paged"
 _PORT_ATTRIBUTE = "headway_attention_port"
+_LAYER_ATTRIBUTE = "headway_layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class AttentionPort:
     """Where the attention layers of one model find their context; several models can live in one process."""
 
     def __init__(self, model: nn.Module) -> None:
+        self.number = next(_numbers)
+        _ports[self.number] = self
         self._context: AttentionContext | None = None
         for module in model.modules():
             setattr(module, _PORT_ATTRIBUTE, self)
@@ -81,6 +86,41 @@ class AttentionPort:
         return self._context.attend(call)
 
 
+_numbers = count()
+_ports: WeakValueDictionary[int, AttentionPort] = WeakValueDictionary()
+
+
+@torch.library.custom_op(
+    "headway::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, int port, Tensor layer, float scale, "
+    "float? softcap, int? window) -> Tensor",
+)
+def _attend_opaquely(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    port: int,
+    layer: Tensor,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+) -> Tensor:
+    """`AttentionPort.attend` for compiled code, which must not look inside; what it does to the cache is not seen.
+
+    The layer's number is a tensor on the host: as a number it would be a constant of the compiled code.
+    """
+    scoring = Scoring(scale, softcap, sinks)
+    call = AttentionCall(int(layer), query, key, value, scoring, window, extras=frozenset())
+    return _ports[port].attend(call)
+
+
+@_attend_opaquely.register_fake
+def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -97,17 +137,27 @@ def attention_forward(
 
     Returns [1, num_tokens, num_query_heads, value_size] and no attention weights.
     """
-    call = AttentionCall(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
-        query=query[0].transpose(0, 1),
-        key=key[0].transpose(0, 1),
-        value=value[0].transpose(0, 1),
-        scoring=Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), softcap or None, s_aux),
-        window=sliding_window or None,
-        extras=_given(module, attention_mask, extras),
-    )
     port: AttentionPort = getattr(module, _PORT_ATTRIBUTE)
-    return port.attend(call)[None], None
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    softcap, window = softcap or None, sliding_window or None
+    if torch.compiler.is_compiling():
+        number: Tensor = getattr(module, _LAYER_ATTRIBUTE)
+        output: Tensor = torch.ops.headway.attend(query, key, value, s_aux, port.number, number, scale, softcap, window)
+    else:
+        layer = int(module.layer_idx)  # type: ignore[arg-type]
+        given = _given(module, attention_mask, extras)
+        output = port.attend(
+            AttentionCall(layer, query, key, value, Scoring(scale, softcap, s_aux), window, extras=given)
+        )
+    return output[None], None
+
+
+def number_layers(model: nn.Module) -> None:
+    """Give the attention layers of `model`, already on its device, their numbers in the form compiled code needs."""
+    for module in model.modules():
+        if getattr(module, "layer_idx", None) is not None:
+            module.register_buffer(_LAYER_ATTRIBUTE, torch.tensor(module.layer_idx), persistent=False)
 
 
 def register_attention() -> None:

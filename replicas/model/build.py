@@ -29,7 +29,7 @@ class RunnerOptions:
     gpu_memory_utilization: float = 0.9
     """Share of the device's memory for weights, activations and KV cache together, on CUDA."""
     attention_backend: str = "auto"
-    """auto, triton or gather; auto is triton on CUDA wherever it proves right."""
+    """auto, flash, triton or gather; on CUDA auto is the first of these that proves right."""
     enforce_eager: bool = False
     """Launch every operation of a decode by itself, on CUDA, rather than replay captured graphs."""
 

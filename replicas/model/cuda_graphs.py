@@ -72,6 +72,11 @@ class PaddedDecodes:
         self._buffers = DecodeBuffers(buckets[-1], num_blocks, cache.block_size, loaded.device)
         self._graphs: dict[int, _Graph] = {}
 
+    @property
+    def captured(self) -> tuple[int, ...]:
+        """The buckets that there are graphs of."""
+        return tuple(sorted(self._graphs))
+
     def takes(self, items: Items[ScheduledSequence]) -> bool:
         """Whether all `items` are decodes and there is a bucket for so many."""
         return len(items) <= self._buckets[-1] and all(
@@ -102,7 +107,7 @@ class PaddedDecodes:
         try:
             for bucket in reversed(self._buckets):
                 self._graphs[bucket] = self._capture_one(bucket, pool)
-        except RuntimeError as error:
+        except Exception as error:  # Triton's and torch's own errors have nothing in common.
             self._graphs.clear()
             _log.warning("decoding without CUDA graphs, which is slower in small batches: %s", error)
             return False

@@ -46,7 +46,7 @@ def _compute_the_same(norm: nn.Module, fused: FusedNorm) -> bool:
     """Whether they agree, up to rounding, on numbers that tell formulas apart."""
     generator = torch.Generator().manual_seed(0)
     weight = fused.weight
-    hidden = (torch.randn(2, 3, len(weight), generator=generator) * 3 + 1).to(weight.dtype)
+    hidden = (torch.randn(2, 3, len(weight), generator=generator) * 3 + 1).to(weight.device, weight.dtype)
     expected, found = norm(hidden), fused(hidden)
     tolerance = 4 * torch.finfo(weight.dtype).eps
     return expected.dtype == found.dtype and torch.allclose(found, expected, rtol=tolerance, atol=tolerance)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +12,14 @@ from replicas.model.errors import ModelLoadError
 from replicas.model.packed_linear import PackedLinear, can_pack
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
-"""Makes what multiplies by a weight [out_features, in_features] and adds a bias [out_features]."""
+"""Makes what multiplies by a weight [out_features, in_features] and adds a bias [out_features].
+
+What is made may keep a copy in another form: a weight that something else needs too, as a head that is tied to the
+embedding, is then held twice.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class Linears:
-    """How the linear layers of one model are made."""
-
-    make: LinearFactory
-    """From a weight that nothing else needs: what is made may keep a copy in another form."""
-    make_tied: LinearFactory
-    """From a weight that stays where it is, as that of a head tied to the embedding: a whole copy would be waste."""
-
-
-def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Linears:
+def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> LinearFactory:
     """The fastest linear layers for weights of `dtype` here.
 
     Raises:
@@ -39,11 +31,9 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     if not has_kernels:
         if quantization != "none":
             raise ModelLoadError(f"quantization is {quantization!r}, which needs the compiled CPU kernels")
-        return Linears(packed, plain_linear)
-    if quantization == "int8":
-        return Linears(_where_possible(Int8Linear, packed), _where_possible(Int8Linear, plain_linear))
-    # Elsewhere the packed ones are as fast for few rows, and faster for many.
-    return Linears(packed, _where_possible(CppLinear, plain_linear))
+        return packed
+    compiled = Int8Linear if quantization == "int8" else CppLinear
+    return lambda weight, bias: (compiled if can_multiply(weight) else packed)(weight, bias)
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -63,18 +53,10 @@ def join_linears(parts: Sequence[nn.Linear], make: LinearFactory) -> nn.Module:
     return make(torch.cat(weights), torch.cat(biases) if biases else None)
 
 
-def replace_linears(model: nn.Module, linears: Linears) -> None:
+def replace_linears(model: nn.Module, make: LinearFactory) -> None:
     """Put faster layers in the place of all linear layers of `model`, one after the other."""
-    modules = list(model.modules())
-    num_holders = Counter(id(weight) for module in modules for weight in module.parameters(recurse=False))
-    for parent in modules:
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Subclasses may compute something else.
             if type(child) is nn.Linear:
-                is_tied = num_holders[id(child.weight)] > 1
-                setattr(parent, name, (linears.make_tied if is_tied else linears.make)(child.weight, child.bias))
-
-
-def _where_possible(make: LinearFactory, otherwise: LinearFactory) -> LinearFactory:
-    """`make` for weights of a shape that the kernels take, `otherwise` for the rest."""
-    return lambda weight, bias: (make if can_multiply(weight) else otherwise)(weight, bias)
+                setattr(parent, name, make(child.weight, child.bias))

@@ -17,11 +17,12 @@ from transformers import (
 )
 
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.compiled_layers import compile_layers
 from replicas.model.cpp_kernels import load_kernels
-from replicas.model.cpu import speed_up
 from replicas.model.errors import ModelLoadError, UnsupportedModel
+from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
+from replicas.model.fused_decoder import can_fuse
 from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
-from replicas.model.linears import choose_linears
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
 
@@ -44,6 +45,8 @@ class ModelOptions:
     """torch threads of this process on CPU; None: torch's own choice."""
     kernel_directory: str | None = DEFAULT_KERNEL_DIRECTORY
     """Where kernels that are compiled on this machine, for CPU, are kept; None: none are compiled."""
+    compile_layers: bool = False
+    """Have torch.compile fuse layers that have no fused form of ours, on CUDA."""
     quantization: str = "none"
     """none or int8: weights of linear layers in 8 bits, on CPU with compiled kernels only."""
 
@@ -87,9 +90,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     model = _load_weights(options.model, config, dtype).to(device).eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
-    has_kernels = device.type == "cpu" and _speed_up(model, port, layers, options)
-    if device.type != "cpu" and options.quantization != "none":
-        raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
+    has_kernels = device.type == "cpu" and load_kernels(options.kernel_directory, dtype)
+    _speed_up(model, port, layers, options, has_kernels)
     return LoadedModel(
         model_id=options.model,
         model=model,
@@ -106,13 +108,24 @@ def load_model(options: ModelOptions) -> LoadedModel:
 
 
 def _speed_up(
-    model: PreTrainedModel, port: AttentionPort, layers: tuple[AttentionLayer, ...], options: ModelOptions
-) -> bool:
-    """Give a model on CPU the fastest parts there are; whether the compiled kernels can be called."""
-    has_kernels = load_kernels(options.kernel_directory, model.dtype)
-    linears = choose_linears(model.dtype, has_kernels, options.quantization)
-    speed_up(model, port, layers, linears, has_kernels)
-    return has_kernels
+    model: PreTrainedModel,
+    port: AttentionPort,
+    layers: tuple[AttentionLayer, ...],
+    options: ModelOptions,
+    has_kernels: bool,
+) -> None:
+    """Give the model the fastest parts there are for its device."""
+    device, dtype = model.device, model.dtype
+    if device.type == "cpu":
+        if options.compile_layers:
+            raise ModelLoadError("compile_layers is true, but the device is a CPU")
+        speed_up(model, port, layers, cpu_parts(dtype, has_kernels, options.quantization))
+        return
+    if options.quantization != "none":
+        raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
+    is_compiled = options.compile_layers and not can_fuse(model) and compile_layers(model, port)
+    if device.type == "cuda" and not is_compiled:
+        speed_up(model, port, layers, cuda_parts(dtype, device))
 
 
 def _load_config(model: str) -> PretrainedConfig:

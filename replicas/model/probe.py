@@ -91,8 +91,8 @@ def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[Attent
         UnsupportedModel: not exactly one call per layer, or positions mix outside attention.
     """
     model_type = model.config.model_type
-    recorder, logits = _dry_forward(model, port, [3, 4, 5, 6])
-    _, changed = _dry_forward(model, port, [7, 4, 5, 6])
+    recorder, logits = dry_forward(model, port, [3, 4, 5, 6])
+    _, changed = dry_forward(model, port, [7, 4, 5, 6])
     _check_calls(model.config, recorder)
     difference = (logits - changed).abs().amax(dim=-1)  # [4]
     tolerance = math.sqrt(torch.finfo(model.dtype).eps) * float(difference[0])
@@ -103,8 +103,12 @@ def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[Attent
     return tuple(sorted(recorder.layers, key=lambda layer: layer.index))
 
 
-def _dry_forward(model: PreTrainedModel, port: AttentionPort, token_ids: list[int]) -> tuple[_Recorder, Tensor]:
-    """What attention was asked for, and the logits [num_tokens, vocab_size] float32, with attention replaced by 0."""
+def dry_forward(model: PreTrainedModel, port: AttentionPort, token_ids: list[int]) -> tuple[_Recorder, Tensor]:
+    """What attention was asked for, and the logits [num_tokens, vocab_size] float32, with attention replaced by 0.
+
+    Raises:
+        UnsupportedModel: the model's code fails.
+    """
     recorder = _Recorder()
     num_tokens = len(token_ids)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size

@@ -65,6 +65,11 @@ class TorchModelRunner:
         """Most tokens of one sequence that the model was loaded for."""
         return self._loaded.max_model_len
 
+    @property
+    def captured_decodes(self) -> tuple[int, ...]:
+        """Batch sizes of decodes that are replayed from graphs."""
+        return () if self._decodes is None else self._decodes.captured
+
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         """Launch `batch` and wait for its results, one per item."""
         return self.launch(batch).collect()

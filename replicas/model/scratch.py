@@ -19,12 +19,14 @@ def scratch_item(start: int, num_tokens: int, block_size: int) -> ScheduledSeque
 def scratch_batches(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> list[ScheduledBatch]:
-    """The largest steps: one long prefill, many prefills, and decodes at full length."""
+    """The largest steps: one long prefill, many prefills, those beside a long sequence, and decodes at full length."""
     longest = min(max_num_batched_tokens, max_model_len)
     share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
     prefill = scratch_item(max_model_len - longest, longest, block_size)
+    short, decode = scratch_item(0, share, block_size), scratch_item(max_model_len - 1, 1, block_size)
     return [
         ScheduledBatch((prefill,)),
-        ScheduledBatch((scratch_item(0, share, block_size),) * max_num_seqs),
-        ScheduledBatch((scratch_item(max_model_len - 1, 1, block_size),) * max_num_seqs),
+        ScheduledBatch((short,) * max_num_seqs),
+        ScheduledBatch((decode, *(short,) * (max_num_seqs - 1))),
+        ScheduledBatch((decode,) * max_num_seqs),
     ]

@@ -71,15 +71,15 @@ def _group(chunks: Items[Chunk], tokens_per_tile: int, device: torch.device) -> 
     # Those that see most begin first, so that none of them is left alone at the end.
     fields.sort(key=lambda tile: -tile[1])
     return TileGroup(
-        tiles=_place([number for tile in fields for number in tile], len(fields), device),
-        tables=_place(_padded_tables(chunks), len(chunks), device),
+        tiles=place([number for tile in fields for number in tile], len(fields), device),
+        tables=place(padded_tables(chunks), len(chunks), device),
         tokens_per_tile=tokens_per_tile,
         longest=max(chunk.end for chunk in chunks),
     )
 
 
-def _padded_tables(chunks: Items[Chunk]) -> array[int]:
-    """The block tables end to end, each as long as the longest."""
+def padded_tables(chunks: Items[Chunk]) -> array[int]:
+    """The block tables end to end, each as long as the longest, with zeros."""
     width = max(len(chunk.block_table) for chunk in chunks)
     numbers = array("i")
     for chunk in chunks:
@@ -88,8 +88,8 @@ def _padded_tables(chunks: Items[Chunk]) -> array[int]:
     return numbers
 
 
-def _place(numbers: list[int] | array[int], num_rows: int, device: torch.device) -> Tensor:
-    """[num_rows, ...] int32; by way of `array`, which reads long lists several times faster than torch does."""
+def place(numbers: list[int] | array[int], num_rows: int, device: torch.device) -> Tensor:
+    """The numbers as [num_rows, ...] int32 on `device`; by way of `array`, which reads long lists faster than torch."""
     words = torch.frombuffer(numbers if isinstance(numbers, array) else array("i", numbers), dtype=torch.int32)
     if device.type != "cpu":
         # From other memory a copy of many numbers would wait for the work before it.

@@ -42,7 +42,7 @@ def batch_object(batch: BatchRecord, model_name: str) -> JsonObject:
         "request_counts": counts_object(batch),
         "usage": {
             "input_tokens": batch.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": batch.num_cached_tokens},
             "output_tokens": batch.num_output_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": batch.num_prompt_tokens + batch.num_output_tokens,

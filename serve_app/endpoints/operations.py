@@ -11,11 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.errors import NoReplicaAvailable, ServingError
-from replicas.protocol import Band, EngineMetrics, Metric
+from replicas.protocol import Band, EngineMetrics
 from router.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
 from serve_app.jobs.records import JobsService
-from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
+from serve_app.metrics import CONTENT_TYPE, HttpMetrics, JobsCounts, exposition
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
 from serve_app.openai.reply import JsonObject
 
@@ -91,14 +91,14 @@ class OperationsEndpoints:
         autoscaling = None if self._autoscaling is None else _autoscaling_of(self._autoscaling)
         return _json({"replicas": replicas, "autoscaling": autoscaling})
 
-    async def _jobs_metrics(self) -> tuple[Metric, ...]:
+    async def _jobs_metrics(self) -> JobsCounts:
         if self._jobs is None:
-            return ()
+            return JobsCounts()
         try:
             async with asyncio.timeout(_JOBS_LIMIT_S):
                 return await self._jobs.metrics()
         except (ServingError, TimeoutError):
-            return ()
+            return JobsCounts()
 
     def _stalled(self) -> list[ReplicaView]:
         return [

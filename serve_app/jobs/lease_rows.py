@@ -49,6 +49,8 @@ class LineResult:
     error: str | None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of the prompt tokens."""
 
 
 def request_id_of(batch_id: str, position: int) -> str:
@@ -102,6 +104,7 @@ class _Sums:
     expected_tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
 
     def add(self, result: LineResult) -> None:
         is_success = result.status is LineStatus.SUCCEEDED
@@ -110,6 +113,7 @@ class _Sums:
         self.expected_tokens += result.line.expected_tokens
         self.prompt_tokens += result.num_prompt_tokens
         self.output_tokens += result.num_output_tokens
+        self.cached_tokens += result.num_cached_tokens
 
 
 @dataclass(slots=True)
@@ -185,6 +189,7 @@ def _count(connection: Connection, batch_id: str, sums: _Sums) -> BatchRow:
         "waiting_tokens": batches.c.waiting_tokens - sums.expected_tokens,
         "num_prompt_tokens": batches.c.num_prompt_tokens + sums.prompt_tokens,
         "num_output_tokens": batches.c.num_output_tokens + sums.output_tokens,
+        "num_cached_tokens": batches.c.num_cached_tokens + sums.cached_tokens,
     }
     return connection.execute(update(batches).where(batches.c.id == batch_id).values(values).returning(batches)).one()
 

@@ -148,7 +148,14 @@ def _is_too_late(error: ServingError, line: LeasedLine) -> bool:
 def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:
     progress = generation.progress
     return LineResult(
-        line, LineStatus.SUCCEEDED, 200, response, None, progress.prompt_tokens, progress.completion_tokens
+        line,
+        LineStatus.SUCCEEDED,
+        200,
+        response,
+        None,
+        progress.prompt_tokens,
+        progress.completion_tokens,
+        progress.cached_tokens,
     )
 
 

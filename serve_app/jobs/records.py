@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from replicas.protocol import Band, Metric
+from replicas.protocol import Band
+from serve_app.metrics import JobsCounts
 
 JsonObject = dict[str, Any]
 ItemT = TypeVar("ItemT")
@@ -153,6 +154,8 @@ class BatchRecord:
     cancelled_unix_s: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Of the prompt tokens, those that were found in a KV cache."""
     eta_s: float | None = None
     """Seconds until it should be done; None: not known."""
 
@@ -269,7 +272,7 @@ class JobsService(Protocol):
         """The tenant's batches in numbers."""
         ...
 
-    async def metrics(self) -> tuple[Metric, ...]:
+    async def metrics(self) -> JobsCounts:
         """What is counted of all tenants' work, for `/metrics` (`serve_app.jobs.jobs_metrics` makes them)."""
         ...
 

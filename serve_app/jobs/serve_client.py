@@ -11,7 +11,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from replicas.errors import NoReplicaAvailable, ServingError
-from replicas.protocol import Metric
 from router.serve_router import in_own_context
 from serve_app.jobs.records import (
     BatchKind,
@@ -25,6 +24,7 @@ from serve_app.jobs.records import (
     Submission,
 )
 from serve_app.jobs.service import new_batch_id
+from serve_app.metrics import JobsCounts
 
 _LIMIT_S = 30.0
 _PAUSE_S = 0.2
@@ -94,9 +94,9 @@ class ServeJobs:
         found: BatchStats = await self._ask("stats", tenant)
         return found
 
-    async def metrics(self) -> tuple[Metric, ...]:
+    async def metrics(self) -> JobsCounts:
         """What is counted of all tenants' work."""
-        found: tuple[Metric, ...] = await self._ask("metrics")
+        found: JobsCounts = await self._ask("metrics")
         return found
 
     async def _ask(self, method_name: str, *args: object, limit_s: float = _LIMIT_S) -> Any:

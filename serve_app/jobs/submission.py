@@ -114,5 +114,6 @@ def _values(new: NewBatch, batch_id: str, rows: list[LineRow], model: str, now: 
         "waiting_tokens": sum(row["expected_tokens"] for row in rows),
         "num_prompt_tokens": 0,
         "num_output_tokens": 0,
+        "num_cached_tokens": 0,
         **new_batch_values(status, now),
     }

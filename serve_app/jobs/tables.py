@@ -79,6 +79,7 @@ batches = Table(
     Column("waiting_tokens", BigInteger, nullable=False),  # expected of the lines that have not ended
     Column("num_prompt_tokens", BigInteger, nullable=False),
     Column("num_output_tokens", BigInteger, nullable=False),
+    Column("num_cached_tokens", BigInteger, nullable=False, server_default="0"),
     Index("batches_by_tenant", "tenant", "kind", "created_unix_s", "id"),
     Index("batches_by_status", "status", "tenant"),
     Index("batches_by_input", "input_file_id"),

@@ -17,7 +17,7 @@ def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(serv
     lost, more = served.open_at(clients, doomed, body(LONG, n=NUM_SLOTS))
     for stream in (*others, *more):
         stream.close()
-    wait_for(lambda: len(lost.texts) == NUM_SLOTS and staying.texts, "every stream runs")
+    wait_for(lambda: len(lost.texts) == NUM_SLOTS and staying.texts, "every stream runs", LIMIT_S)
     os.kill(pid, signal.SIGKILL)
     # Nobody can give a client back the connection that its ingress held.
     wait_for(lambda: lost.is_over, "the client of the killed ingress hears of it")

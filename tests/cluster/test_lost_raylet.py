@@ -42,8 +42,11 @@ def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(s
     assert [stream.texts for stream in streams] == [stream.texts for stream in undisturbed]
 
     node_id = served.add_worker()
-    wait_for(lambda: len(served.num_running()) == 2, "the new raylet has a replica", LIMIT_S)
-    [new] = set(served.num_running()) - {staying}
+    # One look: another may be answered by the other ingress, which has yet to hear of it.
+    running = wait_for(
+        lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica", LIMIT_S
+    )
+    [new] = set(running) - {staying}
     assert new != doomed and served.node_of(new) == node_id
     # Enough that one ingress has two, which it spreads; of each other's newest requests ingresses know nothing.
     later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from replicas.errors import InvalidRequest, ServingError
-from replicas.protocol import Metric
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.errors import BatchNotCancellable, FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
 from serve_app.jobs.records import (
@@ -28,6 +27,7 @@ from serve_app.jobs.records import (
 )
 from serve_app.jobs.webhook_addresses import AllowedHosts
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
+from serve_app.metrics import JobsCounts
 
 RecordT = TypeVar("RecordT", BatchRecord, FileRecord)
 
@@ -81,7 +81,7 @@ class MemoryJobs:
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
     error: ServingError | None = None
     """Raised by `submit`, `add_file` and `metrics`."""
-    counted: tuple[Metric, ...] = ()
+    counted: JobsCounts = field(default_factory=JobsCounts)
     num_waiting: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -165,7 +165,7 @@ class MemoryJobs:
         num_done = sum(batch.status is BatchStatus.COMPLETED for batch in mine)
         return BatchStats(len(mine), len(mine) - num_done, 0, num_done, 0, 0, 12.5)
 
-    async def metrics(self) -> tuple[Metric, ...]:
+    async def metrics(self) -> JobsCounts:
         self._raise()
         return self.counted
 

@@ -94,6 +94,7 @@ async def test_batch_tells_every_moment_its_counts_and_its_files(api: Api) -> No
         error_file_id="file-err",
         num_prompt_tokens=30,
         num_output_tokens=12,
+        num_cached_tokens=8,
     )
     batch = await api.openai.batches.retrieve(batch.id)
     moments = (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
@@ -101,6 +102,7 @@ async def test_batch_tells_every_moment_its_counts_and_its_files(api: Api) -> No
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (3, 2, 1)
     assert (batch.output_file_id, batch.error_file_id) == ("file-out", "file-err")
     assert (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (30, 12, 42)
+    assert batch.usage.input_tokens_details.cached_tokens == 8
 
 
 async def test_failed_validation_says_where(api: Api) -> None:

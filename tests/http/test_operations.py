@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.errors import NoReplicaAvailable
 from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
 from router.types import ReplicaView
+from serve_app.metrics import JobsCounts
 from tests.http.conftest import MODEL, REPLY, Api, MakeApi, card_of
 
 
@@ -159,12 +160,13 @@ async def test_metrics_have_each_family_once(api: Api) -> None:
 
 
 async def test_metrics_show_what_the_jobs_deployment_counts(api: Api) -> None:
-    api.jobs.counted = (
+    counts = (
         Metric("headway:jobs", "Jobs.", MetricKind.GAUGE, 3, (("state", "in_progress"),)),
         Metric("headway:jobs", "Jobs.", MetricKind.GAUGE, 4, (("state", "completed"),)),
         Metric("headway:batch_requests", "Lines.", MetricKind.COUNTER, 7, (("status", "failed"),)),
         Metric("headway:batch_eta_seconds", "Time.", MetricKind.GAUGE, float("inf")),
     )
+    api.jobs.counted = JobsCounts(own=counts)
     samples = await samples_of(api)
     assert samples["headway:jobs", frozenset({("state", "in_progress")})] == 3
     assert samples["headway:jobs", frozenset({("state", "completed")})] == 4

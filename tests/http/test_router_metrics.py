@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.protocol import Band
 from router.latency_targets import LatencyTargets
-from router.types import Reason
+from router.types import Outcome, Reason
+from serve_app.metrics import HttpMetrics, JobsCounts, exposition
 from serve_app.router_metrics import RouterMetrics
 
 TARGETS = {
@@ -67,3 +71,23 @@ def test_what_has_not_happened_yet_is_zero_and_not_missing() -> None:
         assert [page.value(f"headway:{name}_total", band=band.name.lower()) for band in Band] == [0, 0, 0]
     for outcome in ("resumed", "restarted", "failed"):
         assert page.value("headway:migrations_total", outcome=outcome) == 0
+
+
+def test_what_the_jobs_process_routes_stands_beside_in_the_same_families() -> None:
+    jobs, http = CollectorRegistry(), HttpMetrics("m")
+    theirs, ours = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
+    for metrics, num_waits in ((ours, 1), (theirs, 2)):
+        for _ in range(num_waits):
+            metrics.waited(Band.BATCH, Outcome.DISPATCHED, 0.3)
+    # As they come from another process.
+    families = pickle.loads(pickle.dumps(tuple(jobs.collect())))
+    text = exposition([], "m", http, JobsCounts(router=families)).decode()
+    counts = {
+        sample.labels.get("process"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "headway:queue_wait_seconds_count"
+    }
+    assert counts == {None: 1, "jobs": 2}
+    types = [line for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))

@@ -33,9 +33,12 @@ class Sizes:
     block_size: int = 16
 
 
-def load(path: Path, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """As where there is no compiler; with one, tests/model/test_cpp_exactness.py."""
-    options = ModelOptions(str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_directory=None)
+def load(path: Path, dtype: str = "float32", device: str = "cpu", *, compile_layers: bool = False) -> LoadedModel:
+    """As where there is no C++ compiler; with one, tests/model/test_cpp_exactness.py."""
+    options = ModelOptions(
+        str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_directory=None,
+        compile_layers=compile_layers,
+    )  # fmt: skip
     return load_model(options)
 
 

@@ -12,9 +12,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.cpu import speed_up
+from replicas.model.fast_parts import cpu_parts, speed_up
 from replicas.model.fused_decoder import FusedDecoder, can_fuse
-from replicas.model.linears import choose_linears
 from replicas.model.probe import probe_attention
 from replicas.protocol import GenerateRequest, SamplingParams
 from tests.model.serving import build_engine, load, random_prompts, reference_model, run
@@ -74,6 +73,6 @@ def test_no_replaced_weight_is_kept(architecture: str) -> None:
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     weights = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
-    speed_up(model, port, layers, choose_linears(torch.float32, False, "none"), has_kernels=False)
+    speed_up(model, port, layers, cpu_parts(torch.float32, has_kernels=False, quantization="none"))
     assert len(weights) == 3 * 7 + 1
     assert [weight() for weight in weights] == [None] * len(weights)

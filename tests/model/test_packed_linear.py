@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from replicas.model.linears import Linears, choose_linears, join_linears, plain_linear, replace_linears
+from replicas.model.linears import choose_linears, join_linears, plain_linear, replace_linears
 from replicas.model.packed_linear import PackedLinear, can_pack
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -40,7 +40,7 @@ def test_weight_can_be_asked_for(dtype: torch.dtype) -> None:
 
 def test_a_format_that_cannot_be_packed_is_left_plain() -> None:
     assert not can_pack(torch.float16)
-    assert choose_linears(torch.float16, False, "none").make is plain_linear
+    assert choose_linears(torch.float16, False, "none") is plain_linear
 
 
 def test_joined_layers_give_their_outputs_side_by_side() -> None:
@@ -50,8 +50,10 @@ def test_joined_layers_give_their_outputs_side_by_side() -> None:
     torch.testing.assert_close(joined(inputs), torch.cat([part(inputs) for part in parts], dim=1))
 
 
-def test_tied_head_stays_and_everything_else_is_replaced() -> None:
+def test_a_tied_head_is_replaced_and_the_embedding_stays() -> None:
     model = nn.ModuleDict({"embedding": nn.Embedding(20, 8), "inner": nn.Linear(8, 8), "head": nn.Linear(8, 20)})
     model["head"].weight = model["embedding"].weight
-    replace_linears(model, Linears(PackedLinear, plain_linear))
-    assert [type(module) for module in model.values()] == [nn.Embedding, PackedLinear, nn.Linear]
+    embedding = model["embedding"].weight
+    replace_linears(model, PackedLinear)
+    assert [type(module) for module in model.values()] == [nn.Embedding, PackedLinear, PackedLinear]
+    assert model["embedding"].weight is embedding and torch.equal(model["head"].weight, embedding)

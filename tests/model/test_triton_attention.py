@@ -41,8 +41,8 @@ def test_a_cpu_gets_no_triton_unless_it_is_demanded(loaded: LoadedModel) -> None
     assert not hasattr(choose_attention(loaded, "auto", block_size=16), "planned")
     with pytest.raises(ModelLoadError, match=r"'triton', which does not work here: .*Error: "):
         choose_attention(loaded, "triton", block_size=16)
-    with pytest.raises(ModelLoadError, match="'flash'; it must be auto, triton or gather"):
-        choose_attention(loaded, "flash", block_size=16)
+    with pytest.raises(ModelLoadError, match="'fast'; it must be one of auto, flash, triton, gather"):
+        choose_attention(loaded, "fast", block_size=16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens where kernels do not work")

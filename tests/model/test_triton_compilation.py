@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replicas.model.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel
+from replicas.model.triton_layer_kernels import add_and_normalize_kernel, gate_kernel, rotate_kernel
 from replicas.model.triton_shapes import LayerShape, choose_tile
 from replicas.model.triton_write import write_kernel
 
@@ -41,7 +42,7 @@ def compiled(
 ) -> Any:
     """As a launch compiles it: pointers are multiples of 16 bytes, and nothing is known of the integers."""
     numbers = "*bf16" if shape.itemsize == 2 else "*fp32"
-    scalars = {"scale": "fp32", "softcap": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
+    scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
     signature = {
         name: "constexpr" if name in constants else scalars.get(name) or _POINTERS.get(name, numbers)
         for name in kernel.arg_names
@@ -102,3 +103,13 @@ def test_the_other_kernels_compile() -> None:
     constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "SPLIT_WIDTH": MAX_SPLITS, "HAS_SINKS": True}
     del constants["KEY_SIZE"], constants["KEY_WIDTH"]
     assert compiled(combine_kernel, QWEN, 90, constants).asm["ptx"]
+
+
+@pytest.mark.parametrize("shape", [LLAMA, EXACT])
+def test_the_kernels_of_a_layers_small_operations_compile(shape: LayerShape) -> None:
+    heads = {"NUM_QUERY_HEADS": 32, "NUM_KV_HEADS": 8, "SIZE": 128, "HALF_WIDTH": 64, "TILE_HEADS": 8}
+    for is_special in (False, True):
+        normalize = {"SIZE": 4096, "WIDTH": 4096, "HAS_UPDATE": is_special}
+        assert compiled(add_and_normalize_kernel, shape, 90, normalize, num_warps=8).asm["ptx"]
+        assert compiled(rotate_kernel, shape, 90, {**heads, "HAS_NORMS": is_special}).asm["ptx"]
+    assert compiled(gate_kernel, shape, 90, {"SIZE": 14336, "TILE": 1024}).asm["ptx"]

@@ -5,21 +5,27 @@ Triton reads that variable when kernels are defined, and it would hold for every
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from bench.gpu.kernel_checks import check_layer
 from replicas.model import triton_attention
-from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.attention import ATTENTION_NAME, AttentionCall, AttentionPort, Scoring, register_attention
+from replicas.model.attention_check import AttentionProblem, check_attention
 from replicas.model.attention_choice import choose_attention
+from replicas.model.fast_parts import cuda_parts, speed_up
+from replicas.model.fused_decoder import FusedDecoder
 from replicas.model.kv_cache import KVCache
-from replicas.model.probe import AttentionLayer
+from replicas.model.loader import LoadedModel
+from replicas.model.probe import AttentionLayer, probe_attention
 from replicas.model.triton_attention import TritonBackend
-from replicas.model.triton_check import check_triton
+from replicas.model.triton_layer_math import TritonLayerMath, check_layer_math
 from replicas.model.triton_tiles import TileGroup, TilePlan
 from replicas.protocol import SamplingParams
 from tests.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
@@ -117,13 +123,66 @@ LAYERS = [
 
 
 def test_right_kernels_pass_the_check() -> None:
-    assert check_triton(LAYERS[1:], 16, torch.float16, CPU) is None
+    problem = AttentionProblem(LAYERS[1:], 16, torch.float16, CPU)
+    assert check_attention(problem, [TritonBackend(0), TritonBackend(4096)]) is None
 
 
 def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_attention, "write_keys_and_values", lambda *_: None)
-    fault = check_triton(LAYERS[:1], 16, torch.float32, CPU)
-    assert fault is not None and "differs from plain torch" in fault
+    write = triton_attention.write_keys_and_values
+
+    def forget_the_first(layer, shape, slots, call):
+        write(layer, shape, slots.clamp(min=int(slots.min()) + 1), call)
+
+    problem = AttentionProblem(LAYERS[:1], 16, torch.float32, CPU)
+    for wrong in (forget_the_first, lambda *_: None):
+        monkeypatch.setattr(triton_attention, "write_keys_and_values", wrong)
+        fault = check_attention(problem, [TritonBackend(0)])
+        assert fault is not None and "differs from plain torch" in fault
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_small_operations_equal_plain_torch(dtype: torch.dtype) -> None:
+    assert check_layer_math(dtype, CPU) is None
+
+
+@pytest.mark.parametrize("operation", ["add_and_normalize", "rotate", "gate"])
+def test_a_wrong_small_operation_fails_the_check(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = getattr(TritonLayerMath, operation)
+
+    def with_a_wrong_number(*arguments: object) -> torch.Tensor | None:
+        result: torch.Tensor | None = right(*arguments)
+        changed = arguments[1] if result is None else result
+        assert isinstance(changed, torch.Tensor)
+        changed[-1, 3] += 1
+        return result
+
+    monkeypatch.setattr(TritonLayerMath, operation, with_a_wrong_number)
+    fault = check_layer_math(torch.float32, CPU)
+    assert fault is not None and operation in fault
+
+
+@pytest.mark.parametrize(("architecture", "is_fused"), [("llama", True), ("qwen3", True), ("gemma2-window", False)])
+def test_a_model_with_the_parts_of_a_gpu_equals_generate(tmp_path: Path, architecture: str, is_fused: bool) -> None:
+    prompts = random_prompts((5, 30))
+    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
+    loaded = on_cpu_as_on_a_gpu(path)
+    assert isinstance(loaded.model.model, FusedDecoder) is is_fused
+    engine = build_engine(loaded, Sizes(max_num_batched_tokens=20))
+    outputs = tokens(engine, prompts, SamplingParams(max_tokens=5, temperature=0.0))
+    assert outputs == reference_tokens(reference_model(path), prompts, max_tokens=5)
+
+
+def on_cpu_as_on_a_gpu(path: Path) -> LoadedModel:
+    """The model as `load_model` makes it for a GPU."""
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
+    port = AttentionPort(model)
+    layers = probe_attention(model, port)
+    parts = cuda_parts(torch.float32, CPU)
+    assert isinstance(parts.math, TritonLayerMath)
+    speed_up(model, port, layers, parts)
+    plain = load(path)
+    return replace(plain, model=model, port=port, layers=layers, has_kernels=False)
 
 
 def test_equals_generate(tmp_path: Path) -> None:

@@ -38,8 +38,9 @@ def test_strings_of_the_command_line_become_typed_values():
         ({"max_num_seqs": 600}, ["max_num_batched_tokens (512)", "max_num_seqs (600)"]),
         ({"device": "cpu", "num_gpus_per_replica": 1}, ["device (cpu)", "num_gpus_per_replica (1)"]),
         ({"device": "cuda", "num_gpus_per_replica": 0}, ["device (cuda)", "num_gpus_per_replica (0)"]),
+        ({"device": "cpu", "compile_layers": True}, ["device (cpu)", "compile_layers (true)"]),
         ({"device": "cpu", "attention_backend": "triton"}, ["device (cpu)", "attention_backend (triton)"]),
-        ({"attention_backend": "flash"}, ["attention_backend", "'auto', 'triton' or 'gather'"]),
+        ({"attention_backend": "fast"}, ["attention_backend", "'auto', 'flash', 'triton' or 'gather'"]),
         ({"dtype": "int8"}, ["dtype", "float32"]),
     ],
 )

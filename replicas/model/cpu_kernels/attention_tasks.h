@@ -31,41 +31,47 @@ struct AttentionInputs {
   T* output;                                                           // rows of heads of value_size, without gaps
 };
 
-// Some tokens of a chunk, with the query heads of one KV head, against keys [first_key, end_key).
+// Some tokens of a chunk, with the query heads of some KV heads, against keys [first_key, end_key).
 struct AttentionTask {
   const Chunk* chunk;
-  int64_t head, first_token, num_tokens, first_key, end_key;
+  int64_t first_head, num_heads, first_token, num_tokens, first_key, end_key;
   int64_t part;  // where the unfinished result goes when keys are split between tasks; else -1
 };
 
-// Work for all threads, longest first. A long context is split where there would be too few tasks.
+// Work for all threads, longest first. A long context is split where there would be too few tasks. Where there are
+// enough decodes, each is one task: the keys of its heads lie side by side, and are read so.
 template <typename T>
 inline std::vector<AttentionTask> plan(const AttentionInputs<T>& in, int64_t num_threads, int64_t* num_parts) {
   const int64_t tile_tokens = std::max<int64_t>(1, kMaxRows / in.group_size);
-  int64_t num_whole = 0;
-  for (int64_t c = 0; c < in.num_chunks; c++)
-    num_whole += in.num_kv_heads * ((in.chunks[c].end - in.chunks[c].start + tile_tokens - 1) / tile_tokens);
+  int64_t num_whole = 0, num_decodes = 0;
+  for (int64_t c = 0; c < in.num_chunks; c++) {
+    const int64_t num_tokens = in.chunks[c].end - in.chunks[c].start;
+    num_decodes += num_tokens == 1;
+    num_whole += in.num_kv_heads * ((num_tokens + tile_tokens - 1) / tile_tokens);
+  }
   num_whole = std::max<int64_t>(1, num_whole);
   const int64_t max_splits = num_threads == 1 ? 1 : (2 * num_threads + num_whole - 1) / num_whole;
+  const int64_t decode_heads = max_splits == 1 && num_decodes >= 2 * num_threads ? in.num_kv_heads : 1;
   std::vector<AttentionTask> tasks;
   *num_parts = 0;
   for (int64_t c = 0; c < in.num_chunks; c++) {
     const Chunk& chunk = in.chunks[c];
+    const int64_t num_heads = chunk.end - chunk.start == 1 ? decode_heads : 1;
     for (int64_t token = 0; token < chunk.end - chunk.start; token += tile_tokens) {
       const int64_t num_tokens = std::min(tile_tokens, chunk.end - chunk.start - token);
       const int64_t end = chunk.start + token + num_tokens;
       const int64_t first = in.window > 0 ? std::max<int64_t>(0, chunk.start + token - in.window + 1) : 0;
       const int64_t num_splits = std::clamp<int64_t>((end - first) / kMinSplit, 1, max_splits);
       const int64_t length = (end - first + num_splits - 1) / num_splits;
-      for (int64_t head = 0; head < in.num_kv_heads; head++)
+      for (int64_t head = 0; head < in.num_kv_heads; head += num_heads)
         for (int64_t key = first; key < end; key += length)
-          tasks.push_back({&chunk, head, token, num_tokens, key, std::min(end, key + length),
+          tasks.push_back({&chunk, head, num_heads, token, num_tokens, key, std::min(end, key + length),
                            num_splits > 1 ? (*num_parts)++ : -1});
     }
   }
-  std::stable_sort(tasks.begin(), tasks.end(), [](const AttentionTask& a, const AttentionTask& b) {
-    return a.num_tokens * (a.end_key - a.first_key) > b.num_tokens * (b.end_key - b.first_key);
-  });
+  const auto size = [](const AttentionTask& t) { return t.num_heads * t.num_tokens * (t.end_key - t.first_key); };
+  std::stable_sort(tasks.begin(), tasks.end(),
+                   [&](const AttentionTask& a, const AttentionTask& b) { return size(a) > size(b); });
   return tasks;
 }
 

@@ -64,6 +64,7 @@ struct LinearInputs {
 
 constexpr int kRows = 6;           // rows computed together, at most: with the operands their sums fill the registers
 constexpr int kColumns = 4;        // outputs computed together
+constexpr int kGroupsAhead = 2;   // how far ahead weights are fetched, in kColumns outputs
 constexpr int64_t kRowBlock = 96;  // rows that stay in the cache while the weights pass by
 
 // Scales, biases and stores R rows of kColumns totals.
@@ -81,9 +82,10 @@ inline void write_outputs(const LinearInputs<X, W, O>& in, float* totals, int64_
     std::memcpy(in.outputs + (row + r) * in.num_outputs + column, narrowed + r * kColumns, kColumns * sizeof(O));
 }
 
-// R rows by kColumns outputs. Where the weights come from memory, those of the next outputs are asked for.
-template <int R, bool kFetch, typename X, typename W, typename O>
-inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t column) {
+// R rows by kColumns outputs. In each step F lines of `coming` are fetched: weights of outputs to come, in the order in
+// which they lie there. Asked for in the order in which they are used, or all at once, they came at half the speed.
+template <int R, int F, typename X, typename W, typename O>
+inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t column, const W* coming) {
   using P = Products<X, W>;
   const int64_t size = in.num_inputs;
   const X* rows = in.rows + row * size;
@@ -94,11 +96,12 @@ inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t colum
     repeat<R>([&](auto r) HEADWAY_INLINE { values[r] = P::read_row(rows + r * size + k); });
     repeat<kColumns>([&](auto c) HEADWAY_INLINE {
       const typename P::Weight weight = P::read_weight(weights + c * size + k);
-      if (kFetch) __builtin_prefetch(weights + (kColumns + c) * size + k);
+      if (c < F) __builtin_prefetch(coming + c * P::kStep);
       repeat<R>([&](auto r) HEADWAY_INLINE {
         sums[r * kColumns + c] = P::add(sums[r * kColumns + c], values[r], weight);
       });
     });
+    coming += F * P::kStep;
   }
   float totals[R * kColumns];
   repeat<R * kColumns / 4>([&](auto i) HEADWAY_INLINE {
@@ -109,29 +112,38 @@ inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t colum
 }
 
 // `num` rows, at most kRows of them.
-template <bool kFetch, int R = kRows, typename X, typename W, typename O>
-inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t num, int64_t column) {
+template <int F, int R = kRows, typename X, typename W, typename O>
+inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t num, int64_t column, const W* coming) {
   if (num == R)
-    multiply<R, kFetch>(in, row, column);
+    multiply<R, F>(in, row, column, coming);
   else if constexpr (R > 1)
-    multiply_rows<kFetch, R - 1>(in, row, num, column);
+    multiply_rows<F, R - 1>(in, row, num, column, coming);
 }
 
-// Outputs [first, end) of all rows; both are multiples of kColumns.
+// Outputs [first, end) of all rows; both are multiples of kColumns. The groups of rows that the same weights are
+// multiplied with share in fetching the next ones.
 template <typename X, typename W, typename O>
 inline void multiply_columns(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
   for (int64_t block = 0; block < in.num_rows; block += kRowBlock) {
     const int64_t last = std::min(block + kRowBlock, in.num_rows);
-    for (int64_t column = first; column < end; column += kColumns)
-      for (int64_t row = block; row < last;) {
-        const int64_t num_groups = (last - row + kRows - 1) / kRows;
-        const int64_t num = (last - row + num_groups - 1) / num_groups;
-        if (row == block)
-          multiply_rows<true>(in, row, num, column);
+    const int64_t num_groups = (last - block + kRows - 1) / kRows;
+    const int64_t num_lines = num_groups == 1 ? kColumns : num_groups < kColumns ? 2 : 1;
+    for (int64_t column = first; column < end; column += kColumns) {
+      const W* coming = in.weights + (column + kGroupsAhead * kColumns) * in.num_inputs;
+      const W* fetched = coming + kColumns * in.num_inputs;
+      for (int64_t group = 0, row = block; group < num_groups; group++, coming += num_lines * in.num_inputs) {
+        const int64_t num = (last - row + num_groups - group - 1) / (num_groups - group);
+        if (coming >= fetched)
+          multiply_rows<0>(in, row, num, column, coming);
+        else if (num_lines == 1)
+          multiply_rows<1>(in, row, num, column, coming);
+        else if (num_lines == 2)
+          multiply_rows<2>(in, row, num, column, coming);
         else
-          multiply_rows<false>(in, row, num, column);
+          multiply_rows<kColumns>(in, row, num, column, coming);
         row += num;
       }
+    }
   }
 }
 

@@ -14,82 +14,145 @@
 
 namespace headway {
 
-// Weighted values and softmax state of a task's rows, before division by the total.
+// Weighted values and softmax state of a task's rows, before division by the total. Rows are in order of KV head,
+// token, and query head of the group.
 struct AttentionState {
   std::vector<float> sums, maxima, totals;
-  AttentionState(int64_t num_rows, int64_t value_size)
-      : sums(num_rows * value_size, 0.0f),
-        maxima(num_rows, -std::numeric_limits<float>::infinity()),
-        totals(num_rows, 0.0f) {}
+  std::vector<float> scores;  // of one KV head's rows and one tile
+  AttentionState(int64_t num_heads, int64_t head_rows, int64_t value_size)
+      : sums(num_heads * head_rows * value_size, 0.0f),
+        maxima(num_heads * head_rows, -std::numeric_limits<float>::infinity()),
+        totals(num_heads * head_rows, 0.0f),
+        scores(head_rows * kTile) {}
 };
 
-template <typename T>
+constexpr int kStep = 8;  // keys computed between two orders to fetch
+
+// Consecutive keys of a sequence: the slots that hold them.
 struct Tile {
-  const T* keys[kTile];
-  const T* values[kTile];
-  int num_keys;
+  int64_t slots[kTile];
+  int num_keys = 0;
 };
 
-// Finds the rows of keys [first, end) of the task's head, and has the processor fetch those of the next tile.
 template <typename T>
-inline void locate(const AttentionInputs<T>& in, const AttentionTask& task, int64_t first, Tile<T>* tile) {
+inline Tile locate(const AttentionInputs<T>& in, const AttentionTask& task, int64_t first) {
+  Tile tile;
   const int64_t* table = in.tables + task.chunk->table;
-  const auto head_of = [&](int64_t position) {
-    const int64_t slot = table[position / in.block_size] * in.block_size + position % in.block_size;
-    return slot * in.num_kv_heads + task.head;
-  };
-  tile->num_keys = static_cast<int>(std::min<int64_t>(kTile, task.end_key - first));
-  for (int key = 0; key < tile->num_keys; key++) {
-    const int64_t head = head_of(first + key);
-    tile->keys[key] = in.keys + head * in.key_size;
-    tile->values[key] = in.values + head * in.value_size;
+  const int64_t end = std::min(first + kTile, task.end_key);
+  int64_t block = first / in.block_size, offset = first % in.block_size;
+  for (int64_t position = first; position < end; block++, offset = 0)
+    for (int64_t slot = table[block] * in.block_size + offset; offset < in.block_size && position < end;
+         slot++, offset++, position++)
+      tile.slots[tile.num_keys++] = slot;
+  return tile;
+}
+
+// Has the processor fetch a tile from memory while another is computed, some lines at a time: of many that are asked for
+// at once it forgets most.
+template <typename T>
+class Fetcher {
+ public:
+  // In `num_steps` steps what `tile` holds for the heads of `task`.
+  Fetcher(const AttentionInputs<T>& in, const AttentionTask& task, const Tile& tile, int num_steps)
+      : in_(in), tile_(tile), first_head_(task.first_head), key_numbers_(task.num_heads * in.key_size),
+        value_numbers_(task.num_heads * in.value_size), num_steps_(num_steps) {}
+
+  void step() {
+    const int end = tile_.num_keys * ++step_ / num_steps_;
+    for (; key_ < end; key_++) {
+      const int64_t head = tile_.slots[key_] * in_.num_kv_heads + first_head_;
+      for (int64_t d = 0; d < key_numbers_; d += kLine) __builtin_prefetch(in_.keys + head * in_.key_size + d);
+      for (int64_t d = 0; d < value_numbers_; d += kLine) __builtin_prefetch(in_.values + head * in_.value_size + d);
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64 / sizeof(T);
+  const AttentionInputs<T>& in_;
+  const Tile& tile_;
+  const int64_t first_head_, key_numbers_, value_numbers_;
+  const int num_steps_;
+  int step_ = 0, key_ = 0;
+};
+
+// The queries of a task in float, scaled, [num_heads * num_tokens * group_size, key_size].
+template <typename T>
+inline std::vector<float> read_queries(const AttentionInputs<T>& in, const AttentionTask& task) {
+  std::vector<float> queries(task.num_heads * task.num_tokens * in.group_size * in.key_size);
+  float* to = queries.data();
+  for (int64_t head = task.first_head; head < task.first_head + task.num_heads; head++)
+    for (int64_t row = 0; row < task.num_tokens * in.group_size; row++, to += in.key_size) {
+      const int64_t token = task.chunk->row + task.first_token + row / in.group_size;
+      const T* from = in.query + token * in.query_row_stride +
+                      (head * in.group_size + row % in.group_size) * in.query_head_stride;
+      for (int64_t d = 0; d < in.key_size; d++) to[d] = in.scale * widen(from[d]);
+    }
+  return queries;
+}
+
+// Rows of one KV head, number `index` of the task's, against a tile that begins at position `first`.
+template <typename T>
+inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task, int64_t index, const Tile& tile,
+                        int64_t first, const float* queries, AttentionState* state, Fetcher<T>* fetcher) {
+  const int64_t num_rows = task.num_tokens * in.group_size, first_row = index * num_rows;
+  const T *keys[kTile], *values[kTile];
+  for (int key = 0; key < tile.num_keys; key++) {
+    const int64_t head = tile.slots[key] * in.num_kv_heads + task.first_head + index;
+    keys[key] = in.keys + head * in.key_size;
+    values[key] = in.values + head * in.value_size;
   }
   // Scores are computed for keys in fours.
-  for (int key = tile->num_keys; key % 4 != 0; key++) tile->keys[key] = tile->keys[key - 1];
-  for (int64_t next = first + kTile; next < std::min(first + 2 * kTile, task.end_key); next++) {
-    const int64_t head = head_of(next);
-    constexpr int64_t kLine = 64 / sizeof(T);
-    for (int64_t d = 0; d < in.key_size; d += kLine) __builtin_prefetch(in.keys + head * in.key_size + d, 0, 2);
-    for (int64_t d = 0; d < in.value_size; d += kLine) __builtin_prefetch(in.values + head * in.value_size + d, 0, 2);
+  for (int key = tile.num_keys; key % 4 != 0; key++) keys[key] = keys[key - 1];
+  float* scores = state->scores.data();
+  for (int key = 0; key < tile.num_keys; key += kStep) {
+    fetcher->step();
+    for_row_groups(num_rows, [&](auto count, int64_t row) {
+      score_rows<count()>(queries + (first_row + row) * in.key_size, in.key_size, keys + key,
+                          std::min(kStep, tile.num_keys - key), scores + row * kTile + key);
+    });
+  }
+  for (int64_t row = 0; row < num_rows; row++) {
+    const int64_t position = task.chunk->start + task.first_token + row / in.group_size;
+    const int64_t low = in.window > 0 ? position - in.window + 1 - first : 0;
+    const int64_t high = std::min<int64_t>(tile.num_keys, position + 1 - first);
+    weigh(scores + row * kTile, static_cast<int>(std::clamp<int64_t>(low, 0, kTile)), static_cast<int>(high),
+          in.softcap,
+          {&state->sums[(first_row + row) * in.value_size], in.value_size, &state->maxima[first_row + row],
+           &state->totals[first_row + row]});
+  }
+  for (int key = 0; key < tile.num_keys; key += kStep) {
+    fetcher->step();
+    for_row_groups(num_rows, [&](auto count, int64_t row) {
+      add_all_values<count()>(scores + row * kTile + key, values + key, std::min(kStep, tile.num_keys - key),
+                              &state->sums[(first_row + row) * in.value_size], in.value_size);
+    });
   }
 }
 
+// While a tile is computed the next one is fetched, and with a task's last tile the first of the task `next`.
 template <typename T>
-inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, AttentionState* state) {
-  const int64_t num_rows = task.num_tokens * in.group_size;
-  std::vector<float> query(num_rows * in.key_size), scores(num_rows * kTile);
-  for (int64_t row = 0; row < num_rows; row++) {
-    const int64_t token = task.chunk->row + task.first_token + row / in.group_size;
-    const int64_t head = task.head * in.group_size + row % in.group_size;
-    const T* from = in.query + token * in.query_row_stride + head * in.query_head_stride;
-    for (int64_t d = 0; d < in.key_size; d++) query[row * in.key_size + d] = in.scale * widen(from[d]);
-  }
-  Tile<T> tile;
+inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionTask& next,
+                   AttentionState* state) {
+  const std::vector<float> queries = read_queries(in, task);
+  Tile tile = locate(in, task, task.first_key);
   for (int64_t first = task.first_key; first < task.end_key; first += kTile) {
-    locate(in, task, first, &tile);
-    for_row_groups(num_rows, [&](auto count, int64_t row) {
-      score_rows<count()>(&query[row * in.key_size], in.key_size, tile.keys, tile.num_keys, &scores[row * kTile]);
-    });
-    for (int64_t row = 0; row < num_rows; row++) {
-      const int64_t position = task.chunk->start + task.first_token + row / in.group_size;
-      const int64_t low = in.window > 0 ? position - in.window + 1 - first : 0;
-      const int64_t high = std::min<int64_t>(tile.num_keys, position + 1 - first);
-      weigh(&scores[row * kTile], static_cast<int>(std::clamp<int64_t>(low, 0, kTile)), static_cast<int>(high),
-            in.softcap,
-            {&state->sums[row * in.value_size], in.value_size, &state->maxima[row], &state->totals[row]});
-    }
-    for_row_groups(num_rows, [&](auto count, int64_t row) {
-      add_all_values<count()>(&scores[row * kTile], tile.values, tile.num_keys, &state->sums[row * in.value_size],
-                              in.value_size);
-    });
+    const bool is_last = first + kTile >= task.end_key;
+    const AttentionTask& coming = is_last ? next : task;
+    const Tile coming_tile = locate(in, coming, is_last ? next.first_key : first + kTile);
+    const int num_steps = static_cast<int>(task.num_heads) * 2 * ((tile.num_keys + kStep - 1) / kStep);
+    Fetcher<T> fetcher(in, coming, coming_tile, num_steps);
+    for (int64_t index = 0; index < task.num_heads; index++)
+      attend_tile(in, task, index, tile, first, queries.data(), state, &fetcher);
+    tile = coming_tile;
   }
 }
 
 template <typename T>
 inline void finish(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionState& state) {
-  for (int64_t row = 0; row < task.num_tokens * in.group_size; row++) {
-    const int64_t token = task.chunk->row + task.first_token + row / in.group_size;
-    const int64_t head = task.head * in.group_size + row % in.group_size;
+  const int64_t head_rows = task.num_tokens * in.group_size;
+  for (int64_t row = 0; row < task.num_heads * head_rows; row++) {
+    const int64_t token = task.chunk->row + task.first_token + row % head_rows / in.group_size;
+    const int64_t head = (task.first_head + row / head_rows) * in.group_size + row % in.group_size;
     float total = state.totals[row];
     if (in.sinks) total += std::exp(in.sinks[head] - state.maxima[row]);
     T* to = in.output + (token * in.num_kv_heads * in.group_size + head) * in.value_size;
@@ -120,13 +183,14 @@ inline void paged_attention(const AttentionInputs<T>& in) {
   std::vector<const AttentionTask*> part_tasks(num_parts);
   for (const AttentionTask& task : tasks)
     if (task.part >= 0) part_tasks[task.part] = &task;
-  std::vector<AttentionState> parts(num_parts, AttentionState(0, 0));
+  std::vector<AttentionState> parts(num_parts, AttentionState(0, 0, 0));
   std::atomic<size_t> next{0};
   at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-    for (size_t index; (index = next.fetch_add(1)) < tasks.size();) {
+    for (size_t index = next.fetch_add(1), following; index < tasks.size(); index = following) {
+      following = next.fetch_add(1);
       const AttentionTask& task = tasks[index];
-      AttentionState state(task.num_tokens * in.group_size, in.value_size);
-      attend(in, task, &state);
+      AttentionState state(task.num_heads, task.num_tokens * in.group_size, in.value_size);
+      attend(in, task, tasks[std::min(following, tasks.size() - 1)], &state);
       if (task.part < 0)
         finish(in, task, state);
       else
@@ -137,7 +201,7 @@ inline void paged_attention(const AttentionInputs<T>& in) {
   for (int64_t part = 0; part < num_parts;) {
     const AttentionTask& task = *part_tasks[part];
     int64_t end = part + 1;
-    for (; end < num_parts && part_tasks[end]->chunk == task.chunk && part_tasks[end]->head == task.head &&
+    for (; end < num_parts && part_tasks[end]->chunk == task.chunk && part_tasks[end]->first_head == task.first_head &&
            part_tasks[end]->first_token == task.first_token;
          end++)
       merge(&parts[part], parts[end], in.value_size);

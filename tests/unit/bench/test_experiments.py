@@ -11,7 +11,7 @@ from bench.routing.backlog import figures_of, judge
 from bench.routing.burst import Replicas, decision_delay_s, history, idle_before_first_work_s, num_reversals
 from bench.routing.failover import Kill, added_pause_s, streams_hit
 from bench.routing.offer import Offered, tokens_computed
-from bench.routing.oracle import Arrival, oracle_ttft_s
+from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
 from bench.routing.report import Bar, ratio
 from bench.routing.watch import Seen
@@ -152,17 +152,22 @@ STEP = StepTimes(base_s=0.01, per_decode_s=0.0, per_prefill_token_s=0.001)
 
 
 def test_the_oracle_serves_at_once_while_slots_are_free():
-    ttft_s = oracle_ttft_s([Arrival(0.0, 1, 20, 5), Arrival(0.0, 1, 20, 5)], STEP, 2, 1, 512)
+    ttft_s = run_oracle([Arrival(0.0, 1, 20, 5), Arrival(0.0, 1, 20, 5)], STEP, 2, 1, 512).ttft_s
     assert ttft_s == pytest.approx([0.03, 0.03])
 
 
 def test_the_oracle_waits_for_the_slot_that_frees_first_and_prefers_urgent_work():
     arrivals = [Arrival(0.0, 1, 10, 101), Arrival(0.0, 1, 10, 11), Arrival(0.001, 2, 10, 1), Arrival(0.002, 0, 10, 1)]
-    ttft_s = oracle_ttft_s(arrivals, STEP, 2, 1, 512)
+    ttft_s = run_oracle(arrivals, STEP, 2, 1, 512).ttft_s
     # The second request ends after its prefill of 20 ms and ten decodes of 10 ms; then the urgent one goes first.
     assert ttft_s[3] == pytest.approx(0.12 + 0.02 - 0.002)
     assert ttft_s[2] == pytest.approx(0.14 + 0.02 - 0.001)
 
 
 def test_the_oracle_chunks_prompts_by_the_budget():
-    assert oracle_ttft_s([Arrival(0.0, 1, 100, 1)], STEP, 1, 1, 40) == pytest.approx([0.03 + 0.1])
+    assert run_oracle([Arrival(0.0, 1, 100, 1)], STEP, 1, 1, 40).ttft_s == pytest.approx([0.03 + 0.1])
+
+
+def test_the_oracle_tells_how_far_apart_tokens_are():
+    assert run_oracle([Arrival(0.0, 1, 10, 11)], STEP, 1, 1, 512).gap_s == pytest.approx(0.01)
+    assert run_oracle([Arrival(0.0, 1, 10, 1)], STEP, 1, 1, 512).gap_s == 0.0

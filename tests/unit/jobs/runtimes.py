@@ -31,6 +31,7 @@ LIMIT_S = 20.0
 class _Progress:
     prompt_tokens: int = 3
     completion_tokens: int = 4
+    cached_tokens: int = 2
 
 
 @dataclass

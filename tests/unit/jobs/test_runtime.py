@@ -84,7 +84,7 @@ async def test_a_file_of_requests_becomes_a_file_of_answers_in_the_same_order(da
         assert record.status is BatchStatus.COMPLETED
         assert (record.counts.total, record.counts.completed, record.counts.failed) == (30, 30, 0)
         assert record.error_file_id is None
-        assert (record.num_prompt_tokens, record.num_output_tokens) == (90, 120)
+        assert (record.num_prompt_tokens, record.num_output_tokens, record.num_cached_tokens) == (90, 120, 60)
         answers = results(files, record.output_file_id)
         assert [answer["custom_id"] for answer in answers] == [f"id-{index}" for index in range(30)]
         assert answers[3]["response"]["body"] == {"text": "prompt 3"}

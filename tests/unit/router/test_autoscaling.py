@@ -19,7 +19,7 @@ from router.autoscaling import (
 )
 from router.flow_queue import BandLimits, FlowQueue, Waiting
 from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, Work
-from router.scaling_inputs import ServedRate, work_in_queue, work_in_replicas
+from router.scaling_inputs import ServedRate, urgent_outstanding, work_in_queue, work_in_replicas
 from tests.unit.router.fakes import request, stats, view
 from tests.unit.router.simulated_time import FakeClock
 
@@ -31,7 +31,9 @@ TICK_S = 0.2
 
 def decide(autoscaler: Autoscaler, *work: Work, num_replicas: int = 1, num_requests: int = 1, served: float = 0.0,
            speeds: tuple[float, ...] = (SPEED,)) -> ScalingDecision:  # fmt: skip
-    return autoscaler.decide(ScalingInputs(num_replicas, num_requests, work, speeds, served))
+    outstanding = sum(waiting.tokens for waiting in work if waiting.due_s <= SETTINGS.target_drain_s)
+    inputs = ScalingInputs(num_replicas, num_requests, work, speeds, served, outstanding_tokens=outstanding)
+    return autoscaler.decide(inputs)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,37 @@ def test_replicas_that_work_are_kept_though_nothing_waits():
         clock.now += TICK_S
     assert decision.desired_replicas == math.ceil(250 / 85) == 3
     assert decide(autoscaler, num_replicas=2, served=10_000.0).needed_replicas == 2, "work that runs adds none"
+
+
+def filling(num_running: int, outstanding: int, served: float = 0.0) -> ScalingInputs:
+    """One replica of 16 slots, at whose queue nothing waits."""
+    return ScalingInputs(1, num_running, (), (SPEED,), served, num_running, 16, outstanding)
+
+
+def test_slots_that_fill_faster_than_a_replica_computes_ask_for_more_before_anything_waits():
+    clock = FakeClock()
+    autoscaler = Autoscaler(SETTINGS, clock)
+    assert autoscaler.decide(filling(1, 40, served=20.0)).desired_replicas == 1
+    clock.now += 1
+    assert autoscaler.decide(filling(7, 500, served=20.0)).desired_replicas == 1, "most slots are left"
+    clock.now += 0.2
+    # 20 tokens a second computed and 520 - 0 gathered in 3 s.
+    assert autoscaler.decide(filling(8, 520, served=20.0)).desired_replicas == math.ceil((20 + 520 / 3) / 100)
+
+
+def test_full_slots_that_are_kept_up_with_ask_for_nothing():
+    clock = FakeClock()
+    autoscaler = Autoscaler(SETTINGS, clock)
+    for _ in range(50):
+        decision = autoscaler.decide(filling(16, 600, served=80.0))
+        clock.now += 1
+    assert decision.needed_replicas == 1
+
+
+def test_what_runs_counts_as_outstanding_save_batch_work():
+    busy = view(by_band=(1, 3, 4), outstanding=800)
+    waiting = (Work(7, SETTINGS.target_drain_s), Work(1000, SETTINGS.batch_drain_s))
+    assert urgent_outstanding(waiting, [busy, view()], SETTINGS) == 7 + 400
 
 
 def test_what_runs_keeps_the_slots_it_needs():

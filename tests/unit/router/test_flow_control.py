@@ -289,6 +289,19 @@ async def test_one_more_of_each_band_waits_in_the_replica_for_the_next_slot():
     assert urgent[3].has_place and not standard[3].has_place
 
 
+async def test_of_several_replicas_none_gets_what_would_wait_there_unless_for_a_less_urgent_one():
+    flow = Flow(limits(lookahead=1))
+    flow.report(stats("a", slots=2), stats("b", slots=2))
+    standard = await flow.ask_many(5)
+    assert [a.has_place for a in standard] == [True, True, True, True, False]
+    urgent = await flow.ask_many(7, Band.INTERACTIVE)
+    assert [a.has_place for a in urgent] == [True] * 6 + [False], "beside standard work one more waits in each"
+    ended = next(a for a in standard if a.has_place)
+    flow.settle(ended)
+    await settle_down()
+    assert not standard[4].has_place, "its slot is an interactive request's"
+
+
 async def test_a_starved_band_takes_the_place_in_line_before_more_urgent_work():
     flow = Flow(limits(promote_after_s=30.0, lookahead=1))
     flow.report(stats(slots=1))
@@ -392,7 +405,7 @@ async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
     await flow.ask_many(1, Band.INTERACTIVE, max_tokens=97)
     await flow.ask_many(2, Band.STANDARD, max_tokens=47)
     assert flow.controller.wait_s(Band.INTERACTIVE) == 0.0
-    assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 5.0)
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (40.0 - 100 / 4.0)
     await asyncio.sleep(5.1)
     assert flow.controller.wait_s(Band.STANDARD) == 100 / 40.0
     for _ in range(9):
@@ -401,16 +414,28 @@ async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
     assert flow.controller.wait_s(Band.STANDARD) == pytest.approx(1000 / (0.02 * 40.0)), "some is always left"
 
 
+async def test_nobody_is_sent_away_for_longer_than_is_known_ahead():
+    flow = Flow(limits(max_predicted_wait_s=20.0))
+    flow.report(stats(slots=1, rate=40.0, running=(1, 0, 0)))
+    await flow.ask_many(1, Band.STANDARD, max_tokens=77)
+    for _ in range(9):
+        flow.ask(Band.INTERACTIVE, max_tokens=17)
+    await settle_down()
+    with pytest.raises(Overloaded, match="start in about 300") as refusal:
+        flow.ask(Band.STANDARD)
+    assert refusal.value.retry_after_s == (80 + 8 * 20) / 40.0 + 4.0  # one of the nine waits in the replica
+
+
 async def test_urgent_work_that_is_refused_counts_in_the_predicted_wait_of_less_urgent_work():
     flow = Flow(limits(max_requests=1))
     flow.report(stats(slots=1, rate=100.0))
     await flow.ask_many(2, Band.INTERACTIVE, max_tokens=47)
     waiting = flow.ask(Band.STANDARD, max_tokens=47)
     await settle_down()
-    assert flow.controller.wait_s(Band.STANDARD) == 100 / (100.0 - 100 / 5.0)
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (100.0 - 100 / 4.0)
     with pytest.raises(Overloaded):
         flow.ask(Band.INTERACTIVE, max_tokens=147)
-    assert flow.controller.wait_s(Band.STANDARD) == 100 / (100.0 - 250 / 5.0)
+    assert flow.controller.wait_s(Band.STANDARD) == 100 / (100.0 - 250 / 4.0)
     assert not waiting.has_place
 
 

@@ -1,0 +1,96 @@
+"""Kernels of what a decoder layer computes beside its multiplications and its attention, for CUDA devices.
+
+Everything is computed in float32, whatever the tensors hold, and rounded once. No integer that differs from step to
+step is an argument: rows are counted by the launch, and their sizes are compiled in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_and_normalize_kernel(
+    residual,
+    update,
+    weight,
+    output,
+    epsilon,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_UPDATE: tl.constexpr,
+):
+    """Row `program_id(0)`: residual += update, output = residual / its root mean square * weight."""
+    columns = tl.arange(0, WIDTH)
+    is_column = columns < SIZE
+    cells = tl.program_id(0).to(tl.int64) * SIZE + columns
+    row = tl.load(residual + cells, mask=is_column, other=0.0)
+    if HAS_UPDATE:
+        added = tl.load(update + cells, mask=is_column, other=0.0)
+        row = (row.to(tl.float32) + added.to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(residual + cells, row, mask=is_column)
+    row = row.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / SIZE + epsilon)
+    factors = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(output + cells, (row * scale * factors).to(output.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def rotate_kernel(
+    rows,
+    cos,
+    sin,
+    query_weight,
+    key_weight,
+    epsilon,
+    NUM_QUERY_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF_WIDTH: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """Heads `program_id(1)` * TILE_HEADS and on of token `program_id(0)`: normalised with HAS_NORMS, then rotated.
+
+    The halves of a head are the parts of its complex numbers.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
+    columns = tl.arange(0, HALF_WIDTH)[None, :]
+    HALF: tl.constexpr = SIZE // 2
+    is_column = columns < HALF
+    mask = (heads < NUM_QUERY_HEADS + NUM_KV_HEADS) & is_column
+    cells = rows + (token * (NUM_QUERY_HEADS + 2 * NUM_KV_HEADS) + heads) * SIZE + columns
+    first = tl.load(cells, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(cells + HALF, mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORMS:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / SIZE + epsilon)[:, None]
+        is_query = heads < NUM_QUERY_HEADS
+        first *= scale * _weights(query_weight, key_weight, is_query, columns, is_column)
+        second *= scale * _weights(query_weight, key_weight, is_query, columns + HALF, is_column)
+    angles = token * SIZE + columns
+    cosines = tl.load(cos + angles, mask=is_column, other=0.0).to(tl.float32)
+    sines = tl.load(sin + angles, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(cells, (first * cosines - second * sines).to(rows.dtype.element_ty), mask=mask)
+    tl.store(cells + HALF, (second * cosines + first * sines).to(rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weights(query_weight, key_weight, is_query, columns, is_column):
+    of_query = tl.load(query_weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    of_key = tl.load(key_weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    return tl.where(is_query, of_query, of_key)
+
+
+@triton.jit
+def gate_kernel(gate_up, output, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Columns `program_id(1)` * TILE and on of row `program_id(0)`: silu(first half) * second half."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_column = columns < SIZE
+    cells = gate_up + row * (2 * SIZE) + columns
+    gate = tl.load(cells, mask=is_column, other=0.0).to(tl.float32)
+    up = tl.load(cells + SIZE, mask=is_column, other=0.0).to(tl.float32)
+    gated = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(output + row * SIZE + columns, gated.to(output.dtype.element_ty), mask=is_column)
