@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def wait_for(
-    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = 20.0, period_s: float = 0.05
+    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = 60.0, period_s: float = 0.05
 ) -> T:
     """The first value of `get` that is not empty."""
     deadline = time.monotonic() + limit_s
