@@ -66,24 +66,25 @@ class AttentionPort:
     def __init__(self, model: nn.Module) -> None:
         self.number = next(_numbers)
         _ports[self.number] = self
-        self._context: AttentionContext | None = None
+        self.context: AttentionContext | None = None
+        """Of the forward pass that is running."""
         for module in model.modules():
             setattr(module, _PORT_ATTRIBUTE, self)
 
     @contextmanager
     def using(self, context: AttentionContext) -> Iterator[None]:
         """Give the model's attention calls to `context` meanwhile."""
-        assert self._context is None, "a model runs one forward pass at a time"
-        self._context = context
+        assert self.context is None, "a model runs one forward pass at a time"
+        self.context = context
         try:
             yield
         finally:
-            self._context = None
+            self.context = None
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Pass a call on to the current context."""
-        assert self._context is not None, "attention was called outside `using`"
-        return self._context.attend(call)
+        assert self.context is not None, "attention was called outside `using`"
+        return self.context.attend(call)
 
 
 _numbers = count()

@@ -28,26 +28,29 @@ class CppAttention:
     """
 
     def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
-        self._cache = cache
-        self._slots = inputs.slots
+        self.cache = cache
+        self.slots = inputs.slots
+        """[num_tokens] int64"""
         chunks: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
         for chunk in inputs.chunks:
             chunks.append((chunk.row, chunk.start, chunk.end, len(tables)))
             tables.extend(chunk.block_table)
-        self._chunks = torch.tensor(chunks, dtype=torch.int64)  # [num_chunks, 4]
-        self._tables = torch.tensor(tables, dtype=torch.int64)  # [sum of their lengths]
+        self.chunks = torch.tensor(chunks, dtype=torch.int64)
+        """[num_chunks, 4]: first row, first position, end position, start in `tables`"""
+        self.tables = torch.tensor(tables, dtype=torch.int64)
+        """The block tables of all chunks, one after the other."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
-        layer, scoring = self._cache[call.layer], call.scoring
+        layer, scoring = self.cache[call.layer], call.scoring
         output: Tensor = torch.ops.headway.attend_paged.default(
             *map(_with_adjacent_numbers, (call.query, call.key, call.value)),
             layer.keys,
             layer.values,
-            self._slots,
-            self._chunks,
-            self._tables,
+            self.slots,
+            self.chunks,
+            self.tables,
             scoring.scale,
             call.window or 0,
             scoring.softcap or 0.0,

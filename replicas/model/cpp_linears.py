@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 # What the kernels compute together.
 _OUTPUTS_UNIT = 4
@@ -14,11 +13,15 @@ _LARGEST_INT8 = 127
 _ROWS_AT_ONCE = 4096
 
 
-# From here on torch's own way pays, which reorders the weight at each call.
-_MANY_ROWS = 96
+class CompiledLinear(nn.Module):
+    """What `nn.Linear` computes, or nearly, in a compiled kernel."""
+
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weight, one scale for each of its rows where it has scales, and bias."""
+        raise NotImplementedError
 
 
-class CppLinear(nn.Module):
+class CppLinear(CompiledLinear):
     """What `nn.Linear` computes, over the very weight that it is given: no copy is kept, and it is read as it lies."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -28,13 +31,15 @@ class CppLinear(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        if inputs.numel() > _MANY_ROWS * inputs.shape[-1]:
-            return functional.linear(inputs, self.weight, self.bias)
         output: Tensor = torch.ops.headway.multiply_by_weight.default(inputs.contiguous(), self.weight, self.bias)
         return output
 
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `CompiledLinear`."""
+        return self.weight, None, self.bias
 
-class Int8Linear(nn.Module):
+
+class Int8Linear(CompiledLinear):
     """Approximately what `nn.Linear` computes: each row of the weight is 8-bit numbers times one scale.
 
     Inputs keep 14 bits, with a scale for each row, so that rows have nothing to do with one another.
@@ -59,6 +64,10 @@ class Int8Linear(nn.Module):
             inputs.contiguous(), self.numbers, self.scales, self.bias
         )
         return output
+
+    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """See `CompiledLinear`."""
+        return self.numbers, self.scales, self.bias
 
 
 def can_multiply(weight: Tensor) -> bool:

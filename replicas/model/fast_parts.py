@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from replicas.model.attention import AttentionPort
+from replicas.model.cpp_decoder import CppDecoder
 from replicas.model.cpp_layer_math import CppLayerMath
 from replicas.model.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.fused_norm import replace_norms
@@ -26,6 +27,8 @@ class FastParts:
 
     math: LayerMath
     make_linear: LinearFactory
+    decoder: type[FusedDecoder] = FusedDecoder
+    """For a model that can be fused."""
 
 
 def cpu_parts(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FastParts:
@@ -34,8 +37,10 @@ def cpu_parts(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FastP
     Raises:
         ModelLoadError: there is no such quantization, or no kernels for it.
     """
-    math: LayerMath = CppLayerMath() if has_kernels else TorchLayerMath()
-    return FastParts(math, choose_linears(dtype, has_kernels, quantization))
+    make_linear = choose_linears(dtype, has_kernels, quantization)
+    return (
+        FastParts(CppLayerMath(), make_linear, CppDecoder) if has_kernels else FastParts(TorchLayerMath(), make_linear)
+    )
 
 
 def cuda_parts(dtype: torch.dtype, device: torch.device) -> FastParts:
@@ -46,7 +51,7 @@ def cuda_parts(dtype: torch.dtype, device: torch.device) -> FastParts:
 def speed_up(model: PreTrainedModel, port: AttentionPort, layers: Sequence[AttentionLayer], parts: FastParts) -> None:
     """Replace parts of `model` by faster ones that compute the same, up to rounding and the linears' own precision."""
     if can_fuse(model):
-        model.model = FusedDecoder(model.model, port, layers, parts.math, parts.make_linear)
+        model.model = parts.decoder(model.model, port, layers, parts.math, parts.make_linear)
     replace_norms(model, parts.math)
     replace_linears(model, parts.make_linear)
 

@@ -33,26 +33,24 @@ class FusedLayer(nn.Module):
         self.down = make(mlp.down_proj.weight, mlp.down_proj.bias)
         self.input_norm = _norm(layer.input_layernorm)
         self.post_attention_norm = _norm(layer.post_attention_layernorm)
-        self._heads = HeadLayout(
+        self.heads = HeadLayout(
             num_query_heads=facts.num_query_heads,
             num_kv_heads=facts.num_kv_heads,
             size=facts.key_size,
             query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
             key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         )
-        self._facts = facts
-        self._scoring = Scoring(float(attention.scaling))
+        self.facts = facts
+        self.scoring = Scoring(float(attention.scaling))
 
     def attend(self, hidden: Tensor, rotation: Rotation, math: LayerMath, port: AttentionPort) -> Tensor:
         """What attention adds to the residual stream, [num_tokens, hidden_size]."""
         rows = self.query_key_value(hidden)
-        math.rotate(rows, self._heads, rotation)
-        query, key, value = rows.view(len(rows), -1, self._heads.size).split(
-            (self._heads.num_query_heads, self._heads.num_kv_heads, self._heads.num_kv_heads), dim=1
+        math.rotate(rows, self.heads, rotation)
+        query, key, value = rows.view(len(rows), -1, self.heads.size).split(
+            (self.heads.num_query_heads, self.heads.num_kv_heads, self.heads.num_kv_heads), dim=1
         )
-        call = AttentionCall(
-            self._facts.index, query, key, value, self._scoring, self._facts.window, extras=frozenset()
-        )
+        call = AttentionCall(self.facts.index, query, key, value, self.scoring, self.facts.window, extras=frozenset())
         output: Tensor = self.output(port.attend(call).flatten(1))
         return output
 
@@ -92,15 +90,19 @@ class FusedDecoder(nn.Module):
         """Hidden states [1, num_tokens, hidden_size]; both arguments are [1, num_tokens] int64."""
         residual = self.embed_tokens(input_ids[0])
         cos, sin = self.rotary_emb(residual, position_ids)
-        rotation = Rotation(cos[0], sin[0])
+        update = self._run_layers(residual, Rotation(cos[0], sin[0]))
+        hidden = self._math.add_and_normalize(residual, update, self._final_norm)
+        return BaseModelOutputWithPast(last_hidden_state=hidden[None])
+
+    def _run_layers(self, residual: Tensor, rotation: Rotation) -> Tensor | None:
+        """Add what the layers give to `residual`, except for the last feed-forward part: that is returned."""
         update = None
         for layer in self._layers:
             hidden = self._math.add_and_normalize(residual, update, layer.input_norm)
             update = layer.attend(hidden, rotation, self._math, self._port)
             hidden = self._math.add_and_normalize(residual, update, layer.post_attention_norm)
             update = layer.transform(hidden, self._math)
-        hidden = self._math.add_and_normalize(residual, update, self._final_norm)
-        return BaseModelOutputWithPast(last_hidden_state=hidden[None])
+        return update
 
 
 def can_fuse(model: PreTrainedModel) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replicas.model.huge_pages import huge_zeros
 from replicas.model.probe import AttentionLayer
 
 
@@ -49,10 +50,8 @@ class KVCache:
         self.block_size = block_size
         self._layers = {
             layer.index: LayerCache(
-                torch.zeros(num_blocks + 1, block_size, layer.num_kv_heads, layer.key_size, dtype=dtype, device=device),
-                torch.zeros(
-                    num_blocks + 1, block_size, layer.num_kv_heads, layer.value_size, dtype=dtype, device=device
-                ),
+                _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.key_size), dtype, device),
+                _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.value_size), dtype, device),
             )
             for layer in layers
         }
@@ -65,3 +64,7 @@ def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: to
     """Memory that one block takes over all layers."""
     sizes = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
     return block_size * sizes * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return huge_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

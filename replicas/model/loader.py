@@ -22,6 +22,7 @@ from replicas.model.cpp_kernels import load_kernels
 from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
 from replicas.model.fused_decoder import can_fuse
+from replicas.model.huge_pages import move_to_huge_pages
 from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
@@ -120,6 +121,7 @@ def _speed_up(
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
         speed_up(model, port, layers, cpu_parts(dtype, has_kernels, options.quantization))
+        move_to_huge_pages(model)
         return
     if options.quantization != "none":
         raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
