@@ -1,14 +1,15 @@
-"""Linear layers in compiled kernels: over weights as they lie in the model's file, or over weights of 8 bits."""
+"""Linear layers in compiled kernels: over packed weights, or over packed weights of 8 bits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-# What the kernels compute together.
-_OUTPUTS_UNIT = 4
+# What the kernels read together: outputs of one panel, and inputs side by side that fill four bytes (of 8 bits: two).
+_PANEL = 32
+_PAIRS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
 _INPUTS_UNIT = 32
-_MOST_INT8_INPUTS = 32_768
 _LARGEST_INT8 = 127
 _ROWS_AT_ONCE = 4096
 
@@ -17,26 +18,34 @@ class CompiledLinear(nn.Module):
     """What `nn.Linear` computes, or nearly, in a compiled kernel."""
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Weight, one scale for each of its rows where it has scales, and bias."""
+        """Packed weight, one scale for each output where it has scales, and bias."""
         raise NotImplementedError
 
 
 class CppLinear(CompiledLinear):
-    """What `nn.Linear` computes, over the very weight that it is given: no copy is kept, and it is read as it lies."""
+    """What `nn.Linear` computes, over a packed copy of its weight; whoever makes it drops the original."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.out_features, self.in_features = weight.shape
+        self.packed = nn.Parameter(pack(weight.detach()), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out_features, in_features], restored at each access: for model code that asks for its dtype and the like."""
+        return unpack(self.packed, self.out_features)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
-        output: Tensor = torch.ops.headway.multiply_by_weight.default(inputs.contiguous(), self.weight, self.bias)
+        output: Tensor = torch.ops.headway.multiply_by_weight.default(
+            inputs.contiguous(), self.packed, self.out_features, self.bias
+        )
         return output
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See `CompiledLinear`."""
-        return self.weight, None, self.bias
+        return self.packed, None, self.bias
 
 
 class Int8Linear(CompiledLinear):
@@ -47,6 +56,7 @@ class Int8Linear(CompiledLinear):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self.out_features, self.in_features = weight.shape
         largest = weight.detach().abs().amax(dim=1).float()
         scales = (largest / _LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
         numbers = torch.empty(weight.shape, dtype=torch.int8)
@@ -54,23 +64,43 @@ class Int8Linear(CompiledLinear):
         for first in range(0, len(weight), _ROWS_AT_ONCE):
             rows = slice(first, first + _ROWS_AT_ONCE)
             numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
-        self.numbers = nn.Parameter(numbers, requires_grad=False)
+        self.packed = nn.Parameter(pack(numbers), requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @property
+    def numbers(self) -> Tensor:
+        """[out_features, in_features] int8, restored at each access."""
+        return unpack(self.packed, self.out_features)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features]."""
         output: Tensor = torch.ops.headway.multiply_by_int8.default(
-            inputs.contiguous(), self.numbers, self.scales, self.bias
+            inputs.contiguous(), self.packed, self.scales, self.bias
         )
         return output
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """See `CompiledLinear`."""
-        return self.numbers, self.scales, self.bias
+        return self.packed, self.scales, self.bias
 
 
 def can_multiply(weight: Tensor) -> bool:
     """Whether the kernels take a weight of this shape."""
+    return weight.shape[1] % _INPUTS_UNIT == 0
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A weight [outputs, inputs] in the kernels' order, [panels, inputs / pair, outputs of a panel, pair].
+
+    The last panel is filled up with zeros.
+    """
+    pair = _PAIRS[weight.dtype]
     num_outputs, num_inputs = weight.shape
-    return num_outputs % _OUTPUTS_UNIT == 0 and num_inputs % _INPUTS_UNIT == 0 and num_inputs <= _MOST_INT8_INPUTS
+    filled = functional.pad(weight, (0, 0, 0, -num_outputs % _PANEL))
+    return filled.view(-1, _PANEL, num_inputs // pair, pair).transpose(1, 2).contiguous()
+
+
+def unpack(packed: Tensor, num_outputs: int) -> Tensor:
+    """The weight [num_outputs, inputs] that was packed."""
+    return packed.transpose(1, 2).flatten(0, 1).flatten(1)[:num_outputs]

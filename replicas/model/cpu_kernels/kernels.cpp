@@ -16,7 +16,7 @@ TORCH_LIBRARY(headway, library) {
       "Tensor? query_norm, Tensor? key_norm, float epsilon) -> ()");
   library.def("gate_rows(Tensor gate_up) -> Tensor");
   library.def("multiply_by_int8(Tensor inputs, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
-  library.def("multiply_by_weight(Tensor inputs, Tensor weight, Tensor? bias) -> Tensor");
+  library.def("multiply_by_weight(Tensor inputs, Tensor weight, int num_outputs, Tensor? bias) -> Tensor");
   library.def(
       "run_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int num_query_heads, float epsilon, "
       "Tensor(b!)[] keys, Tensor(c!)[] values, Tensor slots, Tensor chunks, Tensor tables, float[] scales, "

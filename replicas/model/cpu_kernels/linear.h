@@ -1,146 +1,200 @@
-// Multiplication by a weight as it lies in the model's file. Every result is one dot product, summed in the same order
-// however many rows are computed with it: what a sequence gets does not depend on its neighbours.
+// Multiplication by a packed weight: panels of kPanel outputs, and in each panel the inputs in turn, as many of them side
+// by side as fill four bytes. A panel is read from its beginning to its end, which is how memory is fastest.
 #pragma once
 
 #include <algorithm>
+#include <limits>
 
 #include "numbers.h"
 
 namespace headway {
 
-// How products of rows of X and weights of W are summed, a step of some numbers at a time.
+constexpr int64_t kPanel = 2 * kLanes;
+constexpr int kRows = 12;                       // rows computed together, at most: their sums fill the registers
+constexpr int64_t kRowBlockBytes = 512 * 1024;  // inputs that stay in the cache while panels pass by
+constexpr int64_t kBytesAhead = 4096;           // how far ahead weights are fetched that are used once
+
+// How products of rows of X and weights of W are summed, kPair inputs at a time. After kMostSteps a sum may be full.
 template <typename X, typename W>
-struct Products {
-  static constexpr int64_t kStep = kLanes;
-  using Row = Floats;
+struct Products;
+
+template <>
+struct Products<float, float> {
+  static constexpr int64_t kPair = 1, kMostSteps = std::numeric_limits<int64_t>::max();
+  using Row = float;
   using Weight = Floats;
   using Sum = Floats;
-  static Row read_row(const X* from) { return load(from); }
-  static Weight read_weight(const W* from) { return load(from); }
+  static Row read_row(const float* from) { return *from; }
+  static Weight read_weight(const float* from) { return load(from); }
   static Sum add(Sum sum, Row row, Weight weight) { return sum + row * weight; }
   static Floats result(Sum sum) { return sum; }
 };
 
-#if defined(__AVX512BF16__)
 template <>
 struct Products<BFloat16, BFloat16> {
-  static constexpr int64_t kStep = 2 * kLanes;
+  static constexpr int64_t kPair = 2, kMostSteps = std::numeric_limits<int64_t>::max();
+  using Sum = Floats;
+#if defined(__AVX512BF16__)
   using Row = __m512bh;
   using Weight = __m512bh;
-  using Sum = Floats;
-  static Row read_row(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+  static Row read_row(const BFloat16* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return (__m512bh)_mm512_set1_epi32(pair);
+  }
   static Weight read_weight(const BFloat16* from) { return (__m512bh)_mm512_loadu_si512(from); }
   static Sum add(Sum sum, Row row, Weight weight) { return (Floats)_mm512_dpbf16_ps((__m512)sum, row, weight); }
+#else
+  struct Row {
+    float first, second;
+  };
+  struct Weight {
+    Floats first, second;
+  };
+  static Row read_row(const BFloat16* from) { return {widen(from[0]), widen(from[1])}; }
+  static Weight read_weight(const BFloat16* from) {
+    Words pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
+  }
+  static Sum add(Sum sum, Row row, Weight weight) { return sum + row.first * weight.first + row.second * weight.second; }
+#endif
   static Floats result(Sum sum) { return sum; }
 };
-#endif
 
-#if defined(__AVX512VNNI__)
 template <>
 struct Products<int16_t, int8_t> {
-  static constexpr int64_t kStep = 2 * kLanes;
+  static constexpr int64_t kPair = 2, kMostSteps = 1024;
+  using Sum = Ints;
+#if defined(__AVX512VNNI__)
   using Row = __m512i;
   using Weight = __m512i;
-  using Sum = Ints;
-  static Row read_row(const int16_t* from) { return _mm512_loadu_si512(from); }
+  static Row read_row(const int16_t* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
   static Weight read_weight(const int8_t* from) {
     return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from));
   }
   static Sum add(Sum sum, Row row, Weight weight) { return (Sum)_mm512_dpwssd_epi32((__m512i)sum, row, weight); }
+#else
+  struct Row {
+    int32_t first, second;
+  };
+  struct Weight {
+    Ints first, second;
+  };
+  static Row read_row(const int16_t* from) { return {from[0], from[1]}; }
+  static Weight read_weight(const int8_t* from) {
+    ShortInts pairs;
+    std::memcpy(&pairs, from, sizeof pairs);
+    const Ints wide = __builtin_convertvector(pairs, Ints);
+    return {(wide << 24) >> 24, wide >> 8};
+  }
+  static Sum add(Sum sum, Row row, Weight weight) { return sum + row.first * weight.first + row.second * weight.second; }
+#endif
   static Floats result(Sum sum) { return __builtin_convertvector(sum, Floats); }
 };
-#endif
 
 template <typename X, typename W, typename O>
 struct LinearInputs {
   const X* rows;     // [num_rows, num_inputs]
-  const W* weights;  // [num_outputs, num_inputs]
+  const W* weights;  // [num_panels, num_inputs / kPair, kPanel, kPair]; what is beyond num_outputs is not used
   const O* bias;     // [num_outputs]; may be null
   int64_t num_rows, num_inputs, num_outputs;
   O* outputs;                            // [num_rows, num_outputs]
   const float* row_scales = nullptr;     // [num_rows]: what a row of whole numbers is multiplied by
   const float* output_scales = nullptr;  // [num_outputs]: the same of weights; both are given or none
+  int64_t num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
+  const W* panel(int64_t index) const { return weights + index * kPanel * num_inputs; }
 };
 
-constexpr int kRows = 6;           // rows computed together, at most: with the operands their sums fill the registers
-constexpr int kColumns = 4;        // outputs computed together
-constexpr int kGroupsAhead = 2;   // how far ahead weights are fetched, in kColumns outputs
-constexpr int64_t kRowBlock = 96;  // rows that stay in the cache while the weights pass by
-
-// Scales, biases and stores R rows of kColumns totals.
-template <int R, typename X, typename W, typename O>
-inline void write_outputs(const LinearInputs<X, W, O>& in, float* totals, int64_t row, int64_t column) {
-  if (in.row_scales)
-    for (int i = 0; i < R * kColumns; i++)
-      totals[i] *= in.row_scales[row + i / kColumns] * in.output_scales[column + i % kColumns];
-  if (in.bias)
-    for (int i = 0; i < R * kColumns; i++) totals[i] += widen(in.bias[column + i % kColumns]);
-  O narrowed[R * kColumns];
+// Scales, biases and stores `num` rows of a panel's totals [num, kPanel].
+template <typename X, typename W, typename O>
+inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, int64_t row, int64_t num, int64_t panel) {
+  const int64_t first = panel * kPanel, width = std::min(kPanel, in.num_outputs - first);
+  for (int64_t r = 0; r < num; r++, totals += kPanel) {
+    O narrowed[kPanel];
+    if (in.row_scales || in.bias) {
+      const float scale = in.row_scales ? in.row_scales[row + r] : 1.0f;
+      for (int64_t i = 0; i < width; i++)
+        narrowed[i] = narrow<O>(totals[i] * (in.output_scales ? scale * in.output_scales[first + i] : 1.0f) +
+                                (in.bias ? widen(in.bias[first + i]) : 0.0f));
+    } else {
 #pragma omp simd
-  for (int i = 0; i < R * kColumns; i++) narrowed[i] = narrow<O>(totals[i]);
-  for (int r = 0; r < R; r++)
-    std::memcpy(in.outputs + (row + r) * in.num_outputs + column, narrowed + r * kColumns, kColumns * sizeof(O));
+      for (int64_t i = 0; i < kPanel; i++) narrowed[i] = narrow<O>(totals[i]);
+    }
+    std::memcpy(in.outputs + (row + r) * in.num_outputs + first, narrowed, width * sizeof(O));
+  }
 }
 
-// R rows by kColumns outputs. In each step F lines of `coming` are fetched: weights of outputs to come, in the order in
-// which they lie there. Asked for in the order in which they are used, or all at once, they came at half the speed.
-template <int R, int F, typename X, typename W, typename O>
-inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t column, const W* coming) {
-  using P = Products<X, W>;
-  const int64_t size = in.num_inputs;
-  const X* rows = in.rows + row * size;
-  const W* weights = in.weights + column * size;
-  typename P::Sum sums[R * kColumns] = {};
-  for (int64_t k = 0; k < size; k += P::kStep) {
-    typename P::Row values[R];
-    repeat<R>([&](auto r) HEADWAY_INLINE { values[r] = P::read_row(rows + r * size + k); });
-    repeat<kColumns>([&](auto c) HEADWAY_INLINE {
-      const typename P::Weight weight = P::read_weight(weights + c * size + k);
-      if (c < F) __builtin_prefetch(coming + c * P::kStep);
-      repeat<R>([&](auto r) HEADWAY_INLINE {
-        sums[r * kColumns + c] = P::add(sums[r * kColumns + c], values[r], weight);
-      });
-    });
-    coming += F * P::kStep;
+// Lines of memory to fetch while something else is computed, a few at a time: of many at once a processor forgets most.
+struct Ahead {
+  const char* next;
+  int64_t num_lines;
+  template <int N>
+  HEADWAY_INLINE void fetch() {
+    if (num_lines < N) return;
+    repeat<N>([&](auto i) HEADWAY_INLINE { __builtin_prefetch(next + i * 64); });
+    next += N * 64;
+    num_lines -= N;
   }
-  float totals[R * kColumns];
-  repeat<R * kColumns / 4>([&](auto i) HEADWAY_INLINE {
-    store_sums(totals + 4 * i, P::result(sums[4 * i]), P::result(sums[4 * i + 1]), P::result(sums[4 * i + 2]),
-               P::result(sums[4 * i + 3]));
-  });
-  write_outputs<R>(in, totals, row, column);
+};
+
+// R rows by one panel.
+template <int R, typename X, typename W, typename O>
+inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t panel, Ahead* ahead) {
+  using P = Products<X, W>;
+  constexpr int64_t kVector = kLanes * P::kPair;
+  const int64_t size = in.num_inputs, num_steps = size / P::kPair;
+  const X* rows = in.rows + row * size;
+  const W* weights = in.panel(panel);
+  alignas(64) float totals[R * kPanel] = {};
+  Ahead coming = *ahead;
+  for (int64_t first = 0; first < num_steps; first += std::min(P::kMostSteps, num_steps)) {
+    const int64_t end = num_steps - first < P::kMostSteps ? num_steps : first + P::kMostSteps;
+    typename P::Sum sums[R * 2] = {};
+    for (int64_t k = first; k < end; k++, weights += 2 * kVector) {
+      const typename P::Weight low = P::read_weight(weights), high = P::read_weight(weights + kVector);
+      coming.template fetch<kVector * sizeof(W) / 32>();
+      repeat<R>([&](auto r) HEADWAY_INLINE {
+        const typename P::Row value = P::read_row(rows + r * size + k * P::kPair);
+        sums[2 * r] = P::add(sums[2 * r], value, low);
+        sums[2 * r + 1] = P::add(sums[2 * r + 1], value, high);
+      });
+    }
+    repeat<R * 2>([&](auto i) HEADWAY_INLINE {
+      store(totals + i * kLanes, load(totals + i * kLanes) + P::result(sums[i]));
+    });
+  }
+  *ahead = coming;
+  write_outputs(in, totals, row, R, panel);
 }
 
 // `num` rows, at most kRows of them.
-template <int F, int R = kRows, typename X, typename W, typename O>
-inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t num, int64_t column, const W* coming) {
+template <int R = kRows, typename X, typename W, typename O>
+inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t num, int64_t panel, Ahead* ahead) {
   if (num == R)
-    multiply<R, F>(in, row, column, coming);
+    multiply<R>(in, row, panel, ahead);
   else if constexpr (R > 1)
-    multiply_rows<F, R - 1>(in, row, num, column, coming);
+    multiply_rows<R - 1>(in, row, num, panel, ahead);
 }
 
-// Outputs [first, end) of all rows; both are multiples of kColumns. The groups of rows that the same weights are
-// multiplied with share in fetching the next ones.
+// All rows by panels [first, end). While rows are multiplied by a panel the next one is fetched.
 template <typename X, typename W, typename O>
-inline void multiply_columns(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
-  for (int64_t block = 0; block < in.num_rows; block += kRowBlock) {
-    const int64_t last = std::min(block + kRowBlock, in.num_rows);
+inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
+  const int64_t panel_lines = kPanel * in.num_inputs * static_cast<int64_t>(sizeof(W)) / 64;
+  const int64_t block_rows = std::max<int64_t>(kRows, kRowBlockBytes / (in.num_inputs * sizeof(X)) / kRows * kRows);
+  for (int64_t block = 0; block < in.num_rows; block += block_rows) {
+    const int64_t last = std::min(block + block_rows, in.num_rows);
     const int64_t num_groups = (last - block + kRows - 1) / kRows;
-    const int64_t num_lines = num_groups == 1 ? kColumns : num_groups < kColumns ? 2 : 1;
-    for (int64_t column = first; column < end; column += kColumns) {
-      const W* coming = in.weights + (column + kGroupsAhead * kColumns) * in.num_inputs;
-      const W* fetched = coming + kColumns * in.num_inputs;
-      for (int64_t group = 0, row = block; group < num_groups; group++, coming += num_lines * in.num_inputs) {
+    for (int64_t panel = first; panel < end; panel++) {
+      const char* coming = reinterpret_cast<const char*>(in.panel(num_groups == 1 ? panel : panel + 1));
+      Ahead ahead{num_groups == 1 ? coming + kBytesAhead : coming, panel_lines};
+      for (int64_t group = 0, row = block; group < num_groups; group++) {
         const int64_t num = (last - row + num_groups - group - 1) / (num_groups - group);
-        if (coming >= fetched)
-          multiply_rows<0>(in, row, num, column, coming);
-        else if (num_lines == 1)
-          multiply_rows<1>(in, row, num, column, coming);
-        else if (num_lines == 2)
-          multiply_rows<2>(in, row, num, column, coming);
-        else
-          multiply_rows<kColumns>(in, row, num, column, coming);
+        multiply_rows(in, row, num, panel, &ahead);
         row += num;
       }
     }

@@ -7,9 +7,8 @@
 
 namespace headway {
 
-// With weights up to 127, so many products of such numbers fit a sum of 32 bits in each of 16 lanes.
+// With weights up to 127, 2,048 products of such numbers fit a sum of 32 bits.
 constexpr float kLargestNumber = 8191.0f;
-constexpr int64_t kMostInputs = 32768;
 
 // Gives the scale: from = scale * to, up to rounding. A row that is not all finite has no finite scale.
 template <typename T>

@@ -1,0 +1,127 @@
+// Multiplication by a packed weight of bfloat16 in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32 inputs
+// times tiles of 32 inputs by 16 outputs, which a panel holds as the unit wants them.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace headway {
+
+#if defined(__AMX_BF16__)
+
+constexpr int64_t kTileRows = 16, kTileInputs = 32;
+constexpr int64_t kFewestTileRows = 4;  // with fewer rows the wait is for memory alone
+
+// Whether this process may use the unit: Linux gives its registers to those who ask.
+inline bool has_tiles() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return is_granted;
+}
+
+// The shapes of all eight tiles: 16 rows of 64 bytes. Until it is destroyed they belong to this thread's code.
+class TileShapes {
+ public:
+  TileShapes() {
+    struct {
+      uint8_t palette = 1, start_row = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t num_rows[16] = {};
+    } shapes;
+    std::fill(shapes.row_bytes, shapes.row_bytes + 8, 64);
+    std::fill(shapes.num_rows, shapes.num_rows + 8, kTileRows);
+    _tile_loadconfig(&shapes);
+  }
+  ~TileShapes() { _tile_release(); }
+  TileShapes(const TileShapes&) = delete;
+  TileShapes& operator=(const TileShapes&) = delete;
+};
+
+// Rows in tiles; the last tile is filled up with zeros.
+class TiledRows {
+ public:
+  explicit TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size) : rows_(rows), size_(size) {
+    num_whole_ = num_rows / kTileRows;
+    if (num_rows % kTileRows == 0) return;
+    rest_.resize(kTileRows * size);
+    std::memcpy(rest_.data(), rows + num_whole_ * kTileRows * size, num_rows % kTileRows * size * sizeof(BFloat16));
+  }
+  int64_t num_tiles() const { return num_whole_ + !rest_.empty(); }
+  const BFloat16* tile(int64_t index) const {
+    return index < num_whole_ ? rows_ + index * kTileRows * size_ : rest_.data();
+  }
+
+ private:
+  const BFloat16* rows_;
+  int64_t size_, num_whole_;
+  std::vector<BFloat16> rest_;
+};
+
+// T tiles of rows, one or two, by one panel. Tiles 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
+template <int T>
+inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, const BFloat16* panel, Ahead* ahead,
+                           float* totals) {
+  const BFloat16 *first = rows.tile(index), *second = rows.tile(index + T - 1);
+  const int64_t row_bytes = size * sizeof(BFloat16), panel_bytes = 2 * kPanel * sizeof(BFloat16);
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (T == 2) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < size; k += kTileInputs, panel += kTileInputs * kPanel) {
+    repeat<4>([&](auto) HEADWAY_INLINE { ahead->fetch<8>(); });
+    _tile_loadd(6, panel, panel_bytes);
+    _tile_loadd(4, first + k, row_bytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, panel + kPanel, panel_bytes);
+    _tile_dpbf16ps(1, 4, 7);
+    if constexpr (T == 2) {
+      _tile_loadd(5, second + k, row_bytes);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  constexpr int64_t kTotalBytes = kPanel * sizeof(float);
+  _tile_stored(0, totals, kTotalBytes);
+  _tile_stored(1, totals + kLanes, kTotalBytes);
+  if constexpr (T == 2) {
+    _tile_stored(2, totals + kTileRows * kPanel, kTotalBytes);
+    _tile_stored(3, totals + kTileRows * kPanel + kLanes, kTotalBytes);
+  }
+}
+
+// All rows by panels [first, end).
+inline void multiply_panels_in_tiles(const LinearInputs<BFloat16, BFloat16, BFloat16>& in, const TiledRows& rows,
+                                     int64_t first, int64_t end) {
+  const TileShapes shapes;
+  const int64_t size = in.num_inputs, panel_lines = kPanel * size * static_cast<int64_t>(sizeof(BFloat16)) / 64;
+  const int64_t block_tiles = std::max<int64_t>(2, kRowBlockBytes / (size * sizeof(BFloat16)) / kTileRows / 2 * 2);
+  alignas(64) float totals[2 * kTileRows * kPanel];
+  for (int64_t block = 0; block < rows.num_tiles(); block += block_tiles) {
+    const int64_t last = std::min(block + block_tiles, rows.num_tiles());
+    for (int64_t panel = first; panel < end; panel++) {
+      const bool is_used_once = last - block <= 2;
+      const char* coming = reinterpret_cast<const char*>(in.panel(is_used_once ? panel : panel + 1));
+      Ahead ahead{is_used_once ? coming + kBytesAhead : coming, panel_lines};
+      for (int64_t tile = block; tile < last; tile += 2) {
+        if (last - tile == 1)
+          multiply_tiles<1>(rows, tile, size, in.panel(panel), &ahead, totals);
+        else
+          multiply_tiles<2>(rows, tile, size, in.panel(panel), &ahead, totals);
+        const int64_t row = tile * kTileRows;
+        write_outputs(in, totals, row, std::min(2 * kTileRows, std::min(last * kTileRows, in.num_rows) - row), panel);
+      }
+    }
+  }
+}
+
+#endif
+
+}  // namespace headway

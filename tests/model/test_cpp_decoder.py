@@ -1,0 +1,86 @@
+"""The decoder that runs all layers in one call of the kernels computes what it computes layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replicas.model.cpp_attention import CppAttention
+from replicas.model.cpp_decoder import CppDecoder
+from replicas.model.fused_decoder import FusedDecoder
+from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.protocol import GenerateRequest, SamplingParams
+from tests.model.compiled import need_kernels
+from tests.model.serving import MAX_MODEL_LEN, Sizes, build_engine, random_prompts, run
+from tests.model.test_fused_decoder import VARIANTS, with_random_biases
+from tests.model.tiny import write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("_kernels")
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=5)
+# Longer than what the kernels' own linear layers multiply at once, and shorter.
+LENGTHS = (150, 3, 40, 17)
+SIZES = Sizes(num_blocks=64, max_num_batched_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def _kernels() -> None:
+    need_kernels()
+
+
+def load(path: Path, dtype: str, quantization: str) -> LoadedModel:
+    options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=MAX_MODEL_LEN, quantization=quantization)
+    return load_model(options)
+
+
+def requests() -> list[GenerateRequest]:
+    return [GenerateRequest(f"request-{len(prompt)}", prompt, PARAMS) for prompt in random_prompts(LENGTHS)]
+
+
+def outputs(loaded: LoadedModel) -> list[tuple[list[int], object]]:
+    """Tokens and log probabilities, to the last bit."""
+    engine = build_engine(loaded, SIZES, CppAttention)
+    return [(output.token_ids, output.logprobs) for output in run(engine, requests())]
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("architecture", "changes"), VARIANTS)
+def test_all_layers_at_once_give_the_same_bits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    changes: dict[str, object],
+    dtype: str,
+    quantization: str,
+) -> None:
+    if "head_dim" in changes:
+        changes = {"head_dim": 32}  # 24 is no size of the kernels'.
+    loaded = load(
+        with_random_biases(write_checkpoint(tmp_path, architecture, with_tokenizer=False, **changes)),
+        dtype,
+        quantization,
+    )
+    decoder = loaded.model.model
+    assert isinstance(decoder, CppDecoder)
+    found = outputs(loaded)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("layers ran one by one")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FusedDecoder, "_run_layers", refuse)
+        assert outputs(loaded) == found
+    monkeypatch.setattr(CppDecoder, "_run_layers", FusedDecoder._run_layers)
+    assert outputs(loaded) == found
+
+
+def test_a_layer_that_the_kernels_cannot_multiply_is_left_to_the_fused_decoder(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama", with_tokenizer=False, intermediate_size=50)
+    loaded = load(path, "float32", "none")
+    assert isinstance(loaded.model.model, CppDecoder)
+    expected = load_model(
+        ModelOptions(str(path), dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN, kernel_directory=None)
+    )
+    found = [tokens for tokens, _ in outputs(loaded)]
+    assert found == [output.token_ids for output in run(build_engine(expected, SIZES), requests())]
