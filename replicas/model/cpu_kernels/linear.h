@@ -1,5 +1,5 @@
-// Multiplication by a packed weight: panels of kPanel outputs, and in each panel the inputs in turn, as many of them side
-// by side as fill four bytes. A panel is read from its beginning to its end, which is how memory is fastest.
+// Multiplication by a packed weight: panels of kPanel outputs, and in each panel the inputs in turn, kPair of them side by
+// side. A panel is read from its beginning to its end, which is how memory is fastest.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace headway {
 
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int kRows = 12;                       // rows computed together, at most: their sums fill the registers
-constexpr int64_t kRowBlockBytes = 512 * 1024;  // inputs that stay in the cache while panels pass by
+constexpr int64_t kRowBlockBytes = 256 * 1024;  // inputs that stay in the cache while panels pass by
 constexpr int64_t kBytesAhead = 4096;           // how far ahead weights are fetched that are used once
 
 // How products of rows of X and weights of W are summed, kPair inputs at a time. After kMostSteps a sum may be full.
@@ -57,7 +57,9 @@ struct Products<BFloat16, BFloat16> {
     std::memcpy(&pairs, from, sizeof pairs);
     return {(Floats)(pairs << 16), (Floats)(pairs & 0xffff0000u)};
   }
-  static Sum add(Sum sum, Row row, Weight weight) { return sum + row.first * weight.first + row.second * weight.second; }
+  static Sum add(Sum sum, Row row, Weight weight) {
+    return sum + row.first * weight.first + row.second * weight.second;
+  }
 #endif
   static Floats result(Sum sum) { return sum; }
 };
@@ -92,7 +94,9 @@ struct Products<int16_t, int8_t> {
     const Ints wide = __builtin_convertvector(pairs, Ints);
     return {(wide << 24) >> 24, wide >> 8};
   }
-  static Sum add(Sum sum, Row row, Weight weight) { return sum + row.first * weight.first + row.second * weight.second; }
+  static Sum add(Sum sum, Row row, Weight weight) {
+    return sum + row.first * weight.first + row.second * weight.second;
+  }
 #endif
   static Floats result(Sum sum) { return __builtin_convertvector(sum, Floats); }
 };
@@ -112,7 +116,8 @@ struct LinearInputs {
 
 // Scales, biases and stores `num` rows of a panel's totals [num, kPanel].
 template <typename X, typename W, typename O>
-inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, int64_t row, int64_t num, int64_t panel) {
+inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, int64_t row, int64_t num,
+                          int64_t panel) {
   const int64_t first = panel * kPanel, width = std::min(kPanel, in.num_outputs - first);
   for (int64_t r = 0; r < num; r++, totals += kPanel) {
     O narrowed[kPanel];

@@ -152,7 +152,10 @@ inline void multiply_in_parallel(const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<X, BFloat16> && std::is_same_v<O, BFloat16>)
     if (in.num_rows >= kFewestTileRows && has_tiles()) {
-      const TiledRows rows(in.rows, in.num_rows, in.num_inputs);
+      TiledRows rows(in.rows, in.num_rows, in.num_inputs);
+      at::parallel_for(0, rows.num_tiles(), 4, [&](int64_t begin, int64_t end) {
+        for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
+      });
       at::parallel_for(0, in.num_panels(), 1,
                        [&](int64_t begin, int64_t end) { multiply_panels_in_tiles(in, rows, begin, end); });
       return;

@@ -26,7 +26,8 @@ struct AttentionState {
         scores(head_rows * kTile) {}
 };
 
-constexpr int kStep = 8;  // keys computed between two orders to fetch
+// Keys computed between two orders to fetch. Prompts wait for arithmetic, decodes for memory.
+inline int step_of(const AttentionTask& task) { return task.num_tokens == 1 ? 8 : kTile; }
 
 // Consecutive keys of a sequence: the slots that hold them.
 struct Tile {
@@ -47,8 +48,8 @@ inline Tile locate(const AttentionInputs<T>& in, const AttentionTask& task, int6
   return tile;
 }
 
-// Has the processor fetch a tile from memory while another is computed, some lines at a time: of many that are asked for
-// at once it forgets most.
+// Has the processor fetch a tile from memory while another is computed, some lines at a time: of many that are asked
+// for at once it forgets most.
 template <typename T>
 class Fetcher {
  public:
@@ -104,11 +105,12 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
   // Scores are computed for keys in fours.
   for (int key = tile.num_keys; key % 4 != 0; key++) keys[key] = keys[key - 1];
   float* scores = state->scores.data();
-  for (int key = 0; key < tile.num_keys; key += kStep) {
+  const int step = step_of(task);
+  for (int key = 0; key < tile.num_keys; key += step) {
     fetcher->step();
     for_row_groups(num_rows, [&](auto count, int64_t row) {
       score_rows<count()>(queries + (first_row + row) * in.key_size, in.key_size, keys + key,
-                          std::min(kStep, tile.num_keys - key), scores + row * kTile + key);
+                          std::min(step, tile.num_keys - key), scores + row * kTile + key);
     });
   }
   for (int64_t row = 0; row < num_rows; row++) {
@@ -120,10 +122,10 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
           {&state->sums[(first_row + row) * in.value_size], in.value_size, &state->maxima[first_row + row],
            &state->totals[first_row + row]});
   }
-  for (int key = 0; key < tile.num_keys; key += kStep) {
+  for (int key = 0; key < tile.num_keys; key += step) {
     fetcher->step();
     for_row_groups(num_rows, [&](auto count, int64_t row) {
-      add_all_values<count()>(scores + row * kTile + key, values + key, std::min(kStep, tile.num_keys - key),
+      add_all_values<count()>(scores + row * kTile + key, values + key, std::min(step, tile.num_keys - key),
                               &state->sums[(first_row + row) * in.value_size], in.value_size);
     });
   }
@@ -139,7 +141,8 @@ inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, cons
     const bool is_last = first + kTile >= task.end_key;
     const AttentionTask& coming = is_last ? next : task;
     const Tile coming_tile = locate(in, coming, is_last ? next.first_key : first + kTile);
-    const int num_steps = static_cast<int>(task.num_heads) * 2 * ((tile.num_keys + kStep - 1) / kStep);
+    const int step = step_of(task);
+    const int num_steps = static_cast<int>(task.num_heads) * 2 * ((tile.num_keys + step - 1) / step);
     Fetcher<T> fetcher(in, coming, coming_tile, num_steps);
     for (int64_t index = 0; index < task.num_heads; index++)
       attend_tile(in, task, index, tile, first, queries.data(), state, &fetcher);

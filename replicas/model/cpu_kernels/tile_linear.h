@@ -1,8 +1,8 @@
-// Multiplication by a packed weight of bfloat16 in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32 inputs
-// times tiles of 32 inputs by 16 outputs, which a panel holds as the unit wants them.
+// Multiplication by a packed weight of bfloat16 in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32
+// inputs times tiles of 32 inputs by 16 outputs, which a panel holds as the unit wants them.
 #pragma once
 
-#include <vector>
+#include <memory>
 
 #include "linear.h"
 
@@ -17,6 +17,7 @@ namespace headway {
 
 constexpr int64_t kTileRows = 16, kTileInputs = 32;
 constexpr int64_t kFewestTileRows = 4;  // with fewer rows the wait is for memory alone
+constexpr int64_t kFewTiles = 4;        // with more the wait is for the unit, and fetching ahead is in its way
 
 // Whether this process may use the unit: Linux gives its registers to those who ask.
 inline bool has_tiles() {
@@ -43,24 +44,38 @@ class TileShapes {
   TileShapes& operator=(const TileShapes&) = delete;
 };
 
-// Rows in tiles; the last tile is filled up with zeros.
+// Rows in the order in which tiles are loaded, [num_tiles, num_inputs / kTileInputs, kTileRows, kTileInputs], each at a
+// cache line of its own: read where they are, they come from the cache more slowly than the unit multiplies.
 class TiledRows {
  public:
-  explicit TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size) : rows_(rows), size_(size) {
-    num_whole_ = num_rows / kTileRows;
-    if (num_rows % kTileRows == 0) return;
-    rest_.resize(kTileRows * size);
-    std::memcpy(rest_.data(), rows + num_whole_ * kTileRows * size, num_rows % kTileRows * size * sizeof(BFloat16));
-  }
-  int64_t num_tiles() const { return num_whole_ + !rest_.empty(); }
-  const BFloat16* tile(int64_t index) const {
-    return index < num_whole_ ? rows_ + index * kTileRows * size_ : rest_.data();
+  TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size)
+      : rows_(rows), num_rows_(num_rows), size_(size), lines_(new Line[num_tiles() * kTileRows * size / kTileInputs]) {}
+  int64_t num_tiles() const { return (num_rows_ + kTileRows - 1) / kTileRows; }
+  const BFloat16* tile(int64_t index) const { return lines_[index * kTileRows * size_ / kTileInputs].numbers; }
+
+  // Brings a tile into order; rows beyond the last are zeros.
+  void arrange(int64_t index) {
+    const int64_t num_parts = size_ / kTileInputs;
+    Line* lines = &lines_[index * kTileRows * num_parts];
+    for (int64_t r = 0; r < kTileRows; r++) {
+      const int64_t row = index * kTileRows + r;
+      for (int64_t part = 0; part < num_parts; part++) {
+        Line& line = lines[part * kTileRows + r];
+        if (row < num_rows_)
+          std::memcpy(&line, rows_ + row * size_ + part * kTileInputs, sizeof line);
+        else
+          std::memset(&line, 0, sizeof line);
+      }
+    }
   }
 
  private:
+  struct alignas(64) Line {
+    BFloat16 numbers[kTileInputs];
+  };
   const BFloat16* rows_;
-  int64_t size_, num_whole_;
-  std::vector<BFloat16> rest_;
+  int64_t num_rows_, size_;
+  std::unique_ptr<Line[]> lines_;
 };
 
 // T tiles of rows, one or two, by one panel. Tiles 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
@@ -68,7 +83,7 @@ template <int T>
 inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, const BFloat16* panel, Ahead* ahead,
                            float* totals) {
   const BFloat16 *first = rows.tile(index), *second = rows.tile(index + T - 1);
-  const int64_t row_bytes = size * sizeof(BFloat16), panel_bytes = 2 * kPanel * sizeof(BFloat16);
+  constexpr int64_t kRowBytes = kTileInputs * sizeof(BFloat16), kPanelBytes = 2 * kPanel * sizeof(BFloat16);
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (T == 2) {
@@ -77,13 +92,13 @@ inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, c
   }
   for (int64_t k = 0; k < size; k += kTileInputs, panel += kTileInputs * kPanel) {
     repeat<4>([&](auto) HEADWAY_INLINE { ahead->fetch<8>(); });
-    _tile_loadd(6, panel, panel_bytes);
-    _tile_loadd(4, first + k, row_bytes);
+    _tile_loadd(6, panel, kPanelBytes);
+    _tile_loadd(4, first + k * kTileRows, kRowBytes);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, panel + kPanel, panel_bytes);
+    _tile_loadd(7, panel + kPanel, kPanelBytes);
     _tile_dpbf16ps(1, 4, 7);
     if constexpr (T == 2) {
-      _tile_loadd(5, second + k, row_bytes);
+      _tile_loadd(5, second + k * kTileRows, kRowBytes);
       _tile_dpbf16ps(2, 5, 6);
       _tile_dpbf16ps(3, 5, 7);
     }
@@ -109,14 +124,17 @@ inline void multiply_panels_in_tiles(const LinearInputs<BFloat16, BFloat16, BFlo
     for (int64_t panel = first; panel < end; panel++) {
       const bool is_used_once = last - block <= 2;
       const char* coming = reinterpret_cast<const char*>(in.panel(is_used_once ? panel : panel + 1));
-      Ahead ahead{is_used_once ? coming + kBytesAhead : coming, panel_lines};
+      Ahead ahead{is_used_once ? coming + kBytesAhead : coming, last - block <= kFewTiles ? panel_lines : 0};
       for (int64_t tile = block; tile < last; tile += 2) {
+        const int64_t row = tile * kTileRows;
+        const int64_t num = std::min(2 * kTileRows, std::min(last * kTileRows, in.num_rows) - row);
+        for (int64_t r = 0; r < num; r++)
+          __builtin_prefetch(in.outputs + (row + r) * in.num_outputs + panel * kPanel, 1);
         if (last - tile == 1)
           multiply_tiles<1>(rows, tile, size, in.panel(panel), &ahead, totals);
         else
           multiply_tiles<2>(rows, tile, size, in.panel(panel), &ahead, totals);
-        const int64_t row = tile * kTileRows;
-        write_outputs(in, totals, row, std::min(2 * kTileRows, std::min(last * kTileRows, in.num_rows) - row), panel);
+        write_outputs(in, totals, row, num, panel);
       }
     }
   }
