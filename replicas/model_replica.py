@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from replicas.engine.async_engine import AsyncEngine, Coalescing
@@ -145,7 +146,10 @@ class ModelReplica:
         self, options: ReplicaOptions, replica_id: str, node_id: str, load_backend: LoadBackend = load_torch_backend
     ) -> None:
         started_s = time.monotonic()
-        backend = load_backend(options)
+        # In a thread that ends: while threads that computed for it were left, OpenMP would have those of the engine
+        # sleep after each operation.
+        with ThreadPoolExecutor(1, "loading") as loading:
+            backend = loading.submit(load_backend, options).result()
         config = _engine_config(options, backend)
         self._card = ModelCard(
             model_id=options.model,
