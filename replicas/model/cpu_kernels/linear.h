@@ -1,5 +1,5 @@
-// Multiplication by a packed weight: panels of kPanel outputs, and in each panel the inputs in turn, kPair of them side by
-// side. A panel is read from its beginning to its end, which is how memory is fastest.
+// Multiplication by a packed weight: panels of kPanel outputs, and in each panel the inputs in turn, kPair of them side
+// by side. A panel is read from its beginning to its end, which is how memory is fastest.
 #pragma once
 
 #include <algorithm>

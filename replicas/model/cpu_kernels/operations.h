@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
+#include <atomic>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -147,6 +148,20 @@ inline Tensor gate_rows(const Tensor& gate_up) {
   return output;
 }
 
+// Calls f for parts of [0, num), in as many threads as there are. Whoever is done takes another part: a thread that has
+// to wait for a processor holds up the others by one part, not by its share.
+template <typename F>
+inline void share(int64_t num, const F& f) {
+  constexpr int64_t kPartsEach = 8;
+  const int64_t num_threads = at::get_num_threads();
+  const int64_t part = num_threads == 1 ? num : std::max<int64_t>(1, num / (num_threads * kPartsEach));
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+    for (int64_t first = next.fetch_add(part); first < num; first = next.fetch_add(part))
+      f(first, std::min(first + part, num));
+  });
+}
+
 template <typename X, typename W, typename O>
 inline void multiply_in_parallel(const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
@@ -156,12 +171,11 @@ inline void multiply_in_parallel(const LinearInputs<X, W, O>& in) {
       at::parallel_for(0, rows.num_tiles(), 4, [&](int64_t begin, int64_t end) {
         for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
       });
-      at::parallel_for(0, in.num_panels(), 1,
-                       [&](int64_t begin, int64_t end) { multiply_panels_in_tiles(in, rows, begin, end); });
+      share(in.num_panels(), [&](int64_t first, int64_t end) { multiply_panels_in_tiles(in, rows, first, end); });
       return;
     }
 #endif
-  at::parallel_for(0, in.num_panels(), 1, [&](int64_t begin, int64_t end) { multiply_panels(in, begin, end); });
+  share(in.num_panels(), [&](int64_t first, int64_t end) { multiply_panels(in, first, end); });
 }
 
 inline Tensor empty_outputs(const Tensor& inputs, int64_t num_outputs) {
