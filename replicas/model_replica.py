@@ -169,7 +169,7 @@ class ModelReplica:
 
     async def start(self) -> None:
         """Begin to serve on the running event loop."""
-        self._async_engine = AsyncEngine(self._engine, self._coalescing, has_own_device=self._card.device != "cpu")
+        self._async_engine = AsyncEngine(self._engine, self._coalescing)
         self._async_engine.start()
 
     async def stop(self) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import queue
-import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
@@ -19,7 +17,6 @@ from replicas.errors import EngineDead, ServingError
 from replicas.protocol import EngineMetrics, FinishReason, GenerateRequest, ReplicaStats, TokenDelta, Usage, merge
 
 _log = logging.getLogger(__name__)
-_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +84,11 @@ class AsyncEngine:
         Every stream ends with a finish reason, the engine's death included.
     """
 
-    def __init__(
-        self, engine: Engine, coalescing: Coalescing, clock: Clock | None = None, *, has_own_device: bool = True
-    ) -> None:
-        """Must be made on the event loop that will read the streams.
-
-        An engine without a device of its own computes on the processors that HTTP and routing need for a moment now
-        and then: its thread, and those that compute for it, give way to them.
-        """
+    def __init__(self, engine: Engine, coalescing: Coalescing, clock: Clock | None = None) -> None:
+        """Must be made on the event loop that will read the streams."""
         self._engine = engine
         self._coalescing = coalescing
         self._clock = clock or Clock()
-        self._has_own_device = has_own_device
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
@@ -176,8 +166,6 @@ class AsyncEngine:
         return Coalescing(request.delta_interval_s, num_tokens=request.params.max_tokens + 1)
 
     def _run(self) -> None:
-        if not self._has_own_device:
-            _give_way()
         try:
             while self._take_messages():
                 deltas = self._engine.step()
@@ -227,13 +215,6 @@ class AsyncEngine:
         self._death = death
         for request_id, mailbox in self._mailboxes.items():
             mailbox.fail(request_id, death)
-
-
-def _give_way() -> None:
-    """Put this thread, and those that it will start, behind all others that want a processor."""
-    if sys.platform == "linux":  # Elsewhere a process has one priority for all its threads.
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)
 
 
 def _refusal(request: GenerateRequest, error: ServingError) -> TokenDelta:
