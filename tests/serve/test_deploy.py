@@ -57,7 +57,7 @@ class Cluster:
 
     def complete(self, **fields: Any) -> httpx.Response:
         response = httpx.post(
-            f"{self.url}/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, timeout=60.0
+            f"{self.url}/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, timeout=START_LIMIT_S
         )
         response.raise_for_status()
         return response
@@ -111,7 +111,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
         "model": str(checkpoint),
         "dtype": "float32",
         "kv_cache_bytes": "64MiB",
-        "graceful_shutdown_timeout_s": 60,
+        "graceful_shutdown_timeout_s": START_LIMIT_S,
     }
     cluster.run(f"serve deploy {local_config(tmp_path, **arguments)}")
     cluster.wait_until_running()
@@ -123,7 +123,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
 
     def read_a_long_stream() -> None:
         body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 6000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60.0) as response:
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=START_LIMIT_S) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 started.set()
@@ -139,7 +139,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
     assert reader.is_alive()
     second = wait_for(lambda: _serving_replica(cluster), "a new replica serves", START_LIMIT_S)
     assert second != first
-    reader.join(60.0)
+    reader.join(START_LIMIT_S)
     assert not reader.is_alive()
     assert lines[-2:] == ["data: [DONE]", ""]
     assert not any('"error"' in line for line in lines)
