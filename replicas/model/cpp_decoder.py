@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from replicas.model.attention import AttentionPort
 from replicas.model.cpp_attention import CppAttention
 from replicas.model.cpp_linears import CompiledLinear
 from replicas.model.fused_decoder import FusedDecoder, FusedLayer
-from replicas.model.layer_math import LayerMath, Norm, Rotation
-from replicas.model.linears import LinearFactory
-from replicas.model.probe import AttentionLayer
+from replicas.model.layer_math import Norm, Rotation
 
 
 class CppDecoder(FusedDecoder):
@@ -25,16 +22,9 @@ class CppDecoder(FusedDecoder):
     way of `FusedDecoder`.
     """
 
-    def __init__(
-        self,
-        original: Any,
-        port: AttentionPort,
-        layers: Sequence[AttentionLayer],
-        math: LayerMath,
-        make: LinearFactory,
-    ) -> None:
-        super().__init__(original, port, layers, math, make)
-        self._stack = _stack(self._layers)
+    @cached_property
+    def _stack(self) -> _Stack | None:
+        return _stack(self._layers)
 
     def _run_layers(self, residual: Tensor, rotation: Rotation) -> Tensor | None:
         attention, stack = self._port.context, self._stack

@@ -15,21 +15,25 @@ _ROWS_AT_ONCE = 4096
 
 
 class CompiledLinear(nn.Module):
-    """What `nn.Linear` computes, or nearly, in a compiled kernel."""
+    """A linear layer in a compiled kernel, over a packed copy of its numbers [out_features, in_features]."""
+
+    def __init__(self, numbers: Tensor, scales: Tensor | None, bias: Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = numbers.shape
+        self.packed = nn.Parameter(pack(numbers), requires_grad=False)
+        self.scales = _fixed(scales)
+        self.bias = _fixed(bias)
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Packed weight, one scale for each output where it has scales, and bias."""
-        raise NotImplementedError
+        """Packed numbers, one scale for each output where it has scales, and bias."""
+        return self.packed, self.scales, self.bias
 
 
 class CppLinear(CompiledLinear):
-    """What `nn.Linear` computes, over a packed copy of its weight; whoever makes it drops the original."""
+    """What `nn.Linear` computes; whoever makes it drops the original weight."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.packed = nn.Parameter(pack(weight.detach()), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        super().__init__(weight.detach(), None, bias)
 
     @property
     def weight(self) -> Tensor:
@@ -43,10 +47,6 @@ class CppLinear(CompiledLinear):
         )
         return output
 
-    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `CompiledLinear`."""
-        return self.packed, None, self.bias
-
 
 class Int8Linear(CompiledLinear):
     """Approximately what `nn.Linear` computes: each row of the weight is 8-bit numbers times one scale.
@@ -55,8 +55,6 @@ class Int8Linear(CompiledLinear):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
-        self.out_features, self.in_features = weight.shape
         largest = weight.detach().abs().amax(dim=1).float()
         scales = (largest / _LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
         numbers = torch.empty(weight.shape, dtype=torch.int8)
@@ -64,9 +62,7 @@ class Int8Linear(CompiledLinear):
         for first in range(0, len(weight), _ROWS_AT_ONCE):
             rows = slice(first, first + _ROWS_AT_ONCE)
             numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
-        self.packed = nn.Parameter(pack(numbers), requires_grad=False)
-        self.scales = nn.Parameter(scales, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        super().__init__(numbers, scales, bias)
 
     @property
     def numbers(self) -> Tensor:
@@ -79,10 +75,6 @@ class Int8Linear(CompiledLinear):
             inputs.contiguous(), self.packed, self.scales, self.bias
         )
         return output
-
-    def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """See `CompiledLinear`."""
-        return self.packed, self.scales, self.bias
 
 
 def can_multiply(weight: Tensor) -> bool:
@@ -104,3 +96,7 @@ def pack(weight: Tensor) -> Tensor:
 def unpack(packed: Tensor, num_outputs: int) -> Tensor:
     """The weight [num_outputs, inputs] that was packed."""
     return packed.transpose(1, 2).flatten(0, 1).flatten(1)[:num_outputs]
+
+
+def _fixed(values: Tensor | None) -> nn.Parameter | None:
+    return None if values is None else nn.Parameter(values.detach(), requires_grad=False)

@@ -9,10 +9,11 @@ import pytest
 from replicas.model.cpp_attention import CppAttention
 from replicas.model.cpp_decoder import CppDecoder
 from replicas.model.fused_decoder import FusedDecoder
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
 from tests.model.compiled import need_kernels
-from tests.model.serving import MAX_MODEL_LEN, Sizes, build_engine, random_prompts, run
+from tests.model.serving import Sizes, build_engine, load, random_prompts, run
+from tests.model.test_cpp_exactness import load_compiled
 from tests.model.test_fused_decoder import VARIANTS, with_random_biases
 from tests.model.tiny import write_checkpoint
 
@@ -26,11 +27,6 @@ SIZES = Sizes(num_blocks=64, max_num_batched_tokens=200)
 @pytest.fixture(scope="module")
 def _kernels() -> None:
     need_kernels()
-
-
-def load(path: Path, dtype: str, quantization: str) -> LoadedModel:
-    options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=MAX_MODEL_LEN, quantization=quantization)
-    return load_model(options)
 
 
 def requests() -> list[GenerateRequest]:
@@ -56,7 +52,7 @@ def test_all_layers_at_once_give_the_same_bits(
 ) -> None:
     if "head_dim" in changes:
         changes = {"head_dim": 32}  # 24 is no size of the kernels'.
-    loaded = load(
+    loaded = load_compiled(
         with_random_biases(write_checkpoint(tmp_path, architecture, with_tokenizer=False, **changes)),
         dtype,
         quantization,
@@ -77,10 +73,8 @@ def test_all_layers_at_once_give_the_same_bits(
 
 def test_a_layer_that_the_kernels_cannot_multiply_is_left_to_the_fused_decoder(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "llama", with_tokenizer=False, intermediate_size=50)
-    loaded = load(path, "float32", "none")
+    loaded = load_compiled(path)
     assert isinstance(loaded.model.model, CppDecoder)
-    expected = load_model(
-        ModelOptions(str(path), dtype="float32", device="cpu", max_model_len=MAX_MODEL_LEN, kernel_directory=None)
-    )
+    expected = load(path)
     found = [tokens for tokens, _ in outputs(loaded)]
     assert found == [output.token_ids for output in run(build_engine(expected, SIZES), requests())]

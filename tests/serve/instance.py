@@ -41,7 +41,8 @@ def wait_for(
 def clean_environment(home: Path) -> dict[str, str]:
     """Ours, without what an outer `make` or Ray left in it, and with a home folder of its own.
 
-    Only the compiled kernels in it are everybody's: they take half a minute to make.
+    Only the compiled kernels in it are everybody's: they take half a minute to make. Ray's workers run as urgently
+    as we do, not at nice 15, where other tests that run now would starve them.
     """
     kernels = home / ".cache" / "headway"
     if not kernels.exists():
@@ -51,7 +52,8 @@ def clean_environment(home: Path) -> dict[str, str]:
         kernels.symlink_to(shared)
     left_out = ("MAKE", "MFLAGS", "RAY_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    return {**environment, "HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    ours = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    return {**environment, **ours, "HOME": str(home)}
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,15 @@ struct Ahead {
   }
 };
 
+// What to fetch while rows are multiplied by a panel: what follows a little further on, or, where the panel is used
+// again and again, the next one.
+template <typename X, typename W, typename O>
+inline Ahead ahead_of(const LinearInputs<X, W, O>& in, int64_t panel, bool is_used_once) {
+  const int64_t num_lines = kPanel * in.num_inputs * static_cast<int64_t>(sizeof(W)) / 64;
+  if (is_used_once) return {reinterpret_cast<const char*>(in.panel(panel)) + kBytesAhead, num_lines};
+  return {reinterpret_cast<const char*>(in.panel(panel + 1)), num_lines};
+}
+
 // R rows by one panel.
 template <int R, typename X, typename W, typename O>
 inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t panel, Ahead* ahead) {
@@ -186,17 +195,15 @@ inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t 
     multiply_rows<R - 1>(in, row, num, panel, ahead);
 }
 
-// All rows by panels [first, end). While rows are multiplied by a panel the next one is fetched.
+// All rows by panels [first, end).
 template <typename X, typename W, typename O>
 inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
-  const int64_t panel_lines = kPanel * in.num_inputs * static_cast<int64_t>(sizeof(W)) / 64;
   const int64_t block_rows = std::max<int64_t>(kRows, kRowBlockBytes / (in.num_inputs * sizeof(X)) / kRows * kRows);
   for (int64_t block = 0; block < in.num_rows; block += block_rows) {
     const int64_t last = std::min(block + block_rows, in.num_rows);
     const int64_t num_groups = (last - block + kRows - 1) / kRows;
     for (int64_t panel = first; panel < end; panel++) {
-      const char* coming = reinterpret_cast<const char*>(in.panel(num_groups == 1 ? panel : panel + 1));
-      Ahead ahead{num_groups == 1 ? coming + kBytesAhead : coming, panel_lines};
+      Ahead ahead = ahead_of(in, panel, num_groups == 1);
       for (int64_t group = 0, row = block; group < num_groups; group++) {
         const int64_t num = (last - row + num_groups - group - 1) / (num_groups - group);
         multiply_rows(in, row, num, panel, &ahead);

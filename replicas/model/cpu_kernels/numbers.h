@@ -77,7 +77,6 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int16_t ShortInts __attribute__((vector_size(32)));
-typedef int8_t TinyInts __attribute__((vector_size(16)));
 
 inline Floats load(const float* from) {
   Floats values;
@@ -89,18 +88,6 @@ inline Floats load(const BFloat16* from) {
   Halves halves;
   std::memcpy(&halves, from, sizeof halves);
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-inline Floats load(const int16_t* from) {
-  ShortInts values;
-  std::memcpy(&values, from, sizeof values);
-  return __builtin_convertvector(values, Floats);
-}
-
-inline Floats load(const int8_t* from) {
-  TinyInts values;
-  std::memcpy(&values, from, sizeof values);
-  return __builtin_convertvector(values, Floats);
 }
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }

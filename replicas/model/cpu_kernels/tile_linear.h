@@ -91,7 +91,7 @@ inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, c
     _tile_zero(3);
   }
   for (int64_t k = 0; k < size; k += kTileInputs, panel += kTileInputs * kPanel) {
-    repeat<4>([&](auto) HEADWAY_INLINE { ahead->fetch<8>(); });
+    ahead->fetch<kTileInputs>();  // as many lines as a step reads
     _tile_loadd(6, panel, kPanelBytes);
     _tile_loadd(4, first + k * kTileRows, kRowBytes);
     _tile_dpbf16ps(0, 4, 6);
@@ -116,15 +116,13 @@ inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, c
 inline void multiply_panels_in_tiles(const LinearInputs<BFloat16, BFloat16, BFloat16>& in, const TiledRows& rows,
                                      int64_t first, int64_t end) {
   const TileShapes shapes;
-  const int64_t size = in.num_inputs, panel_lines = kPanel * size * static_cast<int64_t>(sizeof(BFloat16)) / 64;
+  const int64_t size = in.num_inputs;
   const int64_t block_tiles = std::max<int64_t>(2, kRowBlockBytes / (size * sizeof(BFloat16)) / kTileRows / 2 * 2);
   alignas(64) float totals[2 * kTileRows * kPanel];
   for (int64_t block = 0; block < rows.num_tiles(); block += block_tiles) {
     const int64_t last = std::min(block + block_tiles, rows.num_tiles());
     for (int64_t panel = first; panel < end; panel++) {
-      const bool is_used_once = last - block <= 2;
-      const char* coming = reinterpret_cast<const char*>(in.panel(is_used_once ? panel : panel + 1));
-      Ahead ahead{is_used_once ? coming + kBytesAhead : coming, last - block <= kFewTiles ? panel_lines : 0};
+      Ahead ahead = last - block <= kFewTiles ? ahead_of(in, panel, last - block <= 2) : Ahead{nullptr, 0};
       for (int64_t tile = block; tile < last; tile += 2) {
         const int64_t row = tile * kTileRows;
         const int64_t num = std::min(2 * kTileRows, std::min(last * kTileRows, in.num_rows) - row);
