@@ -33,6 +33,9 @@ class FlowLimits:
     urgent one, a request waits here instead, for whichever of several replicas has a slot first."""
     batch_lookahead: float = 0.125
     """The same for batch requests, as a share of the slots and at least one."""
+    num_bound_early: int = 0
+    """Requests of each band that any replica is given beyond its slots; 0: they wait here for the first slot that comes
+    free (late binding). More is how routers work that only choose a replica: a baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +290,7 @@ class FlowController:
         num_ahead = self._limits.lookahead if is_starved or has_less_urgent or is_only else 0
         if band is Band.BATCH:
             num_ahead = max(1, num_ahead, int(self._limits.batch_lookahead * view.stats.num_slots))
+        num_ahead = max(num_ahead, self._limits.num_bound_early)
         num_places = 0 if view.stats.is_draining else view.num_free_slots(band) + num_ahead
         return max(1, num_places) if view.is_kept_by_others(band) else num_places
 
@@ -298,13 +302,16 @@ class FlowController:
             or sum(view.num_by_band) == 0  # An empty replica takes anything: what could never fit it refuses.
             or band in starved  # The engine, where it comes promoted, keeps freed blocks for it.
             or view.is_kept_by_others(band)  # Of blocks, too, it waits there for the next.
+            or self._limits.num_bound_early > 0
         )
         return has_blocks and self._num_places(view, band, starved, is_only) > 0
 
     def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], starved: set[Band]) -> None:
-        # Where it starts at once comes before where it has to wait for a slot.
-        with_slot = [view for view in with_room if view.num_free_slots(waiter.waiting.request.band) > 0]
-        ranking = self._policy.rank(waiter.routing, with_slot or with_room)
+        if not self._limits.num_bound_early:
+            # Where it starts at once comes before where it has to wait for a slot.
+            with_slot = [view for view in with_room if view.num_free_slots(waiter.waiting.request.band) > 0]
+            with_room = with_slot or with_room
+        ranking = self._policy.rank(waiter.routing, with_room)
         ranking = ranking.led_by(waiter.group.replica_id, Reason.SAME_PROMPT)
         self._observer.decided(ranking.reason)
         waiter.group.replica_id = ranking.first

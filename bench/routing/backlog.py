@@ -19,7 +19,7 @@ from typing import Any
 from bench.load.percentiles import percentile
 from bench.load.rows import Outcome, Row
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
-from bench.routing.applications import demo, timed, without_missing
+from bench.routing.applications import demo, timed
 from bench.routing.offer import Offered, offer, tokens_computed
 from bench.routing.report import Bar, Options, ratio, read_options, report
 from bench.serving import Served
@@ -64,7 +64,7 @@ def main() -> int:
             "max_queued_requests": 2 * scale.num_batch,
             "enable_prefix_caching": "false",
         }
-        with start[scale.name](options, **settings, **without_missing(max_queue_wait_s=3600)) as served:
+        with start[scale.name](options, **settings, max_queue_wait_s=3600) as served:
             runs = _measure(served, scale, options)
         seen = figures_of(scale.lead_s, *runs)
         bars += judge(scale, seen)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.load.spec import Lengths, LoadSpec, Phase, Stream
-from bench.routing.applications import COARSE_STREAMS, timed, without_missing
+from bench.routing.applications import COARSE_STREAMS, timed
 from bench.routing.offer import Offered, RunningLoad
 from bench.routing.report import Bar, Options, read_options, report
 from bench.routing.watch import Seen, Watch, watching
@@ -58,7 +58,7 @@ def main() -> int:
     """Both parts on one application."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else Scale()
-    scaling = without_missing(min_replicas=MIN_REPLICAS, max_replicas=MAX_REPLICAS)
+    scaling: dict[str, object] = {"min_replicas": MIN_REPLICAS, "max_replicas": MAX_REPLICAS}
     with timed(options, **scaling, **_FAST_REPORTS, **_PATIENCE, **COARSE_STREAMS, max_num_seqs=_NUM_SLOTS) as served:
         burst, burst_seen = _observe(served, _burst_phases(scale), options)
         wave, wave_seen = _observe(served, _wave_phases(scale), options)
