@@ -75,15 +75,14 @@ class TimedBackendLoader:
 
     def __call__(self, options: "ReplicaOptions") -> "Backend":
         """A `TimedRunner` with the vocabulary, the context length and the tokenizer of the model named."""
-        from transformers import AutoTokenizer  # seconds that only a replica should spend
-
         from replicas.model.tokenizer import make_decoder
         from replicas.model_replica import Backend
+        from replicas.tokenizer_files import load_tokenizer
 
         model = json.loads((Path(options.model) / "config.json").read_text())
         eos = model["eos_token_id"]
         eos_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
-        tokenizer = AutoTokenizer.from_pretrained(options.model) if self.has_text else None
+        tokenizer = load_tokenizer(options.model) if self.has_text else None
         return Backend(
             runner=TimedRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
             decoders=(lambda request: make_decoder(tokenizer, request.prompt_token_ids)) if self.has_text else _silent,

@@ -186,7 +186,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        from serve_app.ingress import IngressSettings, create_api  # brings transformers, as above
+        from serve_app.ingress import IngressSettings, create_api  # brings transformers: a second
 
         config = self._config
         settings = IngressSettings(

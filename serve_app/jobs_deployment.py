@@ -60,7 +60,7 @@ class Jobs:
         # Threads that check files and write to the database hold the interpreter's lock for long: with Python's own
         # 5 ms each of their steps would keep whoever submits a job waiting so long.
         sys.setswitchinterval(0.0005)
-        from serve_app.jobs.runtime import JobsRuntime  # brings transformers
+        from serve_app.jobs.runtime import JobsRuntime  # brings transformers: a second
         from serve_app.openai.chat import PromptTokenizer
         from serve_app.openai.service import CompletionService
 

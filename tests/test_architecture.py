@@ -78,6 +78,7 @@ ROWS = {
     "replicas.protocol": (0, 1),
     "replicas.errors": (0, 0),
     "replicas.block_hash": (0, 0),
+    "replicas.tokenizer_files": (0, 0),
 }
 # Scripts that nothing imports.
 APART = ("replicas.demo",)
@@ -94,6 +95,7 @@ VISIBLE = {
         "replicas.engine.sequence",
         "replicas.protocol",
         "replicas.errors",
+        "replicas.tokenizer_files",
     ),
 }
 
@@ -111,7 +113,13 @@ CONFINED = {
     "sqlalchemy": ("serve_app.jobs",),
     "alembic": ("serve_app.jobs",),
     "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.cluster_gpus"),
-    "transformers": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app"),
+    "transformers": (
+        "replicas.model",
+        "replicas.model_replica",
+        "replicas.demo",
+        "replicas.tokenizer_files",
+        "serve_app",
+    ),
     "triton": (
         "replicas.model.triton_kernels",
         "replicas.model.triton_layer_kernels",
@@ -247,11 +255,22 @@ def test_no_import_cycles() -> None:
 
 def test_pure_modules_import_without_ray_or_torch() -> None:
     pure = [module for module in CHECKED if is_in(module, STDLIB_ONLY)]
-    blocked = ("ray", "torch", "transformers", "fastapi", "pydantic", "numpy")
+    import_without(("ray", "torch", "transformers", "fastapi", "pydantic", "numpy"), pure)
+
+
+def test_processes_without_a_model_import_no_torch() -> None:
+    """It takes seconds to import, and hundreds of megabytes."""
+    modules = ["serve_app.app", "serve_app.cli.main", "serve_app.ingress", "serve_app.jobs.runtime"]
+    load = f"replicas.tokenizer_files.load_tokenizer({str(ROOT / 'replicas' / 'demo')!r})"
+    import_without((), modules, f"{load}; assert 'torch' not in sys.modules")
+
+
+def import_without(blocked: tuple[str, ...], modules: list[str], afterwards: str = "") -> None:
     code = (
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
-        f"for name in {pure!r}: importlib.import_module(name)\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"import replicas\n{afterwards}\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

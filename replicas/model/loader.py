@@ -10,7 +10,6 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -26,6 +25,7 @@ from replicas.model.huge_pages import move_to_huge_pages
 from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
+from replicas.tokenizer_files import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
@@ -168,12 +168,9 @@ def _load_tokenizer(model: str) -> PreTrainedTokenizerFast | None:
     if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        return load_tokenizer(model)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"cannot load the tokenizer of model {model!r}: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelLoadError(f"model {model!r} has no fast tokenizer (tokenizer.json)")
-    return tokenizer
 
 
 def _choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import InvalidRequest
+from replicas.tokenizer_files import load_tokenizer
 from serve_app.openai.schema import ChatMessage, Prompt
 from serve_app.openai.token_text import TokenText
 from serve_app.openai.workers import WorkerThreads
@@ -32,11 +32,8 @@ class PromptTokenizer:
     No code that comes with a model is ever run but its chat template, in transformers' Jinja sandbox.
     """
 
-    def __init__(self, tokenizer: Any, name: str, workers: WorkerThreads) -> None:
-        """`tokenizer` is one of transformers' that is backed by the `tokenizers` library."""
-        backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise ValueError(f"the tokenizer of `{name}` has no `tokenizers` backend (tokenizer.json)")
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, workers: WorkerThreads) -> None:
+        backend: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer file may ask for either; both would change prompts without a word.
         backend.no_truncation()
         backend.no_padding()
@@ -51,7 +48,7 @@ class PromptTokenizer:
     @classmethod
     def load(cls, model: str, workers: WorkerThreads) -> PromptTokenizer:
         """The tokenizer of `model`, a directory or hub id."""
-        return cls(AutoTokenizer.from_pretrained(model, trust_remote_code=False), model, workers)
+        return cls(load_tokenizer(model), model, workers)
 
     async def encode_chat(
         self,
