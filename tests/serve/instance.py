@@ -19,14 +19,14 @@ import psutil
 from serve_app.cli.private_cluster import end_processes, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-START_LIMIT_S = 150.0
+START_LIMIT_S = 300.0
 STOP_LIMIT_S = 60.0
 
 T = TypeVar("T")
 
 
 def wait_for(
-    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = 60.0, period_s: float = 0.05
+    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = 120.0, period_s: float = 0.05
 ) -> T:
     """The first value of `get` that is not empty."""
     deadline = time.monotonic() + limit_s
