@@ -30,6 +30,9 @@ from replicas.protocol import (
 
 _log = logging.getLogger(__name__)
 
+_MAX_DELTAS_PER_S = {False: 2000.0, True: 50.0}
+"""By whether the engine computes on the processors that carry them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOptions:
@@ -75,6 +78,9 @@ class ReplicaOptions:
     """A stream's deltas after its first are sent at most this often, seconds ..."""
     coalesce_tokens: int = 8
     """... or when this many tokens wait."""
+    max_deltas_per_s: float | None = None
+    """Deltas of all streams together: with more streams each sends less often. None: as many as Serve carries, or,
+    where the engine computes on the processors that carry them, few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +167,8 @@ class ModelReplica:
             dtype=backend.dtype,
             device=backend.device,
         )
-        self._coalescing = Coalescing(options.coalesce_interval_s, options.coalesce_tokens)
+        max_deltas_per_s = options.max_deltas_per_s or _MAX_DELTAS_PER_S[backend.device == "cpu"]
+        self._coalescing = Coalescing(options.coalesce_interval_s, options.coalesce_tokens, max_deltas_per_s)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         self._async_engine: AsyncEngine | None = None

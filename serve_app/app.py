@@ -30,9 +30,9 @@ from serve_app.jobs.serve_client import ServeJobs
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
 from serve_app.jobs_deployment import Jobs
 from serve_app.metrics import HttpMetrics
+from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
 from serve_app.routing import Routing
-from serve_app.serve_logging import log_through_serve
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -103,6 +103,7 @@ class Model:
             load_backend or model_replica.load_torch_backend,
         )
         await self._replica.start()
+        freeze_heap()
 
     async def generate(
         self, request: GenerateRequest, ranking: list[str], ingress_id: str
@@ -203,13 +204,15 @@ class Ingress:
             stall_timeout_s=config.stall_timeout_s,
             server_sets_request_id=True,
         )
-        return create_api(
+        api = create_api(
             settings,
             self._routing.dispatcher,
             metrics=self._metrics,
             autoscaling=self._routing.autoscaling,
             jobs=self._jobs,
         )
+        freeze_heap()
+        return api
 
 
 def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:

@@ -145,6 +145,9 @@ class HeadwayConfig(BaseModel):
     """A stream's deltas after its first are sent at most this often, seconds ..."""
     coalesce_tokens: int = Field(default=8, ge=1)
     """... or as soon as this many tokens wait."""
+    max_deltas_per_s: float | None = Field(default=None, gt=0)
+    """Deltas of all of a replica's streams together: with more streams each sends less often; none: 2,000, or 50 where
+    the engine computes on the processors that carry them."""
 
     num_ingress_replicas: int = Field(default=1, ge=1)
     """HTTP ingress processes."""
@@ -407,6 +410,7 @@ class HeadwayConfig(BaseModel):
             quantization=self.quantization,
             coalesce_interval_s=self.coalesce_interval_s,
             coalesce_tokens=self.coalesce_tokens,
+            max_deltas_per_s=self.max_deltas_per_s,
         )
 
 

@@ -42,9 +42,9 @@ from serve_app.metrics import JobsCounts
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import RequestLimits
 from serve_app.openai.workers import WorkerThreads
+from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
 from serve_app.routing import Routing
-from serve_app.serve_logging import log_through_serve
 
 
 class Jobs:
@@ -92,6 +92,7 @@ class Jobs:
         webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox)
         self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
         await self._runtime.start(self._routing.run(), webhooks.run(), files.keep_clean())
+        freeze_heap()
 
     async def add_file(self, file: FileRecord) -> None:
         """See `JobsService`."""

@@ -3,13 +3,13 @@
 Four timed replicas. 1. 200 requests at once: outstanding tokens of the replicas, max / mean, from what each was
 given and from `/load`. 2. A trace of shared prefixes, our policy beside the fewest requests: prefix hit rate, TTFT,
 hottest replica. 3. Traces of skewed lengths that nobody can know beforehand, under ours and under power of two
-choices, both as Ray Serve's router has it (a request is bound to a replica when it comes) and with our late binding,
-beside a simulated oracle that does know the lengths (`bench.routing.oracle`). Percentiles are those of all traces
-together, since a trace's worst percent is one or two moments in which every slot was taken. At this rate three in
-four slots are taken on average; closer to all of them TTFT is decided by capacity, not by choices: at 8 requests a
-second a slot that stands empty for the 10 ms until its next request has come costs 20 % of the oracle's p99, whoever
-chooses. What engine, processes and HTTP cost is not the router's: the TTFT overhead of an idle system is added to the
-oracle's, and its steps take as much longer as tokens were further apart in the run.
+choices as Ray Serve's router has it (a request is bound to a replica when it comes), beside a simulated oracle that
+does know the lengths (`bench.routing.oracle`). Percentiles are those of all traces together, since a trace's worst
+percent is one or two moments in which every slot was taken. At this rate three in four slots are taken on average;
+closer to all of them TTFT is decided by capacity, not by choices: at 8 requests a second a slot that stands empty for
+the 10 ms until its next request has come costs 20 % of the oracle's p99, whoever chooses. What engine, processes and
+HTTP cost is not the router's: the TTFT overhead of an idle system is added to the oracle's, and its steps take as much
+longer as tokens were further apart in the run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ from bench.serving import Served
 from bench.timed_app import read_step_times
 
 NUM_REPLICAS = 4
-OURS, LEAST_LOADED, POWER_OF_TWO = "least_tokens", "least_requests", "power_of_two"
-RAY_DEFAULT = "power_of_two, bound when it comes"
+OURS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_two, bound when it comes"
 _SETTINGS: dict[str, dict[str, object]] = {
     OURS: {},
     LEAST_LOADED: {"routing_policy": "least_requests"},
-    POWER_OF_TWO: {"routing_policy": "power_of_two"},
     RAY_DEFAULT: {"routing_policy": "power_of_two", "num_bound_early": 1000},
 }
 _BUDGET = 512
@@ -56,7 +54,7 @@ class Scale:
     num_skewed: int = 3
     """Traces of skewed lengths, each of another seed."""
     with_prefixes: tuple[str, ...] = (OURS, LEAST_LOADED)
-    with_skewed: tuple[str, ...] = (OURS, RAY_DEFAULT, POWER_OF_TWO)
+    with_skewed: tuple[str, ...] = (OURS, RAY_DEFAULT)
 
 
 QUICK = Scale(num_at_once=40, trace_s=5.0, num_skewed=1, with_prefixes=(OURS,), with_skewed=(OURS,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -14,7 +15,16 @@ from functools import partial
 from replicas.engine.clock import Clock
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, ServingError
-from replicas.protocol import EngineMetrics, FinishReason, GenerateRequest, ReplicaStats, TokenDelta, Usage, merge
+from replicas.protocol import (
+    Band,
+    EngineMetrics,
+    FinishReason,
+    GenerateRequest,
+    ReplicaStats,
+    TokenDelta,
+    Usage,
+    merge,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +35,9 @@ class Coalescing:
 
     interval_s: float = 0.0
     num_tokens: int = 1
+    max_deltas_per_s: float = math.inf
+    """Of all streams together: with more of them the interval is longer, as each delta costs whoever carries it. Less
+    urgent streams do not count for more urgent ones."""
 
 
 class Mailbox:
@@ -33,13 +46,13 @@ class Mailbox:
     Belongs to the event loop; bounded by the request's `max_tokens`.
     """
 
-    def __init__(self, coalescing: Coalescing, num_tokens: int = 0) -> None:
-        """`num_tokens` is how many output tokens the reader has already."""
-        self._coalescing = coalescing
+    def __init__(self, enough_tokens: int, num_tokens: int = 0) -> None:
+        """`enough_tokens` need not wait for company; `num_tokens` is how many output tokens the reader has already."""
+        self._enough_tokens = enough_tokens
         self._waiting: TokenDelta | None = None
         self._has_any = asyncio.Event()
         self._has_enough = asyncio.Event()
-        self._not_before_s = 0.0
+        self._taken_s = -math.inf
         self._num_tokens = num_tokens
         self._usage = Usage(0, 0, 0)
         self._is_complete = False
@@ -51,7 +64,7 @@ class Mailbox:
         self._usage = delta.usage
         self._is_complete = delta.finish_reason is not None
         self._has_any.set()
-        if self._is_complete or len(self._waiting.token_ids) >= self._coalescing.num_tokens:
+        if self._is_complete or len(self._waiting.token_ids) >= self._enough_tokens:
             self._has_enough.set()
 
     def fail(self, request_id: str, error: ServingError) -> None:
@@ -59,11 +72,11 @@ class Mailbox:
         if not self._is_complete:
             self.put(_failure(request_id, self._num_tokens, self._usage, error))
 
-    async def take(self) -> TokenDelta:
-        """Everything since the last call, once there is anything and enough of it or time enough has passed."""
+    async def take(self, interval_s: float) -> TokenDelta:
+        """Everything since the last call, once there is anything, and enough of it or so long after that call."""
         await self._has_any.wait()
         loop = asyncio.get_running_loop()
-        patience_s = self._not_before_s - loop.time()
+        patience_s = self._taken_s + interval_s - loop.time()
         if patience_s > 0 and not self._has_enough.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):  # `wait_for` swallows a cancellation now and then on 3.11
@@ -72,7 +85,7 @@ class Mailbox:
         assert delta is not None
         self._has_any.clear()
         self._has_enough.clear()
-        self._not_before_s = loop.time() + self._coalescing.interval_s
+        self._taken_s = loop.time()
         return delta
 
 
@@ -94,6 +107,7 @@ class AsyncEngine:
         self._is_stopping = False
         self._num_streams = 0
         self._mailboxes: dict[str, Mailbox] = {}  # By stream id.
+        self._num_by_band = [0] * len(Band)
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._stats = engine.stats()
@@ -112,21 +126,33 @@ class AsyncEngine:
         # The engine knows the request by a name of our own: a caller may send one again before its abort is done.
         self._num_streams += 1
         stream_id = f"{request.request_id}#{self._num_streams}"
-        mailbox = self._mailboxes[stream_id] = Mailbox(self._coalescing_of(request), len(request.output_token_ids))
+        # Where the reader says how often it looks, tokens wait for that however many they are.
+        enough_tokens = self._coalescing.num_tokens
+        if request.delta_interval_s is not None:
+            enough_tokens = request.params.max_tokens + 1
+        mailbox = self._mailboxes[stream_id] = Mailbox(enough_tokens, len(request.output_token_ids))
+        self._num_by_band[request.band] += 1
         self._is_idle.clear()
         self._inbox.put(partial(self._add, replace(request, request_id=stream_id)))
         is_finished = False
         try:
             while not is_finished:
-                delta = await mailbox.take()
+                interval_s = request.delta_interval_s
+                delta = await mailbox.take(self.interval_s(request.band) if interval_s is None else interval_s)
                 is_finished = delta.finish_reason is not None
                 yield replace(delta, request_id=request.request_id)
         finally:
             if not is_finished:
                 self._inbox.put(partial(self._engine.abort, stream_id))
             del self._mailboxes[stream_id]
+            self._num_by_band[request.band] -= 1
             if not self._mailboxes:
                 self._is_idle.set()
+
+    def interval_s(self, band: Band) -> float:
+        """Seconds between two deltas of a stream of this band, with as many open as are now."""
+        num_streams = sum(self._num_by_band[: band + 1])
+        return max(self._coalescing.interval_s, num_streams / self._coalescing.max_deltas_per_s)
 
     def stats(self) -> ReplicaStats:
         """The load after the last step; while idle, the load now."""
@@ -159,11 +185,6 @@ class AsyncEngine:
         self._inbox.put(self._request_stop)
         await asyncio.to_thread(self._thread.join)
         self._die(EngineDead("the engine was stopped"))
-
-    def _coalescing_of(self, request: GenerateRequest) -> Coalescing:
-        if request.delta_interval_s is None:
-            return self._coalescing
-        return Coalescing(request.delta_interval_s, num_tokens=request.params.max_tokens + 1)
 
     def _run(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import shutil
 import socket
@@ -25,6 +26,8 @@ _ENVIRONMENT = {
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
 }
 _PR_SET_CHILD_SUBREAPER = 36
+_PORTS = range(20_000, 30_000)
+"""Below those that Linux, macOS and Windows give away; Ray's workers listen on 10,002 to 19,999."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +77,17 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody listens on now, and that no system gives to whoever asks for any.
+
+    Ray's processes ask for many of those between now and when this one is used.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((host, port))
+                return port
+    raise OSError(f"no free port on {host or 'this machine'} from {_PORTS[0]} to {_PORTS[-1]}")
 
 
 def end_processes(processes: list[psutil.Process], grace_s: float = 5.0) -> None:

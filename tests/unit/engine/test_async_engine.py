@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from replicas.engine.config import EngineConfig
 from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
-from replicas.protocol import FinishReason, GenerateRequest, TokenDelta
+from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
 from tests.unit.engine.worlds import IDENTITY, ShadowRunner, config, continuation, decoders, request
 
 
@@ -105,6 +105,21 @@ async def test_coalescing_waits_no_longer_than_its_interval() -> None:
             async with asyncio.timeout(5):
                 assert len((await anext(stream)).token_ids) == 1
         runner.gate.release()
+
+
+async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not_mind_others() -> None:
+    runner = GatedRunner(4)
+    coalescing = Coalescing(interval_s=0.5, num_tokens=1000, max_deltas_per_s=0.05)
+    async with running(coalescing=coalescing, runner=runner) as engine, AsyncExitStack() as streams:
+        assert engine.interval_s(Band.BATCH) == 0.5
+        for number in range(3):
+            asked = replace(request(f"request-{number}", max_tokens=5), band=Band.BATCH)
+            stream = await streams.enter_async_context(aclosing(engine.generate(asked)))
+            runner.gate.release()
+            assert len((await anext(stream)).token_ids) >= 1
+        assert [engine.interval_s(band) for band in Band] == [0.5, 0.5, 60.0]
+        runner.gate.release(100)
+        assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
 
 
 async def test_a_request_that_nobody_watches_has_its_own_interval() -> None:
