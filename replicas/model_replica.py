@@ -30,8 +30,9 @@ from replicas.protocol import (
 
 _log = logging.getLogger(__name__)
 
-_MAX_DELTAS_PER_S = {False: 2000.0, True: 50.0}
-"""By whether the engine computes on the processors that carry them."""
+_DELTAS_PER_S = 2000.0
+_DELTAS_PER_S_ON_CPU = 50.0
+"""Where the engine computes on the processors that carry them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,8 @@ class ModelReplica:
             dtype=backend.dtype,
             device=backend.device,
         )
-        max_deltas_per_s = options.max_deltas_per_s or _MAX_DELTAS_PER_S[backend.device == "cpu"]
+        default_deltas_per_s = _DELTAS_PER_S_ON_CPU if backend.device == "cpu" else _DELTAS_PER_S
+        max_deltas_per_s = options.max_deltas_per_s or default_deltas_per_s
         self._coalescing = Coalescing(options.coalesce_interval_s, options.coalesce_tokens, max_deltas_per_s)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
