@@ -261,7 +261,7 @@ def test_pure_modules_import_without_ray_or_torch() -> None:
 def test_processes_without_a_model_import_no_torch() -> None:
     """It takes seconds to import, and hundreds of megabytes."""
     modules = ["serve_app.app", "serve_app.cli.main", "serve_app.ingress", "serve_app.jobs.runtime"]
-    load = f"replicas.tokenizer_files.load_tokenizer({str(ROOT / 'replicas' / 'demo')!r})"
+    load = f"from replicas.tokenizer_files import load_tokenizer; load_tokenizer({str(ROOT / 'replicas' / 'demo')!r})"
     import_without((), modules, f"{load}; assert 'torch' not in sys.modules")
 
 
@@ -270,7 +270,7 @@ def import_without(blocked: tuple[str, ...], modules: list[str], afterwards: str
         "import importlib, sys\n"
         f"sys.modules.update(dict.fromkeys({blocked!r}))\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
-        f"import replicas\n{afterwards}\n"
+        f"{afterwards}\n"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr

@@ -71,10 +71,8 @@ def main() -> int:
     skewed: dict[str, list[Offered]] = {}
     loads = [at_once]
     idle_ttft_s: list[float] = []
-    for policy, settings in _SETTINGS.items():
-        if policy not in (*scale.with_prefixes, *scale.with_skewed):
-            continue
-        with timed(options, **common, **settings, max_num_seqs=_NUM_SLOTS, num_blocks=1024) as served:
+    for policy in dict.fromkeys((*scale.with_prefixes, *scale.with_skewed)):
+        with timed(options, **common, **_SETTINGS[policy], max_num_seqs=_NUM_SLOTS, num_blocks=1024) as served:
             idle_ttft_s += _idle_ttft_s(served, options)
             if policy in scale.with_prefixes:
                 offered, prefix[policy] = _prefix_trace(served, scale, options)

@@ -46,8 +46,12 @@ class Mailbox:
     Belongs to the event loop; bounded by the request's `max_tokens`.
     """
 
-    def __init__(self, enough_tokens: int, num_tokens: int = 0) -> None:
-        """`enough_tokens` need not wait for company; `num_tokens` is how many output tokens the reader has already."""
+    def __init__(self, interval_s: Callable[[], float], enough_tokens: int, num_tokens: int = 0) -> None:
+        """Deltas wait for each other for `interval_s` or until they have `enough_tokens`.
+
+        `num_tokens` is how many output tokens the reader has already.
+        """
+        self._interval_s = interval_s
         self._enough_tokens = enough_tokens
         self._waiting: TokenDelta | None = None
         self._has_any = asyncio.Event()
@@ -72,8 +76,9 @@ class Mailbox:
         if not self._is_complete:
             self.put(_failure(request_id, self._num_tokens, self._usage, error))
 
-    async def take(self, interval_s: float) -> TokenDelta:
-        """Everything since the last call, once there is anything, and enough of it or so long after that call."""
+    async def take(self) -> TokenDelta:
+        """Everything since the last call, once there is anything and enough of it or time enough has passed."""
+        interval_s = self._interval_s()
         await self._has_any.wait()
         loop = asyncio.get_running_loop()
         patience_s = self._taken_s + interval_s - loop.time()
@@ -126,19 +131,14 @@ class AsyncEngine:
         # The engine knows the request by a name of our own: a caller may send one again before its abort is done.
         self._num_streams += 1
         stream_id = f"{request.request_id}#{self._num_streams}"
-        # Where the reader says how often it looks, tokens wait for that however many they are.
-        enough_tokens = self._coalescing.num_tokens
-        if request.delta_interval_s is not None:
-            enough_tokens = request.params.max_tokens + 1
-        mailbox = self._mailboxes[stream_id] = Mailbox(enough_tokens, len(request.output_token_ids))
+        mailbox = self._mailboxes[stream_id] = self._mailbox_for(request)
         self._num_by_band[request.band] += 1
         self._is_idle.clear()
         self._inbox.put(partial(self._add, replace(request, request_id=stream_id)))
         is_finished = False
         try:
             while not is_finished:
-                interval_s = request.delta_interval_s
-                delta = await mailbox.take(self.interval_s(request.band) if interval_s is None else interval_s)
+                delta = await mailbox.take()
                 is_finished = delta.finish_reason is not None
                 yield replace(delta, request_id=request.request_id)
         finally:
@@ -185,6 +185,13 @@ class AsyncEngine:
         self._inbox.put(self._request_stop)
         await asyncio.to_thread(self._thread.join)
         self._die(EngineDead("the engine was stopped"))
+
+    def _mailbox_for(self, request: GenerateRequest) -> Mailbox:
+        num_tokens, own_interval_s = len(request.output_token_ids), request.delta_interval_s
+        if own_interval_s is None:
+            return Mailbox(partial(self.interval_s, request.band), self._coalescing.num_tokens, num_tokens)
+        # The reader looks so often: until then tokens wait, however many they are.
+        return Mailbox(lambda: own_interval_s, request.params.max_tokens + 1, num_tokens)
 
     def _run(self) -> None:
         try:

@@ -17,11 +17,15 @@ from dataclasses import dataclass
 import psutil
 
 _OBJECT_STORE_BYTES = 256 * 2**20
-_ENVIRONMENT = {
+RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray runs its workers at nice 15: whatever else this machine does would go before requests.
     "RAY_worker_niceness": "0",
+}
+"""For any cluster of Ray's that is private to one machine."""
+_ENVIRONMENT = {
+    **RAY_ENVIRONMENT,
     # A model that cannot be loaded is somebody's mistake, to be told at once rather than tried three times.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
 }

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import end_processes, free_port
+from serve_app.cli.private_cluster import RAY_ENVIRONMENT, end_processes, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 300.0
@@ -41,8 +41,7 @@ def wait_for(
 def clean_environment(home: Path) -> dict[str, str]:
     """Ours, without what an outer `make` or Ray left in it, and with a home folder of its own.
 
-    Only the compiled kernels in it are everybody's: they take half a minute to make. Ray's workers run as urgently
-    as we do, not at nice 15, where other tests that run now would starve them.
+    Only the compiled kernels in it are everybody's: they take half a minute to make.
     """
     kernels = home / ".cache" / "headway"
     if not kernels.exists():
@@ -52,8 +51,7 @@ def clean_environment(home: Path) -> dict[str, str]:
         kernels.symlink_to(shared)
     left_out = ("MAKE", "MFLAGS", "RAY_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    ours = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    return {**environment, **ours, "HOME": str(home)}
+    return {**environment, **RAY_ENVIRONMENT, "HOME": str(home)}
 
 
 @dataclass(frozen=True)
