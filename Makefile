@@ -36,7 +36,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In two processes: most of a test that starts Ray is waiting.
+# In two processes: one runs what starts Ray, the other everything else (tests/conftest.py).
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 

@@ -9,13 +9,12 @@ import pytest
 _TESTS = Path(__file__).parent
 
 
+_START_RAY = ("serve", "cluster")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share one application are one group; others that start Ray are one for each file."""
+    """Tests that start Ray are one group: two clusters that start together on two cores keep each other from it."""
     for item in items:
-        folder, file = item.path.parent.relative_to(_TESTS).as_posix(), item.path.name
-        if folder == "serve":
-            group = "serve" if "app" in getattr(item, "fixturenames", ()) else file
-            item.add_marker(pytest.mark.xdist_group(group))
-        elif folder == "cluster":
-            item.add_marker(pytest.mark.xdist_group(folder))
+        if item.path.parent.relative_to(_TESTS).as_posix() in _START_RAY:
+            item.add_marker(pytest.mark.xdist_group("ray"))

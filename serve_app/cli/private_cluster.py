@@ -15,8 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import psutil
+import tenacity
 
 _OBJECT_STORE_BYTES = 256 * 2**20
+_STARTS = 3
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -58,26 +60,38 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
         os.environ.update(_throughput_environment(folder))
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS"):
         os.environ.pop(variable, None)
+    try:
+        yield _start_ray(num_cpus, folder)
+    finally:
+        _stop_ray()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@tenacity.retry(stop=tenacity.stop_after_attempt(_STARTS), before_sleep=lambda _: _stop_ray(), reraise=True)
+def _start_ray(num_cpus: int, folder: str) -> PrivateCluster:
+    """Ray gives its own daemons 30 seconds, which a machine that does something else may need twice."""
     import ray  # reads the environment when imported
 
-    try:
-        context = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            include_dashboard=True,
-            dashboard_host="127.0.0.1",
-            dashboard_port=free_port("127.0.0.1"),
-            namespace="serve",
-            log_to_driver=False,
-            _temp_dir=folder,
-        )
-        yield PrivateCluster(context.address_info["gcs_address"], f"http://{context.dashboard_url}")
-    finally:
-        with contextlib.suppress(Exception):
-            ray.shutdown()
-        end_processes(psutil.Process().children(recursive=True))
-        shutil.rmtree(folder, ignore_errors=True)
+    context = ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=True,
+        dashboard_host="127.0.0.1",
+        dashboard_port=free_port("127.0.0.1"),
+        namespace="serve",
+        log_to_driver=False,
+        _temp_dir=folder,
+    )
+    return PrivateCluster(context.address_info["gcs_address"], f"http://{context.dashboard_url}")
+
+
+def _stop_ray() -> None:
+    import ray
+
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+    end_processes(psutil.Process().children(recursive=True))
 
 
 def free_port(host: str) -> int:
