@@ -13,7 +13,7 @@ ENDPOINT = "/v1/completions"
 _NOT_IN_LINES = ("stream", "priority", "user", "return_token_ids")
 
 
-def write_lines(path: Path, stream: Stream, num_lines: int, seed: int) -> None:
+def write_lines(path: Path, stream: Stream, num_lines: int, seed: int, model: str = "headway-demo") -> None:
     """A file of so many lines, sized as `stream` says, in an order that says nothing of their sizes.
 
     Written a thousand at a time: the requests are never all in memory.
@@ -22,7 +22,7 @@ def write_lines(path: Path, stream: Stream, num_lines: int, seed: int) -> None:
         for start in range(0, num_lines, 1000):
             count = min(1000, num_lines - start)
             part = {"name": f"{stream.name}-{start}", "bursts": (Burst(count=count),), "phases": ()}
-            schedule = make_schedule(LoadSpec(streams=(stream.model_copy(update=part),), seed=seed))
+            schedule = make_schedule(LoadSpec(model=model, streams=(stream.model_copy(update=part),), seed=seed))
             file.writelines(_lines(start, (request.body for request in schedule)))
 
 

@@ -20,7 +20,7 @@ import aiohttp
 
 from bench.load.percentiles import percentiles
 from bench.load.spec import Burst, Lengths, LoadSpec, Stream
-from bench.routing.applications import COARSE_STREAMS, demo, timed
+from bench.routing.applications import COARSE_STREAMS, KINDS
 from bench.routing.offer import Offered, RunningLoad
 from bench.routing.report import Bar, Options, read_options, report
 from bench.routing.watch import watching
@@ -68,8 +68,9 @@ def main() -> int:
     figures: dict[str, Any] = {"scale": {name: asdict(scale) for name, scale in scales.items()}}
     loads: list[Offered] = []
     for name, scale in scales.items():
-        start = timed if name == "timed" else demo
-        with start(options, num_replicas=1, max_queue_wait_s=3600, **COARSE_STREAMS) as served:
+        if not options.wants(name):
+            continue
+        with KINDS[name].start(options, num_replicas=1, max_queue_wait_s=3600, **COARSE_STREAMS) as served:
             measured, was_busy, offered = _measure(served, scale, options)
         figures[name] = measured
         loads.append(offered)

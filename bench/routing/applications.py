@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 
+from bench.models import model_directory
 from bench.routing.report import Options
 from bench.serving import REAL, TIMED, Served, serving
 
+_MODELS = Path("~/.cache/headway-bench/models")
+_SMALL = "S"
+_DEMO = "headway-demo"
+_ON_CPU: dict[str, object] = {"device": "cpu", "num_threads": 1, "cpus_per_replica": 0.5}
 # A replica that computes nothing needs no processor of its own, and no text.
 _TIMED_SETTINGS: dict[str, object] = {"cpus_per_replica": 0.01, "detokenize": "false"}
 
@@ -26,6 +34,26 @@ def timed(options: Options, **settings: object) -> Iterator[Served]:
 @contextlib.contextmanager
 def demo(options: Options, **settings: object) -> Iterator[Served]:
     """The application over the bundled demo model on CPU, one thread a replica."""
-    merged = {"device": "cpu", "num_threads": 1, "cpus_per_replica": 0.5, **settings, **options.settings}
-    with serving(REAL, merged, options.has_throughput_profile) as served:
+    with serving(REAL, {**_ON_CPU, **settings, **options.settings}, options.has_throughput_profile) as served:
         yield served
+
+
+def small(options: Options, **settings: object) -> AbstractContextManager[Served]:
+    """The same over random weights of a small model's shape, see `bench.models`: a step is mostly its arithmetic.
+
+    Of at most 128 tokens: with the default, 512, one alone takes most of a second.
+    """
+    model = model_directory(_MODELS.expanduser(), _SMALL)
+    return demo(options, model=model, dtype="bfloat16", max_num_batched_tokens=128, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of replica that experiments run on."""
+
+    start: Callable[..., AbstractContextManager[Served]]
+    model: str = _DEMO
+    """What requests call it."""
+
+
+KINDS: Mapping[str, Kind] = {"timed": Kind(timed), "small": Kind(small, _SMALL), "demo": Kind(demo)}

@@ -4,24 +4,24 @@ One replica. The same interactive requests at the same times are sent twice: to 
 1,000 batch requests to do. Then the batch runs alone. The prefix cache is off, as it would know the prompts from one
 run to the next. Interactive latencies are compared over the requests that came and ended while every slot was wanted
 by the batch, total tokens/s (prompt and output) over the same stretch of the backlog. Run on a timed replica, and on
-the demo model on CPU, where a step with more sequences is itself slower: how much of the ratio that is, is told by
-`decode_step_ratio`.
+a small random model on CPU, where a step with more sequences is itself slower: how much of the ratio that is, is told
+by `decode_step_ratio`. Of the demo model, whose steps are mostly what each sequence costs beside arithmetic, latencies
+are recorded and nothing is promised.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.load.percentiles import percentile
 from bench.load.rows import Outcome, Row
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
-from bench.routing.applications import demo, timed
+from bench.routing.applications import KINDS
 from bench.routing.offer import Offered, offer, tokens_computed
-from bench.routing.report import Bar, Options, ratio, read_options, report
+from bench.routing.report import Bar, Options, at_most, ratio, read_options, report
 from bench.serving import Served
 
 NUM_SLOTS = 32
@@ -39,32 +39,35 @@ class Scale:
     interactive_s: float
     """How long interactive requests keep coming; the backlog must outlast it."""
     interactive_per_s: float
-    max_ttft_ratio: float
-    max_gap_ratio: float
+    max_ttft_ratio: float | None = None
+    """None: nothing is promised."""
+    max_gap_ratio: float | None = None
 
 
 FULL = (
     Scale("timed", 1000, 128, 20.0, 100.0, 3.0, 1.5, 1.3),
-    Scale("demo", 1000, 256, 20.0, 75.0, 2.0, 2.5, 2.0),
+    Scale("small", 1000, 96, 20.0, 150.0, 0.7, 2.5, 2.0),
+    Scale("demo", 1000, 256, 20.0, 75.0, 2.0),
 )
 QUICK = (Scale("timed", 80, 96, 2.0, 4.0, 4.0, 1.5, 1.3),)
 
 
 def main() -> int:
-    """Measure on both kinds of replica."""
+    """Measure on each kind of replica."""
     options = read_options(__doc__)
     bars: list[Bar] = []
     figures: dict[str, Any] = {}
     loads: list[Offered] = []
-    start: dict[str, Callable[..., AbstractContextManager[Served]]] = {"timed": timed, "demo": demo}
     for scale in QUICK if options.is_quick else FULL:
+        if not options.wants(scale.name):
+            continue
         settings = {
             "num_replicas": 1,
             "max_num_seqs": NUM_SLOTS,
             "max_queued_requests": 2 * scale.num_batch,
             "enable_prefix_caching": "false",
         }
-        with start[scale.name](options, **settings, max_queue_wait_s=3600) as served:
+        with KINDS[scale.name].start(options, **settings, max_queue_wait_s=3600) as served:
             runs = _measure(served, scale, options)
         seen = figures_of(scale.lead_s, *runs)
         bars += judge(scale, seen)
@@ -96,7 +99,9 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
 
     def run(*streams: Stream) -> Offered:
         print(f"{scale.name}: {' and '.join(stream.name for stream in streams)}")
-        return offer(served.url, LoadSpec(streams=streams, seed=options.seed, timeout_s=3600.0))
+        return offer(
+            served.url, LoadSpec(model=KINDS[scale.name].model, streams=streams, seed=options.seed, timeout_s=3600.0)
+        )
 
     return run(interactive), run(interactive, batch), run(batch)
 
@@ -105,8 +110,10 @@ def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
     """The promises, on the requests whose whole life the backlog stood over."""
     prefix = f"{scale.name}: "
     return [
-        Bar(f"{prefix}interactive TTFT p99, with backlog / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio),
-        Bar(f"{prefix}interactive inter-token p99, ratio", figures["gap_p99_ratio"], scale.max_gap_ratio),
+        *at_most(
+            f"{prefix}interactive TTFT p99, with backlog / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio
+        ),
+        *at_most(f"{prefix}interactive inter-token p99, ratio", figures["gap_p99_ratio"], scale.max_gap_ratio),
         Bar(f"{prefix}batch requests lost", figures["num_batch_lost"], 0),
         Bar(f"{prefix}interactive requests failed", figures["num_interactive_failed"], 0),
         Bar(f"{prefix}share of interactive requests beside a standing backlog", figures["share_beside"], 0.9, True),

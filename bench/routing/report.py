@@ -35,6 +35,11 @@ class Bar:
         return f"{'PASS' if self.is_kept else 'FAIL'}  {self.name}: {value} ({bound} {self.limit:g})"
 
 
+def at_most(name: str, value: float | None, limit: float | None) -> list[Bar]:
+    """The promise, if there is one."""
+    return [] if limit is None else [Bar(name, value, limit)]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a person chose for an experiment."""
@@ -45,6 +50,12 @@ class Options:
     has_throughput_profile: bool
     step_times: str
     seed: int
+    kinds: tuple[str, ...] = ()
+    """Kinds of replica to run on, of those that the experiment has; none: all."""
+
+    def wants(self, kind: str) -> bool:
+        """Whether to run on this kind of replica."""
+        return not self.kinds or kind in self.kinds
 
 
 def read_options(description: str | None, arguments: Sequence[str] | None = None) -> Options:
@@ -54,6 +65,7 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
     parser.add_argument("--profile", choices=("default", "throughput"), default="default", help="of Ray Serve")
     parser.add_argument("--step-times", default="slow-gpu", help="of timed replicas, see bench.timed_app")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="", help="of replicas, as timed,small: only these, recorded by themselves")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="configuration of the application")
     parsed = parser.parse_args(arguments)
     return Options(
@@ -62,6 +74,7 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
         has_throughput_profile=parsed.profile == "throughput",
         step_times=parsed.step_times,
         seed=parsed.seed,
+        kinds=tuple(filter(None, parsed.kinds.split(","))),
     )
 
 
@@ -73,9 +86,9 @@ def report(
     loads: Sequence[Offered],
     family: str = "routing",
 ) -> int:
-    """Print and record as `family`_`name`, the module's names; the exit code: 0 all kept, 1 not, 3 void.
+    """Print and record; the exit code: 0 all kept, 1 not, 3 void.
 
-    A quick run is recorded among temporary files, not with the results.
+    The record is called `family`_`name`, the module's names, and by the kinds that were chosen. A quick run is recorded among temporary files, not with the results.
     """
     from bench.record import write  # brings torch to tell its version: needed by nothing before this
 
@@ -85,7 +98,7 @@ def report(
         print(f"  {bar}")
     if is_void:
         print("  VOID: the load generator was late too often; nothing above counts")
-    record = f"{family}_{name}"
+    record = "_".join([family, name, *options.kinds])
     place = str(Path(tempfile.gettempdir()) / f"{record}_quick") if options.is_quick else record
     path = write(
         place,
