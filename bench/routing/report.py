@@ -88,7 +88,8 @@ def report(
 ) -> int:
     """Print and record; the exit code: 0 all kept, 1 not, 3 void.
 
-    The record is called `family`_`name`, the module's names, and by the kinds that were chosen. A quick run is recorded among temporary files, not with the results.
+    The record is called `family`_`name`, the module's names, and by the kinds that were chosen. A quick run is
+    recorded among temporary files, not with the results.
     """
     from bench.record import write  # brings torch to tell its version: needed by nothing before this
 
