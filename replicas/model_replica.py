@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from replicas.engine.async_engine import AsyncEngine, Coalescing
+from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.engine import Engine
@@ -31,8 +31,8 @@ from replicas.protocol import (
 _log = logging.getLogger(__name__)
 
 _DELTAS_PER_S = 2000.0
-_DELTAS_PER_S_ON_CPU = 50.0
-"""Where the engine computes on the processors that carry them."""
+_DELTAS_PER_S_ON_CPU = 25.0
+"""A processor, where the engine computes on those that carry them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,10 @@ class ModelReplica:
             dtype=backend.dtype,
             device=backend.device,
         )
-        default_deltas_per_s = _DELTAS_PER_S_ON_CPU if backend.device == "cpu" else _DELTAS_PER_S
+        on_cpu = _DELTAS_PER_S_ON_CPU * (os.cpu_count() or 1)
+        default_deltas_per_s = on_cpu if backend.device == "cpu" else _DELTAS_PER_S
         max_deltas_per_s = options.max_deltas_per_s or default_deltas_per_s
-        self._coalescing = Coalescing(options.coalesce_interval_s, options.coalesce_tokens, max_deltas_per_s)
+        self._coalescing = Coalescing(Rhythm(options.coalesce_interval_s, options.coalesce_tokens), max_deltas_per_s)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         self._async_engine: AsyncEngine | None = None

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from itertools import chain, pairwise
+from typing import TypeVar
 
 from replicas.errors import ServingError
+
+ItemT = TypeVar("ItemT")
 
 
 class Band(IntEnum):
@@ -274,19 +279,27 @@ class EngineMetrics:
     histograms: tuple[HistogramMetric, ...]
 
 
-def merge(earlier: TokenDelta, later: TokenDelta) -> TokenDelta:
-    """The one delta that says what two successive deltas of a sequence say; associative."""
-    assert earlier.finish_reason is None and later.start == earlier.start + len(earlier.token_ids)
+def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """The one delta that says what successive deltas of a sequence say; at least one. Associative."""
+    first, last = deltas[0], deltas[-1]
+    if first is last:
+        return first
+    for earlier, later in pairwise(deltas):
+        assert earlier.finish_reason is None and later.start == earlier.start + len(earlier.token_ids)
     return TokenDelta(
-        request_id=earlier.request_id,
-        start=earlier.start,
-        token_ids=earlier.token_ids + later.token_ids,
-        text=earlier.text + later.text,
-        usage=later.usage,
-        logprobs=earlier.logprobs + later.logprobs,
-        prompt_logprobs=earlier.prompt_logprobs + later.prompt_logprobs,
-        finish_reason=later.finish_reason,
-        stop_reason=later.stop_reason,
-        error=later.error,
-        stats=later.stats if later.stats is not None else earlier.stats,
+        request_id=first.request_id,
+        start=first.start,
+        token_ids=_joined(delta.token_ids for delta in deltas),
+        text="".join([delta.text for delta in deltas]),
+        usage=last.usage,
+        logprobs=_joined(delta.logprobs for delta in deltas),
+        prompt_logprobs=_joined(delta.prompt_logprobs for delta in deltas),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        error=last.error,
+        stats=next((delta.stats for delta in reversed(deltas) if delta.stats is not None), None),
     )
+
+
+def _joined(parts: Iterable[tuple[ItemT, ...]]) -> tuple[ItemT, ...]:
+    return tuple(chain.from_iterable(parts))

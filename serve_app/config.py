@@ -146,8 +146,8 @@ class HeadwayConfig(BaseModel):
     coalesce_tokens: int = Field(default=8, ge=1)
     """... or as soon as this many tokens wait."""
     max_deltas_per_s: float | None = Field(default=None, gt=0)
-    """Deltas of all of a replica's streams together: with more streams each sends less often; none: 2,000, or 50 where
-    the engine computes on the processors that carry them."""
+    """Deltas of all of a replica's streams together: with more streams each sends less often, however many tokens wait;
+    none: 2,000, or 25 for each processor where the engine computes on those that carry them."""
 
     num_ingress_replicas: int = Field(default=1, ge=1)
     """HTTP ingress processes."""

@@ -113,7 +113,8 @@ def _cumulative_weights(prefixes: Prefixes | None) -> list[float]:
 
 
 def _tokens(spec: LoadSpec, num_tokens: int, rng: random.Random) -> list[int]:
-    return rng.choices(range(_FIRST_TOKEN_ID, spec.vocab_size), k=num_tokens)
+    num_ids = spec.vocab_size - _FIRST_TOKEN_ID
+    return [_FIRST_TOKEN_ID + (drawn + spec.shift) % num_ids for drawn in rng.choices(range(num_ids), k=num_tokens)]
 
 
 def _body(spec: LoadSpec, request: _Made) -> bytes:

@@ -101,6 +101,8 @@ class LoadSpec(_Spec):
     model: str = "headway-demo"
     vocab_size: int = 4096
     """Prompts use token ids from 16 up to this."""
+    shift: int = Field(default=0, ge=0)
+    """All token ids are moved on by so many: other prompts, which no cache knows, of the same lengths."""
     targets: dict[int, Targets] = {}
     """By priority; a band without has no limits."""
     has_retries: bool = False

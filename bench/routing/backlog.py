@@ -1,16 +1,17 @@
 """Does a standing backlog of batch work disturb interactive work? `python -m bench.routing.backlog`.
 
 One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one that has
-1,000 batch requests to do. Then the batch runs alone. The prefix cache is off, as it would know the prompts from one
-run to the next. Interactive latencies are compared over the requests that came and ended while every slot was wanted
-by the batch, total tokens/s (prompt and output) over the same stretch of the backlog. Run on a timed replica, and on
-a small random model on CPU, where a step with more sequences is itself slower: how much of the ratio that is, is told
-by `decode_step_ratio`. Of the demo model, whose steps are mostly what each sequence costs beside arithmetic, latencies
-are recorded and nothing is promised.
+1,000 batch requests to do. Then the batch runs alone. Each run has other prompts of the same lengths, as the prefix
+cache would know those of the run before. Interactive latencies are compared over the requests that came and ended
+while every slot was wanted by the batch, total tokens/s (prompt and output) over the same stretch of the backlog. Run
+on a timed replica, and on a small random model on CPU, where a step with more sequences is itself slower: how much of
+the ratio that is, is told by `decode_step_ratio`. Of the demo model, whose steps are mostly what each sequence costs
+beside arithmetic, latencies are recorded and nothing is promised.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -46,7 +47,7 @@ class Scale:
 
 FULL = (
     Scale("timed", 1000, 128, 20.0, 100.0, 3.0, 1.5, 1.3),
-    Scale("small", 1000, 96, 20.0, 150.0, 0.7, 2.5, 2.0),
+    Scale("small", 1000, 96, 20.0, 150.0, 1.0, 2.5, 2.0),
     Scale("demo", 1000, 256, 20.0, 75.0, 2.0),
 )
 QUICK = (Scale("timed", 80, 96, 2.0, 4.0, 4.0, 1.5, 1.3),)
@@ -65,7 +66,6 @@ def main() -> int:
             "num_replicas": 1,
             "max_num_seqs": NUM_SLOTS,
             "max_queued_requests": 2 * scale.num_batch,
-            "enable_prefix_caching": "false",
         }
         with KINDS[scale.name].start(options, **settings, max_queue_wait_s=3600) as served:
             runs = _measure(served, scale, options)
@@ -97,11 +97,12 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
         output=Lengths.around(scale.batch_output, 0.4, 8, 1024),
     )
 
+    model, runs = KINDS[scale.name].model, itertools.count()
+
     def run(*streams: Stream) -> Offered:
         print(f"{scale.name}: {' and '.join(stream.name for stream in streams)}")
-        return offer(
-            served.url, LoadSpec(model=KINDS[scale.name].model, streams=streams, seed=options.seed, timeout_s=3600.0)
-        )
+        spec = LoadSpec(model=model, streams=streams, seed=options.seed, shift=next(runs), timeout_s=3600.0)
+        return offer(served.url, spec)
 
     return run(interactive), run(interactive, batch), run(batch)
 

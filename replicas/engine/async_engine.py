@@ -7,10 +7,12 @@ import contextlib
 import logging
 import math
 import queue
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from replicas.engine.clock import Clock
 from replicas.engine.engine import Engine
@@ -29,31 +31,44 @@ from replicas.protocol import (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Coalescing:
+class Rhythm(NamedTuple):
     """How deltas after a stream's first are gathered: sent every `interval_s`, or when `num_tokens` wait."""
 
     interval_s: float = 0.0
     num_tokens: int = 1
+
+
+_EACH_BY_ITSELF = Rhythm()
+
+
+@dataclass(frozen=True, slots=True)
+class Coalescing:
+    """The rhythm of streams, and what bounds it."""
+
+    rhythm: Rhythm = _EACH_BY_ITSELF
     max_deltas_per_s: float = math.inf
-    """Of all streams together: with more of them the interval is longer, as each delta costs whoever carries it. Less
-    urgent streams do not count for more urgent ones."""
+    """Of all streams together, as each delta costs whoever carries it. Less urgent streams do not count for more
+    urgent ones."""
+
+    def rhythm_of(self, num_streams: int) -> Rhythm:
+        """Of each of so many streams; one that had to be slowed down sends at its time, however many tokens wait."""
+        interval_s = num_streams / self.max_deltas_per_s
+        return self.rhythm if interval_s <= self.rhythm.interval_s else Rhythm(interval_s, sys.maxsize)
 
 
 class Mailbox:
-    """Deltas on their way to one reader. They merge while the reader lags, so one at most waits.
+    """Deltas on their way to one reader, who gets those that wait as one.
 
     Belongs to the event loop; bounded by the request's `max_tokens`.
     """
 
-    def __init__(self, interval_s: Callable[[], float], enough_tokens: int, num_tokens: int = 0) -> None:
-        """Deltas wait for each other for `interval_s` or until they have `enough_tokens`.
-
-        `num_tokens` is how many output tokens the reader has already.
-        """
-        self._interval_s = interval_s
-        self._enough_tokens = enough_tokens
-        self._waiting: TokenDelta | None = None
+    def __init__(self, rhythm: Callable[[], Rhythm], num_tokens: int = 0) -> None:
+        """`rhythm` is asked after each delta; `num_tokens` is how many output tokens the reader has already."""
+        self._rhythm = rhythm
+        self._enough_tokens = sys.maxsize
+        self._waiting: list[TokenDelta] = []
+        self._num_waiting = 0
+        """Tokens in `_waiting`."""
         self._has_any = asyncio.Event()
         self._has_enough = asyncio.Event()
         self._taken_s = -math.inf
@@ -63,12 +78,13 @@ class Mailbox:
 
     def put(self, delta: TokenDelta) -> None:
         """Add what the sequence produced next."""
-        self._waiting = delta if self._waiting is None else merge(self._waiting, delta)
+        self._waiting.append(delta)
+        self._num_waiting += len(delta.token_ids)
         self._num_tokens += len(delta.token_ids)
         self._usage = delta.usage
         self._is_complete = delta.finish_reason is not None
         self._has_any.set()
-        if self._is_complete or len(self._waiting.token_ids) >= self._enough_tokens:
+        if self._is_complete or self._num_waiting >= self._enough_tokens:
             self._has_enough.set()
 
     def fail(self, request_id: str, error: ServingError) -> None:
@@ -78,7 +94,9 @@ class Mailbox:
 
     async def take(self) -> TokenDelta:
         """Everything since the last call, once there is anything and enough of it or time enough has passed."""
-        interval_s = self._interval_s()
+        interval_s, self._enough_tokens = self._rhythm()
+        if self._num_waiting >= self._enough_tokens:
+            self._has_enough.set()
         await self._has_any.wait()
         loop = asyncio.get_running_loop()
         patience_s = self._taken_s + interval_s - loop.time()
@@ -86,12 +104,11 @@ class Mailbox:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):  # `wait_for` swallows a cancellation now and then on 3.11
                     await self._has_enough.wait()
-        delta, self._waiting = self._waiting, None
-        assert delta is not None
+        deltas, self._waiting, self._num_waiting = self._waiting, [], 0
         self._has_any.clear()
         self._has_enough.clear()
         self._taken_s = loop.time()
-        return delta
+        return merge(deltas)
 
 
 class AsyncEngine:
@@ -140,7 +157,7 @@ class AsyncEngine:
             while not is_finished:
                 delta = await mailbox.take()
                 is_finished = delta.finish_reason is not None
-                yield replace(delta, request_id=request.request_id)
+                yield replace(delta, request_id=request.request_id, stats=self._stats)
         finally:
             if not is_finished:
                 self._inbox.put(partial(self._engine.abort, stream_id))
@@ -149,10 +166,9 @@ class AsyncEngine:
             if not self._mailboxes:
                 self._is_idle.set()
 
-    def interval_s(self, band: Band) -> float:
-        """Seconds between two deltas of a stream of this band, with as many open as are now."""
-        num_streams = sum(self._num_by_band[: band + 1])
-        return max(self._coalescing.interval_s, num_streams / self._coalescing.max_deltas_per_s)
+    def rhythm(self, band: Band) -> Rhythm:
+        """Of a stream of this band, with as many open as are now."""
+        return self._coalescing.rhythm_of(sum(self._num_by_band[: band + 1]))
 
     def stats(self) -> ReplicaStats:
         """The load after the last step; while idle, the load now."""
@@ -189,9 +205,9 @@ class AsyncEngine:
     def _mailbox_for(self, request: GenerateRequest) -> Mailbox:
         num_tokens, own_interval_s = len(request.output_token_ids), request.delta_interval_s
         if own_interval_s is None:
-            return Mailbox(partial(self.interval_s, request.band), self._coalescing.num_tokens, num_tokens)
+            return Mailbox(partial(self.rhythm, request.band), num_tokens)
         # The reader looks so often: until then tokens wait, however many they are.
-        return Mailbox(lambda: own_interval_s, request.params.max_tokens + 1, num_tokens)
+        return Mailbox(lambda: Rhythm(own_interval_s, sys.maxsize), num_tokens)
 
     def _run(self) -> None:
         try:
@@ -231,13 +247,13 @@ class AsyncEngine:
         """Hand a step's deltas to the event loop: one wake-up, however many streams."""
         self._stats = self._engine.stats()
         if deltas:
-            self._loop.call_soon_threadsafe(self._deliver, deltas, self._stats)
+            self._loop.call_soon_threadsafe(self._deliver, deltas)
 
-    def _deliver(self, deltas: list[TokenDelta], stats: ReplicaStats) -> None:
+    def _deliver(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
             mailbox = self._mailboxes.get(delta.request_id)
             if mailbox is not None:
-                mailbox.put(replace(delta, stats=stats))
+                mailbox.put(delta)
 
     def _die(self, death: EngineDead) -> None:
         self._death = death

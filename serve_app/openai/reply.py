@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from replicas.protocol import FinishReason, ModelCard, TokenDelta, Usage, merge
+from replicas.protocol import FinishReason, ModelCard, TokenDelta, Usage
 from serve_app.openai.fan_in import IndexedDelta
 
 JsonObject = dict[str, Any]
@@ -104,15 +104,6 @@ class Progress:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-
-
-def merge_all(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """The one delta that says what all deltas of a sequence say."""
-    if len(deltas) == 1:
-        return deltas[0]
-    # By halves, since merging copies: n log n instead of n squared.
-    middle = len(deltas) // 2
-    return merge(merge_all(deltas[:middle]), merge_all(deltas[middle:]))
 
 
 def fingerprint_of(card: ModelCard) -> str:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from replicas.protocol import GenerateRequest, ModelCard, TokenDelta
+from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from router.types import Headroom
 from serve_app.openai.chat import EncodedPrompt, PromptTokenizer
 from serve_app.openai.chat_reply import ChatFormat
@@ -14,7 +14,7 @@ from serve_app.openai.completion_reply import CompletionFormat
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
 from serve_app.openai.fan_in import DeltaFanIn
 from serve_app.openai.limits import RequestLimits, check_at_most, check_counts, check_model
-from serve_app.openai.reply import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of, merge_all
+from serve_app.openai.reply import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
 from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
 from serve_app.openai.urgency import tier_of
 from serve_app.openai.validation import Caller, chat_requests, completion_requests, refuse_unusable_prompts
@@ -122,7 +122,7 @@ class CompletionService:
             async for item in arriving:
                 generation.progress.add(item)
                 deltas[item.index].append(item.delta)
-        return generation.format.whole([merge_all(parts) for parts in deltas], generation.progress.usage())
+        return generation.format.whole([merge(parts) for parts in deltas], generation.progress.usage())
 
     async def _with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
         if prompt.text is not None:

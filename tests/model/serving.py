@@ -80,7 +80,7 @@ def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]
     while engine.has_work:
         for delta in engine.step():
             earlier = outputs.get(delta.request_id)
-            outputs[delta.request_id] = delta if earlier is None else merge(earlier, delta)
+            outputs[delta.request_id] = delta if earlier is None else merge([earlier, delta])
         engine.check_invariants()
     return [outputs[request.request_id] for request in requests]
 

@@ -138,7 +138,7 @@ def test_aborts_and_late_arrivals_change_nobody_elses_tokens(case: Case, seed: i
                 engine.abort(request_id)
         for delta in engine.step():
             earlier = outputs.get(delta.request_id)
-            outputs[delta.request_id] = delta if earlier is None else merge(earlier, delta)
+            outputs[delta.request_id] = delta if earlier is None else merge([earlier, delta])
         engine.check_invariants()
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     whole = [request.request_id for request in requests if request.request_id not in aborted]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.engine.async_engine import AsyncEngine, Coalescing
+from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.detokenizer import IncrementalDecoder
@@ -83,7 +83,7 @@ async def test_deltas_merge_while_the_reader_lags() -> None:
 async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several() -> None:
     runner = GatedRunner(4)
     async with (
-        running(coalescing=Coalescing(interval_s=60.0, num_tokens=4), runner=runner) as engine,
+        running(coalescing=Coalescing(Rhythm(interval_s=60.0, num_tokens=4)), runner=runner) as engine,
         aclosing(engine.generate(request(max_tokens=11))) as stream,
     ):
         runner.gate.release()
@@ -97,7 +97,7 @@ async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several()
 async def test_coalescing_waits_no_longer_than_its_interval() -> None:
     runner = GatedRunner(4)
     async with (
-        running(coalescing=Coalescing(interval_s=0.01, num_tokens=1000), runner=runner) as engine,
+        running(coalescing=Coalescing(Rhythm(interval_s=0.01, num_tokens=1000)), runner=runner) as engine,
         aclosing(engine.generate(request(max_tokens=3))) as stream,
     ):
         for _ in range(2):
@@ -109,15 +109,15 @@ async def test_coalescing_waits_no_longer_than_its_interval() -> None:
 
 async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not_mind_others() -> None:
     runner = GatedRunner(4)
-    coalescing = Coalescing(interval_s=0.5, num_tokens=1000, max_deltas_per_s=0.05)
+    coalescing = Coalescing(Rhythm(interval_s=0.5, num_tokens=4), max_deltas_per_s=0.05)
     async with running(coalescing=coalescing, runner=runner) as engine, AsyncExitStack() as streams:
-        assert engine.interval_s(Band.BATCH) == 0.5
+        assert engine.rhythm(Band.BATCH) == (0.5, 4)
         for number in range(3):
-            asked = replace(request(f"request-{number}", max_tokens=5), band=Band.BATCH)
+            asked = replace(request(f"request-{number}", max_tokens=12), band=Band.BATCH)
             stream = await streams.enter_async_context(aclosing(engine.generate(asked)))
             runner.gate.release()
             assert len((await anext(stream)).token_ids) >= 1
-        assert [engine.interval_s(band) for band in Band] == [0.5, 0.5, 60.0]
+        assert [engine.rhythm(band).interval_s for band in Band] == [0.5, 0.5, 60.0]
         runner.gate.release(100)
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
 
@@ -126,7 +126,7 @@ async def test_a_request_that_nobody_watches_has_its_own_interval() -> None:
     runner = GatedRunner(4)
     asked = replace(request(max_tokens=11), delta_interval_s=60.0)
     async with (
-        running(coalescing=Coalescing(interval_s=0.0, num_tokens=1), runner=runner) as engine,
+        running(coalescing=Coalescing(Rhythm(interval_s=0.0, num_tokens=1)), runner=runner) as engine,
         aclosing(engine.generate(asked)) as stream,
     ):
         runner.gate.release()
@@ -214,7 +214,7 @@ async def test_sequence_whose_text_cannot_be_decoded_fails_alone_even_if_its_rea
             raise OverflowError("no decoder")
         return FailingDecoder() if asked.request_id.startswith("bad") else decoders(asked)
 
-    engine = AsyncEngine(Engine(config(), ShadowRunner(4), fussy, IDENTITY), Coalescing(0.05, 100))
+    engine = AsyncEngine(Engine(config(), ShadowRunner(4), fussy, IDENTITY), Coalescing(Rhythm(0.05, 100)))
     engine.start()
     names = ("bad", "good", "never")
     streams = await asyncio.gather(*(collect(engine, request(name, max_tokens=8)) for name in names))

@@ -170,4 +170,4 @@ def test_merging_is_associative(seed: int) -> None:
     a = delta(rng, 0)
     b = delta(rng, len(a.token_ids))
     c = delta(rng, b.start + len(b.token_ids), last=True)
-    assert merge(merge(a, b), c) == merge(a, merge(b, c))
+    assert merge([merge([a, b]), c]) == merge([a, merge([b, c])]) == merge([a, b, c])
