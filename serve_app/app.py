@@ -37,9 +37,6 @@ from serve_app.routing import Routing
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
 
-_JOBS_CALLS = 10_000
-"""Calls of ingresses that the jobs process may hold at once: most of them wait for a batch to end."""
-
 
 def build(config: HeadwayConfig) -> serve.Application:
     """The application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
@@ -74,7 +71,6 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
     jobs = serve.deployment(
         Jobs,
         name="Jobs",
-        max_ongoing_requests=_JOBS_CALLS,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
         **_num_fixed_replicas(config, 1),
         **_lifecycle(config),
@@ -167,8 +163,9 @@ class Ingress:
         self._metrics.registry.register(
             RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling)
         )
+        self._jobs_client = ServeJobs(jobs)
         self._jobs = JobsAccess(
-            ServeJobs(jobs),
+            self._jobs_client,
             FsspecStore(config.jobs_files_url),
             WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
             int(config.max_file_bytes),
@@ -180,6 +177,7 @@ class Ingress:
         """Called by Serve when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
+            await self._jobs_client.close()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_ingresses` obeys."""

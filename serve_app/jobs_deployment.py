@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -21,18 +22,8 @@ from serve_app.jobs.durable_disk import make_directory
 from serve_app.jobs.fsspec_store import FsspecStore
 from serve_app.jobs.jobs_metrics import JobsMetrics
 from serve_app.jobs.pace import Pace
-from serve_app.jobs.records import (
-    BatchKind,
-    BatchRecord,
-    BatchStats,
-    FileRecord,
-    LineRecord,
-    NewBatch,
-    Outbox,
-    Page,
-    PageRequest,
-    Submission,
-)
+from serve_app.jobs.records import JobsService, Outbox
+from serve_app.jobs.rpc import RpcAddress, RpcServer
 from serve_app.jobs.webhook_client import WebhookClient
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
 from serve_app.jobs.webhook_secret import kept_secret
@@ -46,11 +37,13 @@ from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
 from serve_app.routing import Routing
 
+_METHODS = [name for name in vars(JobsService) if not name.startswith("_") and name != "metrics"]
+
 
 class Jobs:
     """The Serve deployment around one `JobsRuntime`: the database's owner, and one more ingress for the router.
 
-    Its methods are `JobsService`'s; `ServeJobs` calls them.
+    `ServeJobs` asks for its address once, and calls its service there.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -88,59 +81,17 @@ class Jobs:
             backlog,
             random.Random(),
         )
-        self._service = self._runtime.service
         webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox)
         self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
         await self._runtime.start(self._routing.run(), webhooks.run(), files.keep_clean())
+        methods = {name: getattr(self._runtime.service, name) for name in _METHODS}
+        self._server = RpcServer({**methods, "metrics": self._counts})
+        self._address = await self._server.start(ray.util.get_node_ip_address())
         freeze_heap()
 
-    async def add_file(self, file: FileRecord) -> None:
-        """See `JobsService`."""
-        await self._service.add_file(file)
-
-    async def file(self, tenant: str, file_id: str) -> FileRecord:
-        """See `JobsService`."""
-        return await self._service.file(tenant, file_id)
-
-    async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
-        """See `JobsService`."""
-        return await self._service.files(tenant, purpose, page)
-
-    async def delete_file(self, tenant: str, file_id: str) -> None:
-        """See `JobsService`."""
-        await self._service.delete_file(tenant, file_id)
-
-    async def submit(self, batch: NewBatch, batch_id: str) -> Submission:
-        """See `JobsService`; the id is the caller's, so that the call may be repeated."""
-        return await self._service.submit(batch, batch_id)
-
-    async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """See `JobsService`."""
-        return await self._service.batch(tenant, batch_id)
-
-    async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
-        """See `JobsService`."""
-        return await self._service.wait(tenant, batch_id, timeout_s)
-
-    async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
-        """See `JobsService`."""
-        return await self._service.batches(tenant, kind, page)
-
-    async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """See `JobsService`."""
-        return await self._service.cancel(tenant, batch_id)
-
-    async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
-        """See `JobsService`."""
-        return await self._service.lines(tenant, batch_id, after_index, limit)
-
-    async def stats(self, tenant: str) -> BatchStats:
-        """See `JobsService`."""
-        return await self._service.stats(tenant)
-
-    async def metrics(self) -> JobsCounts:
-        """See `JobsService`."""
-        return JobsCounts(await self._metrics.read(), tuple(self._registry.collect()))
+    async def address(self) -> RpcAddress:
+        """Where ingresses reach the `JobsService` of this process."""
+        return self._address
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_ingresses` obeys."""
@@ -152,8 +103,13 @@ class Jobs:
 
     async def __del__(self) -> None:
         """Called by Serve when the process is stopped in good order."""
+        if hasattr(self, "_server"):
+            await self._server.stop()
         if hasattr(self, "_runtime"):
             await self._runtime.stop()
+
+    async def _counts(self) -> JobsCounts:
+        return JobsCounts(await self._metrics.read(), tuple(self._registry.collect()))
 
 
 def _open_database(config: HeadwayConfig) -> Database:

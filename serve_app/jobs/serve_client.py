@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import grpc
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from replicas.errors import NoReplicaAvailable, ServingError
+from replicas.errors import NoReplicaAvailable
 from router.serve_router import in_own_context
 from serve_app.jobs.records import (
     BatchKind,
@@ -23,16 +23,17 @@ from serve_app.jobs.records import (
     PageRequest,
     Submission,
 )
+from serve_app.jobs.rpc import RpcAddress, RpcClient, RpcLost
 from serve_app.jobs.service import new_batch_id
 from serve_app.metrics import JobsCounts
 
 _LIMIT_S = 30.0
 _PAUSE_S = 0.2
-_RAY_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
+_LOST = (RpcLost, RayError, RayServeException, grpc.aio.AioRpcError)
 
 
 class ServeJobs:
-    """A `JobsService` over a Serve handle.
+    """A `JobsService` in the jobs deployment's process, whose address its Serve handle tells.
 
     A call that the process does not live to answer is made again to the next one, for a while: none of them minds
     being made twice, since whoever submits a batch has given it its id.
@@ -40,6 +41,11 @@ class ServeJobs:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle = handle
+        self._client = RpcClient(self._find)
+
+    async def close(self) -> None:
+        """Close what is open."""
+        await self._client.close()
 
     async def add_file(self, file: FileRecord) -> None:
         """Note a file whose bytes are complete in the store."""
@@ -100,21 +106,16 @@ class ServeJobs:
         return found
 
     async def _ask(self, method_name: str, *args: object, limit_s: float = _LIMIT_S) -> Any:
-        call = getattr(self._handle, method_name)
         try:
             async with asyncio.timeout(limit_s):
                 while True:
                     try:
-                        return await in_own_context(call.remote, *args)
-                    except RayTaskError as error:
-                        raise _raised(error) from error
-                    except _RAY_ERRORS:  # the process has died, or is not there yet
+                        return await self._client.call(method_name, *args)
+                    except _LOST:  # the process has died, or is not there yet
                         await asyncio.sleep(_PAUSE_S)
         except TimeoutError:
             raise NoReplicaAvailable("the jobs process does not answer", retry_after_s=5.0) from None
 
-
-def _raised(error: RayTaskError) -> ServingError:
-    """What the method itself raised."""
-    cause = error.cause
-    return cause if isinstance(cause, ServingError) else ServingError("the jobs process failed; its log says why")
+    async def _find(self) -> RpcAddress:
+        address: RpcAddress = await in_own_context(self._handle.address.remote)
+        return address
