@@ -14,6 +14,8 @@ from serve_app.jobs.tables import lines
 
 LineRow = dict[str, Any]
 
+_INSERT = insert(lines)
+
 
 def new_row(batch_id: str, position: int, line: NewLine) -> LineRow:
     """The row of a line that waits for its turn."""
@@ -34,7 +36,7 @@ def new_row(batch_id: str, position: int, line: NewLine) -> LineRow:
 def add_lines(connection: Connection, rows: Sequence[LineRow]) -> None:
     """Insert lines whose custom ids their batch does not have yet."""
     if rows:
-        connection.execute(insert(lines), rows)
+        connection.execute(_INSERT, rows)
 
 
 def taken_custom_ids(connection: Connection, batch_id: str, custom_ids: Iterable[str]) -> set[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pydantic_core import to_json
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import Connection, bindparam, func, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
 from serve_app.jobs.batch_rows import UNFINISHED, BatchRow, batch_record, select_batch
@@ -16,7 +16,14 @@ from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.tables import batches, idempotency_keys
 
 _RETRY_AFTER_S = 30.0
+# Made once: to put a statement together takes as long as to carry it out.
+_KNOWN = select(batches).where(batches.c.id == bindparam("batch_id"))
 _INSERT = insert(batches).returning(batches)
+_UNFINISHED = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
+_NUM_BATCHES = select(func.count()).select_from(batches).where(_UNFINISHED)
+_NUM_LINES = select(
+    func.coalesce(func.sum(batches.c.num_lines - batches.c.num_completed - batches.c.num_failed), 0)
+).where(_UNFINISHED)
 
 
 def submit_batch(
@@ -32,7 +39,7 @@ def submit_batch(
         InvalidRequest: the file is not for batches, or there are too many lines or none.
         Overloaded: the tenant has as many batches or lines waiting as it may have.
     """
-    known = connection.execute(select(batches).where(batches.c.id == batch_id)).first()
+    known = connection.execute(_KNOWN, {"batch_id": batch_id}).first()
     if known is not None:
         return Submission(batch_record(known), is_new=True)
     known = _known_by_key(connection, new)
@@ -76,15 +83,14 @@ def _check_input(connection: Connection, new: NewBatch, settings: JobsSettings, 
 
 
 def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) -> None:
-    unfinished = (batches.c.tenant == new.tenant) & batches.c.status.in_(UNFINISHED)
-    num_batches = connection.execute(select(func.count()).select_from(batches).where(unfinished)).scalar_one()
+    tenant = {"tenant": new.tenant}
+    num_batches = connection.execute(_NUM_BATCHES, tenant).scalar_one()
     if num_batches >= settings.max_batches_per_tenant:
         message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_batches_per_tenant}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
     if new.kind is BatchKind.JOB:
         return  # one line: the number of jobs is what bounds them, and to count lines takes longer than an index does
-    undone = func.sum(batches.c.num_lines - batches.c.num_completed - batches.c.num_failed)
-    num_lines = connection.execute(select(func.coalesce(undone, 0)).where(unfinished)).scalar_one()
+    num_lines = connection.execute(_NUM_LINES, tenant).scalar_one()
     if num_lines + len(new.lines) > settings.max_lines_per_tenant:
         message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_lines_per_tenant}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_lines_per_tenant", "rate_limit_exceeded")

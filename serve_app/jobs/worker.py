@@ -24,6 +24,8 @@ from serve_app.jobs.signal import Signal
 
 _LOOK_S = 0.25
 _REFRESH_S = 1.0
+_GATHER_S = 0.01
+"""What is new within it is looked at together, and whoever submitted it is answered before."""
 _REST_SHARE = 5.0
 """So many times as long as a look into the database took, there is no other one."""
 _BATCHES_PER_TENANT = 64
@@ -103,6 +105,8 @@ class Worker:
                 await self._refresh()
             await self._fill()
             await self._news.wait(self._least_period_s if self._is_stale else _LOOK_S)
+            if self._is_stale:
+                await asyncio.sleep(_GATHER_S)
 
     async def _refresh(self) -> None:
         """Look into the database anew: which batches wait, how much, and which of ours are not to be run any more."""
