@@ -221,10 +221,10 @@ async def test_a_process_that_stops_in_good_order_gives_back_at_once(database_ur
         assert (await ended(process, batch)).counts.completed == 3
 
 
-async def test_processes_on_one_database_share_the_work_and_do_it_once(database_url, files, completions, quick):
+async def test_processes_on_one_database_share_the_work_and_do_it_once(database_url, files, completions):
     async with (
-        jobs_process(database_url, files, completions, settings=quick) as one,
-        jobs_process(database_url, files, completions, settings=quick) as other,
+        jobs_process(database_url, files, completions) as one,
+        jobs_process(database_url, files, completions) as other,
     ):
         batches = [await submit(one, new_batch(20)) for _ in range(3)]
         for batch in batches:
