@@ -51,7 +51,7 @@ QUICK = (Scale("timed", 160, 96, 4.0, 4.0, 1.5, 1.3),)
 
 def main() -> int:
     """Measure on each kind of replica."""
-    options = read_options(__doc__)
+    options = read_options(__doc__, kinds=[scale.name for scale in FULL])
     bars: list[Bar] = []
     figures: dict[str, Any] = {}
     loads: list[Offered] = []

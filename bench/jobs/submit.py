@@ -62,7 +62,7 @@ class Call:
 
 def main() -> int:
     """Measure beside both kinds of replica."""
-    options = read_options(__doc__)
+    options = read_options(__doc__, kinds=list(FULL))
     scales = QUICK if options.is_quick else FULL
     bars: list[Bar] = []
     figures: dict[str, Any] = {"scale": {name: asdict(scale) for name, scale in scales.items()}}

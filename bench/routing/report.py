@@ -58,14 +58,21 @@ class Options:
         return not self.kinds or kind in self.kinds
 
 
-def read_options(description: str | None, arguments: Sequence[str] | None = None) -> Options:
-    """The options that every experiment has."""
+def read_options(description: str | None, arguments: Sequence[str] | None = None, kinds: Sequence[str] = ()) -> Options:
+    """The options that every experiment has; one that runs on several `kinds` of replica lets choose among them."""
+
+    def some(text: str) -> tuple[str, ...]:
+        if unknown := [kind for kind in text.split(",") if kind not in kinds]:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: choose from {', '.join(kinds)}")
+        return tuple(text.split(","))
+
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke version; its figures mean nothing")
     parser.add_argument("--profile", choices=("default", "throughput"), default="default", help="of Ray Serve")
     parser.add_argument("--step-times", default="slow-gpu", help="of timed replicas, see bench.timed_app")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", default="", help="of replicas, as timed,small: only these, recorded by themselves")
+    if kinds:
+        parser.add_argument("--kinds", type=some, default=(), help=f"some of {','.join(kinds)}, recorded by themselves")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="configuration of the application")
     parsed = parser.parse_args(arguments)
     return Options(
@@ -74,7 +81,7 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
         has_throughput_profile=parsed.profile == "throughput",
         step_times=parsed.step_times,
         seed=parsed.seed,
-        kinds=tuple(filter(None, parsed.kinds.split(","))),
+        kinds=parsed.kinds if kinds else (),
     )
 
 

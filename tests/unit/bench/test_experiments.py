@@ -13,7 +13,7 @@ from bench.routing.failover import Kill, added_pause_s, streams_hit
 from bench.routing.offer import Offered, tokens_computed
 from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
-from bench.routing.report import Bar, ratio
+from bench.routing.report import Bar, ratio, read_options
 from bench.routing.watch import Seen
 from bench.timed_runner import StepTimes
 
@@ -43,6 +43,14 @@ def test_a_bar_that_was_not_measured_fails():
     assert Bar("x", 1.0, 1.0).is_kept and not Bar("x", 1.01, 1.0).is_kept
     assert Bar("x", 0.95, 0.95, is_lower_bound=True).is_kept and not Bar("x", 0.9, 0.95, is_lower_bound=True).is_kept
     assert ratio(1.0, None) is None and ratio(1.0, 0.0) is None and ratio(3.0, 2.0) == 1.5
+
+
+def test_kinds_of_replica_are_chosen_by_name():
+    assert all(read_options(None, [], kinds).wants("b") for kinds in ((), ("a", "b")))
+    chosen = read_options(None, ["--kinds", "b"], ("a", "b"))
+    assert chosen.wants("b") and not chosen.wants("a")
+    with pytest.raises(SystemExit):
+        read_options(None, ["--kinds", "c"], ("a", "b"))
 
 
 def test_tokens_computed_counts_prompts_at_their_first_token():
