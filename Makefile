@@ -38,7 +38,7 @@ lint: $(STAMP)
 
 # In two processes: one runs what starts Ray, the other everything else (tests/conftest.py).
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)

@@ -1,20 +1,27 @@
-"""Which tests one process must run when several share the work."""
+"""How several processes share the tests."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-_TESTS = Path(__file__).parent
-
-
-_START_RAY = ("serve", "cluster")
+_START_RAY = ("tests/cluster/", "tests/serve/")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start Ray are one group: two clusters that start together on two cores keep each other from it."""
-    for item in items:
-        if item.path.parent.relative_to(_TESTS).as_posix() in _START_RAY:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+class RayInOneProcess(LoadScopeScheduling):
+    """Whatever starts Ray is one piece of work; of everything else, each module is one.
+
+    Two clusters that start together on two cores keep each other from it, and what such tests share is started once.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        module: str = nodeid.partition("::")[0]
+        return "ray" if module.startswith(_START_RAY) else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RayInOneProcess:
+    """What xdist asks for its way to share tests (`--dist loadscope`)."""
+    return RayInOneProcess(config, log)

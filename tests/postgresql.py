@@ -16,11 +16,11 @@ from typing import Any
 
 import psycopg
 
+from tests.limits import LIMIT_S, START_LIMIT_S
+
 NOT_INSTALLED = "there is no PostgreSQL server on this machine (initdb and postgres)"
 
 _ROLE = "headway"
-_START_LIMIT_S = 60.0
-_STOP_LIMIT_S = 30.0
 _POLL_PERIOD_S = 0.05
 _SETTINGS = ("listen_addresses=", "fsync=off", "max_connections=100", "shared_buffers=32MB")
 
@@ -87,7 +87,7 @@ def postgresql(binaries: Path) -> Iterator[PostgreSQL]:
         finally:
             process.send_signal(signal.SIGINT)  # "fast": it does not wait for clients
             try:
-                process.wait(_STOP_LIMIT_S)
+                process.wait(LIMIT_S)
             finally:
                 process.kill()
     finally:
@@ -104,7 +104,7 @@ def _account() -> dict[str, Any]:
 
 
 def _wait_until_ready(server: PostgreSQL, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline_s = time.monotonic() + _START_LIMIT_S
+    deadline_s = time.monotonic() + START_LIMIT_S
     while True:
         try:
             server.connect().close()

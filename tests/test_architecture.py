@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LIMIT_S
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("serve_app", "router", "replicas")
 
@@ -272,5 +274,5 @@ def import_without(blocked: tuple[str, ...], modules: list[str], afterwards: str
         f"for name in {modules!r}: importlib.import_module(name)\n"
         f"{afterwards}\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.served import LIMIT_S, Served, serving
+from tests.cluster.served import Served, serving
 from tests.cluster.streams import Clients
 from tests.cluster.streams import clients as open_clients
 from tests.model.tiny import write_checkpoint
@@ -59,7 +59,7 @@ def served(application: Served) -> Iterator[Served]:
     def is_whole() -> bool:
         return len(application.num_running()) == NUM_REPLICAS and len(application.ingress_pids()) == NUM_INGRESSES
 
-    wait_for(is_whole, "all ingresses and replicas are there", LIMIT_S)
+    wait_for(is_whole, "all ingresses and replicas are there")
     application.wait_until_idle()
     yield application
     application.wait_until_idle()

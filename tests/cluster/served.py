@@ -16,11 +16,9 @@ import psutil
 
 from serve_app.cli.private_cluster import end_processes, free_port
 from tests.cluster.streams import Clients, Stream
-from tests.serve.instance import ROOT, START_LIMIT_S, STOP_LIMIT_S, clean_environment, wait_for
+from tests.limits import LIMIT_S, START_LIMIT_S
+from tests.serve.instance import ROOT, clean_environment, wait_for
 
-LIMIT_S = 90.0
-"""Longest that a replica takes to come or go on a busy machine."""
-_START_LIMIT_S = 2 * START_LIMIT_S
 _MAX_TRIES = 8
 _ANSWERS = "answers"
 
@@ -38,7 +36,7 @@ class Served:
     def replicas(self) -> list[dict[str, Any]] | None:
         """What an ingress knows of the model replicas; None where none answers at the moment."""
         try:
-            response = httpx.get(f"{self.url}/load", timeout=10.0)
+            response = httpx.get(f"{self.url}/load", timeout=LIMIT_S)
         except httpx.TransportError:
             return None
         replicas: list[dict[str, Any]] | None = response.json()["replicas"] if response.is_success else None
@@ -95,7 +93,7 @@ class Served:
                 for replica in replicas or ()
             )
 
-        wait_for(is_idle, "every replica is idle", LIMIT_S)
+        wait_for(is_idle, "every replica is idle")
 
     def add_worker(self) -> str:
         """One more raylet with room for a model replica; its id."""
@@ -110,10 +108,10 @@ class Served:
         num_before = len(_answers(self.home))
         self.process.stdin.write(command.encode() + b"\n")
         self.process.stdin.flush()
-        return wait_for(lambda: _answers(self.home)[num_before:], f"`{command}` is done", LIMIT_S)[0]["node_id"]
+        return wait_for(lambda: _answers(self.home)[num_before:], f"`{command}` is done")[0]["node_id"]
 
     def _deployment(self, name: str) -> list[dict[str, Any]]:
-        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=30.0)
+        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=LIMIT_S)
         response.raise_for_status()
         [application] = response.json()["applications"].values()
         replicas: list[dict[str, Any]] = application["deployments"][name]["replicas"]
@@ -148,7 +146,7 @@ def serving(home: Path, **fields: object) -> Iterator[Served]:
         return next(iter(_answers(home)), None)
 
     try:
-        places = wait_for(first_answer, f"the application runs, see {home / 'log'}", _START_LIMIT_S)
+        places = wait_for(first_answer, f"the application runs, see {home / 'log'}", START_LIMIT_S)
         yield Served(f"http://127.0.0.1:{port}", places["dashboard_url"], Path(places["logs"]), process, home)
     finally:
         _stop(process)
@@ -163,7 +161,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     descendants = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.stdin.close()
     try:
-        process.wait(STOP_LIMIT_S)
+        process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
     end_processes(descendants)

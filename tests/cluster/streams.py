@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-_TIMEOUT_S = 120.0
+from tests.limits import LIMIT_S
 
 
 class Stream:
@@ -74,7 +74,7 @@ class Clients:
 
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._http = httpx.AsyncClient(base_url=url, timeout=_TIMEOUT_S, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None))
         self._streams: list[Stream] = []
         self.begun: list[Stream] = []
         """Streams in the order in which their first text came."""
@@ -90,7 +90,7 @@ class Clients:
         """Let every client go away."""
         for stream in self._streams:
             stream.close()
-        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(_TIMEOUT_S)
+        asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(LIMIT_S)
 
     async def _read(self, stream: Stream, body: dict[str, Any]) -> None:
         headers = {"x-request-id": stream.request_id}

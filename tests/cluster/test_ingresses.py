@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cluster.conftest import LONG, NUM_REPLICAS, NUM_SLOTS, body
-from tests.cluster.served import LIMIT_S, Served
+from tests.cluster.served import Served
 from tests.cluster.streams import Clients
 from tests.serve.instance import wait_for
 
@@ -30,14 +30,13 @@ def test_interactive_requests_run_at_once_where_another_ingress_has_filled_every
     [other] = set(served.ingress_pids()) - {served.ingress_of(batch)}
     first, before = served.open_at(clients, other, body(8, priority=0))
     urgent = [first, *before, *(clients.open(body(8, priority=0)) for _ in range(ALL_SLOTS))]
-    wait_for(lambda: all(stream.is_done for stream in urgent), "every interactive request is answered", LIMIT_S)
+    wait_for(lambda: all(stream.is_done for stream in urgent), "every interactive request is answered")
     assert not batch.finish_reasons and not batch.is_over
 
     texts = dict(batch.texts)
     wait_for(
         lambda: len(texts) and all(len(batch.texts[index]) > len(text) for index, text in texts.items()),
         "batch work goes on where it was",
-        LIMIT_S,
     )
     assert batch.error is None
 
@@ -58,10 +57,10 @@ def test_a_tenant_served_through_another_ingress_comes_after_one_that_had_less(s
     waiting, _ = served.open_at(clients, other, body(50, user="greedy"))
     modest, _ = served.open_at(clients, other, body(50, user="modest"))
     num_before = greedy.num_characters
-    wait_for(lambda: greedy.num_characters > num_before + 300, "the greedy tenant is served more meanwhile", LIMIT_S)
+    wait_for(lambda: greedy.num_characters > num_before + 300, "the greedy tenant is served more meanwhile")
     assert not waiting.texts and not modest.texts
     greedy.close()
-    wait_for(lambda: modest.is_done and waiting.is_done, "both are answered", LIMIT_S)
+    wait_for(lambda: modest.is_done and waiting.is_done, "both are answered")
     assert clients.begun.index(modest) < clients.begun.index(waiting)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.cluster.conftest import LONG, NUM_SLOTS, body
-from tests.cluster.served import LIMIT_S, Served
+from tests.cluster.served import Served
 from tests.cluster.streams import Clients, Stream
 from tests.serve.instance import wait_for
 
@@ -17,7 +17,7 @@ def start(served: Served, clients: Clients) -> list[Stream]:
 
 
 def wait_for_all(streams: list[Stream]) -> None:
-    wait_for(lambda: all(stream.is_over for stream in streams), "every stream has ended", LIMIT_S)
+    wait_for(lambda: all(stream.is_over for stream in streams), "every stream has ended")
     assert [stream.error for stream in streams] == [None] * len(streams)
     assert [stream.finish_reasons for stream in streams] == [{0: "length"}] * len(streams)
     assert all(stream.is_done for stream in streams)
@@ -37,17 +37,15 @@ def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(s
     assert not any(stream.finish_reasons for stream in streams if stream.replica_id == doomed)
     assert {stream.replica_id for stream in streams} == {doomed, staying}
     assert {served.ingress_of(stream) for stream in streams} == set(served.ingress_pids())
-    wait_for(lambda: served.num_running().keys() == {staying}, "the lost replica is forgotten", LIMIT_S)
+    wait_for(lambda: served.num_running().keys() == {staying}, "the lost replica is forgotten")
     wait_for_all(streams)
     assert [stream.texts for stream in streams] == [stream.texts for stream in undisturbed]
 
     node_id = served.add_worker()
     # One look: another may be answered by the other ingress, which has yet to hear of it.
-    running = wait_for(
-        lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica", LIMIT_S
-    )
+    running = wait_for(lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica")
     [new] = set(running) - {staying}
     assert new != doomed and served.node_of(new) == node_id
     # Enough that one ingress has two, which it spreads; of each other's newest requests ingresses know nothing.
     later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]
-    wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves", LIMIT_S)
+    wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves")

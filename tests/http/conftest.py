@@ -21,10 +21,9 @@ from replicas.protocol import ModelCard
 from serve_app.ingress import IngressSettings, create_api
 from tests.fakes import FakeDispatcher, FakeReplica, ScriptedToken
 from tests.http.fake_jobs import MemoryJobs, memory_access
+from tests.limits import LIMIT_S
 
 MODEL = "tiny"
-LIMIT_S = 20.0
-"""Longest that a test waits for an answer, seconds: what hangs fails."""
 REPLY = "hello wörld 👋, how are you today?"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}"
@@ -163,7 +162,7 @@ async def serving(app: Any) -> AsyncIterator[str]:
         await task
 
 
-async def until(is_true: Callable[[], bool], limit_s: float = 10.0) -> None:
+async def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Return once `is_true`; fail after `limit_s`."""
     async with asyncio.timeout(limit_s):
         while not is_true():

@@ -18,6 +18,7 @@ from serve_app.cli.main import app
 from serve_app.jobs.records import BatchError, BatchStatus, FileRecord, RequestCounts
 from tests.fakes import key_digest
 from tests.http.conftest import Api, MakeApi, serving, until
+from tests.limits import LIMIT_S
 
 OUTPUT = b'{"custom_id": "a", "response": {"status_code": 200}}\n'
 
@@ -31,7 +32,7 @@ class Shell:
 
     async def run(self, *arguments: str, **environment: str) -> Result:
         invoke = partial(CliRunner().invoke, app, ["batch", *arguments], env={"HEADWAY_URL": self.url, **environment})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LIMIT_S):
             return await asyncio.to_thread(invoke)
 
     async def end(self, batch_id: str, status: BatchStatus = BatchStatus.COMPLETED, **fields: Any) -> None:

@@ -15,6 +15,7 @@ from replicas.protocol import Band
 from serve_app.jobs.records import BatchError, BatchKind, BatchStatus, LineStatus
 from tests.fakes import key_digest
 from tests.http.conftest import MODEL, Api, MakeApi, serving, until
+from tests.limits import LIMIT_S
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": MODEL, "prompt": "the quick"}
@@ -37,7 +38,7 @@ async def submit(api: Api, body: dict[str, Any] = COMPLETION, **headers: str) ->
 
 
 async def get(api: Api, path: str, **params: Any) -> httpx.Response:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LIMIT_S):
         return await api.http.get(path, params=params)
 
 

@@ -14,6 +14,7 @@ from replicas.protocol import Band
 from serve_app.jobs.records import BatchKind, BatchStatus, LineStatus
 from tests.fakes import Gate
 from tests.http.conftest import MODEL, Api, MakeApi, serving, until
+from tests.limits import LIMIT_S
 
 PROMPTS = ["the quick", "brown fox", "hello"]
 LINE_REPLY = {
@@ -181,7 +182,7 @@ async def test_silence_in_a_stream_is_broken_with_the_progress(make_api: MakeApi
     api = make_api(settings={"keep_alive_s": 0.01}, first_token_gate=gate)
     async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as http:
         body = {"prompts": ["a", 5], "max_tokens": 2}
-        async with asyncio.timeout(20), http.stream("POST", "/v1/batch/sync?stream=true", json=body) as response:
+        async with asyncio.timeout(LIMIT_S), http.stream("POST", "/v1/batch/sync?stream=true", json=body) as response:
             lines = response.aiter_lines()
             seen = [json.loads(await anext(lines)) for _ in range(5)]
             gate.open()

@@ -8,6 +8,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.limits import LIMIT_S
 from tests.model.tiny import write_checkpoint
 from tests.serve.instance import Instance, serving
 
@@ -36,5 +37,5 @@ def app(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def client(app: Instance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=60.0) as client:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
         yield client

@@ -17,16 +17,15 @@ import httpx
 import psutil
 
 from serve_app.cli.private_cluster import RAY_ENVIRONMENT, end_processes, free_port
+from tests.limits import LIMIT_S, START_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
-START_LIMIT_S = 300.0
-STOP_LIMIT_S = 60.0
 
 T = TypeVar("T")
 
 
 def wait_for(
-    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = 120.0, period_s: float = 0.05
+    get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = LIMIT_S, period_s: float = 0.05
 ) -> T:
     """The first value of `get` that is not empty."""
     deadline = time.monotonic() + limit_s
@@ -64,7 +63,7 @@ class Instance:
     log: Path
 
     def get(self, path: str) -> Any:
-        response = httpx.get(self.url + path, timeout=10.0)
+        response = httpx.get(self.url + path, timeout=LIMIT_S)
         response.raise_for_status()
         return response.json()
 
@@ -73,7 +72,7 @@ class Instance:
         return replicas
 
     def applications(self) -> dict[str, Any]:
-        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=30.0)
+        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=LIMIT_S)
         response.raise_for_status()
         applications: dict[str, Any] = response.json()["applications"]
         return applications
@@ -124,4 +123,4 @@ def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTE
     """Ask `make serve` to stop and wait until it has."""
     if process.poll() is None:
         process.send_signal(signum)
-        process.wait(STOP_LIMIT_S)
+        process.wait(LIMIT_S)

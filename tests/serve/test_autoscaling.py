@@ -14,13 +14,12 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app.config import HeadwayConfig
+from tests.limits import LIMIT_S
 from tests.serve.conftest import MODEL_NAME
 from tests.serve.instance import Instance, serving, wait_for
 
 NUM_SLOTS = 2
 MAX_REPLICAS = 2
-LIMIT_S = 90.0
-"""Longest that a replica takes to come or go on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def test_the_number_of_replicas_is_fixed_unless_bounds_are_given():
 
 
 def wait_for_replicas(app: Instance, number: int) -> None:
-    wait_for(lambda: len(app.replicas()) == number, f"{number} replicas are known", LIMIT_S)
+    wait_for(lambda: len(app.replicas()) == number, f"{number} replicas are known")
 
 
 def desired(app: Instance) -> int:
@@ -100,8 +99,8 @@ def test_replicas_follow_the_work_and_no_request_fails(autoscaled):
     app = autoscaled
     wait_for_replicas(app, 1)
     load = Load(app.url, num_clients=6 * NUM_SLOTS, max_tokens=150)
-    wait_for(lambda: desired(app) == MAX_REPLICAS, "more replicas are wanted", LIMIT_S)
-    wait_for(lambda: len(load.replicas) == MAX_REPLICAS, "a new replica has answered", LIMIT_S)
+    wait_for(lambda: desired(app) == MAX_REPLICAS, "more replicas are wanted")
+    wait_for(lambda: len(load.replicas) == MAX_REPLICAS, "a new replica has answered")
     shown = app.get("/load")["autoscaling"]
     assert (shown["min_replicas"], shown["max_replicas"], shown["num_replicas"]) == (0, MAX_REPLICAS, MAX_REPLICAS)
     assert shown["served_tokens_per_s"] > 0 and shown["replica_tokens_per_s"] > 0
@@ -135,7 +134,7 @@ def test_the_last_replica_goes_and_the_next_request_waits_for_a_new_one(autoscal
 def test_a_job_that_waits_in_the_database_wakes_a_deployment_too(autoscaled):
     app = autoscaled
     wait_for_replicas(app, 0)
-    job = httpx.post(f"{app.url}/v1/jobs", json=body(5), timeout=30.0)
+    job = httpx.post(f"{app.url}/v1/jobs", json=body(5), timeout=LIMIT_S)
     assert job.status_code == 202
     done = httpx.get(f"{app.url}/v1/jobs/{job.json()['id']}?wait=60", timeout=LIMIT_S).json()
     assert (done["status"], done["result"]["usage"]["completion_tokens"]) == ("completed", 5)

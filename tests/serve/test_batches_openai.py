@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from tests.fakes import key_digest
+from tests.limits import LIMIT_S
 from tests.serve.conftest import MODEL_NAME
 from tests.serve.instance import ROOT, Instance, serving, wait_for
 
-LIMIT_S = 120.0
 LONG = 30_000
 """Output tokens of a request that no test waits for: many seconds."""
 
@@ -37,13 +37,13 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def client(server: Instance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="acme", max_retries=0, timeout=60.0) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="acme", max_retries=0, timeout=LIMIT_S) as client:
         yield client
 
 
 @pytest.fixture
 def http(server: Instance) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer acme"}, timeout=90.0) as http:
+    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer acme"}, timeout=LIMIT_S) as http:
         yield http
 
 
@@ -80,7 +80,7 @@ def ended(client: openai.OpenAI, batch: Any) -> Any:
         found = look(client, batch)
         return found if found.status in ("completed", "failed", "expired", "cancelled") else None
 
-    return wait_for(final, f"{batch.id} has ended", LIMIT_S, 0.2)
+    return wait_for(final, f"{batch.id} has ended", period_s=0.2)
 
 
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_malformed_file_fails_as_a_whole_and_says_where(
 
 def test_cancelled_batch_keeps_what_was_done(client: openai.OpenAI) -> None:
     batch = submit(client, line("short"), *(line(f"long-{i}", max_tokens=LONG) for i in range(2)))
-    wait_for(lambda: look(client, batch).request_counts.completed == 1, "the short one is done", LIMIT_S, 0.1)
+    wait_for(lambda: look(client, batch).request_counts.completed == 1, "the short one is done", period_s=0.1)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     batch = ended(client, batch)
     assert batch.status == "cancelled"
@@ -246,7 +246,7 @@ def test_prompt_batches_answer_at_once_or_later(http: httpx.Client) -> None:
         batch = http.get(f"/v1/batch/{batch_id}").json()
         return batch if batch["status"] == "completed" else None
 
-    batch = wait_for(done, "the prompts are done", LIMIT_S, 0.1)
+    batch = wait_for(done, "the prompts are done", period_s=0.1)
     assert (batch["progress"], batch["request_counts"]) == (1.0, {"total": 3, "completed": 2, "failed": 1})
     texts = [output["text"] for output in batch["outputs"]]
     assert texts == [output["text"] for output in whole["outputs"]]

@@ -16,8 +16,9 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from serve_app.cli.private_cluster import end_processes, free_port
+from tests.limits import LIMIT_S, START_LIMIT_S
 from tests.serve.conftest import MODEL_NAME
-from tests.serve.instance import ROOT, START_LIMIT_S, clean_environment, wait_for
+from tests.serve.instance import ROOT, clean_environment, wait_for
 
 CONFIGS = ROOT / "serve_app" / "configs"
 
@@ -33,12 +34,12 @@ class Cluster:
     def run(self, command: str) -> None:
         """Run a shell command as on the head node."""
         done = subprocess.run(
-            ["bash", "-c", command], env=self.environment, capture_output=True, text=True, timeout=120.0, check=False
+            ["bash", "-c", command], env=self.environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
     def application(self) -> dict[str, Any]:
-        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=30.0)
+        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=LIMIT_S)
         application: dict[str, Any] = response.json()["applications"].get("headway", {})
         return application
 
@@ -93,7 +94,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield Cluster(f"http://127.0.0.1:{port}", dashboard_url, environment)
     finally:
         process.stdin.close()
-        process.wait(60.0)
+        process.wait(LIMIT_S)
         end_processes(descendants)
 
 
@@ -130,7 +131,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
 
     reader = threading.Thread(target=read_a_long_stream)
     reader.start()
-    assert started.wait(30.0)
+    assert started.wait(LIMIT_S)
     cluster.run(f"serve deploy {local_config(tmp_path, **arguments, max_num_seqs=8)}")
     wait_for(
         lambda: (states := cluster.model_replicas()) and states.get(first) != "RUNNING",

@@ -14,13 +14,13 @@ import openai
 import psutil
 import pytest
 
+from tests.limits import LIMIT_S
 from tests.serve.conftest import MODEL_NAME
 from tests.serve.instance import Instance, serving, wait_for
 
 NUM_LINES = 300
 OUTPUT_TOKENS = 200
 """Of each line: the batch must outlast five deaths."""
-LIMIT_S = 240.0
 ENDPOINT = "/v1/completions"
 
 
@@ -30,7 +30,7 @@ def variables(checkpoint: Path) -> tuple[str, ...]:
 
 
 def client_of(app: Instance) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=60.0)
+    return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
 
 
 def line(number: int, **fields: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def kill(app: Instance, deployment: str) -> None:
                     return process
         return None
 
-    wait_for(replica, f"a replica of {deployment} runs", LIMIT_S).kill()
+    wait_for(replica, f"a replica of {deployment} runs").kill()
 
 
 def kill_all(app: Instance) -> None:
@@ -94,10 +94,10 @@ def batch_id(checkpoint: Path, home: Path) -> str:
         batch_id = submit(client, [line(number) for number in range(NUM_LINES)])
         for deployment in ("Jobs", "Model", "Jobs", "Ingress", "Model"):
             before = num_completed(client, batch_id)
-            wait_for(lambda: num_completed(client, batch_id) > before, "lines are done", LIMIT_S)  # noqa: B023
+            wait_for(lambda: num_completed(client, batch_id) > before, "lines are done")  # noqa: B023
             kill(app, deployment)
-        wait_for(lambda: num_completed(client, batch_id) > 0, "the batch is known", LIMIT_S)
-        job = httpx.post(f"{app.url}/generate", json={"prompt": "x", "max_tokens": 5}, timeout=30.0)
+        wait_for(lambda: num_completed(client, batch_id) > 0, "the batch is known")
+        job = httpx.post(f"{app.url}/generate", json={"prompt": "x", "max_tokens": 5}, timeout=LIMIT_S)
         assert job.status_code == 202
         (home / "job").write_text(job.json()["job_id"])
         assert num_completed(client, batch_id) < NUM_LINES
@@ -108,7 +108,7 @@ def batch_id(checkpoint: Path, home: Path) -> str:
 def test_a_new_make_serve_goes_on_and_every_line_is_answered_once(checkpoint, home, batch_id):
     with serving(home, *variables(checkpoint)) as app, client_of(app) as client:
         batch = wait_for(
-            lambda: (found := looked_up(client, batch_id)) and found.status == "completed" and found, "done", LIMIT_S
+            lambda: (found := looked_up(client, batch_id)) and found.status == "completed" and found, "done"
         )
         answers = results(client, batch.output_file_id) + results(client, batch.error_file_id)
         assert Counter(answer["custom_id"] for answer in answers) == Counter(
@@ -116,7 +116,7 @@ def test_a_new_make_serve_goes_on_and_every_line_is_answered_once(checkpoint, ho
         )
         assert batch.request_counts.completed == NUM_LINES and batch.error_file_id is None
         assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {OUTPUT_TOKENS}
-        job = httpx.get(f"{app.url}/v1/jobs/{(home / 'job').read_text()}?wait=30", timeout=60.0).json()
+        job = httpx.get(f"{app.url}/v1/jobs/{(home / 'job').read_text()}?wait=30", timeout=LIMIT_S).json()
         assert job["status"] == "completed" and job["result"]["usage"]["completion_tokens"] == 5
 
 
@@ -128,7 +128,7 @@ def test_a_bad_file_fails_and_a_cancelled_batch_keeps_what_was_done(app, client)
     ]  # fmt: skip
 
     long = submit(client, [line(number, max_tokens=400) for number in range(60)])
-    wait_for(lambda: num_completed(client, long) > 0, "lines are done", LIMIT_S)
+    wait_for(lambda: num_completed(client, long) > 0, "lines are done")
     client.batches.cancel(long)
     cancelled = wait_for(lambda: (found := client.batches.retrieve(long)).status == "cancelled" and found, "cancelled")
     done, undone = results(client, cancelled.output_file_id), results(client, cancelled.error_file_id)

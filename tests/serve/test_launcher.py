@@ -11,14 +11,17 @@ import psutil
 import pytest
 
 from serve_app.cli.private_cluster import free_port
+from tests.limits import LIMIT_S, START_LIMIT_S
 from tests.serve.conftest import MODEL_NAME
-from tests.serve.instance import STOP_LIMIT_S, serving, start, stop
+from tests.serve.instance import serving, start, stop
 
 
 def test_an_instance_beside_another_serves_and_stops_without_a_trace(app, checkpoint, tmp_path):
     with serving(tmp_path, f"MODEL={checkpoint}", "ARGS=kv_cache_bytes=64MiB") as instance:
         reply = httpx.post(
-            f"{instance.url}/v1/completions", json={"model": MODEL_NAME, "prompt": "x", "max_tokens": 3}, timeout=30.0
+            f"{instance.url}/v1/completions",
+            json={"model": MODEL_NAME, "prompt": "x", "max_tokens": 3},
+            timeout=LIMIT_S,
         )
         assert reply.json()["usage"]["completion_tokens"] == 3
         assert instance.dashboard_url != app.dashboard_url
@@ -36,7 +39,7 @@ def test_an_instance_beside_another_serves_and_stops_without_a_trace(app, checkp
 
 def output_of(home: Path, *variables: str) -> str:
     process = start(home, *variables)
-    assert process.wait(STOP_LIMIT_S) != 0
+    assert process.wait(START_LIMIT_S) != 0
     return (home / "serve.log").read_text()
 
 
@@ -76,7 +79,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_program(checkpoint, tmp_path):
         (broken / name).write_bytes((checkpoint / name).read_bytes())
     process = start(tmp_path, f"PORT={free_port('127.0.0.1')}", f"MODEL={broken}")
     try:
-        assert process.wait(120.0) != 0
+        assert process.wait(START_LIMIT_S) != 0
     except subprocess.TimeoutExpired:
         stop(process)
         raise

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 
+from tests.limits import LIMIT_S
 from tests.service.conftest import MODEL, Service
 
 NUM_CONNECTIONS = 2000
@@ -53,7 +54,7 @@ async def test_connections_dropped_at_random_moments_leave_no_block_and_no_task(
     async with asyncio.TaskGroup() as group:
         for _ in range(NUM_CONNECTIONS):
             group.create_task(one())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(LIMIT_S):
         while (stats := service.replica.stats()).num_running or stats.num_waiting:
             await asyncio.sleep(0.01)
         while len(asyncio.all_tasks()) > tasks_before:

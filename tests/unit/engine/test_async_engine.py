@@ -18,6 +18,7 @@ from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
+from tests.limits import LIMIT_S
 from tests.unit.engine.worlds import IDENTITY, ShadowRunner, config, continuation, decoders, request
 
 
@@ -55,7 +56,7 @@ class GatedRunner(ShadowRunner):
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         self.entered.release()
-        self.gate.acquire(timeout=10)
+        self.gate.acquire(timeout=LIMIT_S)
         return super().execute(batch)
 
 
@@ -276,7 +277,7 @@ async def test_drain_ends_when_the_accepted_streams_have() -> None:
     async with running() as engine:
         accepted = asyncio.create_task(collect(engine, request("accepted", max_tokens=50)))
         await asyncio.sleep(0)
-        await asyncio.wait_for(engine.drain(), 10)
+        await asyncio.wait_for(engine.drain(), LIMIT_S)
         assert accepted.done() or (await accepted)[-1].finish_reason is FinishReason.LENGTH
         (refusal,) = await collect(engine, request("new"))
         assert isinstance(refusal.error, NoReplicaAvailable)

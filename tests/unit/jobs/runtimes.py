@@ -22,9 +22,8 @@ from serve_app.jobs.settings import JobsSettings
 from serve_app.openai.schema import GenerationBody
 from serve_app.openai.service import CompletionService
 from serve_app.openai.validation import Caller
+from tests.limits import LIMIT_S
 from tests.unit.jobs.worlds import MODEL, MemoryFiles
-
-LIMIT_S = 20.0
 
 
 @dataclass

@@ -12,6 +12,7 @@ import pytest
 
 from replicas.errors import Overloaded, ServingError
 from serve_app.jobs.rpc import RpcAddress, RpcClient, RpcLost, RpcServer
+from tests.limits import LIMIT_S
 
 HOST = "127.0.0.1"
 
@@ -125,7 +126,7 @@ async def test_calls_that_wait_end_when_the_server_stops() -> None:
     async with serving(methods) as (server, address), calling(address) as client:
         call = asyncio.create_task(client.call("wait"))
         await methods.has_begun.wait()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(LIMIT_S):
             await server.stop()
             with pytest.raises(RpcLost):
                 await call

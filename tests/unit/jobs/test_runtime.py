@@ -23,7 +23,8 @@ from serve_app.jobs.records import (
     PageRequest,
 )
 from serve_app.jobs.settings import JobsSettings
-from tests.unit.jobs.runtimes import LIMIT_S, Process, ScriptedCompletions, jobs_process, until
+from tests.limits import LIMIT_S
+from tests.unit.jobs.runtimes import Process, ScriptedCompletions, jobs_process, until
 from tests.unit.jobs.worlds import ENDPOINT, MODEL, MemoryFiles, body, new_batch
 
 TENANT = "acme"

@@ -22,9 +22,8 @@ from serve_app.jobs.webhook_guard import WebhookGuard
 from serve_app.jobs.webhook_retries import MAX_AGE_S, next_attempt_unix_s
 from serve_app.jobs.webhook_signing import WebhookSigner, new_secret
 from serve_app.jobs.webhooks import AttemptOutcome, WebhookSender
+from tests.limits import LIMIT_S
 from tests.unit.jobs.receivers import Answer, endless_body, endless_headers, receiving, silence, status
-
-LIMIT_S = 10.0
 
 
 def batch(status: BatchStatus, kind: BatchKind = BatchKind.FILE, counts: RequestCounts | None = None) -> BatchRecord:
