@@ -12,9 +12,10 @@ the owner was found dead does it again from the start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, select, update
+from sqlalchemy import ColumnElement, Connection, bindparam, select, update
 
 from serve_app.jobs.batch_rows import FINAL, BatchRow, errors_text, get_batch, lock_batches
 from serve_app.jobs.delivery_rows import owe_delivery
@@ -27,25 +28,42 @@ from serve_app.jobs.tables import batches
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 _OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))
+# Made once: they run every second, and to put a statement together takes as long as to carry it out.
+_UNOWNED = (
+    select(batches.c.id)
+    .where(batches.c.status.in_(bindparam("statuses", expanding=True)), batches.c.model == bindparam("model"))
+    .where(batches.c.owner.is_(None), batches.c.id.not_in(bindparam("but", expanding=True)))
+    .order_by(batches.c.created_unix_s)
+    .limit(1)
+)
+_UNOWNED_TO_CLAIM = _UNOWNED.with_for_update(skip_locked=True)
 
 
-def claim_batch(
-    connection: Connection, owner: str, statuses: Sequence[BatchStatus], model: str, but: Sequence[str] = ()
-) -> BatchRow | None:
-    """A batch in one of these states that nobody owns, save those in `but`; from now on it is `owner`'s."""
-    waiting = (
-        select(batches.c.id)
-        .where(batches.c.status.in_([status.value for status in statuses]), batches.c.model == model)
-        .where(batches.c.owner.is_(None), batches.c.id.not_in(but))
-        .order_by(batches.c.created_unix_s)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-    )
-    batch_id = connection.execute(waiting).scalar() if is_alive(connection, owner) else None
-    if batch_id is None:
-        return None
-    claim = update(batches).where(batches.c.id == batch_id).values(owner=owner).returning(batches)
-    return connection.execute(claim).one()
+@dataclass(frozen=True, slots=True)
+class Unowned:
+    """Batches in some states that nobody owns."""
+
+    statuses: Sequence[BatchStatus]
+    model: str
+    but: Sequence[str] = ()
+    """Ids of those that do not count."""
+
+    def any(self, connection: Connection) -> bool:
+        """Whether there are any."""
+        return connection.execute(_UNOWNED, self._parameters()).first() is not None
+
+    def claim(self, connection: Connection, owner: str) -> BatchRow | None:
+        """The oldest, which is `owner`'s from now on."""
+        if not is_alive(connection, owner):
+            return None
+        batch_id = connection.execute(_UNOWNED_TO_CLAIM, self._parameters()).scalar()
+        if batch_id is None:
+            return None
+        claim = update(batches).where(batches.c.id == batch_id).values(owner=owner).returning(batches)
+        return connection.execute(claim).one()
+
+    def _parameters(self) -> dict[str, object]:
+        return {"statuses": [status.value for status in self.statuses], "model": self.model, "but": self.but}
 
 
 def still_owns(connection: Connection, batch_id: str, owner: str, status: BatchStatus) -> bool:

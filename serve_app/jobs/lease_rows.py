@@ -8,15 +8,52 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from sqlalchemy import ColumnElement, Connection, select, update
+from sqlalchemy import Connection, bindparam, select, update
 
 from serve_app.jobs.batch_rows import BatchRow, lock_batches, select_batch
 from serve_app.jobs.batch_states import end_batch
 from serve_app.jobs.owner_rows import is_alive
 from serve_app.jobs.records import BatchStatus, LineStatus
 from serve_app.jobs.tables import batches, lines
+
+# Made once: to put a statement together takes as long as to carry it out.
+_OF_BATCH = lines.c.batch_id == bindparam("of_batch")
+_NEXT_LINES = (
+    select(lines.c.position)
+    .where(_OF_BATCH, lines.c.status == LineStatus.QUEUED.value)
+    .order_by(lines.c.length_rank, lines.c.prefix_key, lines.c.position)
+    .limit(bindparam("max_lines"))
+)
+_LEASE = (
+    update(lines)
+    .where(_OF_BATCH, lines.c.position.in_(_NEXT_LINES))
+    .values(status=LineStatus.RUNNING.value, attempt=lines.c.attempt + 1)
+    .returning(lines)
+)
+"""Takes the `owner`."""
+_HELD = update(lines).where(
+    _OF_BATCH,
+    lines.c.position == bindparam("at_position"),
+    lines.c.status == LineStatus.RUNNING.value,
+    lines.c.owner == bindparam("held_by"),
+    lines.c.attempt == bindparam("at_attempt"),
+)
+_RELEASE = _HELD.values(status=LineStatus.QUEUED.value, owner=None)
+_END = _HELD.values(owner=None, body=None)
+"""Takes the columns of a result."""
+_BATCH = update(batches).where(batches.c.id == bindparam("of_batch"))
+_ADD_QUEUED = _BATCH.values(num_queued=batches.c.num_queued + bindparam("number"))
+_COUNT = _BATCH.values(
+    num_completed=batches.c.num_completed + bindparam("completed"),
+    num_failed=batches.c.num_failed + bindparam("failed"),
+    waiting_tokens=batches.c.waiting_tokens - bindparam("expected_tokens"),
+    num_prompt_tokens=batches.c.num_prompt_tokens + bindparam("prompt_tokens"),
+    num_output_tokens=batches.c.num_output_tokens + bindparam("output_tokens"),
+    num_cached_tokens=batches.c.num_cached_tokens + bindparam("cached_tokens"),
+).returning(batches)
+"""Takes the fields of `_Sums`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +101,8 @@ def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -
     batch = select_batch(connection, batch_id)
     if batch.status != BatchStatus.IN_PROGRESS.value or not is_alive(connection, owner):
         return []
-    next_lines = (
-        select(lines.c.position)
-        .where(lines.c.batch_id == batch_id, lines.c.status == LineStatus.QUEUED.value)
-        .order_by(lines.c.length_rank, lines.c.prefix_key, lines.c.position)
-        .limit(limit)
-    )
-    lease = (
-        update(lines)
-        .where(lines.c.batch_id == batch_id, lines.c.position.in_(next_lines))
-        .values(status=LineStatus.RUNNING.value, owner=owner, attempt=lines.c.attempt + 1)
-        .returning(lines)
-    )
-    rows = sorted(connection.execute(lease), key=lambda row: (row.length_rank, row.prefix_key, row.position))
+    leased = connection.execute(_LEASE, {"of_batch": batch_id, "max_lines": limit, "owner": owner})
+    rows = sorted(leased, key=lambda row: (row.length_rank, row.prefix_key, row.position))
     _add_queued(connection, batch_id, -len(rows))
     return [
         LeasedLine(batch.tenant, row.batch_id, row.position, row.attempt, row.custom_id, row.body, row.expected_tokens)
@@ -89,8 +115,7 @@ def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLin
     lock_batches(connection, (line.batch_id for line in leased))
     num_freed: Counter[str] = Counter()
     for line in leased:
-        free = update(lines).where(*_held(line, owner)).values(status=LineStatus.QUEUED.value, owner=None)
-        num_freed[line.batch_id] += connection.execute(free).rowcount
+        num_freed[line.batch_id] += connection.execute(_RELEASE, _holding(line, owner)).rowcount
     for batch_id, number in num_freed.items():
         _add_queued(connection, batch_id, number)
 
@@ -150,13 +175,11 @@ def end_lines(connection: Connection, owner: str, results: Sequence[LineResult],
 def _end_line(connection: Connection, owner: str, result: LineResult) -> bool:
     values = {
         "status": result.status.value,
-        "owner": None,
-        "body": None,
         "status_code": result.status_code,
         "response": result.response,
         "error": result.error,
     }
-    return connection.execute(update(lines).where(*_held(result.line, owner)).values(values)).rowcount == 1
+    return connection.execute(_END, _holding(result.line, owner) | values).rowcount == 1
 
 
 def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, error: str, limit: int) -> int:
@@ -183,27 +206,14 @@ def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, err
 
 
 def _count(connection: Connection, batch_id: str, sums: _Sums) -> BatchRow:
-    values = {
-        "num_completed": batches.c.num_completed + sums.completed,
-        "num_failed": batches.c.num_failed + sums.failed,
-        "waiting_tokens": batches.c.waiting_tokens - sums.expected_tokens,
-        "num_prompt_tokens": batches.c.num_prompt_tokens + sums.prompt_tokens,
-        "num_output_tokens": batches.c.num_output_tokens + sums.output_tokens,
-        "num_cached_tokens": batches.c.num_cached_tokens + sums.cached_tokens,
-    }
-    return connection.execute(update(batches).where(batches.c.id == batch_id).values(values).returning(batches)).one()
+    return connection.execute(_COUNT, {"of_batch": batch_id, **asdict(sums)}).one()
 
 
-def _held(line: LeasedLine, owner: str) -> tuple[ColumnElement[bool], ...]:
-    return (
-        lines.c.batch_id == line.batch_id,
-        lines.c.position == line.position,
-        lines.c.status == LineStatus.RUNNING.value,
-        lines.c.owner == owner,
-        lines.c.attempt == line.attempt,
-    )
+def _holding(line: LeasedLine, owner: str) -> dict[str, object]:
+    return {
+        "of_batch": line.batch_id, "at_position": line.position, "held_by": owner, "at_attempt": line.attempt
+    }  # fmt: skip
 
 
 def _add_queued(connection: Connection, batch_id: str, number: int) -> None:
-    queued = batches.c.num_queued + number
-    connection.execute(update(batches).where(batches.c.id == batch_id).values(num_queued=queued))
+    connection.execute(_ADD_QUEUED, {"of_batch": batch_id, "number": number})

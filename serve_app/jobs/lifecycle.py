@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from serve_app.jobs.batch_rows import BatchRow
-from serve_app.jobs.batch_states import CLOSING, claim_batch, disclaim_batch
+from serve_app.jobs.batch_states import CLOSING, Unowned, disclaim_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.endings import Endings
 from serve_app.jobs.finalizing import Finalizer
@@ -62,9 +62,11 @@ class Chores:
         owner = self._ownership.id
         now = self._clock()
         late = [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
-        batch = await self._database.write(
-            lambda connection: claim_batch(connection, owner, self._statuses, self._model_name, late)
-        )
+        unowned = Unowned(self._statuses, self._model_name, late)
+        # Looked for first: whoever writes waits for whoever else writes.
+        if not await self._database.read(unowned.any):
+            return False
+        batch = await self._database.write(lambda connection: unowned.claim(connection, owner))
         if batch is None:
             return False
         try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from serve_app.jobs.batch_rows import lock_batches
 from serve_app.jobs.records import LineStatus
 from serve_app.jobs.tables import batches, lines, owners
+
+_ALIVE = select(owners.c.id).where(owners.c.id == bindparam("owner")).with_for_update(read=True)
 
 
 def add_owner(connection: Connection, owner: str, now: float) -> None:
@@ -24,8 +26,7 @@ def beat(connection: Connection, owner: str, now: float) -> bool:
 
 def is_alive(connection: Connection, owner: str) -> bool:
     """Whether an owner may take work; if so nobody buries it before the transaction ends."""
-    query = select(owners.c.id).where(owners.c.id == owner).with_for_update(read=True)
-    return connection.execute(query).first() is not None
+    return connection.execute(_ALIVE, {"owner": owner}).first() is not None
 
 
 def dead_owners(connection: Connection, now: float, max_age_s: float) -> list[str]:

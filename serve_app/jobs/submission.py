@@ -6,7 +6,7 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, bindparam, func, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.batch_rows import UNFINISHED, BatchRow, batch_record, select_batch
+from serve_app.jobs.batch_rows import SELECT_BATCH, UNFINISHED, BatchRow, batch_record, select_batch
 from serve_app.jobs.batch_states import new_batch_values
 from serve_app.jobs.errors import IdempotencyKeyInUse
 from serve_app.jobs.file_rows import get_file
@@ -17,7 +17,6 @@ from serve_app.jobs.tables import batches, idempotency_keys
 
 _RETRY_AFTER_S = 30.0
 # Made once: to put a statement together takes as long as to carry it out.
-_KNOWN = select(batches).where(batches.c.id == bindparam("batch_id"))
 _INSERT = insert(batches).returning(batches)
 _UNFINISHED = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
 _NUM_BATCHES = select(func.count()).select_from(batches).where(_UNFINISHED)
@@ -39,7 +38,7 @@ def submit_batch(
         InvalidRequest: the file is not for batches, or there are too many lines or none.
         Overloaded: the tenant has as many batches or lines waiting as it may have.
     """
-    known = connection.execute(_KNOWN, {"batch_id": batch_id}).first()
+    known = connection.execute(SELECT_BATCH, {"batch_id": batch_id}).first()
     if known is not None:
         return Submission(batch_record(known), is_new=True)
     known = _known_by_key(connection, new)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve_app.jobs.batch_rows import batch_record, list_lines, select_batch
-from serve_app.jobs.batch_states import CLOSING, cancel_batch, claim_batch, expire_batches
+from serve_app.jobs.batch_states import CLOSING, Unowned, cancel_batch, expire_batches
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.file_rows import add_file
@@ -192,7 +192,7 @@ class RandomWorld(World):
         owner = self.alive()
         if owner is None:
             return
-        batch = await self.write(lambda c: claim_batch(c, owner, (BatchStatus.VALIDATING,), MODEL))
+        batch = await self.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, owner))
         if batch is None or self.dies(owner):
             return
         try:
@@ -204,7 +204,7 @@ class RandomWorld(World):
         owner = self.alive()
         if owner is None:
             return
-        batch = await self.write(lambda c: claim_batch(c, owner, CLOSING, MODEL))
+        batch = await self.write(lambda c: Unowned(CLOSING, MODEL).claim(c, owner))
         if batch is None or self.dies(owner):
             return
         finalizer = Finalizer(self.database, self.files, LineCounts().add, self.clock)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from serve_app.jobs.batch_rows import batch_record, list_lines, select_batch
-from serve_app.jobs.batch_states import cancel_batch, claim_batch
+from serve_app.jobs.batch_states import Unowned, cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.line_rows import delete_lines
@@ -40,7 +40,7 @@ class ValidationWorld(World):
         return await self.go_on(await self.start(data, endpoint))
 
     async def go_on(self, batch_id: str) -> BatchRecord:
-        batch = await self.write(lambda c: claim_batch(c, OWNER, (BatchStatus.VALIDATING,), MODEL))
+        batch = await self.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
         assert batch is not None
         await Validator(self.database, self.files, self.settings, self.clock).validate(batch, OWNER)
         return batch_record(await self.write(lambda c: select_batch(c, batch_id)))
@@ -147,7 +147,7 @@ async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(worl
     data = file_of(*(line(f"{index}") for index in range(450)))
     batch_id = await world.start(data)
     failing = _FailingFiles(world.files.files, after_parts=8)
-    batch = await world.write(lambda c: claim_batch(c, OWNER, (BatchStatus.VALIDATING,), MODEL))
+    batch = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
     with pytest.raises(OSError):
         await Validator(world.database, failing, world.settings, world.clock).validate(batch, OWNER)
     assert await world.write(lambda c: len(list_lines(c, "acme", batch_id, -1, 1000))) > 0
@@ -157,7 +157,7 @@ async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(worl
 
 async def test_a_batch_that_is_cancelled_meanwhile_is_let_go(world):
     batch_id = await world.start(file_of(line()))
-    batch = await world.write(lambda c: claim_batch(c, OWNER, (BatchStatus.VALIDATING,), MODEL))
+    batch = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
     await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))
     with pytest.raises(LostBatch):
         await Validator(world.database, world.files, world.settings, world.clock).validate(batch, OWNER)
