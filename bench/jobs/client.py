@@ -29,12 +29,12 @@ class BatchClient:
         with path.open("rb") as file:
             return str(self._json("POST", "/v1/files", data={"purpose": "batch"}, files={"file": file})["id"])
 
-    def create(self, file_id: str, callback_url: str | None = None) -> str:
+    def create(self, file_id: str, callback_url: str | None = None, window: str = "24h") -> str:
         """The id of a batch that has just been accepted; its end is told to `callback_url`."""
         body = {
             "input_file_id": file_id,
             "endpoint": ENDPOINT,
-            "completion_window": "24h",
+            "completion_window": window,
             "callback_url": callback_url,
         }
         return str(self._json("POST", "/v1/batches", json=body)["id"])

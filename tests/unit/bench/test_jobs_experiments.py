@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import interactive, submit
+from bench.jobs import interactive, submit, window
 from bench.jobs.lines import write_lines
 from bench.jobs.submit import Call
 from bench.load.rows import Row
@@ -70,3 +70,14 @@ def test_a_batch_that_ends_too_soon_proves_nothing(status: str, lasted: bool) ->
     assert figures["gap_p99_ratio"] == pytest.approx(1.2)
     kept = [bar.is_kept for bar in interactive.judge(interactive.QUICK[0], figures)]
     assert kept == [True, True, True, lasted, True]
+
+
+@pytest.mark.parametrize(("num_completed", "is_kept"), [(990, True), (989, False)])
+def test_lines_count_that_were_done_within_the_window(num_completed: int, is_kept: bool) -> None:
+    counts = {"completed": num_completed, "failed": 1000 - num_completed}
+    ended = {"created_at": 1000, "completed_at": None, "expired_at": 1300, "failed_at": None}
+    batch = {"status": "expired", "request_counts": counts, **ended}
+    figures = window.figures_of(window.Seen(4.0, 1000, batch, offered(0.1, 0.05), lasted=True))
+    assert figures["took_s"] == 300 and figures["num_interactive_failed"] == 0
+    kept = [bar.is_kept for bar in window.judge(figures | {"num_backlog_done": 7})]
+    assert kept == [is_kept, True, True, True]

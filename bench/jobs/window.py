@@ -1,0 +1,166 @@
+"""Is a batch done within its window where the machine is nearly full? `python -m bench.jobs.window`.
+
+One timed replica, whose speed is first measured with a batch alone. Then three kinds of work share it: interactive
+requests, which take a quarter of that speed; a backlog of another tenant's batch requests without any deadline, which
+takes whatever it is given; and a batch whose lines need so much of its window that they and the interactive requests
+are 90 % of what the replica can do. In fair halves with the backlog the batch would come far too late: it is in time
+only if its lines are raised above the backlog while there still is time, and it must not disturb what is interactive.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.jobs.client import BatchClient, is_final, num_done
+from bench.jobs.lines import write_lines
+from bench.load.rows import Outcome
+from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
+from bench.routing.applications import COARSE_STREAMS, timed
+from bench.routing.offer import Offered, RunningLoad
+from bench.routing.report import Bar, Options, read_options, report
+from bench.serving import Served
+
+MIN_SHARE = 0.99
+LOAD = 0.9
+INTERACTIVE = 0.25
+NUM_SLOTS = 32
+_PROMPT, _OUTPUT = Lengths.around(64, 0.4, 16, 256), Lengths.around(96, 0.4, 16, 512)
+_LIMIT_S = 1800.0
+_LEAD_S = 10.0
+"""From the first request of the backlog, which fills every slot, to the batch."""
+_MEASURED = (0.2, 0.8)
+"""The part of the first batch, by lines, over which the speed is measured: at both ends slots are empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much there is to do."""
+
+    num_lines_alone: int
+    """Of the batch that shows how fast the replica is."""
+    window_s: int
+
+
+FULL = Scale(700, 300)
+QUICK = Scale(160, 30)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What came of the work."""
+
+    lines_per_s: float
+    """Of the batch alone."""
+    num_lines: int
+    """Of the batch with a window."""
+    batch: dict[str, Any]
+    """As it ended."""
+    load: Offered
+    """Interactive requests and the backlog, cut off when the window ends."""
+    lasted: bool
+    """Whether the backlog was there to the end of the batch."""
+
+
+def main() -> int:
+    """Measure and judge."""
+    options = read_options(__doc__)
+    scale = QUICK if options.is_quick else FULL
+    settings = {"max_num_seqs": NUM_SLOTS, "max_queue_wait_s": 36000, "max_queued_requests": 20000}
+    with timed(options, num_replicas=1, **settings, **COARSE_STREAMS) as served:
+        seen = _measure(served, scale, options)
+    figures = {"scale": asdict(scale), **figures_of(seen)}
+    return report("window", options, judge(figures), figures, [seen.load], family="jobs")
+
+
+def _measure(served: Served, scale: Scale, options: Options) -> Seen:
+    client = BatchClient(served.url)
+    alone = _submit(client, scale.num_lines_alone, options.seed, "24h")
+    lines_per_s = _lines_per_s(client, alone, scale.num_lines_alone)
+    num_lines = round((LOAD - INTERACTIVE) * lines_per_s * scale.window_s)
+    print(f"{lines_per_s:.2f} lines a second alone; {num_lines} lines in a window of {scale.window_s} s")
+    load = RunningLoad(served.url, _load(lines_per_s, scale, options))
+    time.sleep(_LEAD_S)
+    batch_id = _submit(client, num_lines, options.seed + 1, f"{scale.window_s}s")
+    batch = client.wait(batch_id, is_final, _LIMIT_S)
+    lasted = load.is_running
+    return Seen(lines_per_s, num_lines, batch, load.wait(), lasted)
+
+
+def _submit(client: BatchClient, num_lines: int, seed: int, window: str) -> str:
+    with tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
+        path = Path(folder) / "lines.jsonl"
+        write_lines(path, Stream(name="lines", prompt=_PROMPT, output=_OUTPUT), num_lines, seed)
+        return client.create(client.upload(path), window=window)
+
+
+def _lines_per_s(client: BatchClient, batch_id: str, num_lines: int) -> float:
+    times, counts = [], []
+    for share in _MEASURED:
+        batch = client.wait(batch_id, lambda batch, share=share: num_done(batch) >= share * num_lines, _LIMIT_S)  # type: ignore[misc]
+        times.append(time.monotonic())
+        counts.append(num_done(batch))
+    client.wait(batch_id, is_final, _LIMIT_S)
+    return (counts[1] - counts[0]) / (times[1] - times[0])
+
+
+def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:
+    end_s = scale.window_s * 1.2
+    interactive = Stream(
+        name="interactive",
+        priority=0,
+        user="people",
+        phases=(Phase(end_s=end_s, rate_per_s=INTERACTIVE * lines_per_s),),
+        prompt=_PROMPT,
+        output=_OUTPUT,
+    )
+    backlog = Stream(
+        name="backlog",
+        priority=2,
+        user="night",
+        bursts=(Burst(count=round(end_s * lines_per_s), spread_s=end_s / 4),),
+        prompt=_PROMPT,
+        output=_OUTPUT,
+    )
+    return LoadSpec(streams=(interactive, backlog), seed=options.seed + 2, timeout_s=3600.0, end_s=end_s)
+
+
+def figures_of(seen: Seen) -> dict[str, Any]:
+    """Everything judged."""
+    interactive = [row.outcome for row in seen.load.of("interactive")]
+    return {
+        "lines_per_s_alone": seen.lines_per_s,
+        "num_lines": seen.num_lines,
+        "num_in_time": seen.batch["request_counts"]["completed"],
+        "status": seen.batch["status"],
+        "took_s": _ended_unix_s(seen.batch) - seen.batch["created_at"],
+        "num_interactive": len(interactive),
+        "num_interactive_failed": sum(outcome not in (Outcome.OK, Outcome.CUT_OFF) for outcome in interactive),
+        "num_backlog_done": sum(row.outcome is Outcome.OK for row in seen.load.of("backlog")),
+        "lasted": seen.lasted,
+    }
+
+
+def judge(figures: dict[str, Any]) -> list[Bar]:
+    """The promises."""
+    return [
+        Bar(
+            "share of the lines that were done within the window", figures["num_in_time"] / figures["num_lines"],
+            MIN_SHARE, is_lower_bound=True,
+        ),
+        Bar("interactive requests failed", figures["num_interactive_failed"], 0),
+        Bar("the backlog stood to the end of the batch", float(figures["lasted"]), 1, is_lower_bound=True),
+        Bar("requests of the backlog done meanwhile", figures["num_backlog_done"], 1, is_lower_bound=True),
+    ]  # fmt: skip
+
+
+def _ended_unix_s(batch: dict[str, Any]) -> float:
+    return float(batch["completed_at"] or batch["expired_at"] or batch["failed_at"] or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
