@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -57,9 +57,14 @@ class Run:
     band: Band
     phase: Phase = Phase.PREPARING
 
-    def as_backlog(self) -> Backlog:
-        """The line as something that is to be done."""
-        return Backlog(self.batch.band, self.batch.expires_unix_s, 1, self.line.expected_tokens)
+
+def backlog_of(runs: Iterable[Run]) -> list[Backlog]:
+    """Lines that are being run as something that is to be done, by batch."""
+    sums: dict[str, tuple[OpenBatch, int, int]] = {}
+    for run in runs:
+        batch, num_lines, tokens = sums.get(run.batch.id, (run.batch, 0, 0))
+        sums[batch.id] = batch, num_lines + 1, tokens + run.line.expected_tokens
+    return [Backlog(batch.band, batch.expires_unix_s, *its_sums) for batch, *its_sums in sums.values()]
 
 
 class LineRunner:

@@ -14,7 +14,7 @@ from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.database import Database
 from serve_app.jobs.lease_plan import Wanted, plan, raised_band
 from serve_app.jobs.lease_rows import EndedLines, LeasedLine, lease_lines, release_lines
-from serve_app.jobs.line_runner import LineRunner, Phase, Run
+from serve_app.jobs.line_runner import LineRunner, Phase, Run, backlog_of
 from serve_app.jobs.ownership import Ownership
 from serve_app.jobs.queue_rows import Backlog, OpenBatch, backlog, open_batches, still_in_progress
 from serve_app.jobs.results import ResultWriter
@@ -124,8 +124,9 @@ class Worker:
         self.abandon(running - in_progress)
 
     async def _fill(self) -> None:
-        self._backlog.not_sent = [run.as_backlog() for run in self._runs.values() if run.phase is not Phase.SENT]
-        undone = (*self._backlog.waiting, *(run.as_backlog() for run in self._runs.values()))
+        runs = self._runs.values()
+        self._backlog.not_sent = backlog_of(run for run in runs if run.phase is not Phase.SENT)
+        undone = (*self._backlog.waiting, *backlog_of(runs))
         late_before = self._pace.late_before(undone, self._unix_clock())
         self._raise_late_runs(late_before)
         wanted = plan(self._open, late_before, self._room_for, self._num_running())
