@@ -32,6 +32,7 @@ class LeastTokens:
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """Replicas by work."""
+        self._index.resize(sum(view.stats.num_blocks for view in views))
         held = self._index.num_blocks_held(routing.block_hashes)
         num_tokens = routing.num_tokens + sum(view.outstanding_tokens for view in views)
         bound = _LOAD_BOUND * num_tokens / len(views)

@@ -45,6 +45,18 @@ def test_of_a_long_prefix_the_ends_are_forgotten_first():
     assert index.num_blocks_held(chain("1", "2", "3", "4", "5")) == {"a": 3}
 
 
+def test_it_holds_no_more_than_the_replicas_do():
+    index = PrefixIndex(max_blocks=10)
+    for number in range(10):
+        index.add("a", chain(str(number)))
+    index.resize(4)
+    assert len(index) == 4 and index.num_blocks_held(chain("6")) == {"a": 1}
+    index.resize(1000)
+    for number in range(20):
+        index.add("a", chain(str(number)))
+    assert len(index) == 10
+
+
 def test_a_prefix_in_use_is_kept():
     index = PrefixIndex(max_blocks=4)
     for number in range(50):
@@ -82,6 +94,8 @@ def test_it_stays_consistent_in_random_histories(seed: int):
         replica_id = rng.choice("abc")
         if rng.random() < 0.1:
             index.forget(replica_id)
+        elif rng.random() < 0.1:
+            index.resize(rng.randrange(40))
         else:
             index.add(replica_id, chain(*(str(rng.randrange(30)) for _ in range(rng.randrange(6)))))
         index.check_invariants()
