@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -59,7 +59,8 @@ class Fleet:
         self.table = LoadTable(self.clock)
         self.cache = PrefixIndex()
         for number in range(self.num_replicas):
-            self.table.record(stats(f"replica-{number}", slots=1000))
+            # No prompt is too many for its cache.
+            self.table.record(replace(stats(f"replica-{number}", slots=1000), num_blocks=50_000))
             self.work[f"replica-{number}"] = 0.0
 
     def send(self, sizes: Sizes) -> float:
