@@ -33,6 +33,8 @@ _PROMPT, _OUTPUT = Lengths.around(64, 0.4, 16, 256), Lengths.around(96, 0.4, 16,
 _LIMIT_S = 1800.0
 _LEAD_S = 10.0
 """From the first request of the backlog, which fills every slot, to the batch."""
+_LATE_AFTER_S = 0.1
+"""Sooner than that nobody sees whether a request leaves on time: here hundreds of seconds are judged."""
 _MEASURED = (0.2, 0.8)
 """The part of the first batch, by lines, over which the speed is measured: at both ends slots are empty."""
 
@@ -126,7 +128,8 @@ def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:
         prompt=_PROMPT,
         output=_OUTPUT,
     )
-    return LoadSpec(streams=(interactive, backlog), seed=options.seed + 2, timeout_s=3600.0, end_s=end_s)
+    streams, seed = (interactive, backlog), options.seed + 2
+    return LoadSpec(streams=streams, seed=seed, timeout_s=3600.0, end_s=end_s, late_after_s=_LATE_AFTER_S)
 
 
 def figures_of(seen: Seen) -> dict[str, Any]:
