@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.jobs.lines import ENDPOINT
+from bench.jobs.lines import ENDPOINT, write_lines
+from bench.load.spec import Stream
 from bench.serving import Served
 
 _POLL_PERIOD_S = 0.2
@@ -38,6 +40,15 @@ class BatchClient:
             "callback_url": callback_url,
         }
         return str(self._json("POST", "/v1/batches", json=body)["id"])
+
+    def submit(
+        self, stream: Stream, num_lines: int, seed: int, model: str = "headway-demo", window: str = "24h"
+    ) -> str:
+        """The id of a batch of lines that `write_lines` makes."""
+        with tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
+            path = Path(folder) / "lines.jsonl"
+            write_lines(path, stream, num_lines, seed, model)
+            return self.create(self.upload(path), window=window)
 
     def get(self, batch_id: str) -> dict[str, Any]:
         """The batch as it is now."""

@@ -8,13 +8,10 @@ works off a batch of many lines, which must last to the end. Kinds of replica an
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done
-from bench.jobs.lines import write_lines
 from bench.load.percentiles import percentile
 from bench.load.rows import Outcome
 from bench.load.spec import Lengths, LoadSpec, Phase, Stream
@@ -94,10 +91,7 @@ def _beside_a_batch(
         output=Lengths.around(scale.line_output, 0.4, 8, 1024),
     )
     client = BatchClient(served.url)
-    with tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
-        path = Path(folder) / "lines.jsonl"
-        write_lines(path, lines, scale.num_lines, options.seed, KINDS[scale.name].model)
-        batch_id = client.create(client.upload(path))
+    batch_id = client.submit(lines, scale.num_lines, options.seed, KINDS[scale.name].model)
     before = client.wait(batch_id, lambda batch: num_done(batch) > 0, _START_LIMIT_S)
     load = offer(served.url, spec)
     after = client.get(batch_id)

@@ -10,14 +10,11 @@ only if its lines are raised above the backlog while there still is time, and it
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done
-from bench.jobs.lines import write_lines
 from bench.load.rows import Outcome
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
 from bench.routing.applications import COARSE_STREAMS, timed
@@ -30,6 +27,7 @@ LOAD = 0.9
 INTERACTIVE = 0.25
 NUM_SLOTS = 32
 _PROMPT, _OUTPUT = Lengths.around(64, 0.4, 16, 256), Lengths.around(96, 0.4, 16, 512)
+_LINES = Stream(name="lines", prompt=_PROMPT, output=_OUTPUT)
 _LIMIT_S = 1800.0
 _LEAD_S = 10.0
 """From the first request of the backlog, which fills every slot, to the batch."""
@@ -81,33 +79,28 @@ def main() -> int:
 
 def _measure(served: Served, scale: Scale, options: Options) -> Seen:
     client = BatchClient(served.url)
-    alone = _submit(client, scale.num_lines_alone, options.seed, "24h")
+    alone = client.submit(_LINES, scale.num_lines_alone, options.seed)
     lines_per_s = _lines_per_s(client, alone, scale.num_lines_alone)
     num_lines = round((LOAD - INTERACTIVE) * lines_per_s * scale.window_s)
     print(f"{lines_per_s:.2f} lines a second alone; {num_lines} lines in a window of {scale.window_s} s")
     load = RunningLoad(served.url, _load(lines_per_s, scale, options))
     time.sleep(_LEAD_S)
-    batch_id = _submit(client, num_lines, options.seed + 1, f"{scale.window_s}s")
+    batch_id = client.submit(_LINES, num_lines, options.seed + 1, window=f"{scale.window_s}s")
     batch = client.wait(batch_id, is_final, _LIMIT_S)
     lasted = load.is_running
     return Seen(lines_per_s, num_lines, batch, load.wait(), lasted)
 
 
-def _submit(client: BatchClient, num_lines: int, seed: int, window: str) -> str:
-    with tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
-        path = Path(folder) / "lines.jsonl"
-        write_lines(path, Stream(name="lines", prompt=_PROMPT, output=_OUTPUT), num_lines, seed)
-        return client.create(client.upload(path), window=window)
-
-
 def _lines_per_s(client: BatchClient, batch_id: str, num_lines: int) -> float:
-    times, counts = [], []
-    for share in _MEASURED:
-        batch = client.wait(batch_id, lambda batch, share=share: num_done(batch) >= share * num_lines, _LIMIT_S)  # type: ignore[misc]
-        times.append(time.monotonic())
-        counts.append(num_done(batch))
+    (from_s, first), (to_s, last) = (_once_done(client, batch_id, share * num_lines) for share in _MEASURED)
     client.wait(batch_id, is_final, _LIMIT_S)
-    return (counts[1] - counts[0]) / (times[1] - times[0])
+    return (last - first) / (to_s - from_s)
+
+
+def _once_done(client: BatchClient, batch_id: str, num_lines: float) -> tuple[float, int]:
+    """When at least so many lines were done, and how many were."""
+    batch = client.wait(batch_id, lambda batch: num_done(batch) >= num_lines, _LIMIT_S)
+    return time.monotonic(), num_done(batch)
 
 
 def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:

@@ -28,8 +28,8 @@ from serve_app.jobs.tables import batches, lines
 BatchRow = Row[Any]
 FINAL = tuple(status.value for status in BatchStatus if status.is_final)
 UNFINISHED = tuple(status.value for status in BatchStatus if not status.is_final)
-SELECT_BATCH = select(batches).where(batches.c.id == bindparam("batch_id"))
-"""Made once: to put a statement together takes as long as to carry it out."""
+# Made once: to put a statement together takes as long as to carry it out.
+_BATCH = select(batches).where(batches.c.id == bindparam("batch_id"))
 
 _AS_THEY_ARE = (
     "id", "tenant", "endpoint", "created_unix_s", "expires_unix_s", "input_file_id", "callback_url", "request_id",
@@ -65,9 +65,14 @@ def errors_text(errors: tuple[BatchError, ...]) -> str:
     return to_json([asdict(error) for error in errors]).decode()
 
 
+def find_batch(connection: Connection, batch_id: str) -> BatchRow | None:
+    """A batch, whoever's it is, if there is one of this id."""
+    return connection.execute(_BATCH, {"batch_id": batch_id}).first()
+
+
 def select_batch(connection: Connection, batch_id: str) -> BatchRow:
     """A batch that is known to exist, whoever's it is."""
-    return connection.execute(SELECT_BATCH, {"batch_id": batch_id}).one()
+    return connection.execute(_BATCH, {"batch_id": batch_id}).one()
 
 
 def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> None:

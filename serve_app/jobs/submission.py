@@ -6,7 +6,7 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, bindparam, func, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.batch_rows import SELECT_BATCH, UNFINISHED, BatchRow, batch_record, select_batch
+from serve_app.jobs.batch_rows import UNFINISHED, BatchRow, batch_record, find_batch, select_batch
 from serve_app.jobs.batch_states import new_batch_values
 from serve_app.jobs.errors import IdempotencyKeyInUse
 from serve_app.jobs.file_rows import get_file
@@ -38,7 +38,7 @@ def submit_batch(
         InvalidRequest: the file is not for batches, or there are too many lines or none.
         Overloaded: the tenant has as many batches or lines waiting as it may have.
     """
-    known = connection.execute(SELECT_BATCH, {"batch_id": batch_id}).first()
+    known = find_batch(connection, batch_id)
     if known is not None:
         return Submission(batch_record(known), is_new=True)
     known = _known_by_key(connection, new)

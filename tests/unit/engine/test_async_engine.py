@@ -41,7 +41,7 @@ async def collect(engine: AsyncEngine, asked: GenerateRequest) -> list[TokenDelt
 
 
 async def until_idle(engine: AsyncEngine) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(LIMIT_S):
         while engine.stats().num_running or engine.stats().num_waiting:
             await asyncio.sleep(0.001)
 
