@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -95,9 +96,21 @@ async def test_a_server_that_is_gone_is_looked_for_again() -> None:
     ):
         await client.call("echo")
         await first.stop()
-        with pytest.raises(RpcLost):
+        with contextlib.suppress(RpcLost):  # if it has not noticed yet
             await client.call("echo")
         assert await client.call("echo", 2) == (2,)
+
+
+async def test_calls_under_way_are_lost_with_their_connection() -> None:
+    methods = Methods()
+    async with serving(methods) as (_, address), calling(address) as client:
+        call = asyncio.create_task(client.call("wait"))
+        await methods.has_begun.wait()
+        await client.close()
+        with pytest.raises(RpcLost):
+            await call
+        async with asyncio.timeout(LIMIT_S):
+            await methods.was_cancelled.wait()
 
 
 async def test_a_stranger_is_refused_and_nothing_it_sends_is_read() -> None:
@@ -107,7 +120,7 @@ async def test_a_stranger_is_refused_and_nothing_it_sends_is_read() -> None:
             with pytest.raises(RpcLost):
                 await client.call("echo")
             assert await client.call("echo") == ()
-        async with aiohttp.ClientSession() as session, session.post(address.url, data=b"no pickle") as response:
+        async with aiohttp.ClientSession() as session, session.get(address.url, data=b"no pickle") as response:
             assert response.status == 401
 
 
@@ -117,8 +130,9 @@ async def test_a_caller_that_leaves_cancels_its_call() -> None:
         call = asyncio.create_task(client.call("wait"))
         await methods.has_begun.wait()
         call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await methods.was_cancelled.wait()
+            assert await client.call("echo", 1) == (1,)  # the others go on
 
 
 async def test_calls_that_wait_end_when_the_server_stops() -> None:
