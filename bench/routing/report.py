@@ -92,27 +92,30 @@ def report(
     figures: dict[str, Any],
     loads: Sequence[Offered],
     family: str = "routing",
+    void_because: str | None = None,
 ) -> int:
-    """Print and record; the exit code: 0 all kept, 1 not, 3 void.
+    """Print and record; the exit code: 0 all kept, 1 not, 3 void, which it is when a load was, or for this reason.
 
     The record is called `family`_`name`, the module's names, and by the kinds that were chosen. A quick run is
     recorded among temporary files, not with the results.
     """
     from bench.record import write  # brings torch to tell its version: needed by nothing before this
 
-    is_void = any(load.is_void for load in loads)
+    if any(load.is_void for load in loads):
+        void_because = "the load generator was late too often"
     print(f"\n{family}: {name}")
     for bar in bars:
         print(f"  {bar}")
-    if is_void:
-        print("  VOID: the load generator was late too often; nothing above counts")
+    if void_because is not None:
+        print(f"  VOID: {void_because}; nothing above counts")
     record = "_".join([family, name, *options.kinds])
     place = str(Path(tempfile.gettempdir()) / f"{record}_quick") if options.is_quick else record
     path = write(
         place,
         " ".join([f"python -m bench.{family}.{name}", *sys.argv[1:]]),
         {
-            "is_void": is_void,
+            "is_void": void_because is not None,
+            "void_because": void_because,
             "options": asdict(options),
             "bars": [{**asdict(bar), "is_kept": bar.is_kept} for bar in bars],
             **figures,
@@ -120,7 +123,7 @@ def report(
         },
     )
     print(f"  {path}")
-    if is_void:
+    if void_because is not None:
         return VOID_EXIT_CODE
     return 0 if all(bar.is_kept for bar in bars) else 1
 

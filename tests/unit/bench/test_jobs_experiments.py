@@ -13,6 +13,7 @@ from bench.jobs.submit import Call
 from bench.load.rows import Row
 from bench.load.spec import Lengths, LoadSpec, Prefixes, Stream
 from bench.routing.offer import Offered
+from bench.routing.watch import Seen
 
 STREAM = Stream(name="lines", prompt=Lengths.around(8, 0.5), output=Lengths.around(4, 0.5))
 
@@ -44,12 +45,18 @@ def test_groups_keep_their_beginning_throughout_a_file(tmp_path: Path) -> None:
 
 
 def test_what_submitting_costs_is_told_beside_what_it_is_compared_with() -> None:
-    live = [Call("live", 200, 0.001 * number, 0.0) for number in range(101)]
-    submits = [Call("submit", 202, 0.001 * number + 0.004, 0.002) for number in range(101)]
-    figures = submit.figures_of([*live, *submits, Call("live", 503, 0.05, 0.0), Call("submit", 0, 0.05, 0.0)])
+    live = [Call("live", 200, 0.0, 0.001 * number, 0.0) for number in range(101)]
+    submits = [Call("submit", 202, 0.0, 0.001 * number + 0.004, 0.002) for number in range(101)]
+    figures = submit.figures_of([*live, *submits, Call("live", 503, 0.0, 0.05, 0.0), Call("submit", 0, 0.0, 0.05, 0.0)])
     assert figures["extra_p99_s"] == pytest.approx(0.004, abs=1e-3)
     assert figures["num_failed"] == 2
     assert figures["statuses"]["submit 202"] == 101
+
+
+def test_calls_count_where_the_host_left_us_the_processors() -> None:
+    calls = [Call("submit", 202, sent_unix_s, 0.01, 0.0) for sent_unix_s in (10.2, 10.9, 11.5, 12.3, 13.1)]
+    looks = [Seen(11.0, 0.5), Seen(12.0, 7.0), Seen(13.0, 0.0)]
+    assert [call.sent_unix_s for call in submit.undisturbed(calls, looks)] == [10.2, 10.9, 12.3]  # 13.1: not known
 
 
 def offered(ttft_s: float, gap_s: float) -> Offered:
