@@ -56,7 +56,7 @@ def test_what_submitting_costs_is_told_beside_what_it_is_compared_with() -> None
 def test_calls_count_where_the_host_left_us_the_processors() -> None:
     calls = [Call("submit", 202, sent_unix_s, 0.01, 0.0) for sent_unix_s in (10.2, 10.9, 11.5, 12.3, 13.1)]
     looks = [Seen(11.0, 0.5), Seen(12.0, 7.0), Seen(13.0, 0.0)]
-    assert [call.sent_unix_s for call in submit.undisturbed(calls, looks)] == [10.2, 10.9, 12.3]  # 13.1: not known
+    assert [call.sent_unix_s for call in submit.undisturbed_of(calls, looks)] == [10.2, 10.9, 12.3]  # 13.1: not known
 
 
 def offered(ttft_s: float, gap_s: float) -> Offered:
