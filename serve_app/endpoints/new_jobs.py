@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from replicas.errors import InvalidRequest
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.records import BatchKind, NewBatch, NewLine
-from serve_app.openai.job_schema import JobOptions
+from serve_app.openai.job_schema import MAX_WINDOW_S, JobOptions
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.reply import JsonObject
@@ -84,8 +84,17 @@ class JobMaker:
 
 
 def window_of(body: GenerationBody) -> float | None:
-    """How long work may take from its submission, seconds; None: as long as it needs."""
-    return None if body.deadline_ms is None else body.deadline_ms / 1000
+    """How long work may take from its submission, seconds; None: as long as it needs.
+
+    Raises:
+        InvalidRequest: longer than a window may be.
+    """
+    if body.deadline_ms is None:
+        return None
+    if body.deadline_ms > MAX_WINDOW_S * 1000:
+        message = f"`deadline_ms` is {body.deadline_ms}; at most {MAX_WINDOW_S * 1000} (30 days) is accepted"
+        raise InvalidRequest(message, "deadline_ms")
+    return body.deadline_ms / 1000
 
 
 def line_of(fields: JsonObject) -> JsonObject:

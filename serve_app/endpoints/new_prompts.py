@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pydantic_core import to_json
+
 from replicas.errors import InvalidRequest
 from serve_app.endpoints.new_jobs import COMPLETION_ENDPOINT, line_of, window_of
 from serve_app.endpoints.submitter import Submitter
@@ -51,17 +53,22 @@ class PromptBatchMaker:
         self._checked(shared)
         return SyncPrompts([_body_or_refusal(shared, prompt) for prompt in options.prompts], options.stream)
 
-    def batch(self, submitter: Submitter, max_prompts: int, fields: JsonObject) -> NewBatch:
-        """The batch for a body of POST /v1/batch/async.
+    def batch(self, submitter: Submitter, max_prompts: int, max_bytes: int, fields: JsonObject) -> NewBatch:
+        """The batch for a body of POST /v1/batch/async; as lines of a file it would have at most `max_bytes`.
 
         Raises:
-            InvalidRequest, UnknownModel: what the prompts share is no good, or they are too many.
+            InvalidRequest, UnknownModel: what the prompts share is no good or too much, or they are too many.
         """
         options = self._options(fields, max_prompts)
         if options.stream:
             raise InvalidRequest("`stream` is for POST /v1/batch/sync", "stream", "unsupported_parameter")
         shared = self._shared(fields)
         body, request = self._checked(shared), line_of(shared)
+        # Each line has what all share, once more.
+        num_bytes = len(to_json(request)) * len(options.prompts) + len(to_json(options.prompts))
+        if num_bytes > max_bytes:
+            message = f"the requests have {spaced(num_bytes)} bytes together; at most {spaced(max_bytes)} are accepted"
+            raise InvalidRequest(message, "prompts")
         return NewBatch(
             kind=BatchKind.PROMPTS,
             tenant=submitter.principal.tenant,

@@ -14,6 +14,8 @@ from serve_app.errors import body_too_large, shortened, unsupported_media_type
 FORM_BYTES = 2**16
 """Most that a form may hold beside its file, bytes."""
 
+_FIELD_BYTES = 64
+"""What a field counts for beside its name and value."""
 _FILE_FIELD = "file"
 _MAX_FILENAME_CHARS = 512
 _NESTED = re.compile(r"([a-z_]+)\[([a-z_]+)\]")
@@ -102,17 +104,21 @@ class Upload:
                 return event
             if event.name in self._fields:
                 raise InvalidRequest(f"`{shortened(event.name)}` is given twice", shortened(event.name))
+            self._count(len(event.name) + _FIELD_BYTES)
             self._fields[event.name] = await self._read_value()
         return None
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_field_bytes += num_bytes
+        if self._num_field_bytes > FORM_BYTES:
+            raise body_too_large(FORM_BYTES, "the form beside its file")
 
     async def _read_value(self) -> str:
         value = bytearray()
         while not isinstance(event := await self._next(), PartEnd):
             assert isinstance(event, bytes)
             value += event
-            self._num_field_bytes += len(event)
-            if self._num_field_bytes > FORM_BYTES:
-                raise body_too_large(FORM_BYTES, "the form beside its file")
+            self._count(len(event))
         return value.decode(errors="replace")
 
     async def _next(self) -> FormEvent | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import httpx
 from sqlalchemy import Connection, insert, select, update
 
 from serve_app.jobs.batch_rows import BatchRow, batch_record
@@ -28,7 +27,7 @@ def owe_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
             batch_id=batch.id,
             event=event.type,
             url=batch.callback_url,
-            host=_host_of(batch.callback_url),
+            host=host_of(batch.callback_url),
             body=event.body,
             num_attempts=0,
             created_unix_s=now,
@@ -58,11 +57,3 @@ def delivery_failed(connection: Connection, delivery_id: str, next_attempt_unix_
 def _attempted(connection: Connection, delivery_id: str, values: dict[str, object]) -> None:
     more = {"num_attempts": deliveries.c.num_attempts + 1}
     connection.execute(update(deliveries).where(deliveries.c.id == delivery_id).values(values | more))
-
-
-def _host_of(url: str) -> str:
-    """A URL that cannot be read is refused when it is tried; here it must not keep its batch from ending."""
-    try:
-        return host_of(url)
-    except (httpx.InvalidURL, ValueError):
-        return ""

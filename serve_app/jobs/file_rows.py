@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -66,9 +67,10 @@ def doom_expired_files(connection: Connection, now: float, limit: int) -> int:
     return _doom(connection, list(connection.execute(expired).scalars()))
 
 
-def doomed(connection: Connection, limit: int) -> list[str]:
-    """Files whose bytes are to be deleted."""
-    return list(connection.execute(select(doomed_files.c.id).limit(limit)).scalars())
+def doomed(connection: Connection, limit: int, but: Collection[str] = ()) -> list[str]:
+    """Some files, none of `but`, whose bytes are to be deleted."""
+    query = select(doomed_files.c.id).where(doomed_files.c.id.not_in(but)).limit(limit)
+    return list(connection.execute(query).scalars())
 
 
 def bytes_deleted(connection: Connection, file_id: str) -> None:

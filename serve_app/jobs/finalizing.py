@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row
 
-from serve_app.jobs.batch_rows import BatchRow
-from serve_app.jobs.batch_states import finish_batch
+from serve_app.jobs.batch_rows import BatchRow, select_batch
+from serve_app.jobs.batch_states import finish_batch, still_owns
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.lease_rows import close_lines, request_id_of
@@ -62,7 +62,7 @@ class Finalizer:
             OSError: the file store does not answer; the batch is as it was.
         """
         if batch.in_progress_unix_s is None:
-            await self.delete_lines(batch.id)  # of a validation that was cut short
+            await self._delete_lines(batch, owner)  # of a validation that was cut short
         elif batch.ending in _UNDONE:
             await self._close_lines(batch)
         files = await self._write_files(batch) if batch.kind == BatchKind.FILE.value else []
@@ -77,18 +77,20 @@ class Finalizer:
             self._on_closed(status, number)
 
     async def _write_files(self, batch: BatchRow) -> list[FileRecord]:
+        # The counts of now: lines that were still running when the batch was claimed have ended since.
+        batch = await self._database.read(lambda connection: select_batch(connection, batch.id))
+        num_others = batch.num_lines - batch.num_completed
         written = [
-            await self._write_file(batch, batch.output_file_id, is_success=True),
-            await self._write_file(batch, batch.error_file_id, is_success=False),
+            await self._write_file(batch, batch.output_file_id, batch.num_completed, is_success=True),
+            await self._write_file(batch, batch.error_file_id, num_others, is_success=False),
         ]
         return [one for one in written if one is not None]
 
-    async def _write_file(self, batch: BatchRow, file_id: str, is_success: bool) -> FileRecord | None:
+    async def _write_file(self, batch: BatchRow, file_id: str, num_lines: int, is_success: bool) -> FileRecord | None:
         """The file of the lines that succeeded, or of all others; None: there are none."""
-        first = await self._page(batch.id, -1, is_success)
-        if not first:
+        if num_lines == 0:
             return None
-        num_bytes = await self._files.write(file_id, self._parts(batch.id, first, is_success))
+        num_bytes = await self._files.write(file_id, self._parts(batch.id, num_lines, is_success))
         now = self._unix_clock()
         kept_s = batch.output_expires_after_s
         return FileRecord(
@@ -101,18 +103,33 @@ class Finalizer:
             expires_unix_s=None if kept_s is None else now + kept_s,
         )
 
-    async def _parts(self, batch_id: str, page: list[Row[Any]], is_success: bool) -> AsyncIterator[bytes]:
-        while page:
+    async def _parts(self, batch_id: str, num_lines: int, is_success: bool) -> AsyncIterator[bytes]:
+        """All lines of one kind.
+
+        Raises:
+            LostBatch: some are gone, since another has ended the batch meanwhile; nobody may see the rest as the file.
+        """
+        after = -1
+        while num_lines > 0:
+            page = await self._page(batch_id, after, is_success)
+            if not page:
+                raise LostBatch(batch_id)
             yield b"".join(map(result_line, page))
-            page = await self._page(batch_id, page[-1].position, is_success)
+            after = page[-1].position
+            num_lines -= len(page)
 
     async def _page(self, batch_id: str, after: int, is_success: bool) -> list[Row[Any]]:
         return await self._database.read(lambda c: ended_lines(c, batch_id, after, CHUNK_LINES, is_success))
 
-    async def delete_lines(self, batch_id: str) -> None:
-        """Delete the lines of a batch, a chunk at a time."""
-        while await self._database.write(lambda connection: delete_lines(connection, batch_id, CHUNK_LINES)):
+    async def _delete_lines(self, batch: BatchRow, owner: str) -> None:
+        while await self._database.write(lambda connection: _delete_own(connection, batch, owner)):
             pass
+
+
+def _delete_own(connection: Connection, batch: BatchRow, owner: str) -> int:
+    if not still_owns(connection, batch.id, owner, BatchStatus(batch.status)):
+        raise LostBatch(batch.id)
+    return delete_lines(connection, batch.id, CHUNK_LINES)
 
 
 def result_line(line: Row[Any]) -> bytes:

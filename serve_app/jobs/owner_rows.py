@@ -29,9 +29,10 @@ def is_alive(connection: Connection, owner: str) -> bool:
     return connection.execute(_ALIVE, {"owner": owner}).first() is not None
 
 
-def dead_owners(connection: Connection, now: float, max_age_s: float) -> list[str]:
-    """Owners whose heartbeat stopped so long ago."""
-    return list(connection.execute(select(owners.c.id).where(owners.c.heartbeat_unix_s < now - max_age_s)).scalars())
+def dead_owners(connection: Connection, but: str, now: float, max_age_s: float) -> list[str]:
+    """Owners, all but one, whose heartbeat stopped so long ago."""
+    dead = (owners.c.heartbeat_unix_s < now - max_age_s) & (owners.c.id != but)
+    return list(connection.execute(select(owners.c.id).where(dead)).scalars())
 
 
 def bury_owner(connection: Connection, owner: str) -> int:

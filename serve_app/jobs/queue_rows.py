@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Integer, Select, bindparam, cast, func, select
+from sqlalchemy import BigInteger, Connection, Select, bindparam, cast, func, select
 
 from replicas.protocol import Band
 from serve_app.jobs.records import BatchStatus
@@ -80,7 +80,7 @@ def _soonest_batches() -> Select[Any]:
 def _backlog() -> Select[Any]:
     undone = batches.c.num_lines - batches.c.num_completed - batches.c.num_failed
     tokens = batches.c.waiting_tokens * batches.c.num_queued / undone
-    step = cast(batches.c.expires_unix_s / _DEADLINE_STEP_S, Integer)
+    step = cast(batches.c.expires_unix_s / _DEADLINE_STEP_S, BigInteger)
     sums = (func.min(batches.c.expires_unix_s), func.sum(batches.c.num_queued), func.sum(tokens))
     return select(batches.c.band, *sums).where(_WAITS).group_by(batches.c.band, step)
 

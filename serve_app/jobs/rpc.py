@@ -133,7 +133,9 @@ class _Caller:
         self._is_dismissed = True
         if self._answering:
             await asyncio.wait(list(self._answering.values()), timeout=_STOP_LIMIT_S)
-        await self._socket.close(code=WSCloseCode.GOING_AWAY)
+        with contextlib.suppress(TimeoutError):  # whoever does not read is not waited for
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                await self._socket.close(code=WSCloseCode.GOING_AWAY)
 
     def _begin(self, call: _Call) -> None:
         task = self._answering[call.number] = asyncio.create_task(self._answer(call))
@@ -157,25 +159,34 @@ class RpcClient:
     def __init__(self, find: Callable[[], Awaitable[RpcAddress]]) -> None:
         """`find`: asked where the server is, at first and whenever the connection was lost."""
         self._find = find
-        self._opening = asyncio.Lock()
+        self._changing = asyncio.Lock()
+        """Held by whoever opens or closes the connection."""
         self._connection: _Connection | None = None
+        self._is_closed = False
 
     async def call(self, name: str, *arguments: object) -> Any:
         """What the method returns.
 
         Raises:
             ServingError: what the method raised.
-            RpcLost: the server is not there (any more), or does not know us.
+            RpcLost: the server is not there (any more), or does not know us, or we are closed.
         """
-        async with self._opening:
+        async with self._changing:
+            if self._is_closed:
+                raise RpcLost("no calls are made any more")
             if self._connection is None or self._connection.is_lost:
-                await self.close()
+                await self._disconnect()
                 self._connection = await _Connection.open(await self._find())
             connection = self._connection
         return await connection.call(name, arguments)
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close what is open; calls that wait are lost."""
+        self._is_closed = True
+        async with self._changing:
+            await self._disconnect()
+
+    async def _disconnect(self) -> None:
         if self._connection is not None:
             await self._connection.close()
             self._connection = None
@@ -190,7 +201,7 @@ class _Connection:
         self._socket = socket
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[_Answer]] = {}
-        self._cancelling: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
         self._hearing = asyncio.create_task(self._hear())
 
     @classmethod
@@ -217,37 +228,49 @@ class _Connection:
         call = _Call(next(self._numbers), method, arguments)
         answered = self._calls[call.number] = asyncio.get_running_loop().create_future()
         try:
-            await self._send(call)
+            self._send(call)
             answer = await answered
         except ConnectionError as error:
             raise _lost(self._url, error) from error
         except asyncio.CancelledError:
-            self._cancel(call.number)
+            self._send(_Cancel(call.number))
             raise
         finally:
-            self._calls.pop(call.number, None)
+            del self._calls[call.number]
         if answer.error is not None:
             raise answer.error
         return answer.result
 
     async def close(self) -> None:
         """Disconnect; calls that wait are lost."""
-        await self._socket.close()
-        await asyncio.wait([self._hearing])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                await self._socket.close()
+        self._hearing.cancel()
+        for task in self._sending:
+            task.cancel()
+        await asyncio.wait([self._hearing, *self._sending])
         await self._session.close()
 
-    async def _send(self, message: _Call | _Cancel) -> None:
-        await self._socket.send_bytes(pickle.dumps(message))
+    def _send(self, message: _Call | _Cancel) -> None:
+        """In a task of our own: of all that wait to send, aiohttp would cancel each with the first that is cancelled.
 
-    def _cancel(self, number: int) -> None:
-        """Tell the server, without keeping whoever leaves."""
-        task = asyncio.create_task(self._send_cancel(number))
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
+        What begins first is sent first.
+        """
+        task = asyncio.create_task(self._sent(message.number, pickle.dumps(message)))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
-    async def _send_cancel(self, number: int) -> None:
-        with contextlib.suppress(ConnectionError):  # then it is cancelled already
-            await self._send(_Cancel(number))
+    async def _sent(self, number: int, data: bytes) -> None:
+        try:
+            await self._socket.send_bytes(data)
+        except ConnectionError as error:
+            self._fail(number, error)
+
+    def _fail(self, number: int, error: ConnectionError) -> None:
+        call = self._calls.get(number)
+        if call is not None and not call.done():
+            call.set_exception(error)
 
     async def _hear(self) -> None:
         try:
@@ -255,9 +278,8 @@ class _Connection:
                 if message.type is WSMsgType.BINARY:
                     self._answered(pickle.loads(message.data))
         finally:
-            for call in self._calls.values():
-                if not call.done():
-                    call.set_exception(ConnectionResetError(f"closed with {self._socket.close_code}"))
+            for number in self._calls:
+                self._fail(number, ConnectionResetError(f"closed with {self._socket.close_code}"))
 
     def _answered(self, answer: _Answer) -> None:
         call = self._calls.get(answer.number)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -10,8 +12,9 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from replicas.errors import NoReplicaAvailable
+from replicas.errors import NoReplicaAvailable, ServingError
 from router.serve_router import in_own_context
+from serve_app.jobs.errors import BatchNotCancellable, UnknownFile
 from serve_app.jobs.records import (
     BatchKind,
     BatchRecord,
@@ -35,8 +38,8 @@ _LOST = (RpcLost, RayError, RayServeException, grpc.aio.AioRpcError)
 class ServeJobs:
     """A `JobsService` in the jobs deployment's process, whose address its Serve handle tells.
 
-    A call that the process does not live to answer is made again to the next one, for a while: none of them minds
-    being made twice, since whoever submits a batch has given it its id.
+    A call that the process does not live to answer is made again to the next one, for a while. None of them minds
+    being made twice: whoever submits a batch has given it its id, and what is deleted or cancelled twice is so once.
     """
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
@@ -63,7 +66,7 @@ class ServeJobs:
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Forget a file and delete its bytes."""
-        await self._ask("delete_file", tenant, file_id)
+        await self._ask("delete_file", tenant, file_id, already_done=UnknownFile)
 
     async def submit(self, batch: NewBatch) -> Submission:
         """Accept a batch; when this returns, no crash loses it."""
@@ -77,7 +80,11 @@ class ServeJobs:
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
         """The batch once it is final, or as it is after `timeout_s`."""
-        found: BatchRecord = await self._ask("wait", tenant, batch_id, timeout_s, limit_s=_LIMIT_S + timeout_s)
+        end_s = time.monotonic() + timeout_s
+        found: BatchRecord = await self._repeat(
+            lambda: self._client.call("wait", tenant, batch_id, max(0.0, end_s - time.monotonic())),
+            limit_s=_LIMIT_S + timeout_s,
+        )
         return found
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
@@ -87,8 +94,8 @@ class ServeJobs:
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Begin to cancel a batch."""
-        found: BatchRecord = await self._ask("cancel", tenant, batch_id)
-        return found
+        found: BatchRecord | None = await self._ask("cancel", tenant, batch_id, already_done=BatchNotCancellable)
+        return found or await self.batch(tenant, batch_id)
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         """Lines behind `after_index`, in order, whatever their status."""
@@ -105,14 +112,29 @@ class ServeJobs:
         found: JobsCounts = await self._ask("metrics")
         return found
 
-    async def _ask(self, method_name: str, *args: object, limit_s: float = _LIMIT_S) -> Any:
+    async def _ask(self, method_name: str, *args: object, already_done: type[ServingError] | tuple[()] = ()) -> Any:
+        return await self._repeat(lambda: self._client.call(method_name, *args), _LIMIT_S, already_done)
+
+    async def _repeat(
+        self,
+        call: Callable[[], Awaitable[Any]],
+        limit_s: float,
+        already_done: type[ServingError] | tuple[()] = (),
+    ) -> Any:
+        """What the call gives once it is answered; None: a repeated one raises what says that an earlier one worked."""
+        was_lost = False
         try:
             async with asyncio.timeout(limit_s):
                 while True:
                     try:
-                        return await self._client.call(method_name, *args)
+                        return await call()
                     except _LOST:  # the process has died, or is not there yet
+                        was_lost = True
                         await asyncio.sleep(_PAUSE_S)
+                    except already_done:
+                        if not was_lost:
+                            raise
+                        return None
         except TimeoutError:
             raise NoReplicaAvailable("the jobs process does not answer", retry_after_s=5.0) from None
 

@@ -6,7 +6,14 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, bindparam, func, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.batch_rows import UNFINISHED, BatchRow, batch_record, find_batch, select_batch
+from serve_app.jobs.batch_rows import (
+    UNFINISHED,
+    BatchRow,
+    batch_record,
+    find_batch,
+    num_unfinished_lines,
+    select_batch,
+)
 from serve_app.jobs.batch_states import new_batch_values
 from serve_app.jobs.errors import IdempotencyKeyInUse
 from serve_app.jobs.file_rows import get_file
@@ -20,9 +27,6 @@ _RETRY_AFTER_S = 30.0
 _INSERT = insert(batches).returning(batches)
 _UNFINISHED = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
 _NUM_BATCHES = select(func.count()).select_from(batches).where(_UNFINISHED)
-_NUM_LINES = select(
-    func.coalesce(func.sum(batches.c.num_lines - batches.c.num_completed - batches.c.num_failed), 0)
-).where(_UNFINISHED)
 
 
 def submit_batch(
@@ -89,7 +93,7 @@ def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) 
         raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
     if new.kind is BatchKind.JOB:
         return  # one line: the number of jobs is what bounds them, and to count lines takes longer than an index does
-    num_lines = connection.execute(_NUM_LINES, tenant).scalar_one()
+    num_lines = num_unfinished_lines(connection, new.tenant)
     if num_lines + len(new.lines) > settings.max_lines_per_tenant:
         message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_lines_per_tenant}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_lines_per_tenant", "rate_limit_exceeded")

@@ -22,6 +22,7 @@ _EXPIRE_PERIOD_S = 1.0
 _CLEAN_PERIOD_S = 10.0
 _FORGET_PERIOD_S = 600.0
 _NUM_AT_ONCE = 20
+_KEPT_S = 60.0
 
 
 class Sweeper:
@@ -41,6 +42,8 @@ class Sweeper:
         self._settings = settings
         self._on_expired = on_expired
         self._unix_clock = unix_clock
+        self._kept: dict[str, float] = {}
+        """Files that the store would not delete, and until when they are left alone; others come first meanwhile."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -68,12 +71,15 @@ class Sweeper:
 
     async def delete_doomed_files(self) -> None:
         """Delete the bytes of files that have no record any more; those that the store keeps are tried again."""
-        for file_id in await self._database.read(lambda c: doomed(c, _NUM_AT_ONCE)):
+        now = self._unix_clock()
+        self._kept = {file_id: until for file_id, until in self._kept.items() if until > now}
+        for file_id in await self._database.read(lambda c: doomed(c, _NUM_AT_ONCE, but=self._kept)):
             try:
                 await self._files.delete(file_id)
             except Exception:  # each file store fails in its own words
                 logger.warning("a file could not be deleted yet", exc_info=True, extra={"file_id": file_id})
-                return
+                self._kept[file_id] = now + _KEPT_S
+                continue
             await self._database.write(lambda c, file_id=file_id: bytes_deleted(c, file_id))  # type: ignore[misc]
 
     async def forget(self) -> None:

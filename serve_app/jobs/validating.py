@@ -11,7 +11,7 @@ from itertools import islice
 
 from sqlalchemy import Connection
 
-from serve_app.jobs.batch_rows import BatchRow
+from serve_app.jobs.batch_rows import BatchRow, num_unfinished_lines
 from serve_app.jobs.batch_states import begin_batch, fail_batch, still_owns
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import UnknownFile
@@ -66,7 +66,7 @@ class Validator:
             LostBatch: it is not the owner's any more.
             OSError: the file store does not answer; the batch is as it was.
         """
-        await self._delete_lines(batch.id)  # of a validation that did not come to its end
+        await self._delete_lines(batch.id, owner)  # of a validation that did not come to its end
         findings = _Findings()
         try:
             await self._read(batch, owner, findings)
@@ -81,8 +81,10 @@ class Validator:
             findings.errors.append(BatchError("file_not_found", message, "input_file_id"))
         if not findings.num_lines and not findings.errors:
             findings.errors.append(BatchError("empty_file", "The file has no lines.", "input_file_id"))
+        if not findings.errors:
+            await self._check_quota(batch.tenant, findings)
         if findings.errors:
-            await self._delete_lines(batch.id)
+            await self._delete_lines(batch.id, owner)
         if not await self._database.write(lambda connection: self._conclude(connection, batch.id, owner, findings)):
             raise LostBatch(batch.id)
 
@@ -137,8 +139,19 @@ class Validator:
             findings.add(BatchError("duplicate_custom_id", message, "custom_id", number))
         findings.expected_tokens += sum(row["expected_tokens"] for row in rows)
 
-    async def _delete_lines(self, batch_id: str) -> None:
-        while await self._database.write(lambda connection: delete_lines(connection, batch_id, CHUNK_LINES)):
+    async def _check_quota(self, tenant: str, findings: _Findings) -> None:
+        """Only now it is known how many lines the file has."""
+        others = await self._database.read(lambda connection: num_unfinished_lines(connection, tenant))
+        limit = self._settings.max_lines_per_tenant
+        if others + findings.num_lines > limit:
+            message = (
+                f"The file has {findings.num_lines} lines, and {others} requests of other batches are still to be "
+                f"done; the limit is {limit}. Submit it again when there are fewer."
+            )
+            findings.errors.append(BatchError("max_lines_per_tenant", message, "input_file_id"))
+
+    async def _delete_lines(self, batch_id: str, owner: str) -> None:
+        while await self._database.write(lambda connection: _delete_own(connection, batch_id, owner)):
             pass
 
 
@@ -148,6 +161,13 @@ def _check(checker: LineChecker, raw_lines: Sequence[RawLine]) -> list[NewLine |
 
 def _rows(batch_id: str, start: int, new_lines: Sequence[NewLine]) -> list[LineRow]:
     return [new_row(batch_id, position, line) for position, line in enumerate(new_lines, start)]
+
+
+def _delete_own(connection: Connection, batch_id: str, owner: str) -> int:
+    """Delete some lines of a batch that is the owner's; gives how many."""
+    if not still_owns(connection, batch_id, owner, BatchStatus.VALIDATING):
+        raise LostBatch(batch_id)
+    return delete_lines(connection, batch_id, CHUNK_LINES)
 
 
 def _keep(connection: Connection, batch_id: str, owner: str, rows: Sequence[LineRow]) -> list[int]:

@@ -47,10 +47,13 @@ def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
 
 
 def host_of(url: str) -> str:
-    """The host that a delivery's URL is for, in lower case; empty where it is no URL."""
+    """The host that a delivery's URL is for, in lower case; empty where it is no URL.
+
+    As it goes over the wire: `URL.host` decodes it, and raises where an international name is malformed.
+    """
     try:
-        return httpx.URL(url).host
-    except httpx.InvalidURL:
+        return httpx.URL(url).raw_host.decode("ascii")
+    except (httpx.InvalidURL, ValueError):
         return ""
 
 

@@ -115,6 +115,16 @@ async def test_content_that_looks_like_a_boundary_comes_through(api: Api) -> Non
 
 
 @pytest.mark.parametrize(
+    "many",
+    [[part("n" * 1000 + str(number), b"") for number in range(66)], [part(f"{number}", b"") for number in range(1024)]],
+    ids=["long names", "many"],
+)
+async def test_fields_count_whatever_their_values(api: Api, many: list[bytes]) -> None:
+    response = await send(api, form(*many, part("file", LINES, "f"), part("purpose", b"batch")))
+    assert response.status_code == 413 and "the form beside its file" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("body", "param", "what"),
     [
         (form(part("purpose", b"batch")), "file", "missing"),

@@ -197,6 +197,7 @@ async def test_what_says_how_to_run_a_job_stays_out_of_its_request(api: Api) -> 
         ({"temperature": 3}, "temperature", "invalid_value"),
         ({"n": 1000}, "n", "invalid_value"),
         ({"deadline_ms": 0}, "deadline_ms", "invalid_value"),
+        ({"deadline_ms": 30 * 86_400_000 + 1}, "deadline_ms", "invalid_value"),
         ({"priority": 3}, "priority", "invalid_value"),
         ({"callback": "https://example.com"}, "callback", "unsupported_parameter"),
         ({"callback_url": "example.com"}, "callback_url", "invalid_value"),

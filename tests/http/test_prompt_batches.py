@@ -299,3 +299,12 @@ async def test_same_key_and_body_is_the_same_batch(api: Api) -> None:
     assert (await api.post("/v1/batch/async", body, idempotency_key="k")).json() == first.json()
     response = await api.post("/v1/batch/async", {"prompts": ["other"]}, idempotency_key="k")
     assert (response.status_code, response.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+
+
+async def test_what_prompts_share_counts_once_for_each(make_api: MakeApi) -> None:
+    api = make_api(job_limits={"max_file_bytes": 10_000})
+    long = {"stop": ["x" * 200]}
+    assert (await api.post("/v1/batch/async", {"prompts": ["a"] * 30, **long})).status_code == 202
+    response = await api.post("/v1/batch/async", {"prompts": ["a"] * 50, **long})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompts"
+    assert "at most 10 000 are accepted" in response.json()["error"]["message"]

@@ -181,7 +181,7 @@ class RandomWorld(World):
                 self.silent.add(owner)
 
     async def bury(self) -> None:
-        for owner in await self.database.read(lambda c: dead_owners(c, self.now, LEASE_S)):
+        for owner in await self.database.read(lambda c: dead_owners(c, "nobody", self.now, LEASE_S)):
             await self.write(partial(bury_owner, owner=owner))
             self.freed(owner)
 

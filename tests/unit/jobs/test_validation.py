@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from serve_app.jobs.batch_states import Unowned, cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.line_rows import delete_lines
+from serve_app.jobs.owner_rows import bury_owner
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, FileRecord, JsonObject
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.validating import LostBatch, Validator
@@ -176,3 +178,24 @@ class _FailingFiles(MemoryFiles):
             if self.after_parts < 0:
                 raise OSError("the store went away")
             yield part
+
+
+async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
+    batch_id = await world.start(file_of(line("a"), line("b")))
+    claimed = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
+    await world.write(lambda c: bury_owner(c, OWNER))
+    await world.add_owner(OWNER)
+    assert (await world.go_on(batch_id)).status is BatchStatus.IN_PROGRESS
+    with pytest.raises(LostBatch):
+        await Validator(world.database, world.files, world.settings, world.clock).validate(claimed, OWNER)
+    assert len(await world.write(lambda c: list_lines(c, "acme", batch_id, -1, 10))) == 2
+
+
+async def test_a_file_of_more_lines_than_its_tenant_may_have_waiting_fails(world):
+    world.settings = replace(world.settings, max_lines_per_tenant=4)
+    await world.submit(new_batch(2))
+    record = await world.validate(file_of(line("a"), line("b"), line("c")))
+    [error] = record.errors
+    assert (record.status, error.code) == (BatchStatus.FAILED, "max_lines_per_tenant")
+    assert "has 3 lines, and 2 requests of other batches" in error.message and "the limit is 4" in error.message
+    assert await world.write(lambda c: delete_lines(c, record.id, 10)) == 0

@@ -330,3 +330,11 @@ async def test_an_attempt_that_is_cut_off_is_still_owed() -> None:
     assert hosts.under_way == [] and outbox.done == []
     async with Sending(outbox, Hosts()):
         await until(lambda: outbox.done == ["evt_1"])
+
+
+async def test_an_address_that_only_looks_like_one_holds_up_nobody() -> None:
+    outbox = MemoryOutbox(replace(delivery(1), url="https://xn--/"), delivery(2, "host"))
+    async with Sending(outbox, Hosts()):
+        await until(lambda: "evt_2" in outbox.done)
+    assert host_of("https://xn--/") == "xn--"
+    assert host_of("https://B\u00fccher.example/") == "xn--bcher-kva.example"
