@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from replicas.protocol import Band
 from router.flow_queue import FlowQueue
 from router.types import ReplicaView
 from serve_app.jobs.backlog import BacklogView
@@ -135,7 +136,8 @@ class JobsRuntime:
         if batch.input_file_id is not None:
             self._lifecycle.validating.news.set()
         else:
-            self._worker.has_news()
+            # What has a deadline may run in a more urgent band than its own.
+            self._worker.has_news(Band if batch.window_s is not None else (batch.band,))
 
     def _closes(self, batch_id: str) -> None:
         self._worker.abandon([batch_id])

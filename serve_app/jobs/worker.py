@@ -65,8 +65,8 @@ class Worker:
         self._news = Signal()
         self._runs: dict[asyncio.Task[None], Run] = {}
         self._open: list[OpenBatch] = []
-        self._is_stale = True
-        """Whether the database may know batches that are not in `_open`."""
+        self._news_of = set(Band)
+        """Bands of which the database may know batches that are not in `_open`."""
         self._refreshed_s = float("-inf")
         self._least_period_s = 0.0
         """Between two looks: looking must not become what this process does."""
@@ -77,9 +77,9 @@ class Worker:
             tasks.create_task(self._results.run())
             tasks.create_task(self._fill_slots())
 
-    def has_news(self) -> None:
-        """There are lines that were not there before."""
-        self._is_stale = True
+    def has_news(self, bands: Iterable[Band] = Band) -> None:
+        """There are lines of these bands that were not there before."""
+        self._news_of.update(bands)
         self._news.set()
 
     def abandon(self, batch_ids: Iterable[str] | None = None) -> None:
@@ -101,16 +101,21 @@ class Worker:
     async def _fill_slots(self) -> None:
         while True:
             age_s = self._clock() - self._refreshed_s
-            if age_s >= (self._least_period_s if self._is_stale else _REFRESH_S):
+            if age_s >= (self._least_period_s if self._has_room_for_news() else _REFRESH_S):
                 await self._refresh()
             await self._fill()
-            await self._news.wait(self._least_period_s if self._is_stale else _LOOK_S)
-            if self._is_stale:
+            await self._news.wait(self._least_period_s if self._has_room_for_news() else _LOOK_S)
+            if self._has_room_for_news():
                 await asyncio.sleep(_GATHER_S)
+
+    def _has_room_for_news(self) -> bool:
+        """Whether a look into the database, which takes the longer the more waits, may lead to anything."""
+        return any(self._room_for(band) > 0 for band in self._news_of)
 
     async def _refresh(self) -> None:
         """Look into the database anew: which batches wait, how much, and which of ours are not to be run any more."""
-        self._is_stale, self._refreshed_s = False, self._clock()
+        self._refreshed_s = self._clock()
+        self._news_of.clear()
         model, running = self._settings.model_name, {run.batch.id for run in self._runs.values()}
 
         def look(connection: Connection) -> tuple[list[OpenBatch], list[Backlog], set[str]]:
@@ -169,7 +174,7 @@ class Worker:
             for line in lines:
                 self._start(Run(line, want.batch, want.band), owner)
         if not any(batch.num_queued for batch in self._open):
-            self._is_stale = True
+            self._news_of.update(Band)
 
     def _start(self, run: Run, owner: str) -> None:
         self._pace.began(run.batch.id)
