@@ -26,7 +26,8 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if _MADV_HUGEPAGE is None:
         return torch.zeros(shape, dtype=dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    # Private: what Python takes by default could be shared, and of such memory Linux mostly makes no huge pages.
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # Of a kernel without them: the pages are small.
         memory.madvise(_MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

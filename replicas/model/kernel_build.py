@@ -44,7 +44,10 @@ def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Pa
     Raises:
         KernelBuildError: no compiler, or it failed, or `directory` cannot be written.
     """
-    folder = Path(directory).expanduser()
+    try:
+        folder = Path(directory).expanduser()
+    except RuntimeError as error:  # there is no home
+        raise KernelBuildError(f"{directory}: {error}") from error
     library = folder / f"headway-kernels-{_key()}.so"
     if library.exists():
         return library

@@ -42,6 +42,6 @@ def cpu_flags(cpu_info: Path = CPU_INFO) -> frozenset[str]:
     if not cpu_info.exists():
         return frozenset()
     for line in cpu_info.read_text().splitlines():
-        if line.startswith("flags"):
+        if line.startswith(("flags", "Features")):  # x86, ARM
             return frozenset(line.partition(":")[2].split())
     return frozenset()

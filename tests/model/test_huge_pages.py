@@ -1,9 +1,35 @@
 """Parameters in huge pages: the same numbers, shared as before, side by side in order."""
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 import torch
 from torch import nn
 
 from replicas.model.huge_pages import huge_zeros, move_to_huge_pages
+
+SMAPS = Path("/proc/self/smaps")
+
+
+class Mapping(NamedTuple):
+    start: int
+    end: int
+    head: str
+    flags: list[str]
+
+
+def mappings() -> Iterator[Mapping]:
+    """This process's memory, part by part."""
+    head = ""
+    for line in SMAPS.read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            head = line
+        elif line.startswith("VmFlags:"):
+            start, end = (int(number, 16) for number in head.split()[0].split("-"))
+            yield Mapping(start, end, head, line.split()[1:])
 
 
 def test_zeros_are_aligned_to_a_page_and_can_be_written():
@@ -13,6 +39,15 @@ def test_zeros_are_aligned_to_a_page_and_can_be_written():
     assert made.data_ptr() % (2 * 2**20) == 0
     made.fill_(2.0)
     assert (made == 2.0).all()
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell how memory is mapped")
+def test_memory_is_of_the_kind_that_becomes_huge_pages():
+    made = huge_zeros((4 * 2**20,), torch.uint8)
+    made.fill_(1)
+    [mapped] = [one for one in mappings() if one.start <= made.data_ptr() < one.end]
+    assert mapped.head.split()[1] == "rw-p" and "/dev/zero" not in mapped.head
+    assert "hg" in mapped.flags  # the kernel has been asked for them
 
 
 def test_none_or_more_than_a_page_can_be_asked_for():

@@ -188,9 +188,11 @@ inline void paged_attention(const AttentionInputs<T>& in) {
     if (task.part >= 0) part_tasks[task.part] = &task;
   std::vector<AttentionState> parts(num_parts, AttentionState(0, 0, 0));
   std::atomic<size_t> next{0};
+  // Where there are many, a thread takes its next task before it does the one it has, to fetch its keys meanwhile.
+  const bool are_many = tasks.size() > static_cast<size_t>(2 * num_threads);
   at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
     for (size_t index = next.fetch_add(1), following; index < tasks.size(); index = following) {
-      following = next.fetch_add(1);
+      following = are_many ? next.fetch_add(1) : tasks.size();
       const AttentionTask& task = tasks[index];
       AttentionState state(task.num_heads, task.num_tokens * in.group_size, in.value_size);
       attend(in, task, tasks[std::min(following, tasks.size() - 1)], &state);
@@ -198,6 +200,7 @@ inline void paged_attention(const AttentionInputs<T>& in) {
         finish(in, task, state);
       else
         parts[task.part] = std::move(state);
+      if (!are_many) following = next.fetch_add(1);
     }
   });
   // Parts of the same rows have consecutive numbers, and the first of them begins a new head, tile or chunk.
