@@ -30,9 +30,11 @@ FINAL = tuple(status.value for status in BatchStatus if status.is_final)
 UNFINISHED = tuple(status.value for status in BatchStatus if not status.is_final)
 # Made once: to put a statement together takes as long as to carry it out.
 _BATCH = select(batches).where(batches.c.id == bindparam("batch_id"))
+_UNFINISHED_OF_TENANT = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
+_NUM_UNFINISHED = select(func.count()).select_from(batches).where(_UNFINISHED_OF_TENANT)
 _NUM_UNFINISHED_LINES = select(
     func.coalesce(func.sum(batches.c.num_lines - batches.c.num_completed - batches.c.num_failed), 0)
-).where(batches.c.tenant == bindparam("tenant"), batches.c.status.in_(UNFINISHED))
+).where(_UNFINISHED_OF_TENANT)
 
 _AS_THEY_ARE = (
     "id", "tenant", "endpoint", "created_unix_s", "expires_unix_s", "input_file_id", "callback_url", "request_id",
@@ -76,6 +78,11 @@ def find_batch(connection: Connection, batch_id: str) -> BatchRow | None:
 def select_batch(connection: Connection, batch_id: str) -> BatchRow:
     """A batch that is known to exist, whoever's it is."""
     return connection.execute(_BATCH, {"batch_id": batch_id}).one()
+
+
+def num_unfinished_batches(connection: Connection, tenant: str) -> int:
+    """A tenant's batches and jobs that have not ended."""
+    return int(connection.execute(_NUM_UNFINISHED, {"tenant": tenant}).scalar_one())
 
 
 def num_unfinished_lines(connection: Connection, tenant: str) -> int:

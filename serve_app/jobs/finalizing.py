@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import Connection, Row
+from sqlalchemy import Row
 
 from serve_app.jobs.batch_rows import BatchRow, select_batch
-from serve_app.jobs.batch_states import finish_batch, still_owns
+from serve_app.jobs.batch_states import finish_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.lease_rows import close_lines, request_id_of
-from serve_app.jobs.line_rows import delete_lines, ended_lines
+from serve_app.jobs.line_rows import ended_lines
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
-from serve_app.jobs.validating import CHUNK_LINES, LostBatch
+from serve_app.jobs.validating import CHUNK_LINES, LostBatch, delete_own_lines
 
 _UNDONE = {
     BatchStatus.EXPIRED.value: (
@@ -62,7 +62,8 @@ class Finalizer:
             OSError: the file store does not answer; the batch is as it was.
         """
         if batch.in_progress_unix_s is None:
-            await self._delete_lines(batch, owner)  # of a validation that was cut short
+            # Of a validation that was cut short.
+            await delete_own_lines(self._database, batch.id, owner, BatchStatus(batch.status))
         elif batch.ending in _UNDONE:
             await self._close_lines(batch)
         files = await self._write_files(batch) if batch.kind == BatchKind.FILE.value else []
@@ -120,16 +121,6 @@ class Finalizer:
 
     async def _page(self, batch_id: str, after: int, is_success: bool) -> list[Row[Any]]:
         return await self._database.read(lambda c: ended_lines(c, batch_id, after, CHUNK_LINES, is_success))
-
-    async def _delete_lines(self, batch: BatchRow, owner: str) -> None:
-        while await self._database.write(lambda connection: _delete_own(connection, batch, owner)):
-            pass
-
-
-def _delete_own(connection: Connection, batch: BatchRow, owner: str) -> int:
-    if not still_owns(connection, batch.id, owner, BatchStatus(batch.status)):
-        raise LostBatch(batch.id)
-    return delete_lines(connection, batch.id, CHUNK_LINES)
 
 
 def result_line(line: Row[Any]) -> bytes:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pydantic_core import to_json
-from sqlalchemy import Connection, bindparam, func, insert, select
+from sqlalchemy import Connection, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
 from serve_app.jobs.batch_rows import (
-    UNFINISHED,
     BatchRow,
     batch_record,
     find_batch,
+    num_unfinished_batches,
     num_unfinished_lines,
     select_batch,
 )
@@ -25,8 +25,6 @@ from serve_app.jobs.tables import batches, idempotency_keys
 _RETRY_AFTER_S = 30.0
 # Made once: to put a statement together takes as long as to carry it out.
 _INSERT = insert(batches).returning(batches)
-_UNFINISHED = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
-_NUM_BATCHES = select(func.count()).select_from(batches).where(_UNFINISHED)
 
 
 def submit_batch(
@@ -86,8 +84,7 @@ def _check_input(connection: Connection, new: NewBatch, settings: JobsSettings, 
 
 
 def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) -> None:
-    tenant = {"tenant": new.tenant}
-    num_batches = connection.execute(_NUM_BATCHES, tenant).scalar_one()
+    num_batches = num_unfinished_batches(connection, new.tenant)
     if num_batches >= settings.max_batches_per_tenant:
         message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_batches_per_tenant}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")

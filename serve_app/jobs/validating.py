@@ -66,7 +66,9 @@ class Validator:
             LostBatch: it is not the owner's any more.
             OSError: the file store does not answer; the batch is as it was.
         """
-        await self._delete_lines(batch.id, owner)  # of a validation that did not come to its end
+        await delete_own_lines(
+            self._database, batch.id, owner, BatchStatus.VALIDATING
+        )  # of a validation that did not come to its end
         findings = _Findings()
         try:
             await self._read(batch, owner, findings)
@@ -84,7 +86,7 @@ class Validator:
         if not findings.errors:
             await self._check_quota(batch.tenant, findings)
         if findings.errors:
-            await self._delete_lines(batch.id, owner)
+            await delete_own_lines(self._database, batch.id, owner, BatchStatus.VALIDATING)
         if not await self._database.write(lambda connection: self._conclude(connection, batch.id, owner, findings)):
             raise LostBatch(batch.id)
 
@@ -150,9 +152,25 @@ class Validator:
             )
             findings.errors.append(BatchError("max_lines_per_tenant", message, "input_file_id"))
 
-    async def _delete_lines(self, batch_id: str, owner: str) -> None:
-        while await self._database.write(lambda connection: _delete_own(connection, batch_id, owner)):
-            pass
+
+async def delete_own_lines(database: Database, batch_id: str, owner: str, status: BatchStatus) -> None:
+    """Delete the lines of a batch that is the owner's and has this status, a chunk at a time.
+
+    Raises:
+        LostBatch: it is not, any more.
+    """
+
+    def delete_some(connection: Connection) -> int:
+        _must_own(connection, batch_id, owner, status)
+        return delete_lines(connection, batch_id, CHUNK_LINES)
+
+    while await database.write(delete_some):
+        pass
+
+
+def _must_own(connection: Connection, batch_id: str, owner: str, status: BatchStatus) -> None:
+    if not still_owns(connection, batch_id, owner, status):
+        raise LostBatch(batch_id)
 
 
 def _check(checker: LineChecker, raw_lines: Sequence[RawLine]) -> list[NewLine | BatchError]:
@@ -163,17 +181,9 @@ def _rows(batch_id: str, start: int, new_lines: Sequence[NewLine]) -> list[LineR
     return [new_row(batch_id, position, line) for position, line in enumerate(new_lines, start)]
 
 
-def _delete_own(connection: Connection, batch_id: str, owner: str) -> int:
-    """Delete some lines of a batch that is the owner's; gives how many."""
-    if not still_owns(connection, batch_id, owner, BatchStatus.VALIDATING):
-        raise LostBatch(batch_id)
-    return delete_lines(connection, batch_id, CHUNK_LINES)
-
-
 def _keep(connection: Connection, batch_id: str, owner: str, rows: Sequence[LineRow]) -> list[int]:
     """Insert the rows whose custom ids are new; gives the positions of the others."""
-    if not still_owns(connection, batch_id, owner, BatchStatus.VALIDATING):
-        raise LostBatch(batch_id)
+    _must_own(connection, batch_id, owner, BatchStatus.VALIDATING)
     seen = taken_custom_ids(connection, batch_id, [row["custom_id"] for row in rows])
     fresh, taken = [], []
     for row in rows:

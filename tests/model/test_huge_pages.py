@@ -11,7 +11,7 @@ from torch import nn
 
 from replicas.model.huge_pages import huge_zeros, move_to_huge_pages
 
-SMAPS = Path("/proc/self/smaps")
+HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
 class Mapping(NamedTuple):
@@ -24,7 +24,7 @@ class Mapping(NamedTuple):
 def mappings() -> Iterator[Mapping]:
     """This process's memory, part by part."""
     head = ""
-    for line in SMAPS.read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
             head = line
         elif line.startswith("VmFlags:"):
@@ -41,7 +41,7 @@ def test_zeros_are_aligned_to_a_page_and_can_be_written():
     assert (made == 2.0).all()
 
 
-@pytest.mark.skipif(not SMAPS.exists(), reason="the system does not tell how memory is mapped")
+@pytest.mark.skipif(not HAS_HUGE_PAGES, reason="the system has no huge pages to ask for")
 def test_memory_is_of_the_kind_that_becomes_huge_pages():
     made = huge_zeros((4 * 2**20,), torch.uint8)
     made.fill_(1)

@@ -12,6 +12,7 @@ import pytest
 from serve_app.jobs.errors import BatchNotCancellable, UnknownFile
 from serve_app.jobs.rpc import RpcAddress, RpcServer
 from serve_app.jobs.serve_client import ServeJobs
+from tests.unit.jobs.runtimes import until
 
 
 class Handle:
@@ -82,8 +83,7 @@ async def test_what_was_done_before_the_answer_was_lost_is_done(method: str, ans
     done: dict[str, list[tuple[Any, ...]]] = {}
     async with client_of(done, True, False) as (client, [first, _]):
         call = asyncio.create_task(getattr(client, method)("acme", "id"))
-        while not done:
-            await asyncio.sleep(0)
+        await until(lambda: bool(done))
         await first.stop()
         assert await call == answer
     assert done[method] == [("acme", "id")] * 2
@@ -100,8 +100,7 @@ async def test_who_waits_waits_no_longer_for_a_second_process() -> None:
     done: dict[str, list[tuple[Any, ...]]] = {}
     async with client_of(done, True, False) as (client, [first, _]):
         call = asyncio.create_task(client.wait("acme", "id", 60.0))
-        while not done:
-            await asyncio.sleep(0)
+        await until(lambda: bool(done))
         await first.stop()
         assert str(await call) == "done"
     [(*_, before_s), (*_, after_s)] = done["wait"]
