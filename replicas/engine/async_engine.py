@@ -27,6 +27,7 @@ from replicas.protocol import (
     Usage,
     merge,
 )
+from replicas.scheduling_policy import may_interrupt_others
 
 _log = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ class AsyncEngine:
         return Mailbox(lambda: Rhythm(own_interval_s, sys.maxsize), num_tokens)
 
     def _run(self) -> None:
+        may_interrupt_others()
         try:
             while self._take_messages():
                 deltas = self._engine.step()

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import psutil
 import tenacity
 
+from replicas.scheduling_policy import do_not_interrupt_others
+
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3
 RAY_ENVIRONMENT = {
@@ -60,6 +62,7 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
         os.environ.update(_throughput_environment(folder))
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS"):
         os.environ.pop(variable, None)
+    do_not_interrupt_others()
     try:
         yield _start_ray(num_cpus, folder)
     finally:
