@@ -28,7 +28,10 @@ from serve_app.jobs.tables import batches
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 _OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))
-# Made once: they run every second, and to put a statement together takes as long as to carry it out.
+# Made once: they run again and again, and to put a statement together takes as long as to carry it out.
+_LATE = select(batches.c.id).where(
+    _OPEN, batches.c.model == bindparam("model"), batches.c.expires_unix_s <= bindparam("now")
+)
 _UNOWNED = (
     select(batches.c.id)
     .where(batches.c.status.in_(bindparam("statuses", expanding=True)), batches.c.model == bindparam("model"))
@@ -116,8 +119,7 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
 
 def late_batches(connection: Connection, model: str, now: float) -> list[str]:
     """Every batch whose time is over."""
-    late = select(batches.c.id).where(_OPEN, batches.c.model == model, batches.c.expires_unix_s <= now)
-    return list(connection.execute(late).scalars())
+    return list(connection.execute(_LATE, {"model": model, "now": now}).scalars())
 
 
 def expire_batches(connection: Connection, model: str, now: float) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from serve_app.jobs.batch_rows import BatchRow, batch_record
 from serve_app.jobs.ids import new_id
@@ -13,6 +13,14 @@ from serve_app.jobs.tables import deliveries
 from serve_app.jobs.webhook_events import event_of, host_of
 
 _COLUMNS = ("id", "batch_id", "event", "url", "body", "num_attempts", "created_unix_s")
+# Made once: to put a statement together takes as long as to carry it out.
+_DUE = (
+    select(*(deliveries.c[name] for name in _COLUMNS))
+    .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
+    .where(deliveries.c.host.not_in(bindparam("hosts", expanding=True)))
+    .order_by(deliveries.c.next_attempt_unix_s)
+    .limit(bindparam("limit"))
+)
 
 
 def owe_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
@@ -38,10 +46,8 @@ def owe_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
 
 def due_deliveries(connection: Connection, now: float, limit: int, without_hosts: Collection[str]) -> list[Delivery]:
     """Deliveries whose next attempt is due, those first that are due longest; none to these hosts."""
-    columns = (deliveries.c[name] for name in _COLUMNS)
-    due = (deliveries.c.next_attempt_unix_s <= now) & deliveries.c.host.not_in(without_hosts)
-    query = select(*columns).where(due).order_by(deliveries.c.next_attempt_unix_s).limit(limit)
-    return [Delivery(*row) for row in connection.execute(query)]
+    rows = connection.execute(_DUE, {"now": now, "hosts": list(without_hosts), "limit": limit})
+    return [Delivery(*row) for row in rows]
 
 
 def delivered(connection: Connection, delivery_id: str, now: float) -> None:

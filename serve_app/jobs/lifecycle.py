@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_AT_ONCE = 2
 """Of each kind: a small batch need not wait for a huge one."""
-_LOOK_S = 1.0
+_LOOK_S = 5.0
+"""Between two looks without news, which come of all that this process does: for what others left."""
 _MAX_DELAY_S = 60.0
 
 
@@ -55,7 +56,7 @@ class Chores:
         """Work until cancelled."""
         while True:
             if not await self.do_next():
-                await self.news.wait(_LOOK_S)
+                await self.news.wait(self._patience_s())
 
     async def do_next(self) -> bool:
         """Do one batch, if there is any."""
@@ -79,6 +80,12 @@ class Chores:
             self._postpone(batch.id)
             await self._database.write(lambda connection: disclaim_batch(connection, batch.id, owner))
         return True
+
+    def _patience_s(self) -> float:
+        """How long there is nothing to do without news, as far as is known."""
+        now = self._clock()
+        delays = (not_before - now for not_before, _ in self._postponed.values() if not_before > now)
+        return min((_LOOK_S, *delays))
 
     def _postpone(self, batch_id: str) -> None:
         _, last_delay_s = self._postponed.get(batch_id, (0.0, 0.5))

@@ -18,7 +18,7 @@ from serve_app.jobs.validating import CHUNK_LINES
 
 logger = logging.getLogger(__name__)
 
-_EXPIRE_PERIOD_S = 1.0
+_EXPIRE_PERIOD_S = 3.0
 _CLEAN_PERIOD_S = 10.0
 _FORGET_PERIOD_S = 600.0
 _NUM_AT_ONCE = 20

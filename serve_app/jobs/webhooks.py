@@ -18,7 +18,7 @@ from serve_app.jobs.webhook_events import host_of
 from serve_app.jobs.webhook_retries import next_attempt_unix_s
 
 _MAX_PARALLEL = 64
-_POLL_PERIOD_S = 1.0
+_POLL_PERIOD_S = 3.0
 _MAX_ERROR_CHARACTERS = 500
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,8 @@ from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.signal import Signal
 
 _LOOK_S = 0.25
-_REFRESH_S = 1.0
+_REFRESH_S = 3.0
+"""Between two looks into the database, however little room there is and however little is new."""
 _GATHER_S = 0.01
 """What is new within it is looked at together, and whoever submitted it is answered before."""
 _REST_SHARE = 5.0
