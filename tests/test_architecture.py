@@ -80,6 +80,7 @@ ROWS = {
     "replicas.protocol": (0, 1),
     "replicas.errors": (0, 0),
     "replicas.block_hash": (0, 0),
+    "replicas.cpu_sharing": (0, 0),
     "replicas.tokenizer_files": (0, 0),
 }
 # Scripts that nothing imports.
@@ -89,7 +90,13 @@ APART = ("replicas.demo",)
 VISIBLE = {
     "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
     "replicas": ("replicas",),
-    "replicas.engine": ("replicas.engine", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
+    "replicas.engine": (
+        "replicas.engine",
+        "replicas.protocol",
+        "replicas.errors",
+        "replicas.block_hash",
+        "replicas.cpu_sharing",
+    ),
     "replicas.model": (
         "replicas.model",
         "replicas.engine.batch",
@@ -138,6 +145,7 @@ STDLIB_ONLY = (
     "replicas.protocol",
     "replicas.errors",
     "replicas.block_hash",
+    "replicas.cpu_sharing",
     "router.types",
     "router.autoscaling",
     "router.autoscaling_loop",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from replicas.cpu_sharing import may_interrupt_others
 from replicas.engine.clock import Clock
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, ServingError
@@ -27,7 +28,6 @@ from replicas.protocol import (
     Usage,
     merge,
 )
-from replicas.scheduling_policy import may_interrupt_others
 
 _log = logging.getLogger(__name__)
 

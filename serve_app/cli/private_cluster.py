@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import psutil
 import tenacity
 
-from replicas.scheduling_policy import do_not_interrupt_others
+from replicas.cpu_sharing import do_not_interrupt_others
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3

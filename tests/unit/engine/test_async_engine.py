@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import threading
 from collections.abc import AsyncGenerator
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from replicas.cpu_sharing import do_not_interrupt_others
 from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
@@ -282,3 +284,28 @@ async def test_drain_ends_when_the_accepted_streams_have() -> None:
         (refusal,) = await collect(engine, request("new"))
         assert isinstance(refusal.error, NoReplicaAvailable)
         assert engine.stats().is_draining
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no SCHED_BATCH")
+def test_of_a_process_that_interrupts_nobody_the_engine_alone_may() -> None:
+    seen: list[int] = []
+
+    class NotingRunner(ShadowRunner):
+        def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
+            seen.append(os.sched_getscheduler(0))
+            return super().execute(batch)
+
+    async def generate() -> None:
+        async with running(runner=NotingRunner(config().block_size)) as engine:
+            await collect(engine, request("a"))
+        seen.append(os.sched_getscheduler(0))
+
+    def in_thread() -> None:
+        do_not_interrupt_others()
+        asyncio.run(generate())
+
+    thread = threading.Thread(target=in_thread)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert set(seen[:-1]) == {os.SCHED_OTHER} and seen[-1] == os.SCHED_BATCH
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
