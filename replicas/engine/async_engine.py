@@ -211,8 +211,8 @@ class AsyncEngine:
         return Mailbox(lambda: Rhythm(own_interval_s, sys.maxsize), num_tokens)
 
     def _run(self) -> None:
-        may_interrupt_others()
         try:
+            may_interrupt_others()
             while self._take_messages():
                 deltas = self._engine.step()
                 self._post(deltas)

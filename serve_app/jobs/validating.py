@@ -66,9 +66,8 @@ class Validator:
             LostBatch: it is not the owner's any more.
             OSError: the file store does not answer; the batch is as it was.
         """
-        await delete_own_lines(
-            self._database, batch.id, owner, BatchStatus.VALIDATING
-        )  # of a validation that did not come to its end
+        # Those of a validation that did not come to its end.
+        await delete_own_lines(self._database, batch.id, owner, BatchStatus.VALIDATING)
         findings = _Findings()
         try:
             await self._read(batch, owner, findings)
