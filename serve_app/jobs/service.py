@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from sqlalchemy.exc import IntegrityError
 
-from replicas.errors import InvalidRequest
+from replicas.errors import InvalidRequest, ServingError
 from serve_app.jobs import batch_rows, file_rows
 from serve_app.jobs.batch_rows import batch_record, get_batch
 from serve_app.jobs.batch_states import cancel_batch
@@ -31,7 +31,7 @@ from serve_app.jobs.records import (
     Submission,
 )
 from serve_app.jobs.settings import JobsSettings
-from serve_app.jobs.submission import submit_batch
+from serve_app.jobs.submission import accepted_before, submit_batch
 
 _FEW_LINES = 8
 """Rows of so many lines are made at once; of more, in a thread."""
@@ -107,11 +107,14 @@ class SqlJobsService:
             raise InvalidRequest("two requests of the batch have the same id", "custom_id")
         batch_id = batch_id or new_batch_id(batch.kind)
         rows = await self._rows(batch, batch_id)
-        now = self._unix_clock()
+        settings, now = self._settings, self._unix_clock()
         try:
-            submission = await self._submit(batch, batch_id, rows, now)
-        except IntegrityError:  # another process has just accepted it, which shows now
-            submission = await self._submit(batch, batch_id, rows, now)
+            submission = await self._database.write(lambda c: submit_batch(c, batch, batch_id, rows, settings, now))
+        except (IntegrityError, ServingError):  # asked only then: nearly all come once, and then it is in vain
+            known = await self._database.read(lambda c: accepted_before(c, batch, batch_id))
+            if known is None:
+                raise
+            submission = known
         if submission.is_new:
             self._on_submitted(batch)
         return submission
@@ -159,9 +162,6 @@ class SqlJobsService:
             sums[_IN_STATS[status]] += number
         tokens_per_s = self._pace.output_tokens_per_s(tenant)
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=tokens_per_s)
-
-    async def _submit(self, batch: NewBatch, batch_id: str, rows: list[LineRow], now: float) -> Submission:
-        return await self._database.write(lambda c: submit_batch(c, batch, batch_id, rows, self._settings, now))
 
     async def _rows(self, batch: NewBatch, batch_id: str) -> list[LineRow]:
         def rows() -> list[LineRow]:

@@ -32,20 +32,18 @@ def submit_batch(
 ) -> Submission:
     """Accept a batch under a fresh id, with the rows of its lines unless it comes with a file.
 
-    One that has been accepted before, under the same id or the same idempotency key, is given again.
+    One whose idempotency key has come before is given again; of one whose id has, `accepted_before` tells.
 
     Raises:
+        IntegrityError: its id or its key is taken.
         IdempotencyKeyInUse: its key came with another body.
         UnknownFile: there is no such input file.
         InvalidRequest: the file is not for batches, or there are too many lines or none.
         Overloaded: the tenant has as many batches or lines waiting as it may have.
     """
-    known = find_batch(connection, batch_id)
-    if known is not None:
-        return Submission(batch_record(known), is_new=True)
     known = _known_by_key(connection, new)
     if known is not None:
-        return Submission(batch_record(known), is_new=False)
+        return Submission(batch_record(known), is_new=known.id == batch_id)
     _check_input(connection, new, settings, now)
     _check_quota(connection, new, settings)
     values = _values(new, batch_id, rows, settings.model_name, now)
@@ -55,6 +53,16 @@ def submit_batch(
         key = {"tenant": new.tenant, "key": new.idempotency_key, "digest": new.body_digest, "batch_id": batch_id}
         connection.execute(insert(idempotency_keys), key)
     return Submission(batch_record(accepted), is_new=True)
+
+
+def accepted_before(connection: Connection, new: NewBatch, batch_id: str) -> Submission | None:
+    """What became of a batch that is submitted again, its answer lost, or at the same time with the same key.
+
+    Raises:
+        IdempotencyKeyInUse: its key came with another body.
+    """
+    known = find_batch(connection, batch_id) or _known_by_key(connection, new)
+    return None if known is None else Submission(batch_record(known), is_new=known.id == batch_id)
 
 
 def _known_by_key(connection: Connection, new: NewBatch) -> BatchRow | None:

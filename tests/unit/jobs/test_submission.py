@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import pytest
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.batch_rows import get_batch, list_batches
+from serve_app.jobs.batch_rows import get_batch
 from serve_app.jobs.database import Database
+from serve_app.jobs.endings import Endings
 from serve_app.jobs.errors import FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
 from serve_app.jobs.file_rows import add_file, doom_expired_files, doomed, forget_file, get_file, list_files
+from serve_app.jobs.pace import Pace
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, PageRequest
+from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.settings import JobsSettings
 from tests.unit.jobs.worlds import MODEL, World, new_batch
 
@@ -23,6 +27,14 @@ def world(database_url: str) -> Iterator[World]:
     database = Database(database_url)
     yield World(database, JobsSettings(MODEL, max_batch_lines=10, max_batches_per_tenant=3, max_lines_per_tenant=12))
     database.close()
+
+
+def service_of(world: World) -> SqlJobsService:
+    async def nothing() -> None: ...
+
+    endings, pace = Endings(), Pace(world.clock)
+    on_submitted, on_closing = (lambda new: None), (lambda batch_id: None)
+    return SqlJobsService(world.database, world.settings, endings, pace, on_submitted, on_closing, nothing, world.clock)
 
 
 def a_file(file_id: str = "file-1", **fields: Any) -> FileRecord:
@@ -49,11 +61,22 @@ async def test_tenants_keys_are_their_own(world):
 
 
 async def test_a_batch_that_is_submitted_again_under_its_id_is_accepted_once(world):
-    first = await world.submit(new_batch(), "batch_x")
-    again = await world.submit(new_batch(), "batch_x")
-    assert again == first
-    page = await world.write(lambda c: list_batches(c, "acme", BatchKind.PROMPTS, PageRequest(10)))
-    assert len(page.items) == 1
+    service, new = service_of(world), new_batch(10, idempotency_key="k", body_digest="d")
+    first = await service.submit(new, "batch_x")
+    # Neither a second one under the id nor that there is no room for one makes any difference.
+    assert await service.submit(replace(new, idempotency_key=None), "batch_x") == first
+    assert await service.submit(new, "batch_x") == first
+    page = await service.batches("acme", BatchKind.PROMPTS, PageRequest(10))
+    assert [batch.id for batch in page.items] == ["batch_x"] and first.is_new
+    with pytest.raises(Overloaded):
+        await service.submit(replace(new, idempotency_key=None), "batch_y")
+
+
+async def test_of_many_with_the_same_key_one_is_accepted(world):
+    service, new = service_of(world), new_batch(1, idempotency_key="k", body_digest="d")
+    submissions = await asyncio.gather(*(service.submit(new) for _ in range(5)))
+    assert len({submission.batch.id for submission in submissions}) == 1
+    assert [submission.is_new for submission in submissions].count(True) == 1
 
 
 async def test_a_tenant_with_too_much_unfinished_work_has_to_wait(world):
