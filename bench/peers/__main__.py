@@ -30,13 +30,7 @@ def main() -> None:
     model = arguments.model or model_directory(arguments.models, arguments.shape)
     name = f"peers_{model.name}{'_partial' if arguments.only else ''}"
     records: list[Record] = []
-    for peer in read_peers(arguments.peers):
-        if arguments.only and not any(word in peer.name for word in arguments.only.split(",")):
-            continue
-        missing = peer.missing(model)
-        if missing:
-            print(f"{peer.name}: left out, there is no {', '.join(missing)}", flush=True)
-            continue
+    for peer in arguments.rounds * _installed(read_peers(arguments.peers), model, arguments.only):
         print(f"{peer.name} ...", flush=True)
         records += _run(peer, model, options)
         # After each: the next may take minutes, and be interrupted.
@@ -59,10 +53,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--peers", type=Path, default=_LIST, help="file of engines")
     parser.add_argument("--only", help="those whose names contain one of these words, separated by commas")
+    parser.add_argument("--rounds", type=int, default=1, help="of all engines, where the machine's speed changes")
     parser.add_argument("--shape", choices=tuple(SHAPES), default="S", help="made with random weights where missing")
     parser.add_argument("--models", type=Path, default=_MODELS, help="where those are kept")
     parser.add_argument("--model", type=Path, help="another model's directory")
     return parser
+
+
+def _installed(peers: list[Peer], model: Path, only: str | None) -> list[Peer]:
+    """Those that can be run; names the others."""
+    wanted = [peer for peer in peers if only is None or any(word in peer.name for word in only.split(","))]
+    missing = {peer.name: peer.missing(model) for peer in wanted}
+    for name, files in missing.items():
+        if files:
+            print(f"{name}: left out, there is no {', '.join(files)}", flush=True)
+    return [peer for peer in wanted if not missing[peer.name]]
 
 
 def _run(peer: Peer, model: Path, options: Sequence[str]) -> list[Record]:
