@@ -61,13 +61,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _installed(peers: list[Peer], model: Path, only: str | None) -> list[Peer]:
-    """Those that can be run; names the others."""
-    wanted = [peer for peer in peers if only is None or any(word in peer.name for word in only.split(","))]
-    missing = {peer.name: peer.missing(model) for peer in wanted}
-    for name, files in missing.items():
-        if files:
-            print(f"{name}: left out, there is no {', '.join(files)}", flush=True)
-    return [peer for peer in wanted if not missing[peer.name]]
+    """Those wanted that can be run; tells what the others lack."""
+    installed = []
+    for peer in peers:
+        if only and not any(word in peer.name for word in only.split(",")):
+            continue
+        missing = peer.missing(model)
+        if missing:
+            print(f"{peer.name}: left out, there is no {', '.join(missing)}", flush=True)
+        else:
+            installed.append(peer)
+    return installed
 
 
 def _run(peer: Peer, model: Path, options: Sequence[str]) -> list[Record]:
