@@ -21,8 +21,8 @@ class Limits:
     """Wait of the time window."""
     max_wait_s: float = 1.0
     """Longest that a partial batch waits for company in the other methods."""
-    target_latency_s: float = 10.0
-    """What the adaptive method aims at, arrival to the end of the batch."""
+    target_s: float = 10.0
+    """How long the adaptive method lets a batch take."""
     bucket_bounds: tuple[int, ...] = (64, 128, 192)
 
 
@@ -41,7 +41,7 @@ def methods(limits: Limits) -> list[Method]:
     makers: dict[str, Callable[[], Policy]] = {
         "fixed size": lambda: FixedSize(size, wait_s),
         "time window": lambda: FixedSize(size, limits.window_s),
-        "adaptive": lambda: Adaptive(limits.target_latency_s, size),
+        "adaptive": lambda: Adaptive(limits.target_s, size),
         "priority": lambda: Priority(size, wait_s),
         "length buckets": lambda: LengthBucketed(size, wait_s, limits.bucket_bounds),
         "memory limit": lambda: MemoryLimited(limits.num_slots_tokens, size, wait_s),

@@ -26,8 +26,8 @@ class Policy(Protocol):
         """When `choose` may say something else of a non-empty `waiting` though nothing has arrived."""
         ...
 
-    def batch_ended(self, batch: Waiting, latency_s: float) -> None:
-        """Learn from a batch; `latency_s` counts from its oldest request's arrival."""
+    def batch_ended(self, batch: Waiting, duration_s: float) -> None:
+        """Learn from a batch that took so long."""
         ...
 
 
@@ -51,20 +51,20 @@ class FixedSize:
     def wakes_s(self, waiting: Waiting) -> float:
         return waiting[0].arrival_s + self._max_wait_s
 
-    def batch_ended(self, batch: Waiting, latency_s: float) -> None:
+    def batch_ended(self, batch: Waiting, duration_s: float) -> None:
         pass
 
 
 class Adaptive:
-    """A batch size that follows the latency.
+    """A batch size that follows how long batches take, waiting for the device not counted: small ones do not shorten it.
 
     1. As `FixedSize`, with the present size, which begins at 1, and a wait of a quarter of the target.
     2. After a full batch that took less than 0.8 times the target, the size grows by 1, up to `max_batch_size`.
     3. After a batch that took longer than the target, it is halved.
     """
 
-    def __init__(self, target_latency_s: float, max_batch_size: int) -> None:
-        self._target_s = target_latency_s
+    def __init__(self, target_s: float, max_batch_size: int) -> None:
+        self._target_s = target_s
         self._max_batch_size = max_batch_size
         self.batch_size = 1
 
@@ -74,10 +74,10 @@ class Adaptive:
     def wakes_s(self, waiting: Waiting) -> float:
         return waiting[0].arrival_s + self._target_s / 4
 
-    def batch_ended(self, batch: Waiting, latency_s: float) -> None:
-        if latency_s > self._target_s:
+    def batch_ended(self, batch: Waiting, duration_s: float) -> None:
+        if duration_s > self._target_s:
             self.batch_size = max(1, self.batch_size // 2)
-        elif latency_s < 0.8 * self._target_s and len(batch) >= self.batch_size:
+        elif duration_s < 0.8 * self._target_s and len(batch) >= self.batch_size:
             self.batch_size = min(self._max_batch_size, self.batch_size + 1)
 
 
@@ -104,7 +104,7 @@ class Priority:
     def wakes_s(self, waiting: Waiting) -> float:
         return waiting[0].arrival_s + self._max_wait_s
 
-    def batch_ended(self, batch: Waiting, latency_s: float) -> None:
+    def batch_ended(self, batch: Waiting, duration_s: float) -> None:
         pass
 
 
@@ -132,7 +132,7 @@ class LengthBucketed:
     def wakes_s(self, waiting: Waiting) -> float:
         return waiting[0].arrival_s + self._max_wait_s
 
-    def batch_ended(self, batch: Waiting, latency_s: float) -> None:
+    def batch_ended(self, batch: Waiting, duration_s: float) -> None:
         pass
 
     def _bucket(self, request: TraceRequest) -> int:
@@ -165,5 +165,5 @@ class MemoryLimited:
     def wakes_s(self, waiting: Waiting) -> float:
         return waiting[0].arrival_s + self._max_wait_s
 
-    def batch_ended(self, batch: Waiting, latency_s: float) -> None:
+    def batch_ended(self, batch: Waiting, duration_s: float) -> None:
         pass

@@ -43,11 +43,11 @@ def serve_in_batches(
             continue
         chosen = {request.number for request in batch}
         waiting = [request for request in waiting if request.number not in chosen]
+        began_s = timeline.clock()
         for number, times in runner.run(batch).items():
             assert number not in answers, f"request {number} was answered twice"
             answers[number] = [moment - started_s for moment in times]
-        ended_s = timeline.clock() - started_s
-        policy.batch_ended(batch, ended_s - min(request.arrival_s for request in batch))
+        policy.batch_ended(batch, timeline.clock() - began_s)
     return answers
 
 

@@ -19,7 +19,7 @@ from tests.unit.engine.worlds import IDENTITY, FakeClock, decoders
 
 # Kernels whose time hardly depends on the batch, as on a device that reads its weights in every step.
 STEP_TIMES = StepTimes(base_s=20e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.1e-3)
-LIMITS = Limits(max_num_seqs=8, num_slots_tokens=4096, max_wait_s=0.5, window_s=0.1, target_latency_s=5.0)
+LIMITS = Limits(max_num_seqs=8, num_slots_tokens=4096, max_wait_s=0.5, window_s=0.1, target_s=5.0)
 METHODS = methods(LIMITS)
 
 
@@ -77,7 +77,7 @@ def test_every_request_is_answered_once_and_in_full(method: Method, requests_per
 @pytest.mark.parametrize("num_requests", [1, LIMITS.max_num_seqs - 1, LIMITS.max_num_seqs + 1])
 def test_a_partial_batch_is_flushed_in_time(method: Method, num_requests: int):
     answers = Simulation().answers([ask(number) for number in range(num_requests)], method)
-    longest_wait_s = max(LIMITS.max_wait_s, LIMITS.window_s, LIMITS.target_latency_s / 4)
+    longest_wait_s = max(LIMITS.max_wait_s, LIMITS.window_s, LIMITS.target_s / 4)
     num_batches = num_requests if method.name == "sequential" or "adaptive" in method.name else 2
     assert len(answers) == num_requests
     assert max(times[0] for times in answers.values()) < longest_wait_s + num_batches * 1.0
@@ -171,7 +171,7 @@ def test_a_memory_limited_batch_fits_as_a_rectangle():
 
 
 def test_the_adaptive_size_grows_while_it_is_fast_and_halves_when_it_is_slow():
-    policy = Adaptive(target_latency_s=4.0, max_batch_size=6)
+    policy = Adaptive(target_s=4.0, max_batch_size=6)
     batch = [ask(number) for number in range(6)]
     for expected in (2, 3, 4, 5, 6, 6):
         policy.batch_ended(batch, 1.0)
