@@ -56,7 +56,7 @@ class FixedSize:
 
 
 class Adaptive:
-    """A batch size that follows how long batches take, waiting for the device not counted: small ones do not shorten it.
+    """A batch size that follows how long batches take. Waiting for the device is not counted: size is no cure for it.
 
     1. As `FixedSize`, with the present size, which begins at 1, and a wait of a quarter of the target.
     2. After a full batch that took less than 0.8 times the target, the size grows by 1, up to `max_batch_size`.

@@ -1,9 +1,8 @@
-"""Requests of mixed lengths that arrive over time, and what their lengths allow."""
+"""Requests of mixed lengths that arrive over time."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from replicas.protocol import Band
@@ -51,18 +50,3 @@ def make_trace(spec: TraceSpec) -> list[TraceRequest]:
         requests.append(TraceRequest(number, arrival_s, prompt, rng.randint(*spec.output_tokens), band))
         arrival_s += rng.expovariate(spec.requests_per_s)
     return requests
-
-
-def ideal_gain(trace: Sequence[TraceRequest], batch_size: int) -> float:
-    """How many times fewer decode steps there can be if no slot idles until the longest of its batch has ended.
-
-    Batches of `batch_size` in order of arrival take the sum of their longest outputs; slots that are always full
-    take the sum of all outputs / `batch_size`.
-    """
-    static_steps = sum(max(r.num_output_tokens for r in batch) for batch in _batches(trace, batch_size))
-    return static_steps * batch_size / sum(request.num_output_tokens for request in trace)
-
-
-def _batches(trace: Sequence[TraceRequest], batch_size: int) -> Iterator[Sequence[TraceRequest]]:
-    for first in range(0, len(trace), batch_size):
-        yield trace[first : first + batch_size]

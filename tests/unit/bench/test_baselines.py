@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from bench.baselines.allowed import EQUAL_STEPS, StepCosts, allowed_gain, measure_costs
 from bench.baselines.engine_batches import EngineBatches, PaddedBatches, RaggedBatches, StepFigures, TokenTimes
 from bench.baselines.methods import CONTINUOUS, Limits, Method, methods
 from bench.baselines.outcome import Outcome, WrongAnswers, outcome_of
 from bench.baselines.policies import Adaptive, FixedSize, LengthBucketed, MemoryLimited, Policy, Priority
 from bench.baselines.serving_loop import serve_continuously, serve_in_batches
 from bench.baselines.timeline import Timeline
-from bench.baselines.trace import TraceRequest, TraceSpec, ideal_gain, make_trace
+from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
 from bench.timed_runner import StepTimes, TimedRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
@@ -111,11 +112,33 @@ def test_padding_is_counted_and_idle_slots_are():
     assert ragged.utilization < padded.utilization <= 2 / LIMITS.max_num_seqs
 
 
-def test_the_ideal_gain_is_that_of_the_lengths():
+def test_what_the_lengths_allow_where_all_steps_cost_the_same():
     outputs = [10, 40, 20, 30]
     trace = [ask(number, output=output) for number, output in enumerate(outputs)]
-    assert ideal_gain(trace, 2) == pytest.approx(2 * (40 + 30) / 100)
-    assert ideal_gain(trace, 1) == 1.0
+    assert allowed_gain(trace, 2, EQUAL_STEPS) == pytest.approx(2 * (40 + 30) / 100)
+    assert allowed_gain(trace, 1, EQUAL_STEPS) == 1.0
+
+
+def test_cheap_steps_of_few_sequences_and_dear_prompts_leave_less_to_gain():
+    trace = [ask(number, prompt=10, output=output) for number, output in enumerate([10, 40, 20, 30])]
+    costs = StepCosts({1: 1.0, 2: 1.5}, prompt_token_s=0.5)
+    static_s = (10 * 1.5 + 30 * 1.0) + (20 * 1.5 + 10 * 1.0)
+    assert allowed_gain(trace, 2, costs) == pytest.approx((20 + static_s) / (20 + 100 / 2 * 1.5))
+
+
+def test_costs_lie_evenly_between_those_measured():
+    costs = StepCosts({2: 1.0, 4: 2.0})
+    assert [costs.decode(num_seqs) for num_seqs in (1, 2, 3, 4, 5)] == [1.0, 1.0, 1.5, 2.0, 2.0]
+
+
+def test_costs_are_those_of_the_device():
+    simulation = Simulation()
+    costs = measure_costs(simulation.engine, tuple(range(300, 400)), 6, simulation.timeline)
+    assert list(costs.decode_s) == [1, 2, 4, 6]
+    for num_seqs in range(1, 7):
+        assert costs.decode(num_seqs) == pytest.approx(20e-3 + num_seqs * 0.1e-3, rel=0.03)
+    steps = -(-600 // 256)
+    assert costs.prompt_token_s == pytest.approx((steps * 20e-3 + 600 * 0.1e-3) / 600, rel=0.1)
 
 
 def test_continuous_batching_reaches_most_of_what_the_lengths_allow():
@@ -124,7 +147,7 @@ def test_continuous_batching_reaches_most_of_what_the_lengths_allow():
     continuous = Simulation().continuous(trace)
     static = Simulation().serve(trace, by_name("fixed size, no padding"))
     reached = continuous.tokens_per_s / static.tokens_per_s
-    assert reached >= 0.85 * ideal_gain(trace, LIMITS.max_num_seqs)
+    assert reached >= 0.85 * allowed_gain(trace, LIMITS.max_num_seqs, EQUAL_STEPS)
     assert continuous.padding_efficiency is not None and continuous.utilization is not None
     assert continuous.padding_efficiency > 0.99, "only what urgent requests displaced is computed again"
     assert continuous.utilization > 0.9

@@ -1,0 +1,69 @@
+"""How much continuous batching could gain over fixed batches without padding, for a trace's lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+import numpy as np
+
+from bench.baselines.engine_batches import EngineBatches
+from bench.baselines.timeline import Timeline
+from bench.baselines.trace import TraceRequest
+from replicas.protocol import Band
+
+_NUM_GAPS = 24
+_NUM_OUTPUT_TOKENS = 2 * _NUM_GAPS
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What steps of one model take on one machine, in seconds."""
+
+    decode_s: dict[int, float]
+    """By the number of sequences, ascending; evenly between two of them, and what the last costs beyond it."""
+    prompt_token_s: float = 0.0
+
+    def decode(self, num_seqs: int) -> float:
+        """A step of `num_seqs` sequences."""
+        return float(np.interp(num_seqs, list(self.decode_s), list(self.decode_s.values())))
+
+
+EQUAL_STEPS = StepCosts({1: 1.0})
+"""Where a step costs the same however few sequences are in it, and a prompt nothing: what lengths alone allow."""
+
+
+def measure_costs(engine: EngineBatches, prompt: tuple[int, ...], max_num_seqs: int, timeline: Timeline) -> StepCosts:
+    """Decode steps of 1, 2, 4 ... `max_num_seqs` sequences that continue `prompt`."""
+    powers = [2**power for power in range(max_num_seqs.bit_length())]
+    decode_s, prompt_token_s = dict[int, float](), 0.0
+    for size in sorted({*powers, max_num_seqs}):
+        began_s = timeline.clock()
+        times = [engine.add(prompt, _NUM_OUTPUT_TOKENS, Band.STANDARD) for _ in range(size)]
+        while engine.has_work:
+            engine.step()
+        last = max(times)  # To begin: from then on all of them decode, until the first has ended.
+        decode_s[size] = median(later - earlier for earlier, later in pairwise(last[: _NUM_GAPS + 1]))
+        prompt_token_s = (last[0] - began_s) / (size * len(prompt))
+    return StepCosts(decode_s, prompt_token_s)
+
+
+def allowed_gain(trace: Sequence[TraceRequest], batch_size: int, costs: StepCosts) -> float:
+    """Time of fixed batches in order of arrival / time with slots that are always full.
+
+    Fixed batches take a step for each token of their longest output, of those that have not ended; full slots
+    take the sum of all outputs / `batch_size` steps. Prompts cost the same in both.
+    """
+    prompts_s = costs.prompt_token_s * sum(len(request.prompt) for request in trace)
+    static_s = sum(costs.decode(num_seqs) for num_seqs in _sequences_by_step(trace, batch_size))
+    full_s = costs.decode(batch_size) * sum(request.num_output_tokens for request in trace) / batch_size
+    return (prompts_s + static_s) / (prompts_s + full_s)
+
+
+def _sequences_by_step(trace: Sequence[TraceRequest], batch_size: int) -> Iterator[int]:
+    for first in range(0, len(trace), batch_size):
+        outputs = [request.num_output_tokens for request in trace[first : first + batch_size]]
+        for step in range(max(outputs)):
+            yield sum(num_tokens > step for num_tokens in outputs)
