@@ -2,7 +2,9 @@
 
 The real engine over a runner that computes nothing: what is timed is the choice of the step, its results applied
 and the deltas made. Two states: all running sequences decode; and the same while one in twenty ends each step and
-a waiting one takes its place. Swept over the running and over the waiting, to show how it grows.
+a waiting one takes its place. Swept over the running and over the waiting, to show how it grows. Beside each size, in
+the same minute, a bare loop over as many sequences: a step is promised for a machine that takes 0.7 ms for 256 of
+them, and a slower one may take as many times longer.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from replicas.engine.batch import FinishedStep, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
-from replicas.protocol import Band, GenerateRequest, ReplicaIdentity, SamplingParams
+from replicas.protocol import Band, GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, Usage
 
-NUM_RUNNING, NUM_WAITING, PROMISE_MS = 256, 2000, 2.0
+NUM_RUNNING, NUM_WAITING = 256, 2000
+PROMISED_RATIO = 2.0 / 0.7
 _SIZES = (
     *((NUM_RUNNING, num_waiting) for num_waiting in (0, 500, NUM_WAITING, 8000, 32_000)),
     *((num_running, NUM_WAITING) for num_running in (32, 64, 128, 512, 1024)),
 )
 _ENDING_SHARE = 20
+_STOPS, _MOST_TOKENS = frozenset({0}), 10**6
 
 
 class FreeRunner:
@@ -66,13 +70,22 @@ class StepCost:
     decoding_p99_ms: float
     changing_ms: float
     """With one in twenty sequences ending in each step."""
+    bare_loop_ms: float
+    """What creating and counting alone takes."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times longer than the bare loop a step takes in which all decode."""
+        return self.decoding_ms / self.bare_loop_ms
 
 
 def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
     """Both states at one size."""
     decoding = _steps_ms(num_running, num_waiting, 100_000, num_steps)
+    bare = _bare_loops_ms(num_running, num_steps)
     changing = _steps_ms(num_running, num_waiting, _ENDING_SHARE, num_steps)
-    return StepCost(num_running, num_waiting, median(decoding), percentile(decoding, 99), median(changing))
+    p99_ms = percentile(decoding, 99)
+    return StepCost(num_running, num_waiting, median(decoding), p99_ms, median(changing), median(bare))
 
 
 def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps: int) -> list[float]:
@@ -93,6 +106,25 @@ def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps
         if is_settled:
             steps_ms.append(step_s * 1e3)
     return steps_ms
+
+
+def _bare_loops_ms(num_sequences: int, num_loops: int) -> list[float]:
+    """Milliseconds of each loop that makes an item for the device and a delta for the stream of every sequence, takes
+    its token in and asks whether it has ended: no queue, no blocks, no bands, no text."""
+    outputs: list[list[int]] = [[] for _ in range(num_sequences)]
+    loops_ms = []
+    for position in range(num_loops):
+        started_s = time.thread_time()
+        items, deltas = [], []
+        for number, output in enumerate(outputs):
+            items.append((number, position, position + 1))
+            output.append(7)
+            if output[-1] in _STOPS or len(output) > _MOST_TOKENS:
+                raise AssertionError("none ends")
+            usage = Usage(_MOST_TOKENS, 0, len(output))
+            deltas.append(TokenDelta("r", position, (7,), "a", usage))
+        loops_ms.append((time.thread_time() - started_s) * 1e3)
+    return loops_ms
 
 
 def _config(num_running: int) -> EngineConfig:
@@ -123,18 +155,30 @@ def main() -> None:
     costs = [measure(*size, arguments.steps) for size in sizes]
     Console(width=100).print(_table(costs))
     promised = next(cost for cost in costs if (cost.num_running, cost.num_waiting) == (NUM_RUNNING, NUM_WAITING))
-    is_kept = promised.decoding_ms <= PROMISE_MS
-    print(f"{NUM_RUNNING} running, {NUM_WAITING} waiting: at most {PROMISE_MS} ms: {'kept' if is_kept else 'not kept'}")
-    figures = {"promise_ms": PROMISE_MS, "is_kept": is_kept, "sizes": [asdict(cost) for cost in costs]}
+    is_kept = promised.ratio <= PROMISED_RATIO
+    print(f"{NUM_RUNNING} running, {NUM_WAITING} waiting: {promised.ratio:.2f} bare loops, "
+          f"at most {PROMISED_RATIO:.2f}: {'kept' if is_kept else 'not kept'}")  # fmt: skip
+    figures = {
+        "promised_ratio": PROMISED_RATIO, "ratio": promised.ratio, "is_kept": is_kept,
+        "sizes": [asdict(cost) for cost in costs],
+    }  # fmt: skip
     print(write("scheduler_step", "python -m bench.scheduler_step " + " ".join(sys.argv[1:]), figures))
 
 
 def _table(costs: list[StepCost]) -> Table:
-    table = Table("running", "waiting", "all decode, ms", "p99", "1 in 20 changes, ms", title="engine step, no device")
+    table = Table(
+        "running",
+        "waiting",
+        "all decode, ms",
+        "p99",
+        "1 in 20 changes, ms",
+        "bare loop, ms",
+        title="engine step, no device",
+    )
     for cost in costs:
         table.add_row(
             str(cost.num_running), str(cost.num_waiting), f"{cost.decoding_ms:.2f}", f"{cost.decoding_p99_ms:.2f}",
-            f"{cost.changing_ms:.2f}",
+            f"{cost.changing_ms:.2f}", f"{cost.bare_loop_ms:.2f}",
         )  # fmt: skip
     return table
 
