@@ -80,7 +80,8 @@ class Comparison:
         """Of decode steps behind a prompt as long as the trace's are on average, and of prompts."""
         num_tokens = round(fmean(len(request.prompt) for request in trace))
         longest = max((request.prompt for request in trace), key=len)
-        return measure_costs(self._engine(), longest[:num_tokens], self._limits.max_num_seqs, Timeline())
+        runner = RaggedBatches(self._engine())
+        return measure_costs(runner, longest[:num_tokens], self._limits.max_num_seqs, Timeline())
 
     def _engine(self) -> EngineBatches:
         config = EngineConfig(

@@ -9,10 +9,9 @@ from statistics import median
 
 import numpy as np
 
-from bench.baselines.engine_batches import EngineBatches
+from bench.baselines.engine_batches import RaggedBatches
 from bench.baselines.timeline import Timeline
 from bench.baselines.trace import TraceRequest
-from replicas.protocol import Band
 
 _NUM_GAPS = 24
 _NUM_OUTPUT_TOKENS = 2 * _NUM_GAPS
@@ -35,16 +34,14 @@ EQUAL_STEPS = StepCosts({1: 1.0})
 """Where a step costs the same however few sequences are in it, and a prompt nothing: what lengths alone allow."""
 
 
-def measure_costs(engine: EngineBatches, prompt: tuple[int, ...], max_num_seqs: int, timeline: Timeline) -> StepCosts:
+def measure_costs(runner: RaggedBatches, prompt: tuple[int, ...], max_num_seqs: int, timeline: Timeline) -> StepCosts:
     """Decode steps of 1, 2, 4 ... `max_num_seqs` sequences that continue `prompt`."""
     powers = [2**power for power in range(max_num_seqs.bit_length())]
     decode_s, prompt_token_s = dict[int, float](), 0.0
     for size in sorted({*powers, max_num_seqs}):
         began_s = timeline.clock()
-        times = [engine.add(prompt, _NUM_OUTPUT_TOKENS, Band.STANDARD) for _ in range(size)]
-        while engine.has_work:
-            engine.step()
-        last = max(times)  # To begin: from then on all of them decode, until the first has ended.
+        times = runner.run([TraceRequest(number, 0.0, prompt, _NUM_OUTPUT_TOKENS) for number in range(size)])
+        last = max(times.values())  # To begin: from then on all of them decode, until the first has ended.
         decode_s[size] = median(later - earlier for earlier, later in pairwise(last[: _NUM_GAPS + 1]))
         prompt_token_s = (last[0] - began_s) / (size * len(prompt))
     return StepCosts(decode_s, prompt_token_s)

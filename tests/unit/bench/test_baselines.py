@@ -133,7 +133,7 @@ def test_costs_lie_evenly_between_those_measured():
 
 def test_costs_are_those_of_the_device():
     simulation = Simulation()
-    costs = measure_costs(simulation.engine, tuple(range(300, 400)), 6, simulation.timeline)
+    costs = measure_costs(RaggedBatches(simulation.engine), tuple(range(300, 400)), 6, simulation.timeline)
     assert list(costs.decode_s) == [1, 2, 4, 6]
     for num_seqs in range(1, 7):
         assert costs.decode(num_seqs) == pytest.approx(20e-3 + num_seqs * 0.1e-3, rel=0.03)
