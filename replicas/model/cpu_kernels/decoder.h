@@ -3,6 +3,8 @@
 
 #include <ATen/core/List.h>
 
+#include <deque>
+
 #include "operations.h"
 
 namespace headway {
@@ -12,9 +14,8 @@ struct Linear {
   Tensor weight;
   OptionalTensor scales, bias;
   int64_t num_inputs() const { return weight.size(1) * weight.size(3); }
-  Tensor operator()(const Tensor& inputs, int64_t num_outputs) const {
-    return scales ? multiply_by_int8(inputs, weight, *scales, bias)
-                  : multiply_by_weight(inputs, weight, num_outputs, bias);
+  void add(Phases& phases, const Tensor& inputs, Tensor& output) const {
+    add_multiplying(phases, inputs, weight, scales, bias, output);
   }
 };
 
@@ -59,29 +60,20 @@ class LayerReader {
   size_t next_ = 0;
 };
 
-// What `attend_paged` takes, of all layers.
-struct PagedBatch {
-  at::TensorList keys, values;
-  const Tensor &slots, &chunks, &tables;
-  at::ArrayRef<double> scales;
-  at::IntArrayRef windows;
-};
+// What operations of a layer leave to the next ones. All layers use the same memory, which so stays in the cache.
+class Rows {
+ public:
+  explicit Rows(const Tensor& like) : like_(like) {}
+  // [num_tokens, width], undefined.
+  Tensor& of(int64_t width) {
+    if (all_.empty() || all_.back().size(1) != width) all_.push_back(at::empty({like_.size(0), width}, like_.options()));
+    return all_.back();
+  }
 
-// Attention over hidden [num_tokens, hidden_size], up to its output projection.
-inline Tensor attend_layer(const Layer& layer, const Tensor& hidden, const Tensor& cos, const Tensor& sin,
-                           int64_t num_query_heads, double epsilon, const PagedBatch& batch, size_t index) {
-  const Tensor& keys = batch.keys[index];
-  const int64_t num_kv_heads = keys.size(2);
-  const int64_t num_heads = num_query_heads + 2 * num_kv_heads;
-  Tensor rows = layer.query_key_value(hidden, num_heads * keys.size(3));
-  rotate_heads(rows, cos, sin, num_query_heads, num_kv_heads, layer.query_norm, layer.key_norm, epsilon);
-  const Tensor heads = rows.view({rows.size(0), num_heads, keys.size(3)});
-  const Tensor attended = attend_paged(
-      heads.narrow(1, 0, num_query_heads), heads.narrow(1, num_query_heads, num_kv_heads),
-      heads.narrow(1, num_query_heads + num_kv_heads, num_kv_heads), keys, batch.values[index], batch.slots,
-      batch.chunks, batch.tables, batch.scales[index], batch.windows[index], 0.0, std::nullopt);
-  return layer.output(attended.view({rows.size(0), num_query_heads * keys.size(3)}), hidden.size(1));
-}
+ private:
+  const Tensor& like_;
+  std::deque<Tensor> all_;  // a layer may be of another width than the one before it
+};
 
 // Adds to residual [num_tokens, hidden_size] what the layers give, except for the last feed-forward part: that is
 // returned. `parts` holds what `LayerReader` reads, layer after layer; keys and values [num_blocks, block_size,
@@ -94,18 +86,34 @@ inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
   TORCH_CHECK(parts.size() == num_layers * LayerReader::kNumParts && values.size() == num_layers &&
                   scales.size() == num_layers && windows.size() == num_layers,
               "all must be given for each of ", num_layers, " layers");
-  const PagedBatch batch{keys, values, slots, chunks, tables, scales, windows};
   LayerReader reader(parts);
-  OptionalTensor update;
+  Phases phases;
+  Rows all_heads(residual), all_attended(residual), all_gate_up(residual), all_gated(residual);
+  Tensor hidden = at::empty_like(residual), update = at::empty_like(residual);
   for (size_t index = 0; index < num_layers; index++) {
     const Layer layer = reader.read();
-    Tensor hidden = add_and_normalize(residual, update, layer.input_norm, epsilon);
-    update = attend_layer(layer, hidden, cos, sin, num_query_heads, epsilon, batch, index);
-    hidden = add_and_normalize(residual, update, layer.post_attention_norm, epsilon);
-    const int64_t width = layer.down.num_inputs();
-    update = layer.down(gate_rows(layer.gate_up(hidden, 2 * width)), hidden.size(1));
+    const Tensor &layer_keys = keys[index], &layer_values = values[index];
+    const int64_t num_kv_heads = layer_keys.size(2), size = layer_keys.size(3);
+    const int64_t num_heads = num_query_heads + 2 * num_kv_heads;
+    add_normalizing(phases, residual, index ? OptionalTensor(update) : std::nullopt, layer.input_norm, epsilon, hidden);
+    Tensor& rows = all_heads.of(num_heads * size);
+    layer.query_key_value.add(phases, hidden, rows);
+    add_rotating(phases, rows, cos, sin, num_query_heads, num_kv_heads, layer.query_norm, layer.key_norm, epsilon);
+    const Tensor heads = rows.view({rows.size(0), num_heads, size});
+    Tensor& attended = all_attended.of(num_query_heads * layer_values.size(3));
+    add_paged_attention(phases, heads.narrow(1, 0, num_query_heads), heads.narrow(1, num_query_heads, num_kv_heads),
+                        heads.narrow(1, num_query_heads + num_kv_heads, num_kv_heads), layer_keys, layer_values, slots,
+                        chunks, tables, scales[index], windows[index], 0.0, std::nullopt, attended);
+    layer.output.add(phases, attended, update);
+    add_normalizing(phases, residual, update, layer.post_attention_norm, epsilon, hidden);
+    Tensor& gate_up = all_gate_up.of(2 * layer.down.num_inputs());
+    layer.gate_up.add(phases, hidden, gate_up);
+    Tensor& gated = all_gated.of(layer.down.num_inputs());
+    add_gating(phases, gate_up, gated);
+    layer.down.add(phases, gated, update);
   }
-  return *update;
+  phases.run();
+  return update;
 }
 
 }  // namespace headway

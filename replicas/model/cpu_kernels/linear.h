@@ -12,6 +12,7 @@ namespace headway {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int kRows = 12;                       // rows computed together, at most: their sums fill the registers
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // inputs that stay in the cache while panels pass by
+constexpr int64_t kMostPartBytes = 256 * 1024;  // weights of one part of a shared multiplication
 constexpr int64_t kBytesAhead = 4096;           // how far ahead weights are fetched that are used once
 
 // How products of rows of X and weights of W are summed, kPair inputs at a time. After kMostSteps a sum may be full.
@@ -107,10 +108,20 @@ struct LinearInputs {
   const W* weights;  // [num_panels, num_inputs / kPair, kPanel, kPair]; what is beyond num_outputs is not used
   const O* bias;     // [num_outputs]; may be null
   int64_t num_rows, num_inputs, num_outputs;
-  O* outputs;                            // [num_rows, num_outputs]
+  O* outputs;                            // [num_rows, num_outputs], or a part of it; see `only`
   const float* row_scales = nullptr;     // [num_rows]: what a row of whole numbers is multiplied by
   const float* output_scales = nullptr;  // [num_outputs]: the same of weights; both are given or none
+  int64_t output_stride = num_outputs;   // between the rows of `outputs`
+  int64_t first_output = 0;              // what the first number of `outputs` is
   int64_t num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
+  // The same, but of the panels [first, end) alone, which go to `to` side by side.
+  LinearInputs only(int64_t first, int64_t end, O* to) const {
+    LinearInputs part = *this;
+    part.outputs = to;
+    part.output_stride = (end - first) * kPanel;
+    part.first_output = first * kPanel;
+    return part;
+  }
   const W* panel(int64_t index) const { return weights + index * kPanel * num_inputs; }
 };
 
@@ -130,7 +141,7 @@ inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, 
 #pragma omp simd
       for (int64_t i = 0; i < kPanel; i++) narrowed[i] = narrow<O>(totals[i]);
     }
-    std::memcpy(in.outputs + (row + r) * in.num_outputs + first, narrowed, width * sizeof(O));
+    std::memcpy(in.outputs + (row + r) * in.output_stride + first - in.first_output, narrowed, width * sizeof(O));
   }
 }
 

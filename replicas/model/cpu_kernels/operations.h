@@ -1,12 +1,11 @@
-// The kernels over tensors.
+// The kernels over tensors. Functions `add_...` note phases of work over tensors that the caller keeps until they are
+// run; the others do the work.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
-#include <atomic>
 #include <optional>
 #include <type_traits>
 #include <vector>
@@ -14,6 +13,7 @@
 #include "layer_math.h"
 #include "linear.h"
 #include "paged_attention.h"
+#include "phases.h"
 #include "quantization.h"
 #include "tile_linear.h"
 
@@ -38,16 +38,48 @@ inline void check_rows(const Tensor& tensor, const Tensor& like) {
   TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), "all tensors must have one dtype");
 }
 
-template <typename T>
-inline void store_heads(const Tensor& from, const Tensor& slots, Tensor& cache) {
+// Stores heads [num_tokens, num_heads, size] in `slots` [num_tokens] of a cache.
+inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots, Tensor& cache) {
   TORCH_CHECK(from.stride(2) == 1 && from.scalar_type() == cache.scalar_type());
-  const int64_t num_heads = from.size(1), size = from.size(2);
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  T* to = cache.mutable_data_ptr<T>();
-  for (int64_t token = 0; token < from.size(0); token++)
-    for (int64_t head = 0; head < num_heads; head++)
-      std::memcpy(to + (slot[token] * num_heads + head) * size,
-                  from.const_data_ptr<T>() + token * from.stride(0) + head * from.stride(1), size * sizeof(T));
+  for_type_of(from, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const int64_t num_heads = from.size(1), size = from.size(2);
+    const int64_t row_stride = from.stride(0), head_stride = from.stride(1);
+    const T* rows = from.const_data_ptr<T>();
+    const int64_t* slot = slots.const_data_ptr<int64_t>();
+    T* to = cache.mutable_data_ptr<T>();
+    phases.add_rows(from.size(0), 16, [=](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; token++)
+        for (int64_t head = 0; head < num_heads; head++)
+          std::memcpy(to + (slot[token] * num_heads + head) * size, rows + token * row_stride + head * head_stride,
+                      size * sizeof(T));
+    });
+  });
+}
+
+// See `attend_paged`, which gives `output`.
+inline void add_paged_attention(Phases& phases, const Tensor& query, const Tensor& key, const Tensor& value,
+                                Tensor keys, Tensor values, const Tensor& slots, const Tensor& chunks,
+                                const Tensor& tables, double scale, int64_t window, double softcap,
+                                const OptionalTensor& sinks, Tensor& output) {
+  check_rows(keys, query);
+  check_rows(values, query);
+  TORCH_CHECK(slots.is_contiguous() && chunks.is_contiguous() && tables.is_contiguous() && query.stride(2) == 1);
+  TORCH_CHECK(keys.size(3) % kLanes == 0 && values.size(3) % kLanes == 0, "head sizes must be multiples of ", kLanes);
+  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == at::kFloat), "sinks must be float32");
+  add_storing(phases, key, slots, keys);
+  add_storing(phases, value, slots, values);
+  for_type_of(query, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    add_attention(phases, AttentionInputs<T>{
+        query.const_data_ptr<T>(), query.stride(0), query.stride(1),
+        keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
+        reinterpret_cast<const Chunk*>(chunks.const_data_ptr<int64_t>()), chunks.size(0),
+        tables.const_data_ptr<int64_t>(), keys.size(1), keys.size(2), query.size(1) / keys.size(2), keys.size(3),
+        values.size(3), static_cast<float>(scale), static_cast<float>(softcap), window,
+        sinks ? sinks->const_data_ptr<float>() : nullptr,
+        output.mutable_data_ptr<T>()});
+  });
 }
 
 // Stores key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] of the cache [num_blocks, block_size,
@@ -57,34 +89,19 @@ inline void store_heads(const Tensor& from, const Tensor& slots, Tensor& cache) 
 inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor& value, Tensor keys, Tensor values,
                            const Tensor& slots, const Tensor& chunks, const Tensor& tables, double scale,
                            int64_t window, double softcap, const OptionalTensor& sinks) {
-  check_rows(keys, query);
-  check_rows(values, query);
-  TORCH_CHECK(slots.is_contiguous() && chunks.is_contiguous() && tables.is_contiguous() && query.stride(2) == 1);
-  TORCH_CHECK(keys.size(3) % kLanes == 0 && values.size(3) % kLanes == 0, "head sizes must be multiples of ", kLanes);
-  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == at::kFloat), "sinks must be float32");
-  const int64_t num_tokens = query.size(0), num_heads = query.size(1), num_kv_heads = keys.size(2);
-  Tensor output = at::empty({num_tokens, num_heads, values.size(3)}, query.options());
-  for_type_of(query, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    store_heads<T>(key, slots, keys);
-    store_heads<T>(value, slots, values);
-    paged_attention(AttentionInputs<T>{
-        query.const_data_ptr<T>(), query.stride(0), query.stride(1),
-        keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
-        reinterpret_cast<const Chunk*>(chunks.const_data_ptr<int64_t>()), chunks.size(0),
-        tables.const_data_ptr<int64_t>(), keys.size(1), num_kv_heads, num_heads / num_kv_heads, keys.size(3),
-        values.size(3), static_cast<float>(scale), static_cast<float>(softcap), window,
-        sinks ? sinks->const_data_ptr<float>() : nullptr,
-        output.mutable_data_ptr<T>()});
-  });
+  Tensor output = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
+  Phases phases;
+  add_paged_attention(phases, query, key, value, keys, values, slots, chunks, tables, scale, window, softcap, sinks,
+                      output);
+  phases.run();
   return output;
 }
 
 // residual [num_tokens, size] += update, if there is one; gives the result normalised.
-inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, const Tensor& weight, double epsilon) {
+inline void add_normalizing(Phases& phases, Tensor& residual, const OptionalTensor& update, const Tensor& weight,
+                            double epsilon, Tensor& output) {
   check_rows(residual, weight);
   if (update) check_rows(*update, residual);
-  Tensor output = at::empty_like(residual);
   for_type_of(residual, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const int64_t size = residual.size(-1);
@@ -92,19 +109,26 @@ inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, c
     const T* updates = update ? update->const_data_ptr<T>() : nullptr;
     const T* weights = weight.const_data_ptr<T>();
     T* outputs = output.mutable_data_ptr<T>();
-    at::parallel_for(0, residual.numel() / size, 16, [&](int64_t begin, int64_t end) {
+    phases.add_rows(residual.numel() / size, 8, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
         if (updates) add(rows + row * size, updates + row * size, size);
         normalize(rows + row * size, weights, size, static_cast<float>(epsilon), outputs + row * size);
       }
     });
   });
+}
+
+inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, const Tensor& weight, double epsilon) {
+  Tensor output = at::empty_like(residual);
+  Phases phases;
+  add_normalizing(phases, residual, update, weight, epsilon, output);
+  phases.run();
   return output;
 }
 
 // Of each row [(num_query_heads + 2 * num_kv_heads) * size] normalises, where there is a norm, and rotates the queries
 // and keys, by cos and sin [num_tokens, size].
-inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
+inline void add_rotating(Phases& phases, Tensor& rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
                          int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
                          double epsilon) {
   check_rows(rows, cos);
@@ -115,15 +139,15 @@ inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int6
     const int64_t size = cos.size(1);
     const int64_t width = (num_query_heads + 2 * num_kv_heads) * size;
     TORCH_CHECK(rows.size(1) == width && rows.size(0) == cos.size(0));
-    const T* norms[2] = {query_norm ? query_norm->const_data_ptr<T>() : nullptr,
-                         key_norm ? key_norm->const_data_ptr<T>() : nullptr};
+    const T* query_weights = query_norm ? query_norm->const_data_ptr<T>() : nullptr;
+    const T* key_weights = key_norm ? key_norm->const_data_ptr<T>() : nullptr;
     T* first = rows.mutable_data_ptr<T>();
     const T *cosines = cos.const_data_ptr<T>(), *sines = sin.const_data_ptr<T>();
-    at::parallel_for(0, rows.size(0), 8, [&](int64_t begin, int64_t end) {
+    phases.add_rows(rows.size(0), 4, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         for (int64_t index = 0; index < num_query_heads + num_kv_heads; index++) {
           T* head = first + row * width + index * size;
-          const T* norm = norms[index >= num_query_heads];
+          const T* norm = index < num_query_heads ? query_weights : key_weights;
           if (norm) normalize(head, norm, size, static_cast<float>(epsilon), head);
           rotate(head, cosines + row * size, sines + row * size, size);
         }
@@ -131,57 +155,81 @@ inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int6
   });
 }
 
+inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
+                         int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
+                         double epsilon) {
+  Phases phases;
+  add_rotating(phases, rows, cos, sin, num_query_heads, num_kv_heads, query_norm, key_norm, epsilon);
+  phases.run();
+}
+
 // silu(first half) * second half of each row.
-inline Tensor gate_rows(const Tensor& gate_up) {
-  check_rows(gate_up, gate_up);
-  const int64_t num_rows = gate_up.size(0), size = gate_up.size(1) / 2;
-  Tensor output = at::empty({num_rows, size}, gate_up.options());
+inline void add_gating(Phases& phases, const Tensor& gate_up, Tensor& output) {
+  check_rows(gate_up, output);
   for_type_of(gate_up, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
+    const int64_t size = output.size(1);
     const T* from = gate_up.const_data_ptr<T>();
     T* to = output.mutable_data_ptr<T>();
-    at::parallel_for(0, num_rows, 8, [&](int64_t begin, int64_t end) {
+    phases.add_rows(gate_up.size(0), 4, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         gate(from + row * 2 * size, from + (row * 2 + 1) * size, size, to + row * size);
     });
   });
+}
+
+inline Tensor gate_rows(const Tensor& gate_up) {
+  Tensor output = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
+  Phases phases;
+  add_gating(phases, gate_up, output);
+  phases.run();
   return output;
 }
 
-// Calls f for parts of [0, num), in as many threads as there are. Whoever is done takes another part: a thread that has
-// to wait for a processor holds up the others by one part, not by its share.
-template <typename F>
-inline void share(int64_t num, const F& f) {
-  constexpr int64_t kPartsEach = 8;
-  const int64_t num_threads = at::get_num_threads();
-  const int64_t part = num_threads == 1 ? num : std::max<int64_t>(1, num / (num_threads * kPartsEach));
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-    for (int64_t first = next.fetch_add(part); first < num; first = next.fetch_add(part))
-      f(first, std::min(first + part, num));
-  });
+// Multiplies by panels, `multiply(in, first, end)` by some of them.
+template <typename X, typename W, typename O, typename F>
+inline void add_panels(Phases& phases, const LinearInputs<X, W, O>& in, const F& multiply) {
+  const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W);
+  int64_t each = phases.rows_of_part(in.num_panels(), 1);
+  if (phases.num_threads() > 1)
+    each = std::clamp<int64_t>(std::min(kMostResultBytes / column_bytes, kMostPartBytes / panel_bytes), 1, each);
+  const int64_t num_parts = (in.num_panels() + each - 1) / each;
+  const auto end_of = [=](int64_t part) { return std::min((part + 1) * each, in.num_panels()); };
+  if (phases.num_threads() == 1 || each * column_bytes > kMostResultBytes) {
+    phases.add({num_parts, [=](int64_t part, const void*) { multiply(in, part * each, end_of(part)); }});
+    return;
+  }
+  phases.add({num_parts,
+              [=](int64_t part, const void* result) {
+                const int64_t first = part * each * kPanel, end = std::min(end_of(part) * kPanel, in.num_outputs);
+                const O* from = static_cast<const O*>(result);
+                for (int64_t row = 0; row < in.num_rows; row++, from += (end_of(part) - part * each) * kPanel)
+                  std::memcpy(in.outputs + row * in.num_outputs + first, from, (end - first) * sizeof(O));
+              },
+              [=](int64_t part, void* result) {
+                const int64_t first = part * each, end = end_of(part);
+                multiply(in.only(first, end, static_cast<O*>(result)), first, end);
+              },
+              each * column_bytes});
 }
 
 template <typename X, typename W, typename O>
-inline void multiply_in_parallel(const LinearInputs<X, W, O>& in) {
+inline void add_product(Phases& phases, const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<X, BFloat16> && std::is_same_v<O, BFloat16>)
     if (in.num_rows >= kFewestTileRows && has_tiles()) {
-      TiledRows rows(in.rows, in.num_rows, in.num_inputs);
-      at::parallel_for(0, rows.num_tiles(), 4, [&](int64_t begin, int64_t end) {
+      const TiledRows rows(in.rows, in.num_rows, in.num_inputs,
+                           phases.scratch(TiledRows::num_bytes(in.num_rows, in.num_inputs)));
+      phases.add_rows(rows.num_tiles(), 4, [=](int64_t begin, int64_t end) {
         for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
       });
-      share(in.num_panels(), [&](int64_t first, int64_t end) { multiply_panels_in_tiles(in, rows, first, end); });
+      add_panels(phases, in, [=](const LinearInputs<X, W, O>& part, int64_t first, int64_t end) {
+        multiply_panels_in_tiles(part, rows, first, end);
+      });
       return;
     }
 #endif
-  share(in.num_panels(), [&](int64_t first, int64_t end) { multiply_panels(in, first, end); });
-}
-
-inline Tensor empty_outputs(const Tensor& inputs, int64_t num_outputs) {
-  std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
-  shape.back() = num_outputs;
-  return at::empty(shape, inputs.options());
+  add_panels(phases, in, multiply_panels<X, W, O>);
 }
 
 // Checks a packed weight [num_panels, num_inputs / kPair, kPanel, kPair] for inputs [..., num_inputs].
@@ -198,42 +246,57 @@ inline void check_packed(const Tensor& weight, const Tensor& inputs, int64_t num
   TORCH_CHECK(!bias || bias->size(0) == num_outputs);
 }
 
+// See `multiply_by_weight` and, where there are `scales`, `multiply_by_int8`.
+inline void add_multiplying(Phases& phases, const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales,
+                            const OptionalTensor& bias, Tensor& output) {
+  const int64_t num_inputs = inputs.size(-1), num_outputs = output.size(-1), num_rows = inputs.numel() / num_inputs;
+  for_type_of(inputs, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = inputs.const_data_ptr<T>();
+    const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
+    T* to = output.mutable_data_ptr<T>();
+    if (!scales) {
+      check_rows(weight, inputs);
+      check_packed<T, T>(weight, inputs, num_outputs, bias);
+      add_product(phases, LinearInputs<T, T, T>{from, weight.const_data_ptr<T>(), biases, num_rows, num_inputs,
+                                                num_outputs, to});
+      return;
+    }
+    check_packed<int16_t, int8_t>(weight, inputs, num_outputs, bias);
+    const int64_t scale_bytes = num_rows * sizeof(float);
+    float* row_scales = static_cast<float*>(phases.scratch(scale_bytes + num_rows * num_inputs * sizeof(int16_t)));
+    int16_t* rows = reinterpret_cast<int16_t*>(row_scales + num_rows);
+    phases.add_rows(num_rows, 8, [=](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        row_scales[row] = quantize(from + row * num_inputs, num_inputs, rows + row * num_inputs);
+    });
+    add_product(phases, LinearInputs<int16_t, int8_t, T>{rows, weight.const_data_ptr<int8_t>(), biases, num_rows,
+                                                         num_inputs, num_outputs, to, row_scales,
+                                                         scales->const_data_ptr<float>()});
+  });
+}
+
+inline Tensor multiply(const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales, int64_t num_outputs,
+                       const OptionalTensor& bias) {
+  std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
+  shape.back() = num_outputs;
+  Tensor output = at::empty(shape, inputs.options());
+  Phases phases;
+  add_multiplying(phases, inputs, weight, scales, bias, output);
+  phases.run();
+  return output;
+}
+
 // inputs [..., num_inputs] times the packed weight of as many inputs and `num_outputs`, plus bias [num_outputs].
 inline Tensor multiply_by_weight(const Tensor& inputs, const Tensor& weight, int64_t num_outputs,
                                  const OptionalTensor& bias) {
-  check_rows(weight, inputs);
-  Tensor output = empty_outputs(inputs, num_outputs);
-  for_type_of(inputs, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    check_packed<T, T>(weight, inputs, num_outputs, bias);
-    const int64_t num_inputs = inputs.size(-1);
-    multiply_in_parallel(LinearInputs<T, T, T>{inputs.const_data_ptr<T>(), weight.const_data_ptr<T>(),
-                                               bias ? bias->const_data_ptr<T>() : nullptr, inputs.numel() / num_inputs,
-                                               num_inputs, num_outputs, output.mutable_data_ptr<T>()});
-  });
-  return output;
+  return multiply(inputs, weight, std::nullopt, num_outputs, bias);
 }
 
 // inputs [..., num_inputs] times a packed weight of int8 whose outputs have a scale each, [num_outputs].
 inline Tensor multiply_by_int8(const Tensor& inputs, const Tensor& weight, const Tensor& scales,
                                const OptionalTensor& bias) {
-  const int64_t num_inputs = inputs.size(-1), num_outputs = scales.size(0), num_rows = inputs.numel() / num_inputs;
-  check_packed<int16_t, int8_t>(weight, inputs, num_outputs, bias);
-  Tensor output = empty_outputs(inputs, num_outputs);
-  std::vector<int16_t> rows(num_rows * num_inputs);
-  std::vector<float> row_scales(num_rows);
-  for_type_of(inputs, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T* from = inputs.const_data_ptr<T>();
-    at::parallel_for(0, num_rows, 16, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; row++)
-        row_scales[row] = quantize(from + row * num_inputs, num_inputs, rows.data() + row * num_inputs);
-    });
-    multiply_in_parallel(LinearInputs<int16_t, int8_t, T>{
-        rows.data(), weight.const_data_ptr<int8_t>(), bias ? bias->const_data_ptr<T>() : nullptr, num_rows, num_inputs,
-        num_outputs, output.mutable_data_ptr<T>(), row_scales.data(), scales.const_data_ptr<float>()});
-  });
-  return output;
+  return multiply(inputs, weight, scales, scales.size(0), bias);
 }
 
 }  // namespace headway

@@ -1,16 +1,15 @@
 // Attention over a paged cache: decodes and prefill chunks of many sequences at once, over float or bfloat16.
 #pragma once
 
-#include <ATen/Parallel.h>
-
-#include <atomic>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
 #include "attention_tasks.h"
 #include "attention_tile.h"
 #include "numbers.h"
+#include "phases.h"
 
 namespace headway {
 
@@ -178,42 +177,55 @@ inline void merge(AttentionState* into, const AttentionState& other, int64_t val
   }
 }
 
+// Tasks of one attention, and where those that share rows leave what they found.
+struct AttentionWork {
+  std::vector<AttentionTask> tasks;
+  std::vector<AttentionState> parts;
+  std::vector<std::vector<const AttentionTask*>> shared;  // tasks of the same rows, in the order of their keys
+};
+
 template <typename T>
-inline void paged_attention(const AttentionInputs<T>& in) {
-  const int64_t num_threads = at::get_num_threads();
+inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& in, int64_t num_threads) {
+  auto work = std::make_shared<AttentionWork>();
   int64_t num_parts;
-  const std::vector<AttentionTask> tasks = plan(in, num_threads, &num_parts);
+  work->tasks = plan(in, num_threads, &num_parts);
+  work->parts.assign(num_parts, AttentionState(0, 0, 0));
   std::vector<const AttentionTask*> part_tasks(num_parts);
-  for (const AttentionTask& task : tasks)
+  for (const AttentionTask& task : work->tasks)
     if (task.part >= 0) part_tasks[task.part] = &task;
-  std::vector<AttentionState> parts(num_parts, AttentionState(0, 0, 0));
-  std::atomic<size_t> next{0};
-  // Where there are many, a thread takes its next task before it does the one it has, to fetch its keys meanwhile.
-  const bool are_many = tasks.size() > static_cast<size_t>(2 * num_threads);
-  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
-    for (size_t index = next.fetch_add(1), following; index < tasks.size(); index = following) {
-      following = are_many ? next.fetch_add(1) : tasks.size();
-      const AttentionTask& task = tasks[index];
-      AttentionState state(task.num_heads, task.num_tokens * in.group_size, in.value_size);
-      attend(in, task, tasks[std::min(following, tasks.size() - 1)], &state);
-      if (task.part < 0)
-        finish(in, task, state);
-      else
-        parts[task.part] = std::move(state);
-      if (!are_many) following = next.fetch_add(1);
-    }
-  });
   // Parts of the same rows have consecutive numbers, and the first of them begins a new head, tile or chunk.
-  for (int64_t part = 0; part < num_parts;) {
-    const AttentionTask& task = *part_tasks[part];
-    int64_t end = part + 1;
-    for (; end < num_parts && part_tasks[end]->chunk == task.chunk && part_tasks[end]->first_head == task.first_head &&
-           part_tasks[end]->first_token == task.first_token;
-         end++)
-      merge(&parts[part], parts[end], in.value_size);
-    finish(in, task, parts[part]);
-    part = end;
+  for (const AttentionTask* task : part_tasks) {
+    const AttentionTask* first = work->shared.empty() ? nullptr : work->shared.back().front();
+    if (!first || first->chunk != task->chunk || first->first_head != task->first_head ||
+        first->first_token != task->first_token)
+      work->shared.emplace_back();
+    work->shared.back().push_back(task);
   }
+  return work;
+}
+
+template <typename T>
+inline void add_attention(Phases& phases, const AttentionInputs<T>& in) {
+  const int64_t num_threads = phases.num_threads();
+  const std::shared_ptr<AttentionWork> work = attention_work(in, num_threads);
+  const int64_t num_tasks = work->tasks.size();
+  phases.add({num_tasks, [=](int64_t index, const void*) {
+    const AttentionTask& task = work->tasks[index];
+    // Tasks beside each other take about as long, so that threads take turns. What this one takes next is fetched.
+    const AttentionTask& next = work->tasks[std::min(index + num_threads, num_tasks - 1)];
+    AttentionState state(task.num_heads, task.num_tokens * in.group_size, in.value_size);
+    attend(in, task, next, &state);
+    if (task.part < 0)
+      finish(in, task, state);
+    else
+      work->parts[task.part] = std::move(state);
+  }});
+  phases.add({static_cast<int64_t>(work->shared.size()), [=](int64_t index, const void*) {
+    const std::vector<const AttentionTask*>& tasks = work->shared[index];
+    AttentionState& state = work->parts[tasks.front()->part];
+    for (size_t i = 1; i < tasks.size(); i++) merge(&state, work->parts[tasks[i]->part], in.value_size);
+    finish(in, *tasks.front(), state);
+  }});
 }
 
 }  // namespace headway

@@ -2,8 +2,6 @@
 // inputs times tiles of 32 inputs by 16 outputs, which a panel holds as the unit wants them.
 #pragma once
 
-#include <memory>
-
 #include "linear.h"
 
 #if defined(__AMX_BF16__)
@@ -48,13 +46,17 @@ class TileShapes {
 // cache line of its own: read where they are, they come from the cache more slowly than the unit multiplies.
 class TiledRows {
  public:
-  TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size)
-      : rows_(rows), num_rows_(num_rows), size_(size), lines_(new Line[num_tiles() * kTileRows * size / kTileInputs]) {}
+  // `memory` has `num_bytes` and begins with a cache line.
+  TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size, void* memory)
+      : rows_(rows), num_rows_(num_rows), size_(size), lines_(static_cast<Line*>(memory)) {}
+  static int64_t num_bytes(int64_t num_rows, int64_t size) {
+    return (num_rows + kTileRows - 1) / kTileRows * kTileRows * size * sizeof(BFloat16);
+  }
   int64_t num_tiles() const { return (num_rows_ + kTileRows - 1) / kTileRows; }
   const BFloat16* tile(int64_t index) const { return lines_[index * kTileRows * size_ / kTileInputs].numbers; }
 
   // Brings a tile into order; rows beyond the last are zeros.
-  void arrange(int64_t index) {
+  void arrange(int64_t index) const {
     const int64_t num_parts = size_ / kTileInputs;
     Line* lines = &lines_[index * kTileRows * num_parts];
     for (int64_t r = 0; r < kTileRows; r++) {
@@ -75,7 +77,7 @@ class TiledRows {
   };
   const BFloat16* rows_;
   int64_t num_rows_, size_;
-  std::unique_ptr<Line[]> lines_;
+  Line* lines_;
 };
 
 // T tiles of rows, one or two, by one panel. Tiles 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
@@ -127,7 +129,7 @@ inline void multiply_panels_in_tiles(const LinearInputs<BFloat16, BFloat16, BFlo
         const int64_t row = tile * kTileRows;
         const int64_t num = std::min(2 * kTileRows, std::min(last * kTileRows, in.num_rows) - row);
         for (int64_t r = 0; r < num; r++)
-          __builtin_prefetch(in.outputs + (row + r) * in.num_outputs + panel * kPanel, 1);
+          __builtin_prefetch(in.outputs + (row + r) * in.output_stride + panel * kPanel - in.first_output, 1);
         if (last - tile == 1)
           multiply_tiles<1>(rows, tile, size, in.panel(panel), &ahead, totals);
         else
