@@ -39,7 +39,7 @@ inline void check_rows(const Tensor& tensor, const Tensor& like) {
 }
 
 // Stores heads [num_tokens, num_heads, size] in `slots` [num_tokens] of a cache.
-inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots, Tensor& cache) {
+inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots, const Tensor& cache) {
   TORCH_CHECK(from.stride(2) == 1 && from.scalar_type() == cache.scalar_type());
   for_type_of(from, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -57,11 +57,11 @@ inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots,
   });
 }
 
-// See `attend_paged`, which gives `output`.
+// See `attend_paged`, which gives `output`, and `add_attention`.
 inline void add_paged_attention(Phases& phases, const Tensor& query, const Tensor& key, const Tensor& value,
-                                Tensor keys, Tensor values, const Tensor& slots, const Tensor& chunks,
+                                const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& chunks,
                                 const Tensor& tables, double scale, int64_t window, double softcap,
-                                const OptionalTensor& sinks, Tensor& output) {
+                                const OptionalTensor& sinks, std::shared_ptr<AttentionWork>& work, Tensor& output) {
   check_rows(keys, query);
   check_rows(values, query);
   TORCH_CHECK(slots.is_contiguous() && chunks.is_contiguous() && tables.is_contiguous() && query.stride(2) == 1);
@@ -78,7 +78,7 @@ inline void add_paged_attention(Phases& phases, const Tensor& query, const Tenso
         tables.const_data_ptr<int64_t>(), keys.size(1), keys.size(2), query.size(1) / keys.size(2), keys.size(3),
         values.size(3), static_cast<float>(scale), static_cast<float>(softcap), window,
         sinks ? sinks->const_data_ptr<float>() : nullptr,
-        output.mutable_data_ptr<T>()});
+        output.mutable_data_ptr<T>()}, work);
   });
 }
 
@@ -91,14 +91,15 @@ inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor&
                            int64_t window, double softcap, const OptionalTensor& sinks) {
   Tensor output = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
   Phases phases;
+  std::shared_ptr<AttentionWork> work;
   add_paged_attention(phases, query, key, value, keys, values, slots, chunks, tables, scale, window, softcap, sinks,
-                      output);
+                      work, output);
   phases.run();
   return output;
 }
 
 // residual [num_tokens, size] += update, if there is one; gives the result normalised.
-inline void add_normalizing(Phases& phases, Tensor& residual, const OptionalTensor& update, const Tensor& weight,
+inline void add_normalizing(Phases& phases, Tensor& residual, const Tensor* update, const Tensor& weight,
                             double epsilon, Tensor& output) {
   check_rows(residual, weight);
   if (update) check_rows(*update, residual);
@@ -121,7 +122,7 @@ inline void add_normalizing(Phases& phases, Tensor& residual, const OptionalTens
 inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, const Tensor& weight, double epsilon) {
   Tensor output = at::empty_like(residual);
   Phases phases;
-  add_normalizing(phases, residual, update, weight, epsilon, output);
+  add_normalizing(phases, residual, update ? &*update : nullptr, weight, epsilon, output);
   phases.run();
   return output;
 }

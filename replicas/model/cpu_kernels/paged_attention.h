@@ -177,8 +177,9 @@ inline void merge(AttentionState* into, const AttentionState& other, int64_t val
   }
 }
 
-// Tasks of one attention, and where those that share rows leave what they found.
+// Tasks of attention over a batch, and where those that share rows leave what they found.
 struct AttentionWork {
+  int64_t window;
   std::vector<AttentionTask> tasks;
   std::vector<AttentionState> parts;
   std::vector<std::vector<const AttentionTask*>> shared;  // tasks of the same rows, in the order of their keys
@@ -187,6 +188,7 @@ struct AttentionWork {
 template <typename T>
 inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& in, int64_t num_threads) {
   auto work = std::make_shared<AttentionWork>();
+  work->window = in.window;
   int64_t num_parts;
   work->tasks = plan(in, num_threads, &num_parts);
   work->parts.assign(num_parts, AttentionState(0, 0, 0));
@@ -204,12 +206,13 @@ inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& i
   return work;
 }
 
+// `work` is that of the layer before, which this one takes over if it has the same window; may be null.
 template <typename T>
-inline void add_attention(Phases& phases, const AttentionInputs<T>& in) {
+inline void add_attention(Phases& phases, const AttentionInputs<T>& in, std::shared_ptr<AttentionWork>& work) {
   const int64_t num_threads = phases.num_threads();
-  const std::shared_ptr<AttentionWork> work = attention_work(in, num_threads);
+  if (!work || work->window != in.window) work = attention_work(in, num_threads);
   const int64_t num_tasks = work->tasks.size();
-  phases.add({num_tasks, [=](int64_t index, const void*) {
+  phases.add({num_tasks, [=, work = work](int64_t index, const void*) {
     const AttentionTask& task = work->tasks[index];
     // Tasks beside each other take about as long, so that threads take turns. What this one takes next is fetched.
     const AttentionTask& next = work->tasks[std::min(index + num_threads, num_tasks - 1)];
@@ -220,7 +223,7 @@ inline void add_attention(Phases& phases, const AttentionInputs<T>& in) {
     else
       work->parts[task.part] = std::move(state);
   }});
-  phases.add({static_cast<int64_t>(work->shared.size()), [=](int64_t index, const void*) {
+  phases.add({static_cast<int64_t>(work->shared.size()), [=, work = work](int64_t index, const void*) {
     const std::vector<const AttentionTask*>& tasks = work->shared[index];
     AttentionState& state = work->parts[tasks.front()->part];
     for (size_t i = 1; i < tasks.size(); i++) merge(&state, work->parts[tasks[i]->part], in.value_size);
