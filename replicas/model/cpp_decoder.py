@@ -66,6 +66,7 @@ class _Stack:
 def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
     """None where the layers are more than the kernels can be told."""
     parts: list[Tensor | None] = []
+    sizes: set[tuple[object, ...]] = set()
     for layer in layers:
         modules = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
         linears = [module for module in modules if isinstance(module, CompiledLinear)]
@@ -75,13 +76,13 @@ def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
         norms = (_weight(layer.heads.query_norm), _weight(layer.heads.key_norm))
         parts += [layer.input_norm.weight, *query_key_value, *norms, *output]
         parts += [layer.post_attention_norm.weight, *gate_up, *down]
+        sizes.add((layer.heads.num_query_heads, layer.heads.num_kv_heads, *(each.packed.shape for each in linears)))
     epsilons = {norm.epsilon for layer in layers for norm in _norms(layer)}
-    head_counts = {layer.heads.num_query_heads for layer in layers}
-    if len(epsilons) != 1 or len(head_counts) != 1:
+    if len(epsilons) != 1 or len(sizes) != 1:
         return None
     return _Stack(
         parts,
-        head_counts.pop(),
+        layers[0].heads.num_query_heads,
         epsilons.pop(),
         [layer.facts.index for layer in layers],
         [layer.scoring.scale for layer in layers],

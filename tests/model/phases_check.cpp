@@ -1,0 +1,111 @@
+// Run by test_phases.py with the name of a check; exits with 0 if it holds.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include "phases.h"
+
+using headway::Phases;
+
+#define CHECK(condition)                                                          \
+  do {                                                                            \
+    if (!(condition)) {                                                           \
+      std::fprintf(stderr, "line %d: %s does not hold\n", __LINE__, #condition);  \
+      std::_Exit(1);                                                              \
+    }                                                                             \
+  } while (0)
+
+// A thread that stands still in its part holds up nobody: two phases later somebody lets it go on, and what it gives
+// then, which is wrong, is not used.
+void nobody_waits_for_a_thread() {
+  at::set_num_threads(2);
+  std::atomic<int> num_calls{0}, num_stored{0}, value{0}, seen{0};
+  std::atomic<bool> may_go_on{false};
+  Phases phases;
+  phases.add({1,
+              [&](int64_t, const void* result) {
+                num_stored++;
+                int given;
+                std::memcpy(&given, result, sizeof given);
+                value = given;
+              },
+              [&](int64_t, void* result) {
+                int given = 7;
+                if (num_calls++ == 0) {
+                  while (!may_go_on) std::this_thread::yield();
+                  given = 13;
+                }
+                std::memcpy(result, &given, sizeof given);
+              },
+              sizeof(int)});
+  phases.add({1, [&](int64_t, const void*) { seen = value.load(); }});
+  phases.add({1, [&](int64_t, const void*) { may_go_on = true; }});
+  phases.run();
+  CHECK(num_calls == 2 && num_stored == 1 && value == 7 && seen == 7);
+}
+
+// Random phases, in which each part reads what all parts of the phase before have left. Every part is finished once,
+// whoever is interrupted, and no phase begins before the one before it is over.
+void every_part_is_finished_once(int num_threads, unsigned seed) {
+  at::set_num_threads(num_threads);
+  std::mt19937 random(seed);
+  const auto below = [&](int end) { return static_cast<int>(random() % end); };
+  constexpr int kMostParts = 40;
+  std::vector<std::vector<int64_t>> left(1 + 60, std::vector<int64_t>(kMostParts, 0));
+  std::vector<std::vector<std::atomic<int>>> num_finished;
+  std::vector<int64_t> num_parts_of(left.size(), 0);
+  Phases phases;
+  for (size_t index = 1; index < left.size(); index++) {
+    const int64_t num_parts = below(8) == 0 ? 0 : 1 + below(kMostParts);
+    const int loops = below(4) == 0 ? 20'000 : below(300);
+    num_finished.emplace_back(kMostParts);
+    std::atomic<int>* finished = num_finished.back().data();
+    const std::vector<int64_t>& before = left[index - 1];
+    std::vector<int64_t>& now = left[index];
+    const auto value_of = [&before, loops](int64_t part) {
+      int64_t value = part + 1;
+      for (int64_t each : before) value += each % 1000;
+      volatile int spent = 0;
+      for (int i = 0; i < loops; i++) spent = spent + 1;
+      return value;
+    };
+    if (below(3) == 0)
+      phases.add({num_parts, [&now, finished, value_of](int64_t part, const void*) {
+        finished[part]++;
+        now[part] = value_of(part);
+      }});
+    else
+      phases.add({num_parts,
+                  [&now, finished](int64_t part, const void* result) {
+                    finished[part]++;
+                    std::memcpy(&now[part], result, sizeof now[part]);
+                  },
+                  [value_of](int64_t part, void* result) {
+                    const int64_t value = value_of(part);
+                    std::memcpy(result, &value, sizeof value);
+                  },
+                  sizeof(int64_t)});
+    num_parts_of[index] = num_parts;
+  }
+  phases.run();
+  for (size_t index = 1; index < left.size(); index++) {
+    int64_t before = 0;
+    for (int64_t each : left[index - 1]) before += each % 1000;
+    for (int64_t part = 0; part < kMostParts; part++) {
+      const bool exists = part < num_parts_of[index];
+      CHECK(num_finished[index - 1][part] == exists);
+      CHECK(left[index][part] == (exists ? part + 1 + before : 0));
+    }
+  }
+}
+
+int main(int argc, char** argv) {
+  CHECK(argc == 2);
+  if (std::strcmp(argv[1], "held") == 0) {
+    nobody_waits_for_a_thread();
+  } else {
+    // More threads than processors, so that they interrupt each other.
+    for (unsigned seed = 0; seed < 300; seed++) every_part_is_finished_once(1 + seed % 6, seed);
+  }
+}
