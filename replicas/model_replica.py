@@ -168,10 +168,13 @@ class ModelReplica:
             dtype=backend.dtype,
             device=backend.device,
         )
-        on_cpu = _DELTAS_PER_S_ON_CPU * (os.cpu_count() or 1)
-        default_deltas_per_s = on_cpu if backend.device == "cpu" else _DELTAS_PER_S
-        max_deltas_per_s = options.max_deltas_per_s or default_deltas_per_s
-        self._coalescing = Coalescing(Rhythm(options.coalesce_interval_s, options.coalesce_tokens), max_deltas_per_s)
+        is_on_cpu = backend.device == "cpu"
+        default_deltas_per_s = _DELTAS_PER_S_ON_CPU * (os.cpu_count() or 1) if is_on_cpu else _DELTAS_PER_S
+        self._coalescing = Coalescing(
+            Rhythm(options.coalesce_interval_s, options.coalesce_tokens),
+            options.max_deltas_per_s or default_deltas_per_s,
+            slowed_are_common=is_on_cpu,
+        )
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         self._async_engine: AsyncEngine | None = None

@@ -37,6 +37,14 @@ class Rhythm(NamedTuple):
 
     interval_s: float = 0.0
     num_tokens: int = 1
+    is_common: bool = False
+    """Streams with one interval send together, so that whoever carries their deltas wakes up once for all of them."""
+
+    def due_s(self, last_s: float) -> float:
+        """When to send what comes after a delta that was sent at `last_s`."""
+        if self.is_common and self.interval_s > 0 and math.isfinite(last_s):
+            return (last_s // self.interval_s + 1) * self.interval_s
+        return last_s + self.interval_s
 
 
 _EACH_BY_ITSELF = Rhythm()
@@ -50,11 +58,16 @@ class Coalescing:
     max_deltas_per_s: float = math.inf
     """Of all streams together, as each delta costs whoever carries it. Less urgent streams do not count for more
     urgent ones."""
+    slowed_are_common: bool = False
+    """Whether streams that have to be slowed down send together: right where the engine computes on the processors
+    that carry their deltas. Elsewhere what comes all at once would hold up whatever else comes then."""
 
     def rhythm_of(self, num_streams: int) -> Rhythm:
         """Of each of so many streams; one that had to be slowed down sends at its time, however many tokens wait."""
         interval_s = num_streams / self.max_deltas_per_s
-        return self.rhythm if interval_s <= self.rhythm.interval_s else Rhythm(interval_s, sys.maxsize)
+        if interval_s <= self.rhythm.interval_s:
+            return self.rhythm
+        return Rhythm(interval_s, sys.maxsize, self.slowed_are_common)
 
 
 class Mailbox:
@@ -95,12 +108,13 @@ class Mailbox:
 
     async def take(self) -> TokenDelta:
         """Everything since the last call, once there is anything and enough of it or time enough has passed."""
-        interval_s, self._enough_tokens = self._rhythm()
+        rhythm = self._rhythm()
+        self._enough_tokens = rhythm.num_tokens
         if self._num_waiting >= self._enough_tokens:
             self._has_enough.set()
         await self._has_any.wait()
         loop = asyncio.get_running_loop()
-        patience_s = self._taken_s + interval_s - loop.time()
+        patience_s = rhythm.due_s(self._taken_s) - loop.time()
         if patience_s > 0 and not self._has_enough.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):  # `wait_for` swallows a cancellation now and then on 3.11

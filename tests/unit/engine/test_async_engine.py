@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import threading
@@ -11,6 +12,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from replicas.cpu_sharing import do_not_interrupt_others
 from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
@@ -114,7 +117,7 @@ async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not
     runner = GatedRunner(4)
     coalescing = Coalescing(Rhythm(interval_s=0.5, num_tokens=4), max_deltas_per_s=0.05)
     async with running(coalescing=coalescing, runner=runner) as engine, AsyncExitStack() as streams:
-        assert engine.rhythm(Band.BATCH) == (0.5, 4)
+        assert engine.rhythm(Band.BATCH) == coalescing.rhythm
         for number in range(3):
             asked = replace(request(f"request-{number}", max_tokens=12), band=Band.BATCH)
             stream = await streams.enter_async_context(aclosing(engine.generate(asked)))
@@ -123,6 +126,20 @@ async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not
         assert [engine.rhythm(band).interval_s for band in Band] == [0.5, 0.5, 60.0]
         runner.gate.release(100)
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
+
+
+async def test_only_streams_that_were_slowed_down_send_together() -> None:
+    coalescing = Coalescing(Rhythm(interval_s=0.5, num_tokens=4), max_deltas_per_s=4.0, slowed_are_common=True)
+    assert [coalescing.rhythm_of(num_streams).is_common for num_streams in (1, 2, 3)] == [False, False, True]
+
+
+@given(st.floats(0, 1e6), st.floats(0.01, 100))
+def test_a_common_moment_is_one_for_all_and_comes_within_the_interval(last_s: float, interval_s: float) -> None:
+    rhythm = Rhythm(interval_s, 1, is_common=True)
+    due_s = rhythm.due_s(last_s)
+    assert last_s < due_s * (1 + 1e-12) and due_s <= last_s + interval_s * (1 + 1e-9)
+    assert math.isclose(due_s, round(due_s / interval_s) * interval_s)
+    assert rhythm.due_s(-math.inf) == -math.inf, "the first delta waits for nothing"
 
 
 async def test_a_request_that_nobody_watches_has_its_own_interval() -> None:
