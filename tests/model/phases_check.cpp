@@ -24,7 +24,7 @@ void nobody_waits_for_a_thread() {
   std::atomic<bool> may_go_on{false};
   Phases phases;
   phases.add({1,
-              [&](int64_t, const void* result) {
+              [&](int64_t, void* result) {
                 num_stored++;
                 int given;
                 std::memcpy(&given, result, sizeof given);
@@ -39,8 +39,8 @@ void nobody_waits_for_a_thread() {
                 std::memcpy(result, &given, sizeof given);
               },
               sizeof(int)});
-  phases.add({1, [&](int64_t, const void*) { seen = value.load(); }});
-  phases.add({1, [&](int64_t, const void*) { may_go_on = true; }});
+  phases.add({1, [&](int64_t, void*) { seen = value.load(); }});
+  phases.add({1, [&](int64_t, void*) { may_go_on = true; }});
   phases.run();
   CHECK(num_calls == 2 && num_stored == 1 && value == 7 && seen == 7);
 }
@@ -71,13 +71,13 @@ void every_part_is_finished_once(int num_threads, unsigned seed) {
       return value;
     };
     if (below(3) == 0)
-      phases.add({num_parts, [&now, finished, value_of](int64_t part, const void*) {
+      phases.add({num_parts, [&now, finished, value_of](int64_t part, void*) {
         finished[part]++;
         now[part] = value_of(part);
       }});
     else
       phases.add({num_parts,
-                  [&now, finished](int64_t part, const void* result) {
+                  [&now, finished](int64_t part, void* result) {
                     finished[part]++;
                     std::memcpy(&now[part], result, sizeof now[part]);
                   },

@@ -197,11 +197,11 @@ inline void add_panels(Phases& phases, const LinearInputs<X, W, O>& in, const F&
   const int64_t num_parts = (in.num_panels() + each - 1) / each;
   const auto end_of = [=](int64_t part) { return std::min((part + 1) * each, in.num_panels()); };
   if (phases.num_threads() == 1 || each * column_bytes > kMostResultBytes) {
-    phases.add({num_parts, [=](int64_t part, const void*) { multiply(in, part * each, end_of(part)); }});
+    phases.add({num_parts, [=](int64_t part, void*) { multiply(in, part * each, end_of(part)); }});
     return;
   }
   phases.add({num_parts,
-              [=](int64_t part, const void* result) {
+              [=](int64_t part, void* result) {
                 const int64_t first = part * each * kPanel, end = std::min(end_of(part) * kPanel, in.num_outputs);
                 const O* from = static_cast<const O*>(result);
                 for (int64_t row = 0; row < in.num_rows; row++, from += (end_of(part) - part * each) * kPanel)

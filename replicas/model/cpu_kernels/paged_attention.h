@@ -16,14 +16,17 @@ namespace headway {
 // Weighted values and softmax state of a task's rows, before division by the total. Rows are in order of KV head,
 // token, and query head of the group.
 struct AttentionState {
-  std::vector<float> sums, maxima, totals;
-  std::vector<float> scores;  // of one KV head's rows and one tile
-  AttentionState(int64_t num_heads, int64_t head_rows, int64_t value_size)
-      : sums(num_heads * head_rows * value_size, 0.0f),
-        maxima(num_heads * head_rows, -std::numeric_limits<float>::infinity()),
-        totals(num_heads * head_rows, 0.0f),
-        scores(head_rows * kTile) {}
+  static int64_t num_floats(int64_t num_rows, int64_t value_size) { return num_rows * (value_size + 2); }
+  AttentionState(float* memory, int64_t num_rows, int64_t value_size)
+      : num_rows(num_rows), sums(memory), maxima(sums + num_rows * value_size), totals(maxima + num_rows) {}
+  int64_t num_rows;
+  float *sums, *maxima, *totals;
 };
+
+template <typename T>
+inline int64_t num_rows_of(const AttentionInputs<T>& in, const AttentionTask& task) {
+  return task.num_heads * task.num_tokens * in.group_size;
+}
 
 // Keys computed between two orders to fetch. Prompts wait for arithmetic, decodes for memory.
 inline int step_of(const AttentionTask& task) { return task.num_tokens == 1 ? 8 : kTile; }
@@ -93,7 +96,8 @@ inline std::vector<float> read_queries(const AttentionInputs<T>& in, const Atten
 // Rows of one KV head, number `index` of the task's, against a tile that begins at position `first`.
 template <typename T>
 inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task, int64_t index, const Tile& tile,
-                        int64_t first, const float* queries, AttentionState* state, Fetcher<T>* fetcher) {
+                        int64_t first, const float* queries, float* scores, const AttentionState& state,
+                        Fetcher<T>* fetcher) {
   const int64_t num_rows = task.num_tokens * in.group_size, first_row = index * num_rows;
   const T *keys[kTile], *values[kTile];
   for (int key = 0; key < tile.num_keys; key++) {
@@ -103,7 +107,6 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
   }
   // Scores are computed for keys in fours.
   for (int key = tile.num_keys; key % 4 != 0; key++) keys[key] = keys[key - 1];
-  float* scores = state->scores.data();
   const int step = step_of(task);
   for (int key = 0; key < tile.num_keys; key += step) {
     fetcher->step();
@@ -118,23 +121,28 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
     const int64_t high = std::min<int64_t>(tile.num_keys, position + 1 - first);
     weigh(scores + row * kTile, static_cast<int>(std::clamp<int64_t>(low, 0, kTile)), static_cast<int>(high),
           in.softcap,
-          {&state->sums[(first_row + row) * in.value_size], in.value_size, &state->maxima[first_row + row],
-           &state->totals[first_row + row]});
+          {&state.sums[(first_row + row) * in.value_size], in.value_size, &state.maxima[first_row + row],
+           &state.totals[first_row + row]});
   }
   for (int key = 0; key < tile.num_keys; key += step) {
     fetcher->step();
     for_row_groups(num_rows, [&](auto count, int64_t row) {
       add_all_values<count()>(scores + row * kTile + key, values + key, std::min(step, tile.num_keys - key),
-                              &state->sums[(first_row + row) * in.value_size], in.value_size);
+                              &state.sums[(first_row + row) * in.value_size], in.value_size);
     });
   }
 }
 
-// While a tile is computed the next one is fetched, and with a task's last tile the first of the task `next`.
+// Gives `state`. While a tile is computed the next one is fetched, and with a task's last tile the first of the task
+// `next`.
 template <typename T>
 inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionTask& next,
-                   AttentionState* state) {
+                   const AttentionState& state) {
   const std::vector<float> queries = read_queries(in, task);
+  std::vector<float> scores(task.num_tokens * in.group_size * kTile);  // of one KV head's rows and one tile
+  std::fill_n(state.sums, state.num_rows * in.value_size, 0.0f);
+  std::fill_n(state.maxima, state.num_rows, -std::numeric_limits<float>::infinity());
+  std::fill_n(state.totals, state.num_rows, 0.0f);
   Tile tile = locate(in, task, task.first_key);
   for (int64_t first = task.first_key; first < task.end_key; first += kTile) {
     const bool is_last = first + kTile >= task.end_key;
@@ -144,7 +152,7 @@ inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, cons
     const int num_steps = static_cast<int>(task.num_heads) * 2 * ((tile.num_keys + step - 1) / step);
     Fetcher<T> fetcher(in, coming, coming_tile, num_steps);
     for (int64_t index = 0; index < task.num_heads; index++)
-      attend_tile(in, task, index, tile, first, queries.data(), state, &fetcher);
+      attend_tile(in, task, index, tile, first, queries.data(), scores.data(), state, &fetcher);
     tile = coming_tile;
   }
 }
@@ -152,7 +160,7 @@ inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, cons
 template <typename T>
 inline void finish(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionState& state) {
   const int64_t head_rows = task.num_tokens * in.group_size;
-  for (int64_t row = 0; row < task.num_heads * head_rows; row++) {
+  for (int64_t row = 0; row < state.num_rows; row++) {
     const int64_t token = task.chunk->row + task.first_token + row % head_rows / in.group_size;
     const int64_t head = (task.first_head + row / head_rows) * in.group_size + row % in.group_size;
     float total = state.totals[row];
@@ -163,17 +171,17 @@ inline void finish(const AttentionInputs<T>& in, const AttentionTask& task, cons
 }
 
 // Adds what another task found for the same rows.
-inline void merge(AttentionState* into, const AttentionState& other, int64_t value_size) {
-  for (size_t row = 0; row < into->totals.size(); row++) {
+inline void merge(const AttentionState& into, const AttentionState& other, int64_t value_size) {
+  for (int64_t row = 0; row < into.num_rows; row++) {
     if (other.totals[row] == 0.0f) continue;
-    const float highest = std::max(into->maxima[row], other.maxima[row]);
-    const float mine = std::exp(into->maxima[row] - highest), others = std::exp(other.maxima[row] - highest);
+    const float highest = std::max(into.maxima[row], other.maxima[row]);
+    const float mine = std::exp(into.maxima[row] - highest), others = std::exp(other.maxima[row] - highest);
     for (int64_t d = 0; d < value_size; d++) {
-      float& sum = into->sums[row * value_size + d];
+      float& sum = into.sums[row * value_size + d];
       sum = sum * mine + other.sums[row * value_size + d] * others;
     }
-    into->totals[row] = into->totals[row] * mine + other.totals[row] * others;
-    into->maxima[row] = highest;
+    into.totals[row] = into.totals[row] * mine + other.totals[row] * others;
+    into.maxima[row] = highest;
   }
 }
 
@@ -181,8 +189,9 @@ inline void merge(AttentionState* into, const AttentionState& other, int64_t val
 struct AttentionWork {
   int64_t window;
   std::vector<AttentionTask> tasks;
-  std::vector<AttentionState> parts;
   std::vector<std::vector<const AttentionTask*>> shared;  // tasks of the same rows, in the order of their keys
+  int64_t most_floats = 0;                                // of a task's state
+  std::vector<float> parts;                               // states, `most_floats` for each
 };
 
 template <typename T>
@@ -191,10 +200,13 @@ inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& i
   work->window = in.window;
   int64_t num_parts;
   work->tasks = plan(in, num_threads, &num_parts);
-  work->parts.assign(num_parts, AttentionState(0, 0, 0));
   std::vector<const AttentionTask*> part_tasks(num_parts);
-  for (const AttentionTask& task : work->tasks)
+  for (const AttentionTask& task : work->tasks) {
     if (task.part >= 0) part_tasks[task.part] = &task;
+    work->most_floats =
+        std::max(work->most_floats, AttentionState::num_floats(num_rows_of(in, task), in.value_size));
+  }
+  work->parts.resize(num_parts * work->most_floats);
   // Parts of the same rows have consecutive numbers, and the first of them begins a new head, tile or chunk.
   for (const AttentionTask* task : part_tasks) {
     const AttentionTask* first = work->shared.empty() ? nullptr : work->shared.back().front();
@@ -212,21 +224,33 @@ inline void add_attention(Phases& phases, const AttentionInputs<T>& in, std::sha
   const int64_t num_threads = phases.num_threads();
   if (!work || work->window != in.window) work = attention_work(in, num_threads);
   const int64_t num_tasks = work->tasks.size();
-  phases.add({num_tasks, [=, work = work](int64_t index, const void*) {
-    const AttentionTask& task = work->tasks[index];
-    // Tasks beside each other take about as long, so that threads take turns. What this one takes next is fetched.
-    const AttentionTask& next = work->tasks[std::min(index + num_threads, num_tasks - 1)];
-    AttentionState state(task.num_heads, task.num_tokens * in.group_size, in.value_size);
-    attend(in, task, next, &state);
-    if (task.part < 0)
-      finish(in, task, state);
-    else
-      work->parts[task.part] = std::move(state);
-  }});
-  phases.add({static_cast<int64_t>(work->shared.size()), [=, work = work](int64_t index, const void*) {
+  const auto state_of = [=](const AttentionTask& task, void* memory) {
+    return AttentionState(static_cast<float*>(memory), num_rows_of(in, task), in.value_size);
+  };
+  const auto part_of = [=, work = work](const AttentionTask& task) {
+    return state_of(task, &work->parts[task.part * work->most_floats]);
+  };
+  phases.add({num_tasks,
+              [=, work = work](int64_t index, void* result) {
+                const AttentionTask& task = work->tasks[index];
+                if (task.part < 0)
+                  finish(in, task, state_of(task, result));
+                else
+                  std::copy_n(static_cast<float*>(result),
+                              AttentionState::num_floats(num_rows_of(in, task), in.value_size), part_of(task).sums);
+              },
+              [=, work = work](int64_t index, void* result) {
+                const AttentionTask& task = work->tasks[index];
+                // Tasks beside each other take about as long, so that threads take turns. What this one takes next is
+                // fetched.
+                const AttentionTask& next = work->tasks[std::min(index + num_threads, num_tasks - 1)];
+                attend(in, task, next, state_of(task, result));
+              },
+              work->most_floats * static_cast<int64_t>(sizeof(float))});
+  phases.add({static_cast<int64_t>(work->shared.size()), [=, work = work](int64_t index, void*) {
     const std::vector<const AttentionTask*>& tasks = work->shared[index];
-    AttentionState& state = work->parts[tasks.front()->part];
-    for (size_t i = 1; i < tasks.size(); i++) merge(&state, work->parts[tasks[i]->part], in.value_size);
+    const AttentionState state = part_of(*tasks.front());
+    for (size_t i = 1; i < tasks.size(); i++) merge(state, part_of(*tasks[i]), in.value_size);
     finish(in, *tasks.front(), state);
   }});
 }

@@ -30,7 +30,7 @@ constexpr int64_t kMostResultBytes = 64 * 1024;  // of a part that is to be done
 struct Phase {
   int64_t num_parts;
   // Does a part. Where there is `compute` it only stores what that gave, and is called for a part once.
-  std::function<void(int64_t part, const void* result)> finish;
+  std::function<void(int64_t part, void* result)> finish;
   // Gives `num_result_bytes` or fewer, and changes nothing else: it may be called for a part by several threads, and
   // late, when what it reads is not there any more. What it gives then is not used. May be null.
   std::function<void(int64_t part, void* result)> compute = nullptr;
@@ -53,7 +53,7 @@ class Phases {
   void add_rows(int64_t num, int64_t fewest, F f) {
     const int64_t each = rows_of_part(num, fewest);
     add({(num + each - 1) / each,
-         [=](int64_t part, const void*) { f(part * each, std::min((part + 1) * each, num)); }});
+         [=](int64_t part, void*) { f(part * each, std::min((part + 1) * each, num)); }});
   }
 
   // How many of `num` rows a part has.
@@ -75,6 +75,10 @@ class Phases {
   }
 
  private:
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+
   // Parts of all phases are numbered in one row. A phase begins when all parts before it are done.
   struct Progress {
     explicit Progress(int64_t most_parts) : stored(most_parts) {
@@ -96,7 +100,7 @@ class Phases {
   class Member {
    public:
     Member(const Phases& work, Progress& progress)
-        : work_(work), progress_(progress), result_(new std::byte[work.most_result_bytes()]) {}
+        : work_(work), progress_(progress), result_(new Line[work.most_result_bytes() / sizeof(Line) + 1]) {}
 
     void run() {
       for (const Phase& phase : work_.phases_) {
@@ -166,7 +170,7 @@ class Phases {
 
     const Phases& work_;
     Progress& progress_;
-    std::unique_ptr<std::byte[]> result_;
+    std::unique_ptr<Line[]> result_;
     int64_t first_ = 0;  // the number of the phase's first part
   };
 
@@ -182,9 +186,6 @@ class Phases {
     return most;
   }
 
-  struct alignas(64) Line {
-    std::byte bytes[64];
-  };
   // All that was given out, for a thread that comes back late may still read it.
   struct Scratch {
     int64_t num_bytes;
