@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,3 +16,11 @@ def need_kernels() -> None:
         torch.ops.load_library(built_library(DEFAULT_KERNEL_DIRECTORY))
     except KernelBuildError as error:
         pytest.skip(f"the CPU kernels cannot be compiled here: {error}")
+
+
+def with_threads(num_threads: int) -> Iterator[None]:
+    """Have torch and the kernels compute with so many threads until the test is over; for fixtures."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    yield
+    torch.set_num_threads(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from replicas.model.cpp_decoder import CppDecoder
 from replicas.model.fused_decoder import FusedDecoder
 from replicas.model.loader import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
-from tests.model.compiled import need_kernels
+from tests.model.compiled import need_kernels, with_threads
 from tests.model.serving import Sizes, build_engine, load, random_prompts, run
 from tests.model.test_cpp_exactness import load_compiled
 from tests.model.test_fused_decoder import VARIANTS, with_random_biases
@@ -24,9 +25,10 @@ LENGTHS = (150, 3, 40, 17)
 SIZES = Sizes(num_blocks=64, max_num_batched_tokens=200)
 
 
-@pytest.fixture(scope="module")
-def _kernels() -> None:
+@pytest.fixture(scope="module", params=[1, 3])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     need_kernels()
+    yield from with_threads(request.param)
 
 
 def requests() -> list[GenerateRequest]:

@@ -190,6 +190,7 @@ inline Tensor gate_rows(const Tensor& gate_up) {
 // Multiplies by panels, `multiply(in, first, end)` by some of them.
 template <typename X, typename W, typename O, typename F>
 inline void add_panels(Phases& phases, const LinearInputs<X, W, O>& in, const F& multiply) {
+  if (in.num_rows == 0) return;
   const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W);
   int64_t each = phases.rows_of_part(in.num_panels(), 1);
   if (phases.num_threads() > 1)
