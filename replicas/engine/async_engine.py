@@ -41,9 +41,13 @@ class Rhythm(NamedTuple):
     """Streams with one interval send together, so that whoever carries their deltas wakes up once for all of them."""
 
     def due_s(self, last_s: float) -> float:
-        """When to send what comes after a delta that was sent at `last_s`."""
+        """When to send what comes after a delta that was sent at `last_s`.
+
+        A common moment is at least half an interval away: as streams come and go the interval changes, and with it
+        the moments, which would otherwise come twice as often as they should.
+        """
         if self.is_common and self.interval_s > 0 and math.isfinite(last_s):
-            return (last_s // self.interval_s + 1) * self.interval_s
+            return math.floor(last_s / self.interval_s + 1.5) * self.interval_s
         return last_s + self.interval_s
 
 

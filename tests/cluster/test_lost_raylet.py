@@ -7,7 +7,7 @@ from tests.cluster.served import Served
 from tests.cluster.streams import Clients, Stream
 from tests.serve.instance import wait_for
 
-NUM_TOKENS = 1000
+NUM_TOKENS = 2500
 
 
 def start(served: Served, clients: Clients) -> list[Stream]:

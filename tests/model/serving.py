@@ -56,7 +56,7 @@ def build_engine(
     decodes = None if planned is None else PaddedDecodes(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
-        max_model_len=min(MAX_MODEL_LEN, sizes.num_blocks * sizes.block_size),
+        max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
         block_size=sizes.block_size,
         max_num_seqs=sizes.max_num_seqs,
         max_num_batched_tokens=sizes.max_num_batched_tokens,

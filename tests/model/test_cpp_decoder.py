@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +31,14 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from with_threads(request.param)
 
 
-def requests() -> list[GenerateRequest]:
-    return [GenerateRequest(f"request-{len(prompt)}", prompt, PARAMS) for prompt in random_prompts(LENGTHS)]
+def requests(lengths: Iterable[int] = LENGTHS) -> list[GenerateRequest]:
+    return [GenerateRequest(f"request-{len(prompt)}", prompt, PARAMS) for prompt in random_prompts(lengths)]
 
 
-def outputs(loaded: LoadedModel) -> list[tuple[list[int], object]]:
+def outputs(loaded: LoadedModel, lengths: Iterable[int] = LENGTHS) -> list[tuple[list[int], object]]:
     """Tokens and log probabilities, to the last bit."""
     engine = build_engine(loaded, SIZES, CppAttention)
-    return [(output.token_ids, output.logprobs) for output in run(engine, requests())]
+    return [(output.token_ids, output.logprobs) for output in run(engine, requests(lengths))]
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -71,6 +71,16 @@ def test_all_layers_at_once_give_the_same_bits(
         assert outputs(loaded) == found
     monkeypatch.setattr(CppDecoder, "_run_layers", FusedDecoder._run_layers)
     assert outputs(loaded) == found
+
+
+def test_a_long_context_that_threads_divide_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint(tmp_path, "llama", with_tokenizer=False, max_position_embeddings=1024)
+    loaded = load_compiled(path, max_model_len=1000)
+    found = outputs(loaded, (900,))
+    monkeypatch.setattr(CppDecoder, "_run_layers", FusedDecoder._run_layers)
+    assert outputs(loaded, (900,)) == found
 
 
 def test_a_layer_that_the_kernels_cannot_multiply_is_left_to_the_fused_decoder(tmp_path: Path) -> None:

@@ -37,8 +37,10 @@ def _kernels() -> None:
     need_kernels()
 
 
-def load_compiled(path: Path, dtype: str = "float32", quantization: str = "none") -> LoadedModel:
-    options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=MAX_MODEL_LEN, quantization=quantization)
+def load_compiled(
+    path: Path, dtype: str = "float32", quantization: str = "none", max_model_len: int = MAX_MODEL_LEN
+) -> LoadedModel:
+    options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=max_model_len, quantization=quantization)
     loaded = load_model(options)
     assert choose_attention(loaded, "auto", 16) is CppAttention
     return loaded

@@ -16,7 +16,8 @@ from tests.model.compiled import need_kernels, with_threads
 
 pytestmark = pytest.mark.usefixtures("_kernels")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-SHAPES = [(4, 32), (64, 64), (192, 96), (41, 576)]
+# The last is more panels than three threads take one by one.
+SHAPES = [(4, 32), (64, 64), (192, 96), (41, 576), (1732, 64)]
 
 
 @pytest.fixture(scope="module", params=[1, 3])
@@ -35,7 +36,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 def test_equals_the_product_by_definition(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> None:
     weight = numbers(*shape, dtype=dtype)
     bias = numbers(shape[0], dtype=dtype, seed=1) if has_bias else None
-    for num_rows in (0, 1, 2, 3, 4, 5, 7, 13, 16, 23, 32, 33, 96, 97, 700):
+    for num_rows in (0, 1, 2, 3, 4, 5, 7, 13, 16, 23, 32, 33, 96, 97, 700, 1100):
         inputs = numbers(1, num_rows, shape[1], dtype=dtype, seed=2)
         exact = functional.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
         tolerance = TOLERANCES[dtype]

@@ -192,12 +192,13 @@ template <typename X, typename W, typename O, typename F>
 inline void add_panels(Phases& phases, const LinearInputs<X, W, O>& in, const F& multiply) {
   if (in.num_rows == 0) return;
   const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W);
+  const bool can_repeat = phases.num_threads() > 1 && column_bytes <= kMostResultBytes;
   int64_t each = phases.rows_of_part(in.num_panels(), 1);
-  if (phases.num_threads() > 1)
+  if (can_repeat)
     each = std::clamp<int64_t>(std::min(kMostResultBytes / column_bytes, kMostPartBytes / panel_bytes), 1, each);
   const int64_t num_parts = (in.num_panels() + each - 1) / each;
   const auto end_of = [=](int64_t part) { return std::min((part + 1) * each, in.num_panels()); };
-  if (phases.num_threads() == 1 || each * column_bytes > kMostResultBytes) {
+  if (!can_repeat) {
     phases.add({num_parts, [=](int64_t part, void*) { multiply(in, part * each, end_of(part)); }});
     return;
   }

@@ -1,7 +1,8 @@
-// Work that threads do together, phase after phase. Nobody waits for a thread, only for the work that is left: whoever
-// is there takes the next part of the phase, and what a thread was at when it lost its processor another one does again
-// (the backup tasks of MapReduce, Dean and Ghemawat 2004), so that it finds it done when it comes back. Where one
-// barrier followed the other, each of these moments would hold up everybody.
+// Work that threads do together, phase after phase. Nobody waits for a thread, only for the parts of work that are left:
+// whoever is there takes the next part of the phase, and what a thread was at when it lost its processor another one
+// does again (the backup tasks of MapReduce, Dean and Ghemawat 2004), so that it finds it done when it comes back. Where
+// one barrier followed the other, each of these moments would hold up everybody. They still do in small phases, whose
+// parts are not done again, and while a result is stored; and at the end of all phases everybody is waited for.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -120,9 +121,9 @@ class Phases {
       if (is_over(phase)) return;
       const Clock::time_point end = Clock::now();
       if (phase.compute) {
-        // Twice what a part took here is longer than whoever has the last one needs, if it has its processor.
-        const auto part = num_mine ? 2 * (end - began) / num_mine : Clock::duration::zero();
-        if (wait(phase, end + std::max<Clock::duration>(kLeastPatience, part))) return;
+        // Twice what a part took is longer than whoever has the last one needs, if it has its processor.
+        if (num_mine > 0) part_time_ = (end - began) / num_mine;
+        if (wait(phase, end + std::max<Clock::duration>(kLeastPatience, 2 * part_time_))) return;
         for (int64_t number = first_; number < first_ + phase.num_parts && !is_over(phase); number++)
           if (progress_.last_stored(number).load(std::memory_order_relaxed) < number) finish(phase, number);
       }
@@ -172,6 +173,7 @@ class Phases {
     Progress& progress_;
     std::unique_ptr<Line[]> result_;
     int64_t first_ = 0;  // the number of the phase's first part
+    Clock::duration part_time_{};
   };
 
   int64_t most_parts() const {
