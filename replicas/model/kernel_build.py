@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -51,9 +51,7 @@ def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Pa
     library = folder / f"headway-kernels-{_key()}.so"
     if library.exists():
         return library
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    if compiler is None:
-        raise KernelBuildError(f"none of {', '.join(compilers)} is installed")
+    compiler = found_compiler(compilers)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(folder / "lock"):
@@ -62,6 +60,18 @@ def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Pa
     except OSError as error:
         raise KernelBuildError(str(error)) from error
     return library
+
+
+def found_compiler(names: tuple[str, ...] = _COMPILERS) -> str:
+    """The first C++ compiler of these that is installed.
+
+    Raises:
+        KernelBuildError: none is.
+    """
+    compiler = next(filter(None, map(shutil.which, names)), None)
+    if compiler is None:
+        raise KernelBuildError(f"none of {', '.join(names)} is installed")
+    return compiler
 
 
 def _key() -> str:
@@ -100,19 +110,25 @@ def _compile(compiler: str, library: Path) -> None:
         shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=library.parent) as scratch:
         output = Path(scratch) / library.name
-        _run(compiler, output)
+        compile_with_torch(compiler, _SOURCES / "kernels.cpp", output, _FLAGS)
         os.replace(output, library)
     _log.info("compiled %s in %.1f s", library, time.monotonic() - started_s)
 
 
-def _run(compiler: str, output: Path) -> None:
+def compile_with_torch(compiler: str, source: Path, output: Path, flags: Sequence[str]) -> None:
+    """Compile and link one file that uses torch's C++ interface and the kernels' headers.
+
+    Raises:
+        KernelBuildError: the compiler failed, or took too long.
+    """
     torch_directory = Path(torch.__file__).parent
     command = [
         compiler,
-        *_FLAGS,
+        *flags,
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-I{_SOURCES}",
         f"-I{torch_directory / 'include'}",
-        str(_SOURCES / "kernels.cpp"),
+        str(source),
         f"-L{torch_directory / 'lib'}",
         "-ltorch_cpu",
         "-lc10",

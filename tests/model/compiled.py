@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ def need_kernels() -> None:
         pytest.skip(f"the CPU kernels cannot be compiled here: {error}")
 
 
+@contextmanager
 def with_threads(num_threads: int) -> Iterator[None]:
-    """Have torch and the kernels compute with so many threads until the test is over; for fixtures."""
+    """Have torch and the kernels compute with so many threads meanwhile."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,8 +1,12 @@
 """Tests of the model share their machine: one thread (barriers cost more than such models), and no progress bars."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from transformers.utils import logging
+
+from tests.model.compiled import need_kernels, with_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -10,3 +14,11 @@ def _quiet_and_small() -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def kernels_in_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The compiled kernels, computing alone and together."""
+    need_kernels()
+    with with_threads(request.param):
+        yield

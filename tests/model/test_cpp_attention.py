@@ -17,7 +17,7 @@ from replicas.model.batch_inputs import build_inputs
 from replicas.model.cpp_attention import CppAttention, can_attend
 from replicas.model.kv_cache import KVCache
 from replicas.model.probe import AttentionLayer
-from tests.model.compiled import need_kernels
+from tests.model.compiled import need_kernels, with_threads
 from tests.model.paged_cases import MIXTURES, attend_by_definition, sequences
 
 pytestmark = pytest.mark.usefixtures("_kernels")
@@ -123,15 +123,11 @@ def test_equals_attention_by_definition_in_random_shapes(seed: int, dtype: torch
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_long_context_is_split_between_threads(dtype: torch.dtype) -> None:
     layer = AttentionLayer(0, 6, 3, 64, 64, None, None, False)
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
+    with with_threads(3):
         for chunks in ([(3000, 3001)], [(2000, 2003), (700, 701)]):
             world = World(chunks, layer, dtype)
             for window, softcap, has_sinks in ((None, None, False), (1500, 2.0, True)):
                 check(world, Scoring(0.125, softcap, world.sinks if has_sinks else None), window)
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def test_output_of_a_sequence_does_not_depend_on_its_neighbours() -> None:

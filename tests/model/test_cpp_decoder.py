@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,23 +12,16 @@ from replicas.model.cpp_decoder import CppDecoder
 from replicas.model.fused_decoder import FusedDecoder
 from replicas.model.loader import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
-from tests.model.compiled import need_kernels, with_threads
 from tests.model.serving import Sizes, build_engine, load, random_prompts, run
 from tests.model.test_cpp_exactness import load_compiled
 from tests.model.test_fused_decoder import VARIANTS, with_random_biases
 from tests.model.tiny import write_checkpoint
 
-pytestmark = pytest.mark.usefixtures("_kernels")
+pytestmark = pytest.mark.usefixtures("kernels_in_threads")
 PARAMS = SamplingParams(max_tokens=12, temperature=0.0, logprobs=5)
 # Longer than what the kernels' own linear layers multiply at once, and shorter.
 LENGTHS = (150, 3, 40, 17)
 SIZES = Sizes(num_blocks=64, max_num_batched_tokens=200)
-
-
-@pytest.fixture(scope="module", params=[1, 3])
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    need_kernels()
-    yield from with_threads(request.param)
 
 
 def requests(lengths: Iterable[int] = LENGTHS) -> list[GenerateRequest]:
@@ -39,6 +32,21 @@ def outputs(loaded: LoadedModel, lengths: Iterable[int] = LENGTHS) -> list[tuple
     """Tokens and log probabilities, to the last bit."""
     engine = build_engine(loaded, SIZES, CppAttention)
     return [(output.token_ids, output.logprobs) for output in run(engine, requests(lengths))]
+
+
+def check_bits(loaded: LoadedModel, lengths: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """That all layers run at once, and give what they give one by one."""
+    assert isinstance(loaded.model.model, CppDecoder)
+    found = outputs(loaded, lengths)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("layers ran one by one")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FusedDecoder, "_run_layers", refuse)
+        assert outputs(loaded, lengths) == found
+    monkeypatch.setattr(CppDecoder, "_run_layers", FusedDecoder._run_layers)
+    assert outputs(loaded, lengths) == found
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -59,28 +67,14 @@ def test_all_layers_at_once_give_the_same_bits(
         dtype,
         quantization,
     )
-    decoder = loaded.model.model
-    assert isinstance(decoder, CppDecoder)
-    found = outputs(loaded)
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("layers ran one by one")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(FusedDecoder, "_run_layers", refuse)
-        assert outputs(loaded) == found
-    monkeypatch.setattr(CppDecoder, "_run_layers", FusedDecoder._run_layers)
-    assert outputs(loaded) == found
+    check_bits(loaded, LENGTHS, monkeypatch)
 
 
 def test_a_long_context_that_threads_divide_gives_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_checkpoint(tmp_path, "llama", with_tokenizer=False, max_position_embeddings=1024)
-    loaded = load_compiled(path, max_model_len=1000)
-    found = outputs(loaded, (900,))
-    monkeypatch.setattr(CppDecoder, "_run_layers", FusedDecoder._run_layers)
-    assert outputs(loaded, (900,)) == found
+    check_bits(load_compiled(path, max_model_len=1000), (900,), monkeypatch)
 
 
 def test_a_layer_that_the_kernels_cannot_multiply_is_left_to_the_fused_decoder(tmp_path: Path) -> None:

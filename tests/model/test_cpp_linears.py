@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,18 +10,11 @@ from torch.nn import functional
 from replicas.model.cpp_linears import CppLinear, Int8Linear, can_multiply, pack, unpack
 from replicas.model.errors import ModelLoadError
 from replicas.model.linears import choose_linears, replace_linears
-from tests.model.compiled import need_kernels, with_threads
 
-pytestmark = pytest.mark.usefixtures("_kernels")
+pytestmark = pytest.mark.usefixtures("kernels_in_threads")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # The last is more panels than three threads take one by one.
 SHAPES = [(4, 32), (64, 64), (192, 96), (41, 576), (1732, 64)]
-
-
-@pytest.fixture(scope="module", params=[1, 3])
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    need_kernels()
-    yield from with_threads(request.param)
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

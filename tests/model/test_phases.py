@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-import replicas.model
+from replicas.model.kernel_build import compile_with_torch, found_compiler
+from tests.model.compiled import need_kernels
 
-TORCH = Path(torch.__file__).parent
-SOURCES = Path(replicas.model.__file__).parent / "cpu_kernels"
 LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """phases_check.cpp, compiled."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
+    need_kernels()
     output = tmp_path_factory.mktemp("phases") / "check"
-    subprocess.run(
-        [
-            compiler, "-std=c++20", "-O1", "-fopenmp", f"-I{SOURCES}", f"-I{TORCH / 'include'}",
-            str(Path(__file__).with_name("phases_check.cpp")), f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}",
-            "-ltorch_cpu", "-lc10", f"-o{output}",
-        ],
-        check=True,
-    )  # fmt: skip
+    libraries = Path(torch.__file__).parent / "lib"
+    flags = ("-std=c++20", "-O1", "-fopenmp", f"-Wl,-rpath,{libraries}")
+    compile_with_torch(found_compiler(), Path(__file__).with_name("phases_check.cpp"), output, flags)
     return output
 
 

@@ -117,7 +117,7 @@ class Phases {
     void run(const Phase& phase) {
       const Clock::time_point began = Clock::now();
       int64_t num_mine = 0;
-      for (int64_t number; take(phase, &number); num_mine++) finish(phase, number);
+      for (int64_t number; take(phase, &number); num_mine++) perform(phase, number);
       if (is_over(phase)) return;
       const Clock::time_point end = Clock::now();
       if (phase.compute) {
@@ -125,7 +125,7 @@ class Phases {
         if (num_mine > 0) part_time_ = (end - began) / num_mine;
         if (wait(phase, end + std::max<Clock::duration>(kLeastPatience, 2 * part_time_))) return;
         for (int64_t number = first_; number < first_ + phase.num_parts && !is_over(phase); number++)
-          if (progress_.last_stored(number).load(std::memory_order_relaxed) < number) finish(phase, number);
+          if (progress_.last_stored(number).load(std::memory_order_relaxed) < number) perform(phase, number);
       }
       wait(phase, Clock::time_point::max());
     }
@@ -137,7 +137,7 @@ class Phases {
       return false;
     }
 
-    void finish(const Phase& phase, int64_t number) {
+    void perform(const Phase& phase, int64_t number) {
       const int64_t part = number - first_;
       if (phase.compute) {
         phase.compute(part, result_.get());

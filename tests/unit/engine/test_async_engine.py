@@ -128,7 +128,7 @@ async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
 
 
-async def test_only_streams_that_were_slowed_down_send_together() -> None:
+def test_only_streams_that_were_slowed_down_send_together() -> None:
     coalescing = Coalescing(Rhythm(interval_s=0.5, num_tokens=4), max_deltas_per_s=4.0, slowed_are_common=True)
     assert [coalescing.rhythm_of(num_streams).is_common for num_streams in (1, 2, 3)] == [False, False, True]
 
