@@ -192,6 +192,7 @@ class Ingress:
             model=config.model_path,
             served_model_name=config.model_name,
             api_key_file=config.api_key_file,
+            allowed_hosts=tuple(host.strip() for host in config.allowed_hosts.split(",") if host.strip()),
             max_body_bytes=int(config.max_body_bytes),
             max_prompts=config.max_prompts,
             max_choices=config.max_choices,

@@ -163,6 +163,12 @@ def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     return HttpError(ErrorReply(405, message, "invalid_request_error", "method_not_allowed", headers=headers))
 
 
+def host_not_allowed(host: str) -> HttpError:
+    """403; `host` is the value of the Host header, empty where there is none."""
+    message = f"the Host header {shortened(host)!r} is not one of allowed_hosts"
+    return HttpError(ErrorReply(403, message, "permission_error", "host_not_allowed"))
+
+
 def unsupported_media_type(content_type: str | None, expected: str = "application/json") -> HttpError:
     """415; an endpoint takes one type."""
     given = f"is `{shortened(content_type)}`" if content_type else "is missing"

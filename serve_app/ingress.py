@@ -18,6 +18,7 @@ from starlette.responses import Response
 from replicas.errors import ServingError
 from router.autoscaling_loop import AutoscalingLoop
 from serve_app.auth import Authenticator
+from serve_app.endpoints.allowed_hosts import AllowedHostsMiddleware
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.completions import CompletionEndpoints
@@ -77,14 +78,15 @@ def create_api(
     )
     prompts = PromptBatchMaker(service, model.name)
     sync_prompts = SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock)
-    middleware = Middleware(
+    exchange = Middleware(
         ExchangeMiddleware,
         metrics=metrics,
         server_sets_request_id=settings.server_sets_request_id,
         clock=clock,
         unix_clock=unix_clock,
     )
-    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[middleware])
+    hosts = Middleware(AllowedHostsMiddleware, allowed=settings.allowed_hosts)
+    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[exchange, hosts])
     for endpoints in (completions, models, operations, sync_prompts):
         endpoints.add_to(app)
     if jobs is not None:

@@ -165,6 +165,7 @@ class _UnfinishedFile:
             parent = self._path.rsplit("/", 1)[0]
             if self._is_local:
                 make_directory(Path(parent))
+                Path(self._path).touch(mode=0o600)
             else:
                 self._fs.makedirs(parent, exist_ok=True)
             self._file = self._fs.open(self._path, "wb")
