@@ -27,7 +27,6 @@ ROWS = {
     "serve_app.ingress": (6, 1),
     "serve_app.endpoints": (6, 0),
     "serve_app.jobs": (5, 3),
-    "serve_app.jobs.errors": (4, 0),
     "serve_app.jobs.settings": (4, 0),
     "serve_app.jobs.webhook_addresses": (4, 0),
     "serve_app.process_setup": (4, 0),
