@@ -75,8 +75,8 @@ ROWS = {
     "replicas.engine.batch": (1, 1),
     "replicas.engine.sequence": (1, 0),
     "replicas.engine.config": (1, 0),
-    "replicas.engine.clock": (1, 0),
     "replicas.protocol": (0, 1),
+    "replicas.clock": (0, 0),
     "replicas.errors": (0, 0),
     "replicas.block_hash": (0, 0),
     "replicas.cpu_sharing": (0, 0),
@@ -91,6 +91,7 @@ VISIBLE = {
     "replicas": ("replicas",),
     "replicas.engine": (
         "replicas.engine",
+        "replicas.clock",
         "replicas.protocol",
         "replicas.errors",
         "replicas.block_hash",
@@ -141,6 +142,7 @@ CONFINED = {
 }
 STDLIB_ONLY = (
     "replicas.engine",
+    "replicas.clock",
     "replicas.protocol",
     "replicas.errors",
     "replicas.block_hash",
