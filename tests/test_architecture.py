@@ -30,6 +30,7 @@ ROWS = {
     "serve_app.jobs.settings": (4, 0),
     "serve_app.jobs.webhook_addresses": (4, 0),
     "serve_app.process_setup": (4, 0),
+    "serve_app.wakeup": (4, 0),
     "router.serve_router": (6, 0),
     "serve_app.openai": (5, 2),
     "serve_app.auth": (5, 1),

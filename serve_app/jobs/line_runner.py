@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from pydantic_core import to_json
 
+from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
 from replicas.protocol import Band
 from serve_app.auth import Principal
@@ -74,15 +74,10 @@ class LineRunner:
     batch's own deadline ends it.
     """
 
-    def __init__(
-        self,
-        service: CompletionService,
-        rng: random.Random,
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, service: CompletionService, rng: random.Random, clock: Clock) -> None:
         self._service = service
         self._rng = rng
-        self._unix_clock = unix_clock
+        self._clock = clock
 
     async def run(self, run: Run) -> LineResult:
         """The line's result; cancelling this aborts it."""
@@ -124,7 +119,7 @@ class LineRunner:
 
     def _caller(self, run: Run) -> Caller:
         """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         expires = run.batch.expires_unix_s
         return Caller(
             request_id=run.line.request_id,

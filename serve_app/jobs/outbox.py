@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
+from replicas.clock import Clock
 from serve_app.jobs.database import Database
 from serve_app.jobs.delivery_rows import delivered, delivery_failed, due_deliveries
 from serve_app.jobs.records import Delivery
@@ -13,9 +11,9 @@ from serve_app.jobs.records import Delivery
 class SqlOutbox:
     """An `Outbox`."""
 
-    def __init__(self, database: Database, unix_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
-        self._unix_clock = unix_clock
+        self._clock = clock
 
     async def due_deliveries(
         self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
@@ -25,7 +23,7 @@ class SqlOutbox:
 
     async def delivered(self, delivery_id: str) -> None:
         """Note that the receiver has it."""
-        await self._database.write(lambda c: delivered(c, delivery_id, self._unix_clock()))
+        await self._database.write(lambda c: delivered(c, delivery_id, self._clock.unix()))
 
     async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
         """Note an attempt that failed; None: there is no next, it is dead."""

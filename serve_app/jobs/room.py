@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from replicas.protocol import Band
 from router.flow_queue import FlowQueue
 from router.types import ReplicaView
-from serve_app.jobs.line_runner import Phase, Run
 
 _AHEAD_SHARE = 4
 """Lines that wait here beyond what runs, as a part of the slots: they are tokenized and leased by the time that one
@@ -21,15 +20,15 @@ class Room:
         self._load = load
         self._queue = queue
 
-    def for_band(self, band: Band, runs: Iterable[Run]) -> int:
-        """Lines of this band that may be taken in hand now, beside `runs`.
+    def for_band(self, band: Band, num_not_sent: int) -> int:
+        """Lines of this band that may be leased now.
 
-        Where there is no replica at all one line waits, which has one started.
+        `num_not_sent`: leased lines of this band and above that flow control does not know yet. Without any replica
+        one line may wait: it has a replica started.
         """
         views = self._load()
         num_free = sum(max(0, view.num_free_slots(band)) for view in views)
         num_waiting = sum(self._queue.num_requests(other) for other in Band if other <= band)
-        num_not_sent = sum(run.phase is not Phase.SENT and run.band <= band for run in runs)
         return num_free + self.num_ahead(views) - num_waiting - num_not_sent
 
     def least(self, band: Band) -> int:

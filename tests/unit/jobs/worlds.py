@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
+from replicas.clock import Clock
 from replicas.protocol import Band
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import UnknownFile
 from serve_app.jobs.invariants import check_invariants
@@ -58,16 +60,19 @@ class MemoryFiles:
 
 
 class World:
-    """One database; its clock stands until it is set."""
+    """One database; its unix time stands until it is set."""
 
     def __init__(self, database: Database, settings: JobsSettings | None = None) -> None:
         self.database = database
         self.settings = settings or JobsSettings(MODEL)
         self.now = 1_000_000.0
+        self.clock = Clock(unix=lambda: self.now)
+        self.files = MemoryFiles()
         self.num_batches = 0
 
-    def clock(self) -> float:
-        return self.now
+    @property
+    def context(self) -> JobsContext:
+        return JobsContext(self.database, self.files, self.settings, self.clock)
 
     async def write(self, work: Callable[[Connection], T]) -> T:
         """A transaction, after which every invariant holds."""
