@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +13,7 @@ from serve_app.auth import Authenticator
 from serve_app.endpoints.batch_objects import batch_object, list_object
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.responses import json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, NewBatch, PageRequest
@@ -46,25 +46,27 @@ class BatchEndpoints:
             self._jobs.callbacks.refuse(new.callback_url)
         submission = await self._jobs.service.submit(new)
         exchange_of(request).details |= {"batch_id": submission.batch.id, "tenant": new.tenant}
-        return _json(batch_object(submission.batch, self._model_name))
+        return json_response(batch_object(submission.batch, self._model_name))
 
     async def batches(self, request: Request) -> Response:
         """GET /v1/batches, newest first."""
         tenant = self._tenant(request)
         query = parse_body(BatchListQuery, request.query_params, {})
         page = await self._jobs.service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
-        return _json(list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more))
+        return json_response(
+            list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more)
+        )
 
     async def batch(self, request: Request) -> Response:
         """GET /v1/batches/{id}."""
         batch = await self._jobs.find(BatchKind.FILE, self._tenant(request), request.path_params["batch_id"])
-        return _json(batch_object(batch, self._model_name))
+        return json_response(batch_object(batch, self._model_name))
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batches/{id}/cancel: what is done by then is kept."""
         tenant = self._tenant(request)
         batch = await self._jobs.find(BatchKind.FILE, tenant, request.path_params["batch_id"])
-        return _json(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))
+        return json_response(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))
 
     def _tenant(self, request: Request) -> str:
         return self._authenticator.authenticate(request.headers).tenant
@@ -88,7 +90,3 @@ def _new_batch(submitter: Submitter, fields: JsonObject) -> NewBatch:
         request_id=submitter.request_id,
         output_expires_after_s=None if expires_after is None else float(expires_after.seconds),
     )
-
-
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")

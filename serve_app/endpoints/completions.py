@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +13,7 @@ from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.event_stream import EventStream
 from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.responses import json_response
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from serve_app.openai.schema import ChatBody, CompletionBody
@@ -81,4 +81,4 @@ class CompletionEndpoints:
         reply = await while_connected(request.receive, self._service.answer(generation))
         replica_id = generation.progress.replica_id
         headers = {} if replica_id is None else {"x-model-replica": replica_id}
-        return Response(to_json(reply), headers=headers, media_type="application/json")
+        return json_response(reply, headers=headers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +14,7 @@ from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.job_objects import job_object, job_status, status_object
 from serve_app.endpoints.new_jobs import JobMaker
+from serve_app.endpoints.responses import json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, BatchRecord, LineRecord, NewBatch, Submission
@@ -103,9 +103,9 @@ class JobEndpoints:
 
 def _accepted(value: JsonObject, location: str) -> Response:
     headers = {"location": location, "retry-after": str(RETRY_AFTER_S)}
-    return Response(to_json(value), 202, headers, "application/json")
+    return json_response(value, 202, headers)
 
 
 def _polled(job: BatchRecord, value: JsonObject) -> Response:
     headers = {} if job.status.is_final else {"retry-after": str(RETRY_AFTER_S)}
-    return Response(to_json(value), headers=headers, media_type="application/json")
+    return json_response(value, headers=headers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
@@ -12,6 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replicas.clock import Clock
 from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.byte_stream import ByteStream
@@ -19,6 +19,7 @@ from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.new_prompts import PromptBatchMaker
 from serve_app.endpoints.prompt_run import PromptRun
+from serve_app.endpoints.responses import json_response
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.job_schema import StreamQuery
 from serve_app.openai.parsing import parse_body
@@ -35,7 +36,7 @@ class SyncPromptEndpoints:
         bodies: BodyReader,
         maker: PromptBatchMaker,
         settings: IngressSettings,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock,
     ) -> None:
         self._authenticator = authenticator
         self._bodies = bodies
@@ -64,7 +65,7 @@ class SyncPromptEndpoints:
             lines = _lines(run, self._settings.keep_alive_s)
             return ByteStream(lines, exchange, "application/x-ndjson", {"cache-control": "no-cache"})
         outputs = await while_connected(request.receive, run.outputs())
-        return Response(to_json(run.progress("completed") | {"outputs": outputs}), media_type="application/json")
+        return json_response(run.progress("completed") | {"outputs": outputs})
 
 
 async def _lines(run: PromptRun, keep_alive_s: float) -> AsyncGenerator[bytes, None]:
