@@ -23,14 +23,14 @@ from serve_app.jobs.durable_disk import make_directory
 from serve_app.jobs.fsspec_store import FsspecStore
 from serve_app.jobs.jobs_metrics import JobsMetrics
 from serve_app.jobs.pace import Pace
-from serve_app.jobs.records import JobsService, Outbox
+from serve_app.jobs.records import JobsService
 from serve_app.jobs.room import Room
 from serve_app.jobs.rpc import RpcAddress, RpcServer
 from serve_app.jobs.webhook_client import WebhookClient
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
 from serve_app.jobs.webhook_secret import kept_secret
 from serve_app.jobs.webhook_signing import WebhookSigner
-from serve_app.jobs.webhooks import WebhookSender
+from serve_app.jobs.webhooks import Outbox, WebhookSender
 from serve_app.metrics import JobsCounts
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import RequestLimits
@@ -77,7 +77,7 @@ class Jobs:
         context = JobsContext(database, files, config.jobs_settings(), clock)
         room = Room(dispatcher.load, self._routing.queue)
         self._runtime = JobsRuntime(context, completions, room, backlog, random.Random())
-        webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox)
+        webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
         self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
         await self._runtime.start(self._routing.run(), webhooks.run(), files.keep_clean())
         methods = {name: getattr(self._runtime.service, name) for name in _METHODS}
@@ -113,7 +113,7 @@ def _open_database(config: HeadwayConfig) -> Database:
     return Database(config.jobs_database_url)
 
 
-def _webhook_sender(config: HeadwayConfig, outbox: Outbox) -> WebhookSender:
+def _webhook_sender(config: HeadwayConfig, outbox: Outbox, clock: Clock) -> WebhookSender:
     secret = config.webhook_secret or kept_secret(Path(config.data_dir) / "webhook_secret")
     guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
-    return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard))
+    return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard), random.Random(), clock)

@@ -23,17 +23,6 @@ from serve_app.openai.job_schema import OutputsQuery
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.reply import JsonObject
 
-_WORDS = {
-    BatchStatus.VALIDATING: "pending",
-    BatchStatus.IN_PROGRESS: "processing",
-    BatchStatus.FINALIZING: "processing",
-    BatchStatus.CANCELLING: "processing",
-    BatchStatus.COMPLETED: "completed",
-    BatchStatus.FAILED: "failed",
-    BatchStatus.EXPIRED: "failed",
-    BatchStatus.CANCELLED: "cancelled",
-}
-
 
 class PromptBatchEndpoints:
     """Submit prompt batches, look at what there is of them so far, cancel them; everybody sees only their own."""
@@ -106,7 +95,7 @@ def _word(batch: BatchRecord, is_begun: bool = False) -> str:
     is_begun = is_begun or batch.counts.completed + batch.counts.failed > 0
     if batch.status is BatchStatus.IN_PROGRESS and not is_begun:
         return "pending"
-    return _WORDS[batch.status]
+    return batch.status.summary
 
 
 def _batch_object(batch: BatchRecord) -> JsonObject:

@@ -11,6 +11,7 @@ from typing import Any
 
 from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.context import JobsContext
+from serve_app.jobs.delivery_rows import SqlOutbox
 from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.jobs_metrics import LineCounts
@@ -18,7 +19,6 @@ from serve_app.jobs.lease_rows import EndedLines
 from serve_app.jobs.lifecycle import Lifecycle
 from serve_app.jobs.line_queue import LineQueue
 from serve_app.jobs.line_runner import LineRunner
-from serve_app.jobs.outbox import SqlOutbox
 from serve_app.jobs.ownership import Ownership
 from serve_app.jobs.results import ResultWriter
 from serve_app.jobs.room import Room

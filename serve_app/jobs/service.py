@@ -36,17 +36,6 @@ _FEW_LINES = 8
 _RECHECK_S = 2.0
 """Another process on the same database may end a batch without an event here."""
 
-_IN_STATS = {
-    BatchStatus.VALIDATING: "pending",
-    BatchStatus.IN_PROGRESS: "processing",
-    BatchStatus.FINALIZING: "processing",
-    BatchStatus.CANCELLING: "processing",
-    BatchStatus.COMPLETED: "completed",
-    BatchStatus.FAILED: "failed",
-    BatchStatus.EXPIRED: "failed",
-    BatchStatus.CANCELLED: "cancelled",
-}
-
 
 def new_batch_id(kind: BatchKind) -> str:
     """An id for a batch or job."""
@@ -149,9 +138,9 @@ class SqlJobsService:
     async def stats(self, tenant: str) -> BatchStats:
         """The tenant's batches in numbers."""
         counts = await self._database.read(lambda c: batch_rows.count_by_status(c, tenant))
-        sums = dict.fromkeys(_IN_STATS.values(), 0)
+        sums = dict.fromkeys((status.summary for status in BatchStatus), 0)
         for status, number in counts.items():
-            sums[_IN_STATS[status]] += number
+            sums[status.summary] += number
         tokens_per_s = self._pace.output_tokens_per_s(tenant)
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=tokens_per_s)
 

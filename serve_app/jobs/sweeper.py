@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from serve_app.jobs.batch_rows import forget_old_batches
 from serve_app.jobs.batch_states import batch_with_old_lines, expire_batches, forget_old_lines, late_batches
 from serve_app.jobs.context import JobsContext
 from serve_app.jobs.file_rows import bytes_deleted, doom_expired_files, doomed
 from serve_app.jobs.line_rows import delete_lines
-from serve_app.jobs.retention_rows import forget_old_batches
 from serve_app.jobs.validating import CHUNK_LINES
 
 logger = logging.getLogger(__name__)

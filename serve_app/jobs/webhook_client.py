@@ -9,7 +9,7 @@ import ssl
 import httpx
 
 from replicas.clock import Clock
-from serve_app.jobs.records import Delivery
+from serve_app.jobs.webhook_events import Delivery
 from serve_app.jobs.webhook_guard import WebhookGuard
 from serve_app.jobs.webhook_signing import WebhookSigner
 from serve_app.jobs.webhook_transport import PinnedTransport

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from replicas.clock import Clock
 from replicas.protocol import Band
 from serve_app.jobs.lease_plan import plan, raised_band
 from serve_app.jobs.lease_rows import LeasedLine
@@ -16,16 +15,10 @@ from serve_app.jobs.line_size import size_of
 from serve_app.jobs.line_splitter import LineTooLong, split_lines
 from serve_app.jobs.pace import Pace
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
-from tests.unit.jobs.worlds import success
+from tests.unit.jobs.worlds import SetTime, success
 
 NOW = 1_000_000.0
 NEVER = -math.inf
-
-
-class SetTime:
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.clock = Clock(monotonic=lambda: self.now)
 
 
 def open_batch(name: str, num_queued: int = 100, tenant: str = "acme", **fields: Any) -> OpenBatch:

@@ -59,6 +59,14 @@ class MemoryFiles:
             raise OSError("the store does not answer")
 
 
+class SetTime:
+    """Time that stands until it is set, the same on both of its clocks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.clock = Clock(monotonic=lambda: self.now, unix=lambda: self.now)
+
+
 class World:
     """One database; its unix time stands until it is set."""
 
