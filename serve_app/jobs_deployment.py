@@ -28,8 +28,7 @@ from serve_app.jobs.room import Room
 from serve_app.jobs.rpc import RpcAddress, RpcServer
 from serve_app.jobs.webhook_client import WebhookClient
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
-from serve_app.jobs.webhook_secret import kept_secret
-from serve_app.jobs.webhook_signing import WebhookSigner
+from serve_app.jobs.webhook_signing import WebhookSigner, kept_secret
 from serve_app.jobs.webhooks import Outbox, WebhookSender
 from serve_app.metrics import JobsCounts
 from serve_app.openai.dispatcher import KnownModel

@@ -17,13 +17,15 @@ from replicas.protocol import Band
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.lease_rows import LeasedLine, LineResult
-from serve_app.jobs.line_checker import body_of, parse_line_body
+from serve_app.jobs.line_checker import parse_line_body
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
 from serve_app.jobs.records import LineStatus
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, Generation
 from serve_app.openai.urgency import ClientHints
 from serve_app.openai.validation import Caller
+
+_Body = ChatBody | CompletionBody
 
 logger = logging.getLogger(__name__)
 
@@ -81,25 +83,35 @@ class LineRunner:
 
     async def run(self, run: Run) -> LineResult:
         """The line's result; cancelling this aborts it."""
+        try:
+            return await self._answer_at_last(run, await _parse(run))
+        except ServingError as error:
+            return _failed(run.line, error)
+        except Exception as error:
+            logger.exception("a line failed", extra={"request_id": run.line.request_id})
+            return _failed(run.line, error)
+
+    async def _answer_at_last(self, run: Run, body: _Body) -> LineResult:
+        """Try until the line is answered.
+
+        Raises:
+            ServingError: trying again does not help.
+        """
         num_tries = num_failures = 0
         while True:
             try:
-                return await self._answer(run)
+                return await self._answer(run, body)
             except ServingError as error:
                 num_failures += not _is_passing(error)
-                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, run.line):
-                    return _failed(run.line, error)
+                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, body):
+                    raise
                 delay_s = self._delay_s(error, num_tries)
-            except Exception as error:
-                logger.exception("a line failed", extra={"request_id": run.line.request_id})
-                return _failed(run.line, error)
             num_tries += 1
             run.phase = Phase.BACKING_OFF
             await asyncio.sleep(delay_s)
 
-    async def _answer(self, run: Run) -> LineResult:
+    async def _answer(self, run: Run, body: _Body) -> LineResult:
         run.phase = Phase.PREPARING
-        body = await self._parse(run)
         caller = self._caller(run)
         if isinstance(body, ChatBody):
             generation = await self._service.chat(body, caller)
@@ -110,12 +122,6 @@ class LineRunner:
         run.phase = Phase.SENT
         reply = await self._service.answer(generation)
         return _succeeded(run.line, generation, to_json(reply).decode())
-
-    async def _parse(self, run: Run) -> ChatBody | CompletionBody:
-        def parse() -> ChatBody | CompletionBody:
-            return parse_line_body(run.batch.endpoint, body_of(run.line.body))
-
-        return parse() if len(run.line.body) < _LARGE_BODY_CHARS else await asyncio.to_thread(parse)
 
     def _caller(self, run: Run) -> Caller:
         """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
@@ -135,14 +141,21 @@ class LineRunner:
         return delay_s
 
 
+async def _parse(run: Run) -> _Body:
+    endpoint, text = run.batch.endpoint, run.line.body
+    if len(text) < _LARGE_BODY_CHARS:
+        return parse_line_body(endpoint, text)
+    return await asyncio.to_thread(parse_line_body, endpoint, text)
+
+
 def _is_passing(error: ServingError) -> bool:
     """Whether an error says nothing of the line itself: a deadline may be the queue's own bound on waiting."""
     return error.retryable or isinstance(error, DeadlineExceeded)
 
 
-def _is_too_late(error: ServingError, line: LeasedLine) -> bool:
+def _is_too_late(error: ServingError, body: _Body) -> bool:
     """Whether a deadline of the line's own has passed; when its batch's has, the batch ends the line."""
-    return isinstance(error, DeadlineExceeded) and body_of(line.body).get("deadline_ms") is not None
+    return isinstance(error, DeadlineExceeded) and body.deadline_ms is not None
 
 
 def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:

@@ -13,7 +13,7 @@ from serve_app.jobs.file_rows import add_file, doom_expired_files, doomed
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.lease_rows import end_lines
 from serve_app.jobs.line_rows import add_lines, new_row
-from serve_app.jobs.owner_rows import bury_owner
+from serve_app.jobs.ownership import bury_owner
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, NewLine
 from serve_app.jobs.sweeper import Sweeper
 from serve_app.jobs.validating import LostBatch

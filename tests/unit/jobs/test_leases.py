@@ -15,7 +15,7 @@ from serve_app.jobs.database import Database
 from serve_app.jobs.delivery_rows import SqlOutbox
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.lease_rows import end_lines, release_lines
-from serve_app.jobs.owner_rows import beat, bury_owner, dead_owners
+from serve_app.jobs.ownership import beat, bury_owner, dead_owners
 from serve_app.jobs.queue_rows import backlog, open_batches
 from serve_app.jobs.records import BatchKind, BatchStatus, LineStatus, NewLine
 from serve_app.jobs.tables import batches

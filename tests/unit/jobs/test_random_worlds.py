@@ -19,7 +19,7 @@ from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.jobs_metrics import LineCounts
 from serve_app.jobs.lease_rows import LeasedLine, LineResult, end_lines, release_lines
-from serve_app.jobs.owner_rows import beat, bury_owner, dead_owners
+from serve_app.jobs.ownership import beat, bury_owner, dead_owners
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.validating import LostBatch, Validator
 from tests.unit.jobs.worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success

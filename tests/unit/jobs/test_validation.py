@@ -13,7 +13,7 @@ from serve_app.jobs.batch_states import Unowned, cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.line_rows import delete_lines
-from serve_app.jobs.owner_rows import bury_owner
+from serve_app.jobs.ownership import bury_owner
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, FileRecord, JsonObject
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.validating import LostBatch, Validator

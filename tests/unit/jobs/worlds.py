@@ -16,7 +16,7 @@ from serve_app.jobs.errors import UnknownFile
 from serve_app.jobs.invariants import check_invariants
 from serve_app.jobs.lease_rows import LeasedLine, LineResult, lease_lines
 from serve_app.jobs.line_rows import new_row
-from serve_app.jobs.owner_rows import add_owner
+from serve_app.jobs.ownership import add_owner
 from serve_app.jobs.records import BatchKind, LineStatus, NewBatch, NewLine, Submission
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.submission import submit_batch
