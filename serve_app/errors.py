@@ -1,4 +1,4 @@
-"""What each error means in HTTP: the one place that knows."""
+"""HTTP statuses, bodies and headers of errors; no other module maps errors to HTTP."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _MEANINGS = {
 
 
 def reply_to(error: BaseException, request_id: str) -> ErrorReply:
-    """What the client is told of `error`; of an error nobody foresaw only the id under which it was logged."""
+    """Return the reply to `error`; to an error that is no ServingError, only the id under which it was logged."""
     if isinstance(error, HttpError):
         return error.reply
     serving_error = _unwrapped(error)

@@ -65,11 +65,20 @@ def create_api(
     model = KnownModel(settings.served_model_name, dispatcher, clock.monotonic)
     metrics = metrics or HttpMetrics(settings.served_model_name)
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
-    completions = CompletionEndpoints(settings, authenticator, bodies, service)
-    models = ModelEndpoints(authenticator, bodies, model, tokenizer, clock.unix())
-    operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s)
     prompts = PromptBatchMaker(service, model.name)
-    sync_prompts = SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock)
+    routes = {
+        **CompletionEndpoints(settings, authenticator, bodies, service).routes(),
+        **ModelEndpoints(authenticator, bodies, model, tokenizer, clock.unix()).routes(),
+        **OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s).routes(),
+        **SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock).routes(),
+    }
+    if jobs is not None:
+        routes |= {
+            **FileEndpoints(authenticator, bodies, jobs, clock).routes(),
+            **BatchEndpoints(authenticator, bodies, jobs, model.name).routes(),
+            **JobEndpoints(authenticator, bodies, jobs, JobMaker(service, model.name)).routes(),
+            **PromptBatchEndpoints(authenticator, bodies, jobs, prompts).routes(),
+        }
     middleware = Middleware(
         ExchangeMiddleware,
         metrics=metrics,
@@ -77,13 +86,9 @@ def create_api(
         clock=clock,
     )
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[middleware])
-    for endpoints in (completions, models, operations, sync_prompts):
-        endpoints.add_to(app)
-    if jobs is not None:
-        FileEndpoints(authenticator, bodies, jobs, clock).add_to(app)
-        BatchEndpoints(authenticator, bodies, jobs, model.name).add_to(app)
-        JobEndpoints(authenticator, bodies, jobs, JobMaker(service, model.name)).add_to(app)
-        PromptBatchEndpoints(authenticator, bodies, jobs, prompts).add_to(app)
+    for route, handler in routes.items():
+        method, path = route.split()
+        app.add_api_route(path, handler, methods=[method], response_model=None)
     for kind in (ServingError, HttpError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     return app

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +12,7 @@ from serve_app.auth import Authenticator
 from serve_app.endpoints.batch_objects import batch_object, list_object
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.exchange import exchange_of
-from serve_app.endpoints.responses import json_response
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, NewBatch, PageRequest
@@ -31,12 +30,14 @@ class BatchEndpoints:
         self._jobs = jobs
         self._model_name = model_name
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/batches", self.create, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/batches", self.batches, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batches/{batch_id}", self.batch, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "POST /v1/batches": self.create,
+            "GET /v1/batches": self.batches,
+            "GET /v1/batches/{batch_id}": self.batch,
+            "POST /v1/batches/{batch_id}/cancel": self.cancel,
+        }
 
     async def create(self, request: Request) -> Response:
         """POST /v1/batches: the file is validated afterwards, as a part of the batch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from serve_app.endpoints.batch_objects import file_object, list_object
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.byte_stream import ByteStream
 from serve_app.endpoints.exchange import content_length, exchange_of
-from serve_app.endpoints.responses import json_response
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.upload import FORM_BYTES, Upload, boundary_of
 from serve_app.errors import body_too_large
 from serve_app.jobs.access import JobsAccess, checked_file_id
@@ -35,13 +34,15 @@ class FileEndpoints:
         self._jobs = jobs
         self._clock = clock
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/files", self.upload, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/files", self.files, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/files/{file_id}", self.file, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/files/{file_id}", self.delete, methods=["DELETE"], response_model=None)
-        app.add_api_route("/v1/files/{file_id}/content", self.content, methods=["GET"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "POST /v1/files": self.upload,
+            "GET /v1/files": self.files,
+            "GET /v1/files/{file_id}": self.file,
+            "DELETE /v1/files/{file_id}": self.delete,
+            "GET /v1/files/{file_id}/content": self.content,
+        }
 
     async def upload(self, request: Request) -> Response:
         """POST /v1/files."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.responses import json_response
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import check_model, check_num_tokens, check_token_ids
@@ -35,12 +34,14 @@ class ModelEndpoints:
         self._tokenizer = tokenizer
         self._created_unix_s = created_unix_s
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
-        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
-        app.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "GET /v1/models": self.models,
+            "GET /v1/models/{model_id:path}": self.model,
+            "POST /tokenize": self.tokenize,
+            "POST /detokenize": self.detokenize,
+        }
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from replicas.protocol import Band, EngineMetrics
 from router.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
 from serve_app.endpoints.backends import Backends
-from serve_app.endpoints.responses import json_response
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, JobsCounts, exposition
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.reply import JsonObject
@@ -34,13 +33,15 @@ class OperationsEndpoints:
         self._metrics = metrics
         self._stall_timeout_s = stall_timeout_s
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/health/live", self.live, methods=["GET"], response_model=None)
-        app.add_api_route("/health/ready", self.ready, methods=["GET"], response_model=None)
-        app.add_api_route("/health", self.ready, methods=["GET"], response_model=None)
-        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        app.add_api_route("/load", self.load, methods=["GET"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "GET /health/live": self.live,
+            "GET /health/ready": self.ready,
+            "GET /health": self.ready,
+            "GET /metrics": self.metrics,
+            "GET /load": self.load,
+        }
 
     async def live(self, request: Request) -> Response:
         """Whether this process answers and every engine with work moves.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +14,7 @@ from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.job_objects import prompt_output
 from serve_app.endpoints.jobs import RETRY_AFTER_S
 from serve_app.endpoints.new_prompts import PromptBatchMaker
-from serve_app.endpoints.responses import json_response
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, LineStatus
@@ -35,12 +34,14 @@ class PromptBatchEndpoints:
         self._jobs = jobs
         self._maker = maker
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places; `stats` stands before whatever could be an id."""
-        app.add_api_route("/v1/batch/async", self.submit, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/batch/stats", self.stats, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batch/{batch_id}", self.batch, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batch/{batch_id}/cancel", self.cancel, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path; `stats` stands before the path that would take it for an id."""
+        return {
+            "POST /v1/batch/async": self.submit,
+            "GET /v1/batch/stats": self.stats,
+            "GET /v1/batch/{batch_id}": self.batch,
+            "POST /v1/batch/{batch_id}/cancel": self.cancel,
+        }
 
     async def submit(self, request: Request) -> Response:
         """POST /v1/batch/async: when this answers 202, no crash loses the batch."""

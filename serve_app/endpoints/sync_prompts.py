@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,7 +18,7 @@ from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.new_prompts import PromptBatchMaker
 from serve_app.endpoints.prompt_run import PromptRun
-from serve_app.endpoints.responses import json_response
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.job_schema import StreamQuery
 from serve_app.openai.parsing import parse_body
@@ -44,9 +43,9 @@ class SyncPromptEndpoints:
         self._settings = settings
         self._clock = clock
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoint in its place."""
-        app.add_api_route("/v1/batch/sync", self.run, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {"POST /v1/batch/sync": self.run}
 
     async def run(self, request: Request) -> Response:
         """POST /v1/batch/sync; with `stream`, as lines of JSON that tell their prompts by `index`."""

@@ -1,4 +1,4 @@
-"""Runs one line to its end, through whatever passes."""
+"""Running of one line, tried again until it has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Body = ChatBody | CompletionBody
 logger = logging.getLogger(__name__)
 
 _FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
-"""Nothing that may change by trying again."""
+"""Errors that trying again does not change."""
 _MAX_FAILURES = 3
 """Of a kind that should not have happened, before the line is answered with it."""
 _FIRST_DELAY_S = 0.5
@@ -42,7 +42,7 @@ _DELTA_INTERVAL_S = 0.5
 
 
 class Phase(Enum):
-    """Where a line is on its way."""
+    """States of a line that is being run."""
 
     PREPARING = auto()
     SENT = auto()
@@ -70,10 +70,10 @@ def backlog_of(runs: Iterable[Run]) -> list[Backlog]:
 
 
 class LineRunner:
-    """Answers lines as the endpoints would, with no HTTP in between.
+    """Caller of the completion service that answers lines as the endpoints would.
 
-    What is retryable, such as a full queue or a model that has no replica, is tried again for as long as it takes: the
-    batch's own deadline ends it.
+    A retryable error, such as a full queue or a model without replicas, has no limit of attempts: the deadline of
+    the batch ends the line.
     """
 
     def __init__(self, service: CompletionService, rng: random.Random, clock: Clock) -> None:

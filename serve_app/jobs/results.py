@@ -1,4 +1,4 @@
-"""Writes what lines came to, many at once where they come faster than the disk."""
+"""Writing of results, many in one transaction where they come faster than the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOOK_S = 1.0
 
 
 class ResultWriter:
-    """Takes results and writes them, soon and in groups; until then they may be lost, and their lines run again."""
+    """Buffer of results, written soon and in groups. Results that are lost before make their lines run again."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ResultWriter:
         self._wakeup = Wakeup()
 
     def add(self, result: LineResult) -> None:
-        """Have a result written."""
+        """Write a result soon."""
         self._pending.append(result)
         self._wakeup.set()
 
@@ -41,7 +41,7 @@ class ResultWriter:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write all that is there."""
+        """Write all results that were added."""
         while self._pending:
             results, self._pending = self._pending[:_MAX_AT_ONCE], self._pending[_MAX_AT_ONCE:]
             self._on_written(await self._write(results))

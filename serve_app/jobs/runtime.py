@@ -1,4 +1,4 @@
-"""The jobs deployment's parts, put together; knows no Ray."""
+"""Parts of the jobs deployment, put together; knows no Ray."""
 
 from __future__ import annotations
 
