@@ -185,7 +185,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        from serve_app.ingress import IngressSettings, create_api  # brings transformers: a second
+        from serve_app.ingress import Backends, IngressSettings, create_api  # brings transformers: a second
 
         config = self._config
         settings = IngressSettings(
@@ -203,13 +203,8 @@ class Ingress:
             stall_timeout_s=config.stall_timeout_s,
             server_sets_request_id=True,
         )
-        api = create_api(
-            settings,
-            self._routing.dispatcher,
-            metrics=self._metrics,
-            autoscaling=self._routing.autoscaling,
-            jobs=self._jobs,
-        )
+        backends = Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs)
+        api = create_api(settings, backends, metrics=self._metrics)
         freeze_heap()
         return api
 

@@ -21,7 +21,7 @@ from router.flow_queue import BandLimits
 from router.latency_targets import LatencyTargets
 from router.load_table import LoadTable
 from router.policy import LeastTokens
-from serve_app.ingress import IngressSettings, create_api
+from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.metrics import HttpMetrics
 from serve_app.router_metrics import RouterMetrics
 from tests.http.conftest import serving
@@ -79,7 +79,7 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
     dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
-    app = create_api(settings, dispatcher, metrics=metrics)
+    app = create_api(settings, Backends(dispatcher), metrics=metrics)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         client = openai.AsyncOpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
         yield Service(url, replica, http, client)
