@@ -172,7 +172,7 @@ def _check_port(host: str, port: int) -> None:
 
 def _cpus_needed(config: HeadwayConfig) -> float:
     ingresses = config.cpus_per_ingress * config.num_ingress_replicas
-    return config.cpus_per_replica * config.most_replicas + ingresses + config.cpus_per_jobs
+    return config.cpus_per_replica * config.effective_max_replicas + ingresses + config.cpus_per_jobs
 
 
 def _reachable(host: str) -> str:
