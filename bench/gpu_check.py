@@ -26,12 +26,14 @@ from bench.gpu.ahead_checks import ARCHITECTURES as AHEAD_ARCHITECTURES
 from bench.gpu.ahead_checks import check_ahead
 from bench.gpu.check import Check
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.attention_choice import choose_attention
-from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.build import build_runner
 from replicas.model.fast_parts import cuda_parts, speed_up
 from replicas.model.loader import LoadedModel
+from replicas.model.options import Device, RunnerOptions
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampler import Sampler
@@ -83,7 +85,7 @@ class StepTime:
 
 
 def check_architecture(
-    architecture: str, device: str, attention: str = "auto", *, compile_layers: bool = False
+    architecture: str, device: Device, attention: str = "auto", *, compile_layers: bool = False
 ) -> Check:
     """Batched and chunked output in float32 on `device` equals transformers' `generate()` there."""
     prompts = random_prompts((5, 33, 60, 90))
@@ -173,7 +175,7 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
     return _time(f"prefill {num_tokens}", num_tokens, lambda: runner.execute(batch))
 
 
-def run_checks(device: str) -> list[Check]:
+def run_checks(device: Device) -> list[Check]:
     """Everything that must be right, each printed when known."""
     from bench.gpu.kernel_checks import check_flash, kernel_checks  # Triton comes with torch for CUDA only.
 
@@ -199,9 +201,8 @@ def run_checks(device: str) -> list[Check]:
 
 def run_benchmark(device: str) -> list[StepTime]:
     """Step times of a random model of Llama-3.2-1B's shape in bfloat16."""
-    runner = build_runner(
-        random_model(LLAMA_1B, torch.bfloat16, device), RunnerOptions(max_num_seqs=64, max_num_batched_tokens=2048)
-    )
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=2048)
+    runner = build_runner(random_model(LLAMA_1B, torch.bfloat16, device), limits, RunnerOptions())
     greedy, seeded = SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, top_p=0.95)
     print(f"\nLlama-3.2-1B shape, bfloat16, {runner.num_blocks} KV blocks of {runner.block_size}")
     times = [measure_decode(runner, num_seqs, 1024, greedy) for num_seqs in (1, 8, 32, 64)]
@@ -234,7 +235,7 @@ def run_host_gap(device: str) -> dict[str, object]:
     )
 
 
-PARTS: dict[str, Callable[[str], dict[str, object]]] = {
+PARTS: dict[str, Callable[[Device], dict[str, object]]] = {
     "checks": lambda device: _as_figures(run_checks(device)),
     "steps": lambda device: {
         "steps": [{**asdict(step), "tokens_per_s": step.tokens_per_s} for step in run_benchmark(device)]

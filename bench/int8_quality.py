@@ -23,7 +23,8 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention_choice import choose_attention
 from replicas.model.batch_inputs import build_inputs
 from replicas.model.kv_cache import KVCache
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 
 _DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"

@@ -22,7 +22,8 @@ from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
 
 if TYPE_CHECKING:
-    from replicas.model_replica import Backend, ReplicaOptions
+    from replicas.model_replica import Backend
+    from replicas.options import ReplicaOptions
 
 
 class TimedConfig(HeadwayConfig):
@@ -79,15 +80,15 @@ class TimedBackendLoader:
         from replicas.model_replica import Backend
         from replicas.tokenizer_files import load_tokenizer
 
-        model = json.loads((Path(options.model) / "config.json").read_text())
+        model = json.loads((Path(options.model.path) / "config.json").read_text())
         eos = model["eos_token_id"]
         eos_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
-        tokenizer = load_tokenizer(options.model) if self.has_text else None
+        tokenizer = load_tokenizer(options.model.path) if self.has_text else None
         return Backend(
             runner=TimedRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
             decoders=(lambda request: make_decoder(tokenizer, request.prompt_token_ids)) if self.has_text else _silent,
             num_blocks=self.num_blocks,
-            max_model_len=options.max_model_len or model["max_position_embeddings"],
+            max_model_len=options.model.max_model_len or model["max_position_embeddings"],
             vocab_size=model["vocab_size"],
             eos_token_ids=eos_token_ids,
             dtype="none",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
+from replicas.settings import check_bounds, setting
 from router.admission import Admission
 from router.flow_queue import BandLimits, FlowQueue, Waiting
 from router.load_table import InFlight, LoadTable
@@ -19,14 +20,14 @@ from router.types import Headroom, Outcome, Reason, ReplicaView, RouterObserver,
 
 @dataclass(frozen=True, slots=True)
 class FlowLimits:
-    """How much may wait, and how long."""
+    """Limits of the requests that wait in an ingress."""
 
     bands: Mapping[Band, BandLimits]
-    promote_after_s: float = 22.5
-    """A band that has waited so long without a first token has its first request promoted: it takes the next slot that
-    comes free on its replica, whoever else wants it."""
-    max_wait_s: float = 600.0
-    """Nothing waits longer than this, whatever its deadline."""
+    promote_after_s: float
+    """Seconds without a first token after which a waiting band has its first request promoted: it takes the next free
+    slot of its replica, before more urgent requests."""
+    max_queue_wait_s: float = setting(600.0, gt=0)
+    """Longest time that a request waits for a replica, seconds; then 504, or 503 if there is no replica at all."""
     lookahead: int = 0
     """Requests of any band given to a replica beyond its slots: work for the moment between the end of one and the
     arrival of the next, for which else a less urgent one would be begun and broken off again. Where there is no less
@@ -36,6 +37,9 @@ class FlowLimits:
     num_bound_early: int = 0
     """Requests of each band that any replica is given beyond its slots; 0: they wait here for the first slot that comes
     free (late binding). More is how routers work that only choose a replica: a baseline."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +227,14 @@ class FlowController:
             extend_hashes(group.block_hashes, request.prompt_token_ids, views[0].stats.block_size)
 
     async def _wait(self, waiter: _Waiter, started_s: float) -> Placement:
-        limit_s, deadline_s = self._limits.max_wait_s, waiter.waiting.deadline_s
+        limit_s, deadline_s = self._limits.max_queue_wait_s, waiter.waiting.deadline_s
         if deadline_s is not None:
             limit_s = min(limit_s, max(0.0, deadline_s - started_s))
         try:
             async with asyncio.timeout(limit_s):
                 return await waiter.placement
         except TimeoutError:
-            if limit_s == self._limits.max_wait_s and not self._table.views():
+            if limit_s == self._limits.max_queue_wait_s and not self._table.views():
                 raise NoReplicaAvailable(f"there was no model replica after {limit_s:.1f} s") from None
             raise DeadlineExceeded(f"no replica had room for the request within {limit_s:.1f} s") from None
 

@@ -168,8 +168,7 @@ class Ingress:
             self._jobs_client,
             FsspecStore(config.jobs_files_url),
             WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
-            int(config.max_file_bytes),
-            config.max_batch_lines,
+            config.jobs_settings(),
         )
         self._loops = asyncio.create_task(self._routing.run())
 
@@ -185,26 +184,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        from serve_app.ingress import Backends, IngressSettings, create_api  # brings transformers: a second
+        from serve_app.ingress import Backends, create_api  # brings transformers: a second
 
-        config = self._config
-        settings = IngressSettings(
-            model=config.model_path,
-            served_model_name=config.model_name,
-            api_key_file=config.api_key_file,
-            allowed_hosts=tuple(host.strip() for host in config.allowed_hosts.split(",") if host.strip()),
-            max_body_bytes=int(config.max_body_bytes),
-            max_prompts=config.max_prompts,
-            max_choices=config.max_choices,
-            max_logprobs=config.max_logprobs,
-            num_tokenizer_threads=config.num_tokenizer_threads,
-            upload_timeout_s=config.upload_timeout_s,
-            keep_alive_s=config.keep_alive_s,
-            stall_timeout_s=config.stall_timeout_s,
-            server_sets_request_id=True,
-        )
         backends = Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs)
-        api = create_api(settings, backends, metrics=self._metrics)
+        api = create_api(self._config.ingress_settings(), backends, metrics=self._metrics)
         freeze_heap()
         return api
 
@@ -217,8 +200,8 @@ def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
     return {
         "autoscaling_config": _autoscaling_config(
             config,
-            min_replicas=config.fewest_replicas,
-            max_replicas=config.most_replicas,
+            min_replicas=config.effective_min_replicas,
+            max_replicas=config.effective_max_replicas,
             initial_replicas=config.num_replicas,
             policy=policy,
         )
@@ -262,7 +245,7 @@ def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
 def _with_gpus(config: HeadwayConfig) -> HeadwayConfig:
     """The configuration, complete in what depends on the GPUs that the cluster has now."""
     is_complete = config.num_gpus_per_replica is not None and config.max_replicas is not None
-    num_gpus = 0.0 if is_complete or config.device == "cpu" else num_cluster_gpus()
+    num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else num_cluster_gpus()
     each = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
     found: dict[str, object] = {"num_gpus_per_replica": each}
     if config.max_replicas is None and each > 0:

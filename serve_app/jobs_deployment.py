@@ -32,7 +32,6 @@ from serve_app.jobs.webhook_signing import WebhookSigner, kept_secret
 from serve_app.jobs.webhooks import Outbox, WebhookSender
 from serve_app.metrics import JobsCounts
 from serve_app.openai.dispatcher import KnownModel
-from serve_app.openai.limits import RequestLimits
 from serve_app.openai.workers import WorkerThreads
 from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
@@ -66,11 +65,11 @@ class Jobs:
         self._routing = Routing(config, model, ingress_id, observer, backlog)
         self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
         dispatcher = self._routing.dispatcher
-        workers = WorkerThreads(config.num_tokenizer_threads)
+        ingress = config.ingress_settings()
+        workers = WorkerThreads(ingress.num_tokenizer_threads)
         tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model_path, workers)
         known = KnownModel(config.model_name, dispatcher, clock.monotonic)
-        limits = RequestLimits(config.max_prompts, config.max_choices, config.max_logprobs)
-        completions = CompletionService(dispatcher, known, tokenizer, limits, random.Random())
+        completions = CompletionService(dispatcher, known, tokenizer, ingress.limits, random.Random())
         database = await asyncio.to_thread(_open_database, config)
         files = FsspecStore(config.jobs_files_url)
         context = JobsContext(database, files, config.jobs_settings(), clock)

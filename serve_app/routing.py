@@ -58,7 +58,7 @@ class Routing:
 
 def _policy(config: HeadwayConfig) -> RoutingPolicy:
     rng = random.Random()
-    max_blocks = PREFIX_INDEX_BLOCKS if config.enable_prefix_caching else 0
+    max_blocks = PREFIX_INDEX_BLOCKS if config.engine_limits().enable_prefix_caching else 0
     policies: dict[str, Callable[[], RoutingPolicy]] = {
         "least_tokens": lambda: LeastTokens(rng, PrefixIndex(max_blocks)),
         "least_requests": lambda: LeastRequests(rng),

@@ -38,9 +38,13 @@ ROWS = {
     "serve_app.router_metrics": (5, 1),
     "serve_app.metrics": (5, 0),
     "serve_app.config": (5, 0),
+    "serve_app.config_page": (5, 1),
+    "serve_app.endpoints.settings": (4, 1),
+    "serve_app.openai.settings": (4, 0),
     "router.autoscaling_loop": (4, 0),
     "router.dispatch": (4, 0),
     "replicas.model_replica": (4, 0),
+    "replicas.options": (3, 1),
     "router.scaling_inputs": (3, 2),
     "router.admission": (3, 1),
     "router.autoscaling": (3, 1),
@@ -81,6 +85,7 @@ ROWS = {
     "replicas.errors": (0, 0),
     "replicas.block_hash": (0, 0),
     "replicas.cpu_sharing": (0, 0),
+    "replicas.settings": (0, 0),
     "replicas.tokenizer_files": (0, 0),
 }
 # Scripts that nothing imports.
@@ -88,7 +93,7 @@ APART = ("replicas.demo",)
 
 # Prefixes of the project's modules that a part may see; a part that is not listed is bound by the rows alone.
 VISIBLE = {
-    "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
+    "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash", "replicas.settings"),
     "replicas": ("replicas",),
     "replicas.engine": (
         "replicas.engine",
@@ -97,6 +102,7 @@ VISIBLE = {
         "replicas.errors",
         "replicas.block_hash",
         "replicas.cpu_sharing",
+        "replicas.settings",
     ),
     "replicas.model": (
         "replicas.model",
@@ -105,6 +111,7 @@ VISIBLE = {
         "replicas.engine.sequence",
         "replicas.protocol",
         "replicas.errors",
+        "replicas.settings",
         "replicas.tokenizer_files",
     ),
 }
@@ -148,6 +155,9 @@ STDLIB_ONLY = (
     "replicas.errors",
     "replicas.block_hash",
     "replicas.cpu_sharing",
+    "replicas.model.options",
+    "replicas.options",
+    "replicas.settings",
     "router.types",
     "router.autoscaling",
     "router.autoscaling_loop",

@@ -19,8 +19,6 @@ import torch
 
 from replicas.model.precision import cpu_flags
 
-DEFAULT_KERNEL_DIRECTORY = "~/.cache/headway"
-
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "cpu_kernels"
 _COMPILERS = ("g++", "c++")

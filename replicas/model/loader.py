@@ -22,34 +22,12 @@ from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
 from replicas.model.fused_decoder import can_fuse
 from replicas.model.huge_pages import move_to_huge_pages
-from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
+from replicas.model.options import ModelOptions
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
 from replicas.tokenizer_files import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Which model to load, and how."""
-
-    model: str
-    """Directory or hub id. Only safetensors weights are read, and no code that comes with them is run."""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16; auto is bfloat16 where the hardware has it natively."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    max_model_len: int | None = None
-    """Most tokens of one sequence; None: as many as the model was made for."""
-    num_threads: int | None = None
-    """torch threads of this process on CPU; None: torch's own choice."""
-    kernel_directory: str | None = DEFAULT_KERNEL_DIRECTORY
-    """Where kernels that are compiled on this machine, for CPU, are kept; None: none are compiled."""
-    compile_layers: bool = False
-    """Have torch.compile fuse layers that have no fused form of ours, on CUDA."""
-    quantization: str = "none"
-    """none or int8: weights of linear layers in 8 bits, on CPU with compiled kernels only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +62,17 @@ def load_model(options: ModelOptions) -> LoadedModel:
         torch.set_num_threads(options.num_threads)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    config = _load_config(options.model)
+    config = _load_config(options.path)
     refuse_config(config)
     max_model_len = _choose_max_model_len(config, options.max_model_len)
-    tokenizer = _load_tokenizer(options.model)
-    model = _load_weights(options.model, config, dtype).to(device).eval()
+    tokenizer = _load_tokenizer(options.path)
+    model = _load_weights(options.path, config, dtype).to(device).eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
-    has_kernels = device.type == "cpu" and load_kernels(options.kernel_directory, dtype)
+    has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     _speed_up(model, port, layers, options, has_kernels)
     return LoadedModel(
-        model_id=options.model,
+        model_id=options.path,
         model=model,
         port=port,
         layers=layers,

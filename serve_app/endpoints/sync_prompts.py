@@ -57,7 +57,7 @@ class SyncPromptEndpoints:
             hints=hints_from(request.headers),
         )
         query = parse_body(StreamQuery, request.query_params, {})
-        prompts = await self._bodies.convert(request, partial(self._maker.sync, self._settings.max_prompts))
+        prompts = await self._bodies.convert(request, partial(self._maker.sync, self._settings.limits.max_prompts))
         run = PromptRun(self._maker.service, prompts, caller, exchange, self._clock)
         exchange.details |= {"num_prompts": len(prompts.bodies), "tenant": caller.principal.tenant}
         if query.stream or prompts.is_streamed:

@@ -13,9 +13,10 @@ from serve_app.openai.chat_reply import ChatFormat
 from serve_app.openai.completion_reply import CompletionFormat
 from serve_app.openai.dispatcher import Dispatcher, KnownModel
 from serve_app.openai.fan_in import DeltaFanIn
-from serve_app.openai.limits import RequestLimits, check_at_most, check_counts, check_model
+from serve_app.openai.limits import check_at_most, check_counts, check_model
 from serve_app.openai.reply import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
 from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
+from serve_app.openai.settings import RequestLimits
 from serve_app.openai.urgency import tier_of
 from serve_app.openai.validation import Caller, chat_requests, completion_requests, refuse_unusable_prompts
 

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY, KernelBuildError, built_library
+from replicas.model.kernel_build import KernelBuildError, built_library
+from replicas.model.options import DEFAULT_KERNEL_CACHE_DIR
 
 
 def need_kernels() -> None:
     """Make the kernels callable, or skip the test and say why."""
     try:
-        torch.ops.load_library(built_library(DEFAULT_KERNEL_DIRECTORY))
+        torch.ops.load_library(built_library(DEFAULT_KERNEL_CACHE_DIR))
     except KernelBuildError as error:
         pytest.skip(f"the CPU kernels cannot be compiled here: {error}")
 

@@ -14,7 +14,8 @@ from replicas.engine.engine import Engine
 from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import Device, Dtype, ModelOptions
 from replicas.model.runner import AttentionFactory, TorchModelRunner
 from replicas.model.tokenizer import make_decoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
@@ -33,10 +34,10 @@ class Sizes:
     block_size: int = 16
 
 
-def load(path: Path, dtype: str = "float32", device: str = "cpu", *, compile_layers: bool = False) -> LoadedModel:
+def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False) -> LoadedModel:
     """As where there is no C++ compiler; with one, tests/model/test_cpp_exactness.py."""
     options = ModelOptions(
-        str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_directory=None,
+        str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_cache_dir=None,
         compile_layers=compile_layers,
     )  # fmt: skip
     return load_model(options)

@@ -9,7 +9,8 @@ import torch
 
 from replicas.model.attention_choice import choose_attention
 from replicas.model.cpp_attention import CppAttention
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 from tests.model.compiled import need_kernels
 from tests.model.serving import (

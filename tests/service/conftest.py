@@ -13,7 +13,10 @@ import openai
 import pytest
 import torch
 
-from replicas.model_replica import ModelReplica, ReplicaOptions
+from replicas.engine.config import EngineLimits
+from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model_replica import ModelReplica
+from replicas.options import ReplicaOptions, StreamOptions
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.dispatch import Dispatcher
 from router.flow_control import FlowController, FlowLimits
@@ -68,14 +71,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def service(checkpoint: Path) -> AsyncIterator[Service]:
     options = ReplicaOptions(
-        str(checkpoint), dtype="float32", num_threads=1, max_num_seqs=16, max_num_batched_tokens=64,
-        kv_cache_bytes=2**20, max_queued_requests=4096, coalesce_interval_s=0.002,
-    )  # fmt: skip
+        ModelOptions(str(checkpoint), dtype="float32", num_threads=1),
+        RunnerOptions(kv_cache_bytes=2**20),
+        EngineLimits(max_num_seqs=16, max_num_batched_tokens=64, max_queued_requests=4096),
+        StreamOptions(coalesce_interval_s=0.002),
+    )
     replica = ModelReplica(options, "replica-0", "node-0")
     await replica.start()
     table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
-    limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
+    limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
     dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)

@@ -19,7 +19,8 @@ from tests.unit.router.simulated_time import settle_down, simulated_clock
 def limits(
     max_requests: int = 1000, max_tokens: int = 10**9, max_predicted_wait_s: float | None = None, **changes: Any
 ) -> FlowLimits:
-    return FlowLimits({band: BandLimits(max_requests, max_tokens, max_predicted_wait_s) for band in Band}, **changes)
+    bands = {band: BandLimits(max_requests, max_tokens, max_predicted_wait_s) for band in Band}
+    return FlowLimits(bands, **{"promote_after_s": 22.5, **changes})
 
 
 @dataclass(eq=False)

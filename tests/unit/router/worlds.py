@@ -18,7 +18,7 @@ from router.types import RoutingPolicy
 from tests.unit.router.fakes import FakeClient, FakeObserver, FakeReplica, prompt_logprobs, undisturbed
 from tests.unit.router.simulated_time import simulated_clock
 
-ROOMY = FlowLimits({band: BandLimits(10_000, 10**9) for band in Band})
+ROOMY = FlowLimits({band: BandLimits(10_000, 10**9) for band in Band}, promote_after_s=30.0)
 
 
 @dataclass
