@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
-from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.engine import Engine
 from replicas.engine.generation import DecoderFactory
+from replicas.engine.interfaces import ModelRunner
 from replicas.errors import NoReplicaAvailable
 from replicas.model.build import RunnerOptions, build_runner, warm_up
 from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY

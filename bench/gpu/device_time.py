@@ -8,7 +8,8 @@ from typing import Protocol, Self
 
 import torch
 
-from replicas.engine.batch import LaunchedStep, ModelRunner, ScheduledBatch
+from replicas.engine.batch import ScheduledBatch
+from replicas.engine.interfaces import LaunchedStep, ModelRunner
 
 
 class Mark(Protocol):
