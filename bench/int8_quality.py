@@ -53,7 +53,7 @@ def logits_of(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
     sequence.block_table = list(range(1, num_blocks + 1))
     cache = KVCache(loaded.layers, num_blocks, _BLOCK_SIZE, loaded.dtype, loaded.device)
     inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], _BLOCK_SIZE, loaded.device)
-    attention = choose_attention(loaded, "auto", _BLOCK_SIZE)
+    attention = choose_attention(loaded.attention_spec(_BLOCK_SIZE), "auto")
     with loaded.port.using(attention(cache, inputs)):
         output: Tensor = loaded.model(
             input_ids=inputs.input_ids,

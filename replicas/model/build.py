@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from replicas.engine.batch import ScheduledBatch
+from replicas.errors import ModelLoadError
+from replicas.model.attention import AttentionFactory
 from replicas.model.attention_choice import choose_attention
 from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
-from replicas.model.errors import ModelLoadError
 from replicas.model.kv_cache import KVCache, bytes_per_block
 from replicas.model.loader import LoadedModel
-from replicas.model.runner import AttentionFactory, TorchModelRunner
+from replicas.model.runner import TorchModelRunner
 from replicas.model.scratch import scratch_batches, scratch_item
 
 
@@ -40,7 +41,7 @@ def build_runner(loaded: LoadedModel, options: RunnerOptions) -> TorchModelRunne
     Raises:
         ModelLoadError: not even one block fits, or the attention backend asked for does not work.
     """
-    attention = choose_attention(loaded, options.attention_backend, options.block_size)
+    attention = choose_attention(loaded.attention_spec(options.block_size), options.attention_backend)
     block_bytes = bytes_per_block(loaded.layers, options.block_size, loaded.dtype)
     if loaded.device.type == "cuda":
         available = _available_cuda_bytes(loaded, options, attention)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from replicas.model.attention import AttentionCall
 from replicas.model.batch_inputs import BatchInputs
-from replicas.model.kv_cache import KVCache
-from replicas.model.probe import AttentionLayer
+from replicas.model.kv_cache import AttentionLayer, KVCache
 
 # Attention reads keys and values in pieces of this many numbers.
 _HEAD_SIZE_UNIT = 16

@@ -72,11 +72,6 @@ class PaddedDecodes:
         self._buffers = DecodeBuffers(buckets[-1], num_blocks, cache.block_size, loaded.device)
         self._graphs: dict[int, _Graph] = {}
 
-    @property
-    def captured(self) -> tuple[int, ...]:
-        """The buckets that there are graphs of."""
-        return tuple(sorted(self._graphs))
-
     def takes(self, items: Items[ScheduledSequence]) -> bool:
         """Whether all `items` are decodes and there is a bucket for so many."""
         return len(items) <= self._buckets[-1] and all(

@@ -15,16 +15,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.attention import ATTENTION_NAME, AttentionPort, AttentionSpec, register_attention
 from replicas.model.compiled_layers import compile_layers
-from replicas.model.cpp_kernels import load_kernels
-from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
 from replicas.model.fused_decoder import can_fuse
 from replicas.model.huge_pages import move_to_huge_pages
-from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
+from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY, load_kernels
+from replicas.model.kv_cache import AttentionLayer
 from replicas.model.precision import choose_device, choose_dtype
-from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
+from replicas.model.probe import probe_attention, refuse_config
 from replicas.tokenizer_files import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -71,6 +71,10 @@ class LoadedModel:
     device: torch.device
     has_kernels: bool = False
     """Whether the compiled CPU kernels can be called, for this dtype."""
+
+    def attention_spec(self, block_size: int) -> AttentionSpec:
+        """Return what the model requires of the attention over blocks of `block_size` tokens."""
+        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels)
 
 
 def load_model(options: ModelOptions) -> LoadedModel:

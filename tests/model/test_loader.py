@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.kv_cache import KVCache, bytes_per_block
 from replicas.model.loader import ModelOptions, load_model
 from replicas.model.precision import choose_device, choose_dtype
