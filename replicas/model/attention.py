@@ -55,6 +55,11 @@ class AttentionCall:
     """Names of other arguments that transformers gave a value."""
 
 
+def with_dense_heads(tensor: Tensor) -> Tensor:
+    """Return the tensor itself where the numbers of one head lie side by side, else a copy."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
 class AttentionContext(Protocol):
     """Computes the attention of the forward pass that is running."""
 

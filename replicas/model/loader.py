@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,7 +17,13 @@ from transformers import (
 )
 
 from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.attention import ATTENTION_NAME, AttentionPort, AttentionSpec, register_attention
+from replicas.model.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    AttentionPort,
+    AttentionSpec,
+    register_attention,
+)
 from replicas.model.compiled_layers import compile_layers
 from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
 from replicas.model.fused_decoder import can_fuse
@@ -71,6 +78,16 @@ class LoadedModel:
     device: torch.device
     has_kernels: bool = False
     """Whether the compiled CPU kernels can be called, for this dtype."""
+
+    def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
+        """Run a forward pass with attention by `context`; logits [num_rows, vocab_size] in the model's dtype.
+
+        Ids and positions are [1, num_tokens] int64; `rows` [num_rows] int64 are the tokens wanted, 0 means all.
+        """
+        with self.port.using(context):
+            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
+        logits: Tensor = output.logits[0]
+        return logits
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
         """Return what the model requires of the attention over blocks of `block_size` tokens."""

@@ -133,14 +133,8 @@ class TorchModelRunner:
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Logits [num_rows, vocab_size] of the rows that the items need, in the model's dtype."""
-        with self._loaded.port.using(self._attention(self._cache, inputs)):
-            logits: Tensor = self._loaded.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                logits_to_keep=inputs.logits_rows,
-            ).logits
-        return logits[0]
+        context = self._attention(self._cache, inputs)
+        return self._loaded.logits(context, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
 
 
 @dataclass(frozen=True, slots=True)
