@@ -24,8 +24,8 @@ from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.build import build_runner
-from replicas.model.cpp_kernels import load_kernels
 from replicas.model.fast_parts import cpu_parts, speed_up
+from replicas.model.kernel_build import load_kernels
 from replicas.model.linears import choose_linears, replace_linears
 from replicas.model.loader import LoadedModel
 from replicas.model.options import DEFAULT_KERNEL_CACHE_DIR, RunnerOptions

@@ -38,7 +38,16 @@ from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampler import Sampler
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
-from tests.model.serving import Sizes, build_engine, load, random_prompts, reference_model, reference_tokens, tokens
+from tests.model.serving import (
+    Sizes,
+    build_engine,
+    load,
+    random_prompts,
+    reference_model,
+    reference_tokens,
+    sample,
+    tokens,
+)
 from tests.model.tiny import write_checkpoint
 
 ARCHITECTURES = (
@@ -94,7 +103,7 @@ def check_architecture(
         reference = reference_model(path).to(device)
         expected = reference_tokens(reference, prompts, max_tokens=24)
         loaded = load(path, device=device, compile_layers=compile_layers)
-        engine = build_engine(loaded, Sizes(), choose_attention(loaded, attention, Sizes().block_size))
+        engine = build_engine(loaded, Sizes(), choose_attention(loaded.attention_spec(Sizes().block_size), attention))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
     gaps = []
     for prompt, output, other in zip(prompts, outputs, expected, strict=True):
@@ -126,8 +135,8 @@ def check_sampler(device: str) -> Check:
     ]
     logits = torch.randn(len(sequences), 32_000, generator=torch.Generator().manual_seed(0)) * 3
     sampler = Sampler(frozenset({2}))
-    on_cpu = [result.token_id for result in sampler.sample(logits, sequences)]
-    on_device = [result.token_id for result in sampler.sample(logits.to(device), sequences)]
+    on_cpu = [result.token_id for result in sample(sampler, logits, sequences)]
+    on_device = [result.token_id for result in sample(sampler, logits.to(device), sequences)]
     num_different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True))
     return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 
 from bench.record import percentile, write
 from replicas.engine.config import EngineConfig, EngineLimits
-from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
+from replicas.engine.interfaces import IncrementalDecoder
 from replicas.model.build import build_runner
 from replicas.model.loader import LoadedModel, load_model
 from replicas.model.options import Dtype, ModelOptions, RunnerOptions

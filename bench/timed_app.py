@@ -16,7 +16,7 @@ from ray import serve
 
 from bench.step_times import STEP_TIMES
 from bench.timed_runner import StepTimes, TimedRunner
-from replicas.engine.detokenizer import IncrementalDecoder
+from replicas.engine.interfaces import IncrementalDecoder
 from replicas.protocol import GenerateRequest
 from serve_app.app import build_with
 from serve_app.config import HeadwayConfig

@@ -5,27 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
-from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.generation import DecoderFactory
-from replicas.errors import NoReplicaAvailable
+from replicas.engine.interfaces import ModelRunner
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loader import load_model
 from replicas.model.tokenizer import make_decoder
 from replicas.options import ReplicaOptions
 from replicas.protocol import (
-    EngineMetrics,
-    GenerateRequest,
     ModelCard,
     ReplicaIdentity,
-    ReplicaStats,
-    TokenDelta,
 )
 
 _log = logging.getLogger(__name__)
@@ -75,9 +70,9 @@ LoadBackend = Callable[[ReplicaOptions], Backend]
 
 
 class ModelReplica:
-    """Model, engine and streams of one replica; knows nothing of Ray or HTTP.
+    """A loaded model and its engine; knows nothing of Ray or HTTP.
 
-    Made in any thread (loading blocks), started and used on one event loop.
+    Made in any thread (loading blocks); its engine is started and used on one event loop.
     """
 
     def __init__(
@@ -89,7 +84,7 @@ class ModelReplica:
         with ThreadPoolExecutor(1, "loading") as loading:
             backend = loading.submit(load_backend, options).result()
         config = _engine_config(options, backend)
-        self._card = ModelCard(
+        self.card = ModelCard(
             model_id=options.model.path,
             max_model_len=config.max_model_len,
             vocab_size=backend.vocab_size,
@@ -108,54 +103,13 @@ class ModelReplica:
         )
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
-        self._async_engine: AsyncEngine | None = None
-        _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self._card)
+        _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
 
-    async def start(self) -> None:
-        """Begin to serve on the running event loop."""
-        self._async_engine = AsyncEngine(self._engine, self._coalescing)
-        self._async_engine.start()
-
-    async def stop(self) -> None:
-        """End the engine thread; open streams end with `EngineDead`."""
-        await self._running.stop()
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of one request; the last has a finish reason, and an `error` if it could not be served.
-
-        Closing the generator aborts the request.
-        """
-        return self._running.generate(request)
-
-    def stats(self) -> ReplicaStats:
-        """The present load."""
-        return self._running.stats()
-
-    def metrics(self) -> EngineMetrics:
-        """Everything the engine counts."""
-        return self._running.metrics()
-
-    def describe(self) -> ModelCard:
-        """What is served, and the limits that were derived."""
-        return self._card
-
-    def check_health(self) -> None:
-        """Do nothing while the engine works.
-
-        Raises:
-            EngineDead: the replica must be replaced.
-        """
-        self._running.check_alive()
-
-    async def drain(self) -> None:
-        """Take no new requests; return when the accepted ones have ended."""
-        await self._running.drain()
-
-    @property
-    def _running(self) -> AsyncEngine:
-        if self._async_engine is None:
-            raise NoReplicaAvailable("the replica has not been started", "model_loading")
-        return self._async_engine
+    def start(self) -> AsyncEngine:
+        """Begin to serve on the running event loop; called once."""
+        engine = AsyncEngine(self._engine, self._coalescing)
+        engine.start()
+        return engine
 
 
 def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:

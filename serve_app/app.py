@@ -80,7 +80,7 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
 
 
 class Model:
-    """The Serve deployment around one `ModelReplica`."""
+    """The Serve deployment around one model's engine."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
@@ -91,14 +91,15 @@ class Model:
         self._board = HeldWorkBoard(time.monotonic)
         self._ingresses = IngressWatch(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         context = serve.get_replica_context()
-        self._replica = await asyncio.to_thread(
+        replica = await asyncio.to_thread(
             model_replica.ModelReplica,
             config.replica_options(),
             context.replica_id.unique_id,
             ray.get_runtime_context().get_node_id(),
             load_backend or model_replica.load_torch_backend,
         )
-        await self._replica.start()
+        self._card = replica.card
+        self._engine = replica.start()
         freeze_heap()
 
     async def generate(
@@ -110,7 +111,7 @@ class Model:
             ReplicaLost: the ingress is lost; should it be there after all, the request goes on elsewhere.
         """
         self._ingresses.heard_of(ingress_id)
-        async with aclosing(self._replica.generate(request)) as deltas:
+        async with aclosing(self._engine.generate(request)) as deltas:
             async for delta in deltas:
                 if self._ingresses.is_lost(ingress_id):
                     raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
@@ -123,7 +124,7 @@ class Model:
         """
         if told is not None:
             self._ingresses.heard_of(told.ingress_id)
-        return PollAnswer(self._replica.stats(), self._board.exchange(told))
+        return PollAnswer(self._engine.stats(), self._board.exchange(told))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_model_replicas` obeys."""
@@ -131,21 +132,21 @@ class Model:
 
     async def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
-        return self._replica.metrics()
+        return self._engine.metrics()
 
     async def describe(self) -> ModelCard:
         """What is served."""
-        return self._replica.describe()
+        return self._card
 
     async def check_health(self) -> None:
         """Raise where the engine is dead, so that Serve replaces the replica."""
-        self._replica.check_health()
+        self._engine.check_alive()
 
     async def __del__(self) -> None:
         """Called by Serve once no request is left or the graceful shut-down is over."""
-        if hasattr(self, "_replica"):
-            await self._replica.drain()
-            await self._replica.stop()
+        if hasattr(self, "_engine"):
+            await self._engine.drain()
+            await self._engine.stop()
 
 
 class Ingress:

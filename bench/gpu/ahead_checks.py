@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 from bench.gpu.check import Check
+from bench.gpu.device_time import num_graphs
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model.build import build_runner
@@ -66,4 +67,4 @@ def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]],
         GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
         for number, prompt in enumerate(prompts)
     ]
-    return [output.token_ids for output in run(engine, requests)], len(runner.captured_decodes)
+    return [output.token_ids for output in run(engine, requests)], num_graphs(runner)

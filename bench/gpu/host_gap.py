@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share
+from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share, num_graphs
 from bench.gpu.mixed_trace import measure_trace, plain_model
 from bench.record import percentile, write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
@@ -113,7 +113,7 @@ def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool) -> HostG
         num_seqs,
         profiled,
         is_async=is_async,
-        has_graphs=bool(runner.captured_decodes),
+        has_graphs=num_graphs(runner) > 0,
     )
 
 

@@ -14,10 +14,9 @@ from bench.gpu.device_time import CudaMark
 from replicas.engine.config import EngineLimits
 from replicas.model.attention import AttentionCall, Scoring
 from replicas.model.build import build_runner
-from replicas.model.kv_cache import KVCache, bytes_per_block
+from replicas.model.kv_cache import AttentionLayer, KVCache, bytes_per_block
 from replicas.model.loader import LoadedModel
 from replicas.model.options import RunnerOptions
-from replicas.model.probe import AttentionLayer
 from replicas.model.runner import TorchModelRunner
 from replicas.model.triton_attention import TritonBackend
 from replicas.model.triton_tiles import TileGroup, TilePlan

@@ -8,13 +8,14 @@ import torch
 
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineLimits
+from replicas.errors import ModelLoadError
+from replicas.model.attention import AttentionFactory
 from replicas.model.attention_choice import choose_attention
 from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
-from replicas.model.errors import ModelLoadError
 from replicas.model.kv_cache import KVCache, bytes_per_block
 from replicas.model.loader import LoadedModel
 from replicas.model.options import RunnerOptions
-from replicas.model.runner import AttentionFactory, TorchModelRunner
+from replicas.model.runner import TorchModelRunner
 from replicas.model.scratch import scratch_batches, scratch_item
 
 
@@ -24,7 +25,7 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     Raises:
         ModelLoadError: not even one block fits, or the attention backend asked for does not work.
     """
-    attention = choose_attention(loaded, options.attention_backend, limits.block_size)
+    attention = choose_attention(loaded.attention_spec(limits.block_size), options.attention_backend)
     block_bytes = bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
     if loaded.device.type == "cuda":
         available = _available_cuda_bytes(loaded, attention, limits, options)

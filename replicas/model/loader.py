@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,16 +16,23 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    AttentionPort,
+    AttentionSpec,
+    register_attention,
+)
 from replicas.model.compiled_layers import compile_layers
-from replicas.model.cpp_kernels import load_kernels
-from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
 from replicas.model.fused_decoder import can_fuse
 from replicas.model.huge_pages import move_to_huge_pages
+from replicas.model.kernel_build import load_kernels
+from replicas.model.kv_cache import AttentionLayer
 from replicas.model.options import ModelOptions
 from replicas.model.precision import choose_device, choose_dtype
-from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
+from replicas.model.probe import probe_attention, refuse_config
 from replicas.tokenizer_files import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -49,6 +57,20 @@ class LoadedModel:
     device: torch.device
     has_kernels: bool = False
     """Whether the compiled CPU kernels can be called, for this dtype."""
+
+    def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
+        """Run a forward pass with attention by `context`; logits [num_rows, vocab_size] in the model's dtype.
+
+        Ids and positions are [1, num_tokens] int64; `rows` [num_rows] int64 are the tokens wanted, 0 means all.
+        """
+        with self.port.using(context):
+            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def attention_spec(self, block_size: int) -> AttentionSpec:
+        """Return what the model requires of the attention over blocks of `block_size` tokens."""
+        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels)
 
 
 def load_model(options: ModelOptions) -> LoadedModel:

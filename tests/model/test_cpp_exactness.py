@@ -43,7 +43,7 @@ def load_compiled(
 ) -> LoadedModel:
     options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=max_model_len, quantization=quantization)
     loaded = load_model(options)
-    assert choose_attention(loaded, "auto", 16) is CppAttention
+    assert choose_attention(loaded.attention_spec(16), "auto") is CppAttention
     return loaded
 
 
@@ -54,7 +54,7 @@ def test_output_is_that_of_generate(tmp_path: Path, architecture: str) -> None:
     expected = reference_tokens(reference_model(path), prompts, GREEDY.max_tokens)
     loaded = load_compiled(path)
     for sizes in (WHOLE, Sizes(), TIGHT):
-        engine = build_engine(loaded, sizes, choose_attention(loaded, "auto", 16))
+        engine = build_engine(loaded, sizes, choose_attention(loaded.attention_spec(16), "auto"))
         assert tokens(engine, prompts, GREEDY) == expected
     assert num_preemptions(engine) > 0
 
@@ -66,7 +66,7 @@ def test_rounding_error_in_bfloat16_is_that_of_the_models_own_code(tmp_path: Pat
     prompts = random_prompts((60, 90, 100, 7), seed=3)
     requests = [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)]
     loaded = load_compiled(path, "bfloat16")
-    outputs = run(build_engine(loaded, attention=choose_attention(loaded, "auto", 16)), requests)
+    outputs = run(build_engine(loaded, attention=choose_attention(loaded.attention_spec(16), "auto")), requests)
     reference, exact = reference_model(path, torch.bfloat16), reference_model(path)
     ours, theirs = 0.0, 0.0
     for output, prompt in zip(outputs, prompts, strict=True):
@@ -82,7 +82,9 @@ def test_rounding_error_in_bfloat16_is_that_of_the_models_own_code(tmp_path: Pat
 def test_sequence_with_nan_fails_alone(tmp_path: Path) -> None:
     path = write_poisoned(tmp_path)
     loaded = load_compiled(path)
-    engine = build_engine(loaded, Sizes(num_blocks=12, max_num_seqs=4), choose_attention(loaded, "auto", 16))
+    engine = build_engine(
+        loaded, Sizes(num_blocks=12, max_num_seqs=4), choose_attention(loaded.attention_spec(16), "auto")
+    )
     prompts = random_prompts((9, 21, 35, 18, 50, 7), seed=8)
     expected = reference_tokens(reference_model(path), prompts, GREEDY.max_tokens)
     for round_number in range(3):

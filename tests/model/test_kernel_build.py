@@ -71,15 +71,18 @@ def test_replica_serves_without_kernels_and_says_so(tmp_path: Path, caplog: pyte
             ModelOptions(str(path), dtype="float32", kernel_cache_dir=str(tmp_path / "file" / "kernels"))
         )
     assert "without compiled CPU kernels" in caplog.text
-    assert not loaded.has_kernels and choose_attention(loaded, "auto", 16) is GatherAttention
+    assert not loaded.has_kernels and choose_attention(loaded.attention_spec(16), "auto") is GatherAttention
     prompts = random_prompts((5, 40))
     expected = reference_tokens(reference_model(path), prompts, 8)
     params = SamplingParams(max_tokens=8, temperature=0.0)
-    assert tokens(build_engine(loaded, attention=choose_attention(loaded, "auto", 16)), prompts, params) == expected
+    assert (
+        tokens(build_engine(loaded, attention=choose_attention(loaded.attention_spec(16), "auto")), prompts, params)
+        == expected
+    )
 
 
 def test_replica_with_kernels_uses_them(tmp_path: Path) -> None:
     need_kernels()
     path = write_checkpoint(tmp_path, with_tokenizer=False)
     loaded = load_model(ModelOptions(str(path), dtype="float32"))
-    assert loaded.has_kernels and choose_attention(loaded, "auto", 16) is CppAttention
+    assert loaded.has_kernels and choose_attention(loaded.attention_spec(16), "auto") is CppAttention

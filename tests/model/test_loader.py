@@ -11,9 +11,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from replicas.engine.config import EngineLimits
+from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.build import build_runner, warm_up
-from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.kv_cache import KVCache, bytes_per_block
 from replicas.model.loader import load_model
 from replicas.model.options import ModelOptions, RunnerOptions

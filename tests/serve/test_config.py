@@ -144,7 +144,7 @@ def test_every_setting_reaches_its_part(part):
     other_than_7 = {
         "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
         "attention_backend": "flash", "gpu_memory_utilization": 0.5, "kernel_cache_dir": "there",
-        "api_key_file": "there", "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
+        "api_key_file": "there", "allowed_hosts": "there", "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}

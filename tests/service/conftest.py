@@ -13,6 +13,7 @@ import openai
 import pytest
 import torch
 
+from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.config import EngineLimits
 from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model_replica import ModelReplica
@@ -36,28 +37,28 @@ MODEL = "tiny"
 class LocalReplicaClient:
     """Reaches one replica in this process; see `router.types.ReplicaClient`."""
 
-    def __init__(self, replica: ModelReplica) -> None:
-        self._replica = replica
+    def __init__(self, engine: AsyncEngine, card: ModelCard) -> None:
+        self._engine, self._card = engine, card
 
     def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        return self._replica.generate(request)
+        return self._engine.generate(request)
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        return [self._replica.stats()]
+        return [self._engine.stats()]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
-        return [self._replica.metrics()]
+        return [self._engine.metrics()]
 
     async def describe(self) -> ModelCard:
-        return self._replica.describe()
+        return self._card
 
 
 @dataclass
 class Service:
-    """A running server, the replica behind it, and clients."""
+    """A running server, the engine behind it, and clients."""
 
     url: str
-    replica: ModelReplica
+    engine: AsyncEngine
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
 
@@ -77,16 +78,16 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
         StreamOptions(coalesce_interval_s=0.002),
     )
     replica = ModelReplica(options, "replica-0", "node-0")
-    await replica.start()
+    engine = replica.start()
     table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
-    dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
+    dispatcher = Dispatcher(LocalReplicaClient(engine, replica.card), flow, table, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
     app = create_api(settings, Backends(dispatcher), metrics=metrics)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         client = openai.AsyncOpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
-        yield Service(url, replica, http, client)
+        yield Service(url, engine, http, client)
         await client.close()
-    await replica.stop()
+    await engine.stop()
