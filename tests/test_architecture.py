@@ -79,6 +79,7 @@ ROWS = {
     "replicas.engine.clock": (1, 0),
     "replicas.protocol": (0, 1),
     "replicas.errors": (0, 0),
+    "replicas.rates": (0, 0),
     "replicas.block_hash": (0, 0),
     "replicas.cpu_sharing": (0, 0),
     "replicas.tokenizer_files": (0, 0),
@@ -88,7 +89,7 @@ APART = ("replicas.demo",)
 
 # Prefixes of the project's modules that a part may see; a part that is not listed is bound by the rows alone.
 VISIBLE = {
-    "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
+    "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash", "replicas.rates"),
     "replicas": ("replicas",),
     "replicas.engine": (
         "replicas.engine",
@@ -96,6 +97,7 @@ VISIBLE = {
         "replicas.errors",
         "replicas.block_hash",
         "replicas.cpu_sharing",
+        "replicas.rates",
     ),
     "replicas.model": (
         "replicas.model",
@@ -144,6 +146,7 @@ STDLIB_ONLY = (
     "replicas.engine",
     "replicas.protocol",
     "replicas.errors",
+    "replicas.rates",
     "replicas.block_hash",
     "replicas.cpu_sharing",
     "router.types",
