@@ -120,7 +120,7 @@ class Dispatcher:
             request = journey.next_request()
             placement = await self._flow.acquire(request, number, deadline_s, group)
             try:
-                async with aclosing(self._attempt(request, placement, journey)) as deltas:
+                async with aclosing(self._attempt(request, placement, journey, deadline_s)) as deltas:
                     async for delta in deltas:
                         journey.first_s = journey.first_s or self._table.now()
                         if journey.is_finished:
@@ -131,9 +131,10 @@ class Dispatcher:
                     self._move_on(journey, request.request_id, error)
 
     async def _attempt(
-        self, request: GenerateRequest, placement: Placement, journey: Journey
+        self, request: GenerateRequest, placement: Placement, journey: Journey, deadline_s: float | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """What one replica gives of a request; ends or raises with the request's stay there."""
+        limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
         num_had = len(journey.output_token_ids)
         try:
             told = replace(
@@ -142,7 +143,7 @@ class Dispatcher:
                 is_promoted=placement.is_promoted,
             )
             async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
-                async for delta in self._until_deadline(deltas, request):
+                while (delta := await _next_before(limit_s, deltas)) is not None:
                     self._learn(delta, request, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
                         yield journey.take(delta)
@@ -169,22 +170,6 @@ class Dispatcher:
             self._flow.progressed(placement, request, len(delta.token_ids))
             self._table.record(delta.stats)
             self._flow.notify()
-
-    async def _until_deadline(
-        self, deltas: AsyncGenerator[TokenDelta, None], request: GenerateRequest
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """`deltas`, for no longer than a little beyond the deadline, which it is the engine's part to keep."""
-        deadline_s = self._deadline_s(request)
-        limit_s = None if deadline_s is None else deadline_s + _DEADLINE_GRACE_S
-        while True:
-            try:
-                async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - self._table.now())):
-                    delta = await anext(deltas)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise DeadlineExceeded("the deadline passed and the replica did not answer") from None
-            yield delta
 
     def _learn_end(self, request: GenerateRequest, journey: Journey, started_s: float) -> None:
         num_tokens, now = len(journey.output_token_ids), self._table.now()
@@ -227,3 +212,24 @@ class Dispatcher:
         if request.deadline_unix_s is None:
             return None
         return self._table.now() + request.deadline_unix_s - self._unix_clock()
+
+    def _loop_time_of(self, moment_s: float) -> float:
+        return asyncio.get_running_loop().time() + moment_s - self._table.now()
+
+
+async def _next_before(limit_s: float | None, deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta | None:
+    """The next delta; None: there is none.
+
+    The time limit, by the event loop's clock, is one of this wait: a reader that lags is not interrupted while it
+    does something else. It lies a little beyond the deadline, which the engine keeps itself.
+
+    Raises:
+        DeadlineExceeded: none came in time.
+    """
+    if limit_s is None:
+        return await anext(deltas, None)
+    try:
+        async with asyncio.timeout_at(limit_s):
+            return await anext(deltas, None)
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed and the replica did not answer") from None
