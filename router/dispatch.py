@@ -19,9 +19,10 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.flow_control import FlowController, Placement, SampleGroup
+from router.flow_control import FlowController, SampleGroup
 from router.journey import DEATHS_BEFORE_ALONE, Journey
 from router.load_table import LoadTable
+from router.served_account import Placement
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)

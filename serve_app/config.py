@@ -130,10 +130,6 @@ class HeadwayConfig(BaseModel):
     """The same for the band `standard`."""
     max_queue_wait_s: float = Field(default=600.0, gt=0)
     """Longest that a request waits for a replica, seconds; then 504, or 503 where there is no replica at all."""
-    routing_policy: Literal["least_tokens", "least_requests", "power_of_two", "round_robin", "random"] = "least_tokens"
-    """Which replica a request goes to: the one with the least work in tokens after prefix hits, or a baseline."""
-    num_bound_early: int = Field(default=0, ge=0)
-    """Requests of each band given to a replica beyond its slots; 0: they wait in the ingress for the first slot."""
     kv_cache_bytes: ByteSize = Field(default=ByteSize(512 * 2**20), gt=0)
     """Size of a replica's KV cache on CPU, bytes; also as `2GiB`."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
@@ -339,7 +335,6 @@ class HeadwayConfig(BaseModel):
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             max_wait_s=self.max_queue_wait_s,
             lookahead=_LOOKAHEAD,
-            num_bound_early=self.num_bound_early,
         )
 
     def latency_targets(self) -> dict[Band, LatencyTargets]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 from prometheus_client import CollectorRegistry
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.config import HeadwayConfig
@@ -35,7 +34,7 @@ from serve_app.openai.limits import RequestLimits
 from serve_app.openai.workers import WorkerThreads
 from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
-from serve_app.routing import Routing
+from serve_app.routing import MakeFlow, Routing
 
 _METHODS = [name for name in vars(JobsService) if not name.startswith("_") and name != "metrics"]
 
@@ -47,7 +46,7 @@ class Jobs:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any]
+        self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         # Threads that check files and write to the database hold the interpreter's lock for long: with Python's own
@@ -60,8 +59,7 @@ class Jobs:
         self._registry = CollectorRegistry()
         observer = RouterMetrics(self._registry, config.latency_targets())
         backlog = BacklogView(Pace(time.monotonic))
-        ingress_id = serve.get_replica_context().replica_id.unique_id
-        self._routing = Routing(config, model, ingress_id, observer, backlog)
+        self._routing = Routing(config, model, observer, make_flow, backlog)
         self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
         dispatcher = self._routing.dispatcher
         workers = WorkerThreads(config.num_tokenizer_threads)

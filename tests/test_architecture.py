@@ -54,7 +54,8 @@ ROWS = {
     "router.load_table": (3, 0),
     "router.output_lengths": (3, 0),
     "router.prefix_index": (3, 0),
-    "router.served_account": (3, 0),
+    "router.served_account": (3, 1),
+    "router.slots": (3, 0),
     "replicas.engine.async_engine": (3, 0),
     "replicas.model": (3, 0),
     "router.types": (2, 0),
@@ -163,6 +164,7 @@ STDLIB_ONLY = (
     "router.policy",
     "router.prefix_index",
     "router.served_account",
+    "router.slots",
     "router.scaling_inputs",
     "router.dispatch",
 )

@@ -76,7 +76,7 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
-    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
+    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
     dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
     app = create_api(settings, dispatcher, metrics=metrics)
