@@ -177,7 +177,7 @@ def ingress(steps: Steps, num_streams: int, num_deltas: int) -> Serve:
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(10**5, 10**9) for band in Band})
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
-    dispatcher = Dispatcher(ScriptedReplica(steps, num_streams, num_deltas), flow, table, observer)
+    dispatcher = Dispatcher(ScriptedReplica(steps, num_streams, num_deltas), flow, observer)
     settings = IngressSettings(model=HeadwayConfig().model_path, served_model_name=_MODEL)
     app = create_api(settings, dispatcher, metrics=metrics)
     scope = {

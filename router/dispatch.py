@@ -20,17 +20,62 @@ from replicas.errors import (
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.flow_control import FlowController, SampleGroup
-from router.journey import DEATHS_BEFORE_ALONE, Journey
-from router.load_table import LoadTable
 from router.served_account import Placement
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)
 
 _MAX_MOVES = 16
+_DEATHS_BEFORE_ALONE = 2
 _DEADLINE_GRACE_S = 1.0
 _MAX_REFUSALS = 1000
 """In a row. Each waits for news of the replica that refused, so this many mean that something is wrong."""
+
+
+class Journey:
+    """What a request has given so far, on all the replicas it has been to."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._num_prompt_logprobs = 0
+        self._seen_here = 0
+        self.output_token_ids: list[int] = []
+        self.is_finished = False
+        self.first_s: float | None = None
+        self.num_deaths = 0
+        self.num_moves = 0
+        self.num_refusals = 0
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the next replica must run nothing beside it."""
+        return self.num_deaths >= _DEATHS_BEFORE_ALONE
+
+    def next_request(self) -> GenerateRequest:
+        """The request for the next replica: it goes on behind what has been given."""
+        request = replace(self._request, output_token_ids=tuple(self.output_token_ids), runs_alone=self.runs_alone)
+        if self.output_token_ids:
+            # The prompt's scores came before the first token.
+            request = replace(request, params=replace(request.params, prompt_logprobs=None))
+        self._seen_here = 0
+        return request
+
+    def take(self, delta: TokenDelta) -> TokenDelta:
+        """Note a delta; it comes back without what the client has already, and without an error."""
+        repeated = max(0, self._num_prompt_logprobs - self._seen_here)
+        self._seen_here += len(delta.prompt_logprobs)
+        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._seen_here)
+        self.output_token_ids += delta.token_ids
+        self.num_refusals = 0
+        if delta.error is not None:
+            delta = replace(delta, finish_reason=None, error=None)
+        self.is_finished = delta.finish_reason is not None
+        return replace(delta, prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
+
+    def moved(self, has_died: bool) -> None:
+        """Note that a replica was left."""
+        self.num_moves += 1
+        self.num_deaths += has_died
 
 
 class Dispatcher:
@@ -46,13 +91,13 @@ class Dispatcher:
     """
 
     def __init__(
-        self, client: ReplicaClient, flow: FlowController, table: LoadTable, observer: RouterObserver,
+        self, client: ReplicaClient, flow: FlowController, observer: RouterObserver,
         poll_period_s: float = 1.0, unix_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """`poll_period_s` bounds how long load that came by another ingress stays unknown."""
         self._client = client
         self._flow = flow
-        self._table = table
+        self._table = flow.table
         self._observer = observer
         self._poll_period_s = poll_period_s
         self._unix_clock = unix_clock
@@ -200,7 +245,7 @@ class Dispatcher:
             logger.debug("request comes back from a replica without room", extra=fields)
             return
         journey.moved(has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died))
-        if journey.num_deaths > DEATHS_BEFORE_ALONE:
+        if journey.num_deaths > _DEATHS_BEFORE_ALONE:
             self._observer.migrated("failed")
             raise RequestQuarantined(f"{journey.num_deaths} replicas died while serving the request") from error
         if journey.num_moves > _MAX_MOVES:

@@ -84,6 +84,11 @@ class FlowController:
         self._num_arrived = 0
 
     @property
+    def table(self) -> LoadTable:
+        """The load of the replicas, by which it decides."""
+        return self._table
+
+    @property
     def queue(self) -> FlowQueue:
         """What waits; to look at, not to change."""
         return self._queue

@@ -19,8 +19,7 @@ from ray.serve.schema import LoggingConfig
 
 from replicas.errors import ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, PollAnswer
-from router.ingress_watch import IngressWatch
+from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, IngressWatch, PollAnswer
 from router.serve_router import RankedRouter, obey_model_replicas
 from serve_app.cluster_gpus import num_cluster_gpus
 from serve_app.config import HeadwayConfig

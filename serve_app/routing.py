@@ -15,11 +15,11 @@ from router.autoscaling import Autoscaler
 from router.autoscaling_loop import AutoscalingLoop
 from router.dispatch import Dispatcher
 from router.flow_control import FlowController
-from router.held_work import DESIRED_REPLICAS
+from router.held_work import DESIRED_REPLICAS, IngressGossip
 from router.load_table import LoadTable
 from router.policy import LeastTokens
 from router.prefix_index import PREFIX_INDEX_BLOCKS, PrefixIndex
-from router.scaling_inputs import HeldBack
+from router.scaling_inputs import HeldBack, IngressLoad
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
@@ -47,14 +47,15 @@ class Routing:
         held_back: HeldBack | None = None,
     ) -> None:
         """`held_back`: what the process has yet to put in line; None: nothing."""
-        ingress_id = serve.get_replica_context().replica_id.unique_id
+        gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
         self.table = LoadTable(time.monotonic)
         flow = make_flow(config, self.table, observer)
         self.queue = flow.queue
-        client = ServeReplicaClient(model, ingress_id)
-        self.dispatcher = Dispatcher(client, flow, self.table, observer, config.load_poll_period_s)
+        client = ServeReplicaClient(model, gossip)
+        self.dispatcher = Dispatcher(client, flow, observer, config.load_poll_period_s)
         autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
-        self.autoscaling = AutoscalingLoop(ingress_id, autoscaler, flow.queue, self.table, client, held_back)
+        load = IngressLoad(self.queue, self.table, gossip, held_back)
+        self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
 
     async def run(self) -> None:
         """Keep the load known and the decisions new until cancelled."""

@@ -77,7 +77,7 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
-    dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
+    dispatcher = Dispatcher(LocalReplicaClient(replica), flow, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
     app = create_api(settings, dispatcher, metrics=metrics)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
