@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from replicas.errors import ServingError
 from router.autoscaling_loop import AutoscalingLoop
+from router.dispatch import Dispatcher
 from serve_app.auth import Authenticator
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.bodies import BodyReader
@@ -35,7 +36,7 @@ from serve_app.errors import HttpError, http_failure, method_not_allowed, route_
 from serve_app.jobs.access import JobsAccess
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.chat import PromptTokenizer
-from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.parsing import invalid_request
 from serve_app.openai.service import CompletionService
 from serve_app.openai.workers import WorkerThreads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -15,7 +16,14 @@ from serve_app.endpoints.exchange import CLIENT_CLOSED, Exchange, fail
 from serve_app.openai.fan_in import IndexedDelta
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.service import CompletionService, Generation
-from serve_app.openai.sse import CONTENT_TYPE, DONE, KEEP_ALIVE, event
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+DONE = b"data: [DONE]\n\n"
+"""Says that the stream is complete; only after success."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients ignore; it resets their read time-outs."""
 
 
 class EventStream(Response):
@@ -143,3 +151,8 @@ class _Sender:
         if not self._sending.locked():
             await self.send(KEEP_ALIVE)
         return self._keep_alive_s
+
+
+def event(payload: JsonObject) -> bytes:
+    """One event that carries a JSON object."""
+    return b"data: " + to_json(payload) + b"\n\n"

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band, EngineMetrics
 from router.autoscaling_loop import AutoscalingLoop
+from router.dispatch import Dispatcher
 from router.types import ReplicaView
 from serve_app.jobs.records import JobsService
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, JobsCounts, exposition
-from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.reply import JsonObject
 
 _JOBS_LIMIT_S = 2.0

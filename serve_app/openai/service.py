@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
+from router.dispatch import Dispatcher
 from router.types import Headroom
 from serve_app.openai.chat import EncodedPrompt, PromptTokenizer
 from serve_app.openai.chat_reply import ChatFormat
 from serve_app.openai.completion_reply import CompletionFormat
-from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.fan_in import Deltas, read_together
 from serve_app.openai.limits import RequestLimits, check_at_most, check_counts, check_model
 from serve_app.openai.reply import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
