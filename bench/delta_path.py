@@ -100,7 +100,7 @@ class ScriptedReplica:
             node_id="node",
             pid=1,
             taken_unix_s=float(num_steps),
-            num_slots=self._num_streams,
+            num_slots=2 * self._num_streams,  # so that none waits, however many are taken for other ingresses
             num_blocks=10**6,
             num_free_blocks=10**6,
             num_running_by_band=(0, self._num_streams, 0),
@@ -163,6 +163,7 @@ async def timed(serve: Serve, steps: Steps, num_streams: int, num_deltas: int, b
             if sum(client.num_parts for client in clients) - seen >= num_streams:
                 break
     cpu_s, took_s = time.process_time() - cpu_s, time.perf_counter() - started_s
+    assert all(client.num_parts >= num_deltas for client in clients), "a stream is not whole"
     count = num_streams * (num_deltas - 1)
     return Turn(count / took_s, cpu_s / count * 1e6), clients[0]
 
