@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 from ray import serve
 
+from bench.routing.baselines import POLICIES, BaselineFlow
 from bench.step_times import STEP_TIMES
 from bench.timed_runner import StepTimes, TimedRunner
 from replicas.engine.interfaces import IncrementalDecoder
@@ -35,11 +36,19 @@ class TimedConfig(HeadwayConfig):
     """How long steps take: a name in `bench.step_times`, or a result file of `bench.fit_step_times`."""
     detokenize: bool = True
     """true: replicas turn tokens into text; false: they leave it out, to spare the processor with many replicas."""
+    baseline_policy: str | None = None
+    """Routing policy to compare with: a name in `bench.routing.baselines`; none: the product's own."""
+    num_bound_early: int = Field(default=0, ge=0)
+    """Requests of each band that a baseline gives a replica beyond its slots; 0: they wait in the ingress."""
 
     @model_validator(mode="after")
-    def _check_step_times(self) -> Self:
+    def _check(self) -> Self:
         if self.step_times not in STEP_TIMES and not Path(self.step_times).is_file():
             raise ValueError(f"step_times ({self.step_times}) is neither a file nor one of {', '.join(STEP_TIMES)}")
+        if self.baseline_policy is not None and self.baseline_policy not in POLICIES:
+            raise ValueError(f"baseline_policy ({self.baseline_policy}) must be one of {', '.join(POLICIES)}")
+        if self.num_bound_early and self.baseline_policy is None:
+            raise ValueError(f"num_bound_early ({self.num_bound_early}) needs a baseline_policy, and there is none")
         return self
 
 
@@ -47,7 +56,9 @@ def build(config: TimedConfig) -> serve.Application:
     """The application, for `serve run` and `bench.serving`."""
     plain = HeadwayConfig(**config.model_dump(include=set(HeadwayConfig.model_fields)))
     loader = TimedBackendLoader(read_step_times(config.step_times), config.num_blocks, config.detokenize)
-    return build_with(plain, loader)
+    if config.baseline_policy is None:
+        return build_with(plain, loader)
+    return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.num_bound_early))
 
 
 def read_step_times(name: str) -> StepTimes:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
+from replicas.rates import SlidingRate
 from replicas.settings import check_bounds, setting
 from router.held_work import Work
 
@@ -125,8 +126,9 @@ class Autoscaler:
         self._speed = settings.replica_tokens_per_s
         self._has_seen_replicas = False
         self._busy_s = clock()
-        self._outstanding: deque[tuple[float, int]] = deque([(clock() - _GROWTH_WINDOW_S, 0)])
-        """(when, `ScalingInputs.outstanding_tokens`) over the last 3 s."""
+        self._growth = SlidingRate(_GROWTH_WINDOW_S)
+        self._outstanding_tokens = 0
+        self._decided_s = clock()
         self._needs: deque[tuple[float, int]] = deque()
         """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
 
@@ -172,11 +174,10 @@ class Autoscaler:
         return math.ceil(tokens_per_s / self._speed)
 
     def _coming_tokens_per_s(self, inputs: ScalingInputs, now: float) -> float:
-        self._outstanding.append((now, inputs.outstanding_tokens))
-        while now - self._outstanding[1][0] >= _GROWTH_WINDOW_S:
-            self._outstanding.popleft()
-        growth = (inputs.outstanding_tokens - self._outstanding[0][1]) / _GROWTH_WINDOW_S
-        return max(0.0, inputs.served_tokens_per_s + growth)
+        grown_by = inputs.outstanding_tokens - self._outstanding_tokens
+        self._growth.add(grown_by, now, now - self._decided_s)
+        self._outstanding_tokens, self._decided_s = inputs.outstanding_tokens, now
+        return max(0.0, inputs.served_tokens_per_s + self._growth.per_s(now))
 
     def _for_running(self, inputs: ScalingInputs) -> int:
         by_tokens = inputs.served_tokens_per_s / (_FILL * self._speed)

@@ -19,8 +19,7 @@ from ray.serve.schema import LoggingConfig
 
 from replicas.errors import ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, PollAnswer
-from router.ingress_watch import IngressWatch
+from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, IngressWatch, PollAnswer
 from router.serve_router import RankedRouter, obey_model_replicas
 from serve_app.cluster_gpus import num_cluster_gpus
 from serve_app.config import HeadwayConfig
@@ -32,7 +31,7 @@ from serve_app.jobs_deployment import Jobs
 from serve_app.metrics import HttpMetrics
 from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
-from serve_app.routing import Routing
+from serve_app.routing import MakeFlow, Routing, late_binding_flow
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -43,8 +42,13 @@ def build(config: HeadwayConfig) -> serve.Application:
     return build_with(config)
 
 
-def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None) -> serve.Application:
-    """The application over engines that run on what `load_backend` gives; None: on the model, in torch."""
+def build_with(
+    config: HeadwayConfig, load_backend: "LoadBackend | None" = None, make_flow: MakeFlow = late_binding_flow
+) -> serve.Application:
+    """The application over engines that run on what `load_backend` gives; None: on the model, in torch.
+
+    `make_flow` makes the flow control of each ingress, the jobs process included.
+    """
     config = _with_gpus(config)
     model = serve.deployment(
         Model,
@@ -76,7 +80,7 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
         **_lifecycle(config),
     )
     served = model.bind(config, load_backend)
-    return ingress.bind(config, served, jobs.bind(config, served))
+    return ingress.bind(config, served, jobs.bind(config, served, make_flow), make_flow)
 
 
 class Model:
@@ -153,14 +157,13 @@ class Ingress:
     """The Serve deployment around the HTTP application, which is made in the replica's own process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any]
+        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         self._config = config
         self._metrics = HttpMetrics(config.model_name)
-        ingress_id = serve.get_replica_context().replica_id.unique_id
         observer = RouterMetrics(self._metrics.registry, config.latency_targets())
-        self._routing = Routing(config, model, ingress_id, observer)
+        self._routing = Routing(config, model, observer, make_flow)
         self._metrics.registry.register(
             RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling)
         )

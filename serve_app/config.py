@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -65,6 +65,8 @@ _CONTROL_CALLS = 64
 
 _RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
 """Former names of fields, which are still accepted, with a warning."""
+_REMOVED = {"routing_policy": "least_tokens", "num_bound_early": "0"}
+"""Former fields and the only value that is still accepted, with a warning: what happens without the field."""
 
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
@@ -138,10 +140,6 @@ class HeadwayConfig(_SettingsOfParts):
     """Longest predicted wait of an interactive request, seconds; beyond it 429. None: it waits."""
     max_standard_wait_s: float | None = Field(default=60.0, gt=0)
     """Longest predicted wait of a request of the band `standard`, seconds; beyond it 429. None: it waits."""
-    routing_policy: Literal["least_tokens", "least_requests", "power_of_two", "round_robin", "random"] = "least_tokens"
-    """Which replica a request goes to: the one with the least work in tokens after prefix hits, or a baseline."""
-    num_bound_early: int = Field(default=0, ge=0)
-    """Requests of each band given to a replica beyond its slots; 0: they wait in the ingress for the first slot."""
 
     num_ingress_replicas: int = Field(default=1, ge=1)
     """HTTP ingress processes."""
@@ -186,7 +184,10 @@ class HeadwayConfig(_SettingsOfParts):
         renamed = {former: name for former, name in _RENAMED.items() if former in given and name not in given}
         for former, name in renamed.items():
             warnings.warn(f"{former} is called {name} now", FutureWarning, stacklevel=2)
-        return {renamed.get(name, name): value for name, value in given.items()}
+        removed = {name: value for name, value in _REMOVED.items() if str(given.get(name)) == value}
+        for name, value in removed.items():
+            warnings.warn(f"{name} is always {value} now", FutureWarning, stacklevel=2)
+        return {renamed.get(name, name): value for name, value in given.items() if name not in removed}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -303,7 +304,6 @@ class HeadwayConfig(_SettingsOfParts):
             },
             promote_after_s=_PROMOTE_SHARE * self.max_starvation_s,
             lookahead=_LOOKAHEAD,
-            num_bound_early=self.num_bound_early,
         )
 
     def latency_targets(self) -> dict[Band, LatencyTargets]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import ray
 from prometheus_client import CollectorRegistry
-from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
@@ -35,7 +34,7 @@ from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.workers import WorkerThreads
 from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
-from serve_app.routing import Routing
+from serve_app.routing import MakeFlow, Routing
 
 _METHODS = [name for name in vars(JobsService) if not name.startswith("_") and name != "metrics"]
 
@@ -47,7 +46,7 @@ class Jobs:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any]
+        self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         # Threads that check files and write to the database hold the interpreter's lock for long: with Python's own
@@ -61,8 +60,7 @@ class Jobs:
         observer = RouterMetrics(self._registry, config.latency_targets())
         clock = Clock()
         backlog = BacklogView(Pace(clock))
-        ingress_id = serve.get_replica_context().replica_id.unique_id
-        self._routing = Routing(config, model, ingress_id, observer, backlog)
+        self._routing = Routing(config, model, observer, make_flow, backlog)
         self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
         dispatcher = self._routing.dispatcher
         ingress = config.ingress_settings()

@@ -22,7 +22,6 @@ HOMONYMS = {
     ("EngineConfig", "async_scheduling"),  # the setting, decided for the device that was found
     ("EngineLimits", "max_queued_requests"),  # of the engine's own short queue; the setting is an ingress's
     ("EngineLimits", "max_queued_tokens"),
-    ("FlowLimits", "num_bound_early"),
     ("ReplicaStats", "block_size"),  # a report of the value in use
     ("TokenizeBody", "model"),  # of a request
     ("DetokenizeBody", "model"),
@@ -139,13 +138,22 @@ def test_a_field_is_accepted_under_its_former_name_with_a_warning():
         HeadwayConfig.model_validate({"max_deltas_per_s": 40, "max_stream_chunks_per_s": 50})
 
 
+def test_a_removed_field_is_accepted_with_a_warning_where_it_says_what_happens_anyway():
+    with pytest.warns(FutureWarning, match="routing_policy is always least_tokens now"):
+        HeadwayConfig.model_validate({"routing_policy": "least_tokens"})
+    with pytest.warns(FutureWarning, match="num_bound_early is always 0 now"):
+        HeadwayConfig.model_validate({"num_bound_early": "0"})
+    with pytest.raises(ValidationError, match="routing_policy"):
+        HeadwayConfig.model_validate({"routing_policy": "random"})
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_every_setting_reaches_its_part(part):
     other_than_7 = {
         "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
         "attention_backend": "flash", "gpu_memory_utilization": 0.5, "kernel_cache_dir": "there",
-        "api_key_file": "there", "allowed_hosts": "there", "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
-        "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
+        "api_key_file": "there", "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
+        "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
     config = HeadwayConfig.model_validate(values)

@@ -82,8 +82,8 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
-    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
-    dispatcher = Dispatcher(LocalReplicaClient(engine, replica.card), flow, table, observer)
+    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
+    dispatcher = Dispatcher(LocalReplicaClient(engine, replica.card), flow, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
     app = create_api(settings, Backends(dispatcher), metrics=metrics)
     async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:

@@ -302,14 +302,6 @@ async def test_of_several_replicas_none_gets_what_would_wait_there_unless_for_a_
     assert not standard[4].has_place, "its slot is an interactive request's"
 
 
-async def test_what_is_bound_early_goes_where_the_policy_says_full_or_not():
-    flow = Flow(limits(num_bound_early=3))
-    flow.report(stats("a", slots=1, free_blocks=1), stats("b", slots=1, free_blocks=1))
-    asked = await flow.ask_many(9, prompt=tuple(range(40)))
-    assert [a.has_place for a in asked] == [True] * 8 + [False], "one runs and three wait in each"
-    assert flow.in_flight() == {"a": 4, "b": 4}
-
-
 async def test_a_starved_band_takes_the_place_in_line_before_more_urgent_work():
     flow = Flow(limits(promote_after_s=30.0, lookahead=1))
     flow.report(stats(slots=1))
