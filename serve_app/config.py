@@ -326,6 +326,11 @@ class HeadwayConfig(BaseModel):
         waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
         return self.max_ongoing_requests_per_replica * self.most_replicas + waiting + _CONTROL_CALLS
 
+    @property
+    def max_ongoing_requests_for_jobs(self) -> int:
+        """More calls than requests in all ingresses, each of which makes one at a time: long polls hold up nothing."""
+        return self.max_ongoing_requests_per_ingress * self.num_ingress_replicas + _CONTROL_CALLS
+
     def flow_limits(self) -> FlowLimits:
         """What may wait in an ingress, and how long."""
         usual = BandLimits(self.max_queued_requests, self.max_queued_tokens)

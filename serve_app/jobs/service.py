@@ -15,7 +15,7 @@ from serve_app.jobs.batch_rows import batch_record, get_batch
 from serve_app.jobs.batch_states import cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.endings import Endings
-from serve_app.jobs.ids import new_id
+from serve_app.jobs.ids import new_batch_id
 from serve_app.jobs.line_rows import LineRow, new_row
 from serve_app.jobs.pace import Pace
 from serve_app.jobs.records import (
@@ -46,11 +46,6 @@ _IN_STATS = {
     BatchStatus.EXPIRED: "failed",
     BatchStatus.CANCELLED: "cancelled",
 }
-
-
-def new_batch_id(kind: BatchKind) -> str:
-    """An id for a batch or job."""
-    return new_id("job" if kind is BatchKind.JOB else "batch")
 
 
 class SqlJobsService:
