@@ -1,7 +1,7 @@
 """The deployment of everything asynchronous.
 
-No `from __future__ import annotations` here: Serve inspects the classes of deployments. What brings SQLAlchemy,
-aiohttp or transformers is imported by the functions that use it: every process of the application reads this module.
+No `from __future__ import annotations` here: Serve inspects the classes of deployments. Modules that bring SQLAlchemy,
+alembic or transformers are imported by the functions that use them: every process of the application reads this one.
 """
 
 import asyncio
