@@ -27,7 +27,7 @@ from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, Replica
 from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, IngressGossip, PollAnswer
 
 _WAKE_S = 1.0
-_RAY_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
+HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
 """What a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
 
 
@@ -117,12 +117,10 @@ class ServeReplicaClient:
                     is_stopping = replica_id in self._missed
                 yield _as_draining(delta) if is_stopping else delta
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
-                # Nobody cancelled us: the replica was told to give up the request, as when it is being stopped.
+            if not is_cancelled():
                 raise ReplicaLost("the replica gave up the request", has_died=False) from None
             raise
-        except _RAY_ERRORS as error:
+        except HANDLE_ERRORS as error:
             lost = _as_serving_error(error)
             if is_stopping and isinstance(lost, ReplicaLost):
                 raise ReplicaLost("the replica was stopped before the request ended", has_died=False) from error
@@ -145,7 +143,7 @@ class ServeReplicaClient:
 
     async def wake(self) -> None:
         """Have a replica started where there is none: a call that waits for one does that, if only for a moment."""
-        with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
+        with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(_WAKE_S):
                 await in_own_context(self._describe.remote)
 
@@ -163,7 +161,7 @@ class ServeReplicaClient:
                 card: ModelCard = await in_own_context(self._describe.remote)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
-        except _RAY_ERRORS as error:
+        except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return card
 
@@ -181,7 +179,7 @@ class ServeReplicaClient:
 
     async def _exchange_with(self, replica_id: str) -> PollAnswer | None:
         """What one replica answers, or another one in its place; None if neither does."""
-        with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
+        with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(self._poll_timeout_s):
                 answer: PollAnswer = await in_own_context(self._exchange.remote, self._gossip.own, ranking=[replica_id])
                 return answer
@@ -196,7 +194,7 @@ class ServeReplicaClient:
             return []  # Serve's word for: there is no running replica
         except TimeoutError:
             raise ReplicaLost(f"a model replica did not answer `{method_name}` in {self._poll_timeout_s} s") from None
-        except _RAY_ERRORS as error:
+        except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -212,6 +210,15 @@ def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) ->
     call by that id alone: of several concurrent ones all but one would wait for ever, at full speed.
     """
     return contextvars.Context().run(call, *args, **kwargs)
+
+
+def is_cancelled() -> bool:
+    """Whether the current task is being cancelled.
+
+    If not, a CancelledError came from the replica: it gave up the call, as it does when it is being stopped.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _as_serving_error(error: Exception) -> ServingError:

@@ -75,6 +75,7 @@ def build_with(
     jobs = serve.deployment(
         Jobs,
         name="Jobs",
+        max_ongoing_requests=config.max_ongoing_requests_for_jobs,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
         **_num_fixed_replicas(config, 1),
         **_lifecycle(config),
@@ -167,9 +168,8 @@ class Ingress:
         self._metrics.registry.register(
             RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling)
         )
-        self._jobs_client = ServeJobs(jobs)
         self._jobs = JobsAccess(
-            self._jobs_client,
+            ServeJobs(jobs),
             FsspecStore(config.jobs_files_url),
             WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
             config.jobs_settings(),
@@ -180,7 +180,6 @@ class Ingress:
         """Called by Serve when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
-            await self._jobs_client.close()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_ingresses` obeys."""

@@ -291,6 +291,11 @@ class HeadwayConfig(_SettingsOfParts):
         waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
         return self.max_ongoing_requests_per_replica * self.effective_max_replicas + waiting + _CONTROL_CALLS
 
+    @property
+    def max_ongoing_requests_for_jobs(self) -> int:
+        """More calls than requests in all ingresses, each of which makes one at a time: long polls hold up nothing."""
+        return self.max_ongoing_requests_per_ingress * self.num_ingress_replicas + _CONTROL_CALLS
+
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""
         usual = BandLimits(self.max_queued_requests, self.max_queued_tokens)

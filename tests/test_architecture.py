@@ -289,6 +289,12 @@ def test_pure_modules_import_without_ray_or_torch() -> None:
     import_without(("ray", "torch", "transformers", "fastapi", "pydantic", "numpy"), pure)
 
 
+def test_a_replica_or_ingress_imports_no_library_of_the_jobs_process() -> None:
+    """Each process of the application reads `serve_app.app`; libraries come in with what a process constructs."""
+    heavy = ("sqlalchemy", "alembic", "aiohttp", "transformers", "torch")
+    import_without((), ["serve_app.app"], f"assert not [name for name in {heavy!r} if name in sys.modules]")
+
+
 def test_processes_without_a_model_import_no_torch() -> None:
     """It takes seconds to import, and hundreds of megabytes."""
     modules = ["serve_app.app", "serve_app.cli.main", "serve_app.ingress", "serve_app.jobs.runtime"]

@@ -193,6 +193,8 @@ def test_serve_refuses_later_than_we_do(num_ingress_replicas):
     assert config.max_ongoing_requests_per_replica > 4 + config.engine_limits().max_queued_requests
     may_wait = sum(limits.max_requests for limits in config.flow_limits().bands.values())
     assert config.max_ongoing_requests_per_ingress > 3 * config.max_ongoing_requests_per_replica + may_wait
+    in_all_ingresses = config.num_ingress_replicas * config.max_ongoing_requests_per_ingress
+    assert config.max_ongoing_requests_for_jobs > in_all_ingresses
 
 
 def test_latency_targets_are_per_band_and_may_be_none():
