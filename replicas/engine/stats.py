@@ -226,21 +226,29 @@ class EngineStats:
 
     def stepped(self, step: CollectedStep) -> None:
         """Count what a step computed, before its results are applied."""
-        num_tokens = num_sampled = most_tokens = 0
         items = step.batch.items
+        num_tokens = num_sampled = most_tokens = 0
+        first = items[0].sequence.request
+        tenant, band, num_served = first.tenant, first.band, 0
         for item in items:
             num_tokens += item.num_tokens
             if item.num_tokens > most_tokens:
                 most_tokens = item.num_tokens
             num_sampled += item.samples and item.sequence.status is not SequenceStatus.FINISHED
-        self._charge(step.batch)
+            request = item.sequence.request
+            if request.tenant != tenant or request.band is not band:
+                # Neighbours in a batch mostly share both: one entry for a run of them.
+                self.account.add(tenant, band, num_served)
+                tenant, band, num_served = request.tenant, request.band, 0
+            num_served += item.num_tokens
+        self.account.add(tenant, band, num_served)
         self.rate.step(step.duration_s, num_sampled)
         if step.is_saturated:
             self.saturated_rate.step(step.duration_s, num_tokens)
         self._iteration.observe(num_tokens)
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
         self._utilization.observe(len(items) / self._config.max_num_seqs)
-        self._waste.add(WasteCause.PREEMPT, sum(item.num_repeated_tokens for item, _ in step.results))
+        self._waste.add(WasteCause.PREEMPT, sum([item.num_repeated_tokens for item, _ in step.results]))
 
     def produced(self, sequence: Sequence, now: float) -> None:
         """Count an output token of a sequence; stamps its timings."""
@@ -299,18 +307,6 @@ class EngineStats:
             ),
             *self._waste.metrics(),
         )
-
-    def _charge(self, batch: ScheduledBatch) -> None:
-        """Add what was computed to the tenants' accounts, with one entry for neighbours that share tenant and band."""
-        first = batch.items[0].sequence.request
-        tenant, band, num_tokens = first.tenant, first.band, 0
-        for item in batch.items:
-            request = item.sequence.request
-            if request.tenant != tenant or request.band is not band:
-                self.account.add(tenant, band, num_tokens)
-                tenant, band, num_tokens = request.tenant, request.band, 0
-            num_tokens += item.num_tokens
-        self.account.add(tenant, band, num_tokens)
 
 
 def gauge(name: str, help_text: str, value: float, **labels: str) -> Metric:
