@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+pytest_plugins = ["tests.durations"]
+
 _START_RAY = ("tests/cluster/", "tests/serve/")
 
 
