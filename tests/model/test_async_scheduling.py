@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -143,15 +139,6 @@ def test_aborts_and_late_arrivals_change_nobody_elses_tokens(case: Case, seed: i
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     whole = [request.request_id for request in requests if request.request_id not in aborted]
     check_same([outputs[name] for name in whole], [expected[name] for name in whole])
-
-
-def test_padded_decodes_with_tritons_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    cases = Path(__file__).with_name("padded_interpreted.py")
-    command = [sys.executable, "-m", "pytest", str(cases), "-q", "-x", "-p", "no:cacheprovider"]
-    result = subprocess.run(command, cwd=cases.parents[2], env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 32, 64, 100, 256, 1024])
