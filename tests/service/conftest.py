@@ -1,10 +1,8 @@
-"""The HTTP application over the real engine and a tiny random model, in one process: all of it but Ray."""
+"""Services for the tests of this folder: one for each test, or one of a module, and clients."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,39 +12,11 @@ import pytest
 import torch
 
 from replicas.model_replica import ModelReplica, ReplicaOptions
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.dispatch import Dispatcher
-from router.flow_control import FlowController, FlowLimits
-from router.flow_queue import BandLimits
-from router.latency_targets import LatencyTargets
-from router.load_table import LoadTable
-from router.policy import LeastTokens
-from serve_app.ingress import IngressSettings, create_api
-from serve_app.metrics import HttpMetrics
-from serve_app.router_metrics import RouterMetrics
-from tests.http.conftest import serving
+from serve_app.ingress import IngressSettings
 from tests.model.tiny import write_checkpoint
+from tests.service.local_service import local_service
 
 MODEL = "tiny"
-
-
-class LocalReplicaClient:
-    """Reaches one replica in this process; see `router.types.ReplicaClient`."""
-
-    def __init__(self, replica: ModelReplica) -> None:
-        self._replica = replica
-
-    def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        return self._replica.generate(request)
-
-    async def poll_stats(self) -> list[ReplicaStats]:
-        return [self._replica.stats()]
-
-    async def poll_metrics(self) -> list[EngineMetrics]:
-        return [self._replica.metrics()]
-
-    async def describe(self) -> ModelCard:
-        return self._replica.describe()
 
 
 @dataclass
@@ -71,17 +41,10 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
         str(checkpoint), dtype="float32", num_threads=1, max_num_seqs=16, max_num_batched_tokens=64,
         kv_cache_bytes=2**20, max_queued_requests=4096, coalesce_interval_s=0.002,
     )  # fmt: skip
-    replica = ModelReplica(options, "replica-0", "node-0")
-    await replica.start()
-    table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
-    observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
-    limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
-    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
-    dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
-    app = create_api(settings, dispatcher, metrics=metrics)
-    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
-        client = openai.AsyncOpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
-        yield Service(url, replica, http, client)
-        await client.close()
-    await replica.stop()
+    async with (
+        local_service(options, settings) as local,
+        httpx.AsyncClient(base_url=local.url, timeout=60) as http,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{local.url}/v1", max_retries=0) as client,
+    ):
+        yield Service(local.url, local.replica, http, client)
