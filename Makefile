@@ -1,5 +1,5 @@
 # Every target makes .venv when it needs one, and again when pyproject.toml or constraints.txt change.
-.PHONY: venv serve test pytest lint bench gpu-check
+.PHONY: venv serve test pytest test-deep lint bench gpu-check
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -46,6 +46,10 @@ test: $(STAMP)
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
+
+# What `make test` leaves out: all random worlds, and what is slow.
+test-deep: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)

@@ -8,7 +8,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
-pytest_plugins = ["tests.durations"]
+pytest_plugins = ["tests.durations", "tests.seeds"]
 
 _RAY = ("tests/cluster/", "tests/serve/")
 _INTERPRETED = "tests/model/interpreted/"
