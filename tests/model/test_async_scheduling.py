@@ -21,8 +21,8 @@ from replicas.model.tokenizer import SilentDecoder
 from replicas.model.triton_tiles import TilePlan
 from replicas.model_replica import Backend, ReplicaOptions, _engine_config
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from tests.model.cached import cached_checkpoint
 from tests.model.serving import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
-from tests.model.tiny import write_checkpoint
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
@@ -66,9 +66,10 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    path = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-    return Case(load(path), random_prompts((5, 33, 60, 41, 17, 25, 9, 48)))
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(
+        load(cached_checkpoint(request.param, with_tokenizer=True)), random_prompts((5, 33, 60, 41, 17, 25, 9, 48))
+    )
 
 
 def requests_for(case: Case, params: tuple[SamplingParams, ...] = PARAMS) -> list[GenerateRequest]:
