@@ -47,6 +47,8 @@ class Served:
 
     url: str
     dashboard_url: str
+    token_path: str
+    """File with the token that the dashboard asks for."""
     process: subprocess.Popen[bytes]
     log: Path
     http: httpx.Client
@@ -59,7 +61,8 @@ class Served:
 
     def model_deployment(self) -> dict[str, Any]:
         """What Serve says of the model deployment: its target and its replicas' states."""
-        applications = self._get(f"{self.dashboard_url}/api/serve/applications/")["applications"]
+        headers = {"authorization": f"Bearer {Path(self.token_path).read_text()}"}
+        applications = self._get(f"{self.dashboard_url}/api/serve/applications/", headers)["applications"]
         [application] = applications.values()
         deployment: dict[str, Any] = application["deployments"]["Model"]
         return deployment
@@ -74,8 +77,8 @@ class Served:
         """Whether a process descends from this application's."""
         return pid in {process.pid for process in psutil.Process(self.process.pid).children(recursive=True)}
 
-    def _get(self, url: str) -> Any:
-        response = self.http.get(url)
+    def _get(self, url: str, headers: Mapping[str, str] | None = None) -> Any:
+        response = self.http.get(url, headers=headers)
         response.raise_for_status()
         return response.json()
 
@@ -100,7 +103,7 @@ def serving(app: str, arguments: Mapping[str, object], throughput_profile: bool 
             places = _first_line(process, log)
             descendants = psutil.Process(process.pid).children(recursive=True)
             with httpx.Client(timeout=30.0, trust_env=False) as http:
-                yield Served(places["url"], places["dashboard_url"], process, log, http)
+                yield Served(places["url"], places["dashboard_url"], places["token_path"], process, log, http)
         finally:
             process.terminate()
             try:
@@ -155,7 +158,8 @@ def main() -> None:
     with contextlib.suppress(_Stopped), private_cluster(os.cpu_count() or 1, options.throughput) as cluster:
         _catch_signals()
         _run(options.app, fields, port)
-        print(json.dumps({"url": f"http://127.0.0.1:{port}", "dashboard_url": cluster.dashboard_url}), flush=True)
+        places = {"url": f"http://127.0.0.1:{port}", "dashboard_url": cluster.dashboard_url}
+        print(json.dumps({**places, "token_path": str(cluster.token_path)}), flush=True)
         try:
             # Not for longer than whoever started it: a killed experiment leaves nothing behind.
             while os.getppid() == parent_pid:

@@ -1,18 +1,43 @@
 """Everything that can go wrong with a request, as one tree.
 
-An error knows its `code` (the word clients see) and whether trying again may help.
-Only `serve_app/errors.py` knows what each means in HTTP. Every argument goes to
+An error knows its `kind`, its `code` (the word clients see) and whether trying again may help.
+Only `serve_app/errors.py` knows what each kind means in HTTP. Every argument goes to
 `Exception.__init__`, so that errors survive pickling between processes.
 """
 
 from __future__ import annotations
 
+from enum import Enum, auto
+
+
+class ErrorKind(Enum):
+    """Kinds of errors that a transport tells apart."""
+
+    INVALID = auto()
+    NOT_FOUND = auto()
+    CONFLICT = auto()
+    """The state of what the request names does not allow it."""
+    OVERLOADED = auto()
+    ABORTED = auto()
+    LOST = auto()
+    """The process that served the request is gone."""
+    UNAVAILABLE = auto()
+    DEADLINE = auto()
+    INTERNAL = auto()
+
 
 class ServingError(Exception):
     """A request could not be served; `message` is written for the client."""
 
+    kind: ErrorKind = ErrorKind.INTERNAL
     code: str = "internal_error"
     retryable: bool = False
+    param: str | None = None
+    """The field of the request that is at fault, if one is."""
+    reason: str | None = None
+    """The limit that left no room for the request, if one did."""
+    retry_after_s: float | None = None
+    """Seconds after which trying again may help, if known."""
 
     def __init__(self, message: str, *args: object) -> None:
         super().__init__(message, *args)
@@ -25,6 +50,8 @@ class ServingError(Exception):
 class InvalidRequest(ServingError):
     """The request can never be served as written; `param` names the offending field."""
 
+    kind = ErrorKind.INVALID
+
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_value") -> None:
         super().__init__(message, param, code)
         self.param = param
@@ -34,7 +61,9 @@ class InvalidRequest(ServingError):
 class UnknownModel(ServingError):
     """No such model is served here."""
 
+    kind = ErrorKind.NOT_FOUND
     code = "model_not_found"
+    param = "model"
 
 
 class Overloaded(ServingError):
@@ -43,7 +72,10 @@ class Overloaded(ServingError):
     `reason` names the limit; `code` is `server_overloaded`, or `slow_down` where the request's own deadline is.
     """
 
+    kind = ErrorKind.OVERLOADED
     retryable = True
+    reason: str
+    retry_after_s: float
 
     def __init__(
         self,
@@ -61,6 +93,7 @@ class Overloaded(ServingError):
 class NoReplicaAvailable(ServingError):
     """No replica accepts work; `code` says why: no_ready_replica, draining or model_loading."""
 
+    kind = ErrorKind.UNAVAILABLE
     retryable = True
 
     def __init__(self, message: str, code: str = "no_ready_replica", retry_after_s: float = 5.0) -> None:
@@ -72,12 +105,14 @@ class NoReplicaAvailable(ServingError):
 class DeadlineExceeded(ServingError):
     """The request's deadline passed before it was finished."""
 
+    kind = ErrorKind.DEADLINE
     code = "deadline_exceeded"
 
 
 class ReplicaLost(ServingError):
     """The replica that served the request is gone; `has_died`, or else it was stopped in good order."""
 
+    kind = ErrorKind.LOST
     code = "replica_lost"
     retryable = True
 
@@ -108,4 +143,5 @@ class SequenceFailed(ServingError):
 class RequestAborted(ServingError):
     """The client went away or cancelled; never rendered."""
 
+    kind = ErrorKind.ABORTED
     code = "request_aborted"

@@ -185,13 +185,14 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        from serve_app.ingress import IngressSettings, create_api  # brings transformers: a second
+        from serve_app.ingress import Backends, IngressSettings, create_api  # brings transformers: a second
 
         config = self._config
         settings = IngressSettings(
             model=config.model_path,
             served_model_name=config.model_name,
             api_key_file=config.api_key_file,
+            allowed_hosts=tuple(host.strip() for host in config.allowed_hosts.split(",") if host.strip()),
             max_body_bytes=int(config.max_body_bytes),
             max_prompts=config.max_prompts,
             max_choices=config.max_choices,
@@ -202,13 +203,8 @@ class Ingress:
             stall_timeout_s=config.stall_timeout_s,
             server_sets_request_id=True,
         )
-        api = create_api(
-            settings,
-            self._routing.dispatcher,
-            metrics=self._metrics,
-            autoscaling=self._routing.autoscaling,
-            jobs=self._jobs,
-        )
+        backends = Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs)
+        api = create_api(settings, backends, metrics=self._metrics)
         freeze_heap()
         return api
 

@@ -170,6 +170,9 @@ class HeadwayConfig(BaseModel):
     """Seconds between two polls of every model replica's load by each ingress."""
     api_key_file: str | None = None
     """File of API keys; none: every client is anonymous and unlimited."""
+    allowed_hosts: str = "*"
+    """`Host` headers that are answered, separated by commas and without ports; `*`: all; beyond them 403. `make serve`
+    on a loopback address answers that machine's loopback names, so that no web page reaches it by DNS rebinding."""
     max_body_bytes: ByteSize = Field(default=ByteSize(8 * 2**20), gt=0)
     """Largest HTTP request body, bytes; beyond it 413."""
     max_prompts: int = Field(default=128, ge=1)

@@ -1,4 +1,4 @@
-"""What each error means in HTTP: the one place that knows."""
+"""HTTP statuses, bodies and headers of errors; no other module maps errors to HTTP."""
 
 from __future__ import annotations
 
@@ -6,23 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from replicas.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    NoReplicaAvailable,
-    Overloaded,
-    ReplicaLost,
-    RequestAborted,
-    ServingError,
-    UnknownModel,
-)
-from serve_app.jobs.errors import (
-    BatchNotCancellable,
-    FileInUse,
-    IdempotencyKeyInUse,
-    UnknownBatch,
-    UnknownFile,
-)
+from replicas.errors import ErrorKind, ServingError
 
 _MAX_SHOWN_CHARS = 50
 
@@ -65,45 +49,36 @@ class _Meaning:
     type: str
 
 
-_MEANINGS: tuple[tuple[type[ServingError], _Meaning], ...] = (
-    (InvalidRequest, _Meaning(400, "invalid_request_error")),
-    (UnknownModel, _Meaning(404, "not_found_error")),
-    (UnknownFile, _Meaning(404, "not_found_error")),
-    (UnknownBatch, _Meaning(404, "not_found_error")),
-    (FileInUse, _Meaning(409, "conflict")),
-    (IdempotencyKeyInUse, _Meaning(409, "conflict")),
-    (BatchNotCancellable, _Meaning(409, "conflict")),
-    (Overloaded, _Meaning(429, "rate_limit_error")),
-    (RequestAborted, _Meaning(499, "invalid_request_error")),
-    (ReplicaLost, _Meaning(502, "server_error")),
-    (NoReplicaAvailable, _Meaning(503, "service_unavailable_error")),
-    (DeadlineExceeded, _Meaning(504, "timeout_error")),
-    (ServingError, _Meaning(500, "server_error")),
-)
-"""The first entry whose class an error is an instance of says what it means.
-
-What is wrong on our side without a word of its own here is the last: a dead engine, a failed sequence, a request
-that replicas die of.
-"""
+_MEANINGS = {
+    ErrorKind.INVALID: _Meaning(400, "invalid_request_error"),
+    ErrorKind.NOT_FOUND: _Meaning(404, "not_found_error"),
+    ErrorKind.CONFLICT: _Meaning(409, "conflict"),
+    ErrorKind.OVERLOADED: _Meaning(429, "rate_limit_error"),
+    ErrorKind.ABORTED: _Meaning(499, "invalid_request_error"),
+    ErrorKind.INTERNAL: _Meaning(500, "server_error"),
+    ErrorKind.LOST: _Meaning(502, "server_error"),
+    ErrorKind.UNAVAILABLE: _Meaning(503, "service_unavailable_error"),
+    ErrorKind.DEADLINE: _Meaning(504, "timeout_error"),
+}
 
 
 def reply_to(error: BaseException, request_id: str) -> ErrorReply:
-    """What the client is told of `error`; of an error nobody foresaw only the id under which it was logged."""
+    """Return the reply to `error`; to an error that is no ServingError, only the id under which it was logged."""
     if isinstance(error, HttpError):
         return error.reply
     serving_error = _unwrapped(error)
     if serving_error is None:
         message = f"internal error; the server's log has it under request id {request_id}"
         return ErrorReply(500, message, "server_error", "internal_error")
-    meaning = next(meaning for kind, meaning in _MEANINGS if isinstance(serving_error, kind))
+    meaning = _MEANINGS[serving_error.kind]
     return ErrorReply(
         meaning.status,
         serving_error.message,
         meaning.type,
         serving_error.code,
-        _param_of(serving_error),
+        serving_error.param,
         _retry_headers(serving_error, meaning.status),
-        serving_error.reason if isinstance(serving_error, Overloaded) else None,
+        serving_error.reason,
     )
 
 
@@ -124,17 +99,11 @@ def _unwrapped(error: BaseException) -> ServingError | None:
     return error if isinstance(error, ServingError) else None
 
 
-def _param_of(error: ServingError) -> str | None:
-    if isinstance(error, InvalidRequest):
-        return error.param
-    return "model" if isinstance(error, UnknownModel) else None
-
-
 def _retry_headers(error: ServingError, status: int) -> Headers:
     """When to try again, or not to where the SDKs would; the error itself knows whether that may help."""
     if not error.retryable:
         return DO_NOT_RETRY if status == 409 or status >= 500 else ()
-    if not isinstance(error, Overloaded | NoReplicaAvailable):
+    if error.retry_after_s is None:
         return ()
     return (
         ("retry-after", str(math.ceil(error.retry_after_s))),
@@ -161,6 +130,12 @@ def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     message = f"{shortened(path)} does not take {shortened(method)}; it takes {allowed}"
     headers = (("allow", allowed),)
     return HttpError(ErrorReply(405, message, "invalid_request_error", "method_not_allowed", headers=headers))
+
+
+def host_not_allowed(host: str) -> HttpError:
+    """403; `host` is the value of the Host header, empty where there is none."""
+    message = f"the Host header {shortened(host)!r} is not one of allowed_hosts"
+    return HttpError(ErrorReply(403, message, "permission_error", "host_not_allowed"))
 
 
 def unsupported_media_type(content_type: str | None, expected: str = "application/json") -> HttpError:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from typing import cast
 
 from fastapi import FastAPI
@@ -15,9 +13,11 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replicas.clock import Clock
 from replicas.errors import ServingError
-from router.autoscaling_loop import AutoscalingLoop
 from serve_app.auth import Authenticator
+from serve_app.endpoints.allowed_hosts import AllowedHostsMiddleware
+from serve_app.endpoints.backends import Backends
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.completions import CompletionEndpoints
@@ -32,66 +32,65 @@ from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
-from serve_app.jobs.access import JobsAccess
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.chat import PromptTokenizer
-from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.parsing import invalid_request
 from serve_app.openai.service import CompletionService
 from serve_app.openai.workers import WorkerThreads
 
-__all__ = ["IngressSettings", "create_api"]
+__all__ = ["Backends", "IngressSettings", "create_api"]
 
 
 def create_api(
     settings: IngressSettings,
-    dispatcher: Dispatcher,
+    backends: Backends,
     *,
     metrics: HttpMetrics | None = None,
-    autoscaling: AutoscalingLoop | None = None,
-    jobs: JobsAccess | None = None,
     rng: random.Random | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    unix_clock: Callable[[], float] = time.time,
+    clock: Clock | None = None,
 ) -> FastAPI:
     """The application; loads the tokenizer and the key file.
 
-    `metrics` has the registry whose page `/metrics` shows; `autoscaling` is shown in `/load`; without
-    `jobs` there are no files, batches or jobs; `rng` draws the seeds of requests that bring none.
+    `metrics` has the registry whose page `/metrics` shows; `rng` draws the seeds of requests that bring none.
     The documentation pages of FastAPI are off: they would load their assets from elsewhere.
 
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
     """
+    clock, dispatcher, jobs = clock or Clock(), backends.dispatcher, backends.jobs
     authenticator = Authenticator.from_file(settings.api_key_file)
     workers = WorkerThreads(settings.num_tokenizer_threads)
     tokenizer = PromptTokenizer.load(settings.model, workers)
     bodies = BodyReader(settings, workers)
-    model = KnownModel(settings.served_model_name, dispatcher, clock)
+    model = KnownModel(settings.served_model_name, dispatcher, clock.monotonic)
     metrics = metrics or HttpMetrics(settings.served_model_name)
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
-    completions = CompletionEndpoints(settings, authenticator, bodies, service)
-    models = ModelEndpoints(authenticator, bodies, model, tokenizer, unix_clock())
-    operations = OperationsEndpoints(
-        dispatcher, model, metrics, settings.stall_timeout_s, autoscaling, jobs.service if jobs else None
-    )
     prompts = PromptBatchMaker(service, model.name)
-    sync_prompts = SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock)
-    middleware = Middleware(
+    routes = {
+        **CompletionEndpoints(settings, authenticator, bodies, service).routes(),
+        **ModelEndpoints(authenticator, bodies, model, tokenizer, clock.unix()).routes(),
+        **OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s).routes(),
+        **SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock).routes(),
+    }
+    if jobs is not None:
+        routes |= {
+            **FileEndpoints(authenticator, bodies, jobs, clock).routes(),
+            **BatchEndpoints(authenticator, bodies, jobs, model.name).routes(),
+            **JobEndpoints(authenticator, bodies, jobs, JobMaker(service, model.name)).routes(),
+            **PromptBatchEndpoints(authenticator, bodies, jobs, prompts).routes(),
+        }
+    exchange = Middleware(
         ExchangeMiddleware,
         metrics=metrics,
         server_sets_request_id=settings.server_sets_request_id,
         clock=clock,
-        unix_clock=unix_clock,
     )
-    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[middleware])
-    for endpoints in (completions, models, operations, sync_prompts):
-        endpoints.add_to(app)
-    if jobs is not None:
-        FileEndpoints(authenticator, bodies, jobs, unix_clock).add_to(app)
-        BatchEndpoints(authenticator, bodies, jobs, model.name).add_to(app)
-        JobEndpoints(authenticator, bodies, jobs, JobMaker(service, model.name)).add_to(app)
-        PromptBatchEndpoints(authenticator, bodies, jobs, prompts).add_to(app)
+    hosts = Middleware(AllowedHostsMiddleware, allowed=settings.allowed_hosts)
+    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[exchange, hosts])
+    for route, handler in routes.items():
+        method, path = route.split()
+        app.add_api_route(path, handler, methods=[method], response_model=None)
     for kind in (ServingError, HttpError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
     return app

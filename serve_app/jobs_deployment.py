@@ -6,7 +6,6 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 import asyncio
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,22 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from replicas.clock import Clock
 from serve_app.config import HeadwayConfig
 from serve_app.jobs.backlog import BacklogView
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.durable_disk import make_directory
 from serve_app.jobs.fsspec_store import FsspecStore
 from serve_app.jobs.jobs_metrics import JobsMetrics
 from serve_app.jobs.pace import Pace
-from serve_app.jobs.records import JobsService, Outbox
+from serve_app.jobs.records import JobsService
+from serve_app.jobs.room import Room
 from serve_app.jobs.rpc import RpcAddress, RpcServer
 from serve_app.jobs.webhook_client import WebhookClient
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
-from serve_app.jobs.webhook_secret import kept_secret
-from serve_app.jobs.webhook_signing import WebhookSigner
-from serve_app.jobs.webhooks import WebhookSender
+from serve_app.jobs.webhook_signing import WebhookSigner, kept_secret
+from serve_app.jobs.webhooks import Outbox, WebhookSender
 from serve_app.metrics import JobsCounts
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import RequestLimits
@@ -59,29 +60,23 @@ class Jobs:
 
         self._registry = CollectorRegistry()
         observer = RouterMetrics(self._registry, config.latency_targets())
-        backlog = BacklogView(Pace(time.monotonic))
+        clock = Clock()
+        backlog = BacklogView(Pace(clock))
         ingress_id = serve.get_replica_context().replica_id.unique_id
         self._routing = Routing(config, model, ingress_id, observer, backlog)
         self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
         dispatcher = self._routing.dispatcher
         workers = WorkerThreads(config.num_tokenizer_threads)
         tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model_path, workers)
-        known = KnownModel(config.model_name, dispatcher, time.monotonic)
+        known = KnownModel(config.model_name, dispatcher, clock.monotonic)
         limits = RequestLimits(config.max_prompts, config.max_choices, config.max_logprobs)
         completions = CompletionService(dispatcher, known, tokenizer, limits, random.Random())
         database = await asyncio.to_thread(_open_database, config)
         files = FsspecStore(config.jobs_files_url)
-        self._runtime = JobsRuntime(
-            config.jobs_settings(),
-            database,
-            files,
-            completions,
-            dispatcher.load,
-            self._routing.queue,
-            backlog,
-            random.Random(),
-        )
-        webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox)
+        context = JobsContext(database, files, config.jobs_settings(), clock)
+        room = Room(dispatcher.load, self._routing.queue)
+        self._runtime = JobsRuntime(context, completions, room, backlog, random.Random())
+        webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
         self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
         await self._runtime.start(self._routing.run(), webhooks.run(), files.keep_clean())
         methods = {name: getattr(self._runtime.service, name) for name in _METHODS}
@@ -117,7 +112,7 @@ def _open_database(config: HeadwayConfig) -> Database:
     return Database(config.jobs_database_url)
 
 
-def _webhook_sender(config: HeadwayConfig, outbox: Outbox) -> WebhookSender:
+def _webhook_sender(config: HeadwayConfig, outbox: Outbox, clock: Clock) -> WebhookSender:
     secret = config.webhook_secret or kept_secret(Path(config.data_dir) / "webhook_secret")
     guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
-    return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard))
+    return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard), random.Random(), clock)

@@ -27,10 +27,10 @@ ROWS = {
     "serve_app.ingress": (6, 1),
     "serve_app.endpoints": (6, 0),
     "serve_app.jobs": (5, 3),
-    "serve_app.jobs.errors": (4, 0),
     "serve_app.jobs.settings": (4, 0),
     "serve_app.jobs.webhook_addresses": (4, 0),
     "serve_app.process_setup": (4, 0),
+    "serve_app.wakeup": (4, 0),
     "router.serve_router": (6, 0),
     "serve_app.openai": (5, 2),
     "serve_app.auth": (5, 1),
@@ -76,8 +76,8 @@ ROWS = {
     "replicas.engine.batch": (1, 1),
     "replicas.engine.sequence": (1, 0),
     "replicas.engine.config": (1, 0),
-    "replicas.engine.clock": (1, 0),
     "replicas.protocol": (0, 1),
+    "replicas.clock": (0, 0),
     "replicas.errors": (0, 0),
     "replicas.block_hash": (0, 0),
     "replicas.cpu_sharing": (0, 0),
@@ -92,6 +92,7 @@ VISIBLE = {
     "replicas": ("replicas",),
     "replicas.engine": (
         "replicas.engine",
+        "replicas.clock",
         "replicas.protocol",
         "replicas.errors",
         "replicas.block_hash",
@@ -142,6 +143,7 @@ CONFINED = {
 }
 STDLIB_ONLY = (
     "replicas.engine",
+    "replicas.clock",
     "replicas.protocol",
     "replicas.errors",
     "replicas.block_hash",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from replicas.clock import Clock
 from replicas.cpu_sharing import may_interrupt_others
-from replicas.engine.clock import Clock
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, ServingError
 from replicas.protocol import (

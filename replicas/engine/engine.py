@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from replicas.clock import Clock
 from replicas.engine.batch import ItemResult, ModelRunner, ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
-from replicas.engine.clock import Clock
 from replicas.engine.config import EngineConfig
 from replicas.engine.deadlines import Deadlines
 from replicas.engine.generation import DecoderFactory, Generation

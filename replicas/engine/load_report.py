@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from replicas.clock import Clock
 from replicas.engine.block_manager import BlockManager
-from replicas.engine.clock import Clock
 from replicas.engine.config import EngineConfig
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.stats import EngineStats, gauge

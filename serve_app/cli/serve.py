@@ -7,6 +7,7 @@ stops everything that was started.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import os
 import signal
@@ -26,6 +27,7 @@ from serve_app.cli.private_cluster import PrivateCluster, private_cluster
 from serve_app.config import HeadwayConfig
 
 _POLL_PERIOD_S = 0.25
+_LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
 
 
 class Profile(Enum):
@@ -48,10 +50,26 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     profile: Annotated[Profile, typer.Option(help="throughput: HAProxy in front.")] = Profile.DEFAULT,
+    allowed_hosts: Annotated[
+        str | None,
+        typer.Option(
+            help="Host headers to answer, separated by commas; * for all. Default: this machine's loopback names when "
+            "listening on loopback, else all.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model from this machine until SIGTERM or Ctrl-C."""
-    config = _read_config(arguments or [])
+    arguments = arguments or []
+    is_private = is_loopback(host)
+    if allowed_hosts is None and is_private:
+        allowed_hosts = _LOOPBACK_HOSTS
+    if allowed_hosts is not None:
+        arguments = [f"allowed_hosts={allowed_hosts}", *arguments]
+    config = _read_config(arguments)
     _check_model(config)
+    if not is_private and config.api_key_file is None:
+        _warn(f"everybody who reaches {host}:{port} may use the model: no api_key_file is set")
     _check_port(host, port)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
@@ -59,7 +77,7 @@ def serve(
     try:
         print(f"Starting {config.model_name} ...", flush=True)
         with private_cluster(num_cpus, profile is Profile.THROUGHPUT) as cluster:
-            _serve_on(cluster, host, port, arguments or [], config)
+            _serve_on(cluster, host, port, arguments, config)
     except _Stopped:
         print("Stopped.", flush=True)
 
@@ -131,7 +149,8 @@ def _print_how_to_use(url: str, cluster: PrivateCluster, config: HeadwayConfig) 
     body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     print(
         f"\nServing {config.model_name} at {url}\n"
-        f"Ray dashboard at {cluster.dashboard_url} (Ray address {cluster.address})\n\n"
+        f"Ray dashboard at {cluster.dashboard_url}; it asks for the token in {cluster.token_path}\n"
+        f"Ray's commands, such as `ray status`, need this first: . {cluster.environment_path}\n\n"
         f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
         flush=True,
     )
@@ -170,6 +189,15 @@ def _check_port(host: str, port: int) -> None:
             _fail(f"cannot listen on {host}:{port}: {error.strerror}; choose another port (make serve PORT=...)")
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether `host` names addresses that only this machine reaches; a name that is unknown does not."""
+    try:
+        found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except (OSError, ValueError):
+        return False
+    return all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in found)
+
+
 def _cpus_needed(config: HeadwayConfig) -> float:
     ingresses = config.cpus_per_ingress * config.num_ingress_replicas
     return config.cpus_per_replica * config.most_replicas + ingresses + config.cpus_per_jobs
@@ -196,6 +224,10 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _Stopped
+
+
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

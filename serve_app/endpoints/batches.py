@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +12,7 @@ from serve_app.auth import Authenticator
 from serve_app.endpoints.batch_objects import batch_object, list_object
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, NewBatch, PageRequest
@@ -31,12 +30,14 @@ class BatchEndpoints:
         self._jobs = jobs
         self._model_name = model_name
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/batches", self.create, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/batches", self.batches, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batches/{batch_id}", self.batch, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batches/{batch_id}/cancel", self.cancel, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "POST /v1/batches": self.create,
+            "GET /v1/batches": self.batches,
+            "GET /v1/batches/{batch_id}": self.batch,
+            "POST /v1/batches/{batch_id}/cancel": self.cancel,
+        }
 
     async def create(self, request: Request) -> Response:
         """POST /v1/batches: the file is validated afterwards, as a part of the batch."""
@@ -46,25 +47,27 @@ class BatchEndpoints:
             self._jobs.callbacks.refuse(new.callback_url)
         submission = await self._jobs.service.submit(new)
         exchange_of(request).details |= {"batch_id": submission.batch.id, "tenant": new.tenant}
-        return _json(batch_object(submission.batch, self._model_name))
+        return json_response(batch_object(submission.batch, self._model_name))
 
     async def batches(self, request: Request) -> Response:
         """GET /v1/batches, newest first."""
         tenant = self._tenant(request)
         query = parse_body(BatchListQuery, request.query_params, {})
         page = await self._jobs.service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
-        return _json(list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more))
+        return json_response(
+            list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more)
+        )
 
     async def batch(self, request: Request) -> Response:
         """GET /v1/batches/{id}."""
         batch = await self._jobs.find(BatchKind.FILE, self._tenant(request), request.path_params["batch_id"])
-        return _json(batch_object(batch, self._model_name))
+        return json_response(batch_object(batch, self._model_name))
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batches/{id}/cancel: what is done by then is kept."""
         tenant = self._tenant(request)
         batch = await self._jobs.find(BatchKind.FILE, tenant, request.path_params["batch_id"])
-        return _json(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))
+        return json_response(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))
 
     def _tenant(self, request: Request) -> str:
         return self._authenticator.authenticate(request.headers).tenant
@@ -88,7 +91,3 @@ def _new_batch(submitter: Submitter, fields: JsonObject) -> NewBatch:
         request_id=submitter.request_id,
         output_expires_after_s=None if expires_after is None else float(expires_after.seconds),
     )
-
-
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")

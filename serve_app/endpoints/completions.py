@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,6 +12,7 @@ from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.event_stream import EventStream
 from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from serve_app.openai.schema import ChatBody, CompletionBody
@@ -40,10 +39,12 @@ class CompletionEndpoints:
         self._bodies = bodies
         self._service = service
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/completions", self.completion, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "POST /v1/chat/completions": self.chat,
+            "POST /v1/completions": self.completion,
+        }
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -81,4 +82,4 @@ class CompletionEndpoints:
         reply = await while_connected(request.receive, self._service.answer(generation))
         replica_id = generation.progress.replica_id
         headers = {} if replica_id is None else {"x-model-replica": replica_id}
-        return Response(to_json(reply), headers=headers, media_type="application/json")
+        return json_response(reply, headers=headers)

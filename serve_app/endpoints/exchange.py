@@ -9,14 +9,15 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from replicas.clock import Clock
 from router.types import Headroom
 from serve_app.endpoints.rate_limits import rate_limit_headers
+from serve_app.endpoints.responses import json_response
 from serve_app.errors import ErrorReply, is_foreseen, reply_to
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.service import Generation
@@ -116,7 +117,7 @@ def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
 def error_response(exchange: Exchange, error: BaseException) -> Response:
     """The error object for `error` as a response."""
     reply = fail(exchange, error)
-    return Response(to_json(reply.body), reply.status, dict(reply.headers), "application/json")
+    return json_response(reply.body, reply.status, dict(reply.headers))
 
 
 class ExchangeMiddleware:
@@ -127,14 +128,12 @@ class ExchangeMiddleware:
         app: ASGIApp,
         metrics: HttpMetrics,
         server_sets_request_id: bool,
-        clock: Callable[[], float],
-        unix_clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._server_sets_request_id = server_sets_request_id
         self._clock = clock
-        self._unix_clock = unix_clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on and see it through."""
@@ -166,8 +165,8 @@ class ExchangeMiddleware:
             sequence_id=sequence_id,
             method=scope["method"],
             path=scope["path"],
-            arrival_unix_s=self._unix_clock(),
-            started_s=self._clock(),
+            arrival_unix_s=self._clock.unix(),
+            started_s=self._clock.monotonic(),
         )
         fields = {"request_id": exchange.request_id, "http_method": exchange.method, "path": exchange.path}
         logger.log(_log_level(exchange), "request started", extra=fields)
@@ -179,7 +178,7 @@ class ExchangeMiddleware:
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status, exchange.headers_s = message["status"], self._clock()
+                exchange.status, exchange.headers_s = message["status"], self._clock.monotonic()
                 headers = MutableHeaders(scope=message)
                 if not is_announced:
                     headers["x-request-id"] = exchange.request_id
@@ -193,7 +192,7 @@ class ExchangeMiddleware:
         return watched
 
     def _close(self, exchange: Exchange, scope: Scope) -> None:
-        now_s = self._clock()
+        now_s = self._clock.monotonic()
         if exchange.error is not None and exchange.error.refused_by is not None:
             self._metrics.refused(exchange.error.refused_by)
         self._metrics.observe(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Callable
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replicas.clock import Clock
 from serve_app.auth import Authenticator
 from serve_app.endpoints.batch_objects import file_object, list_object
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.byte_stream import ByteStream
 from serve_app.endpoints.exchange import content_length, exchange_of
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.upload import FORM_BYTES, Upload, boundary_of
 from serve_app.errors import body_too_large
 from serve_app.jobs.access import JobsAccess, checked_file_id
 from serve_app.jobs.records import FileRecord, PageRequest
 from serve_app.openai.job_schema import FileListQuery, UploadForm
 from serve_app.openai.parsing import parse_body
-from serve_app.openai.reply import JsonObject
 
 BATCH_FILE_KEPT_S = 30 * 86_400.0
 """How long a batch's input is kept when its upload does not say, seconds, as at OpenAI; other files stay."""
@@ -31,25 +28,21 @@ BATCH_FILE_KEPT_S = 30 * 86_400.0
 class FileEndpoints:
     """Upload, list, look at, download and delete files; everybody sees only their own."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        bodies: BodyReader,
-        jobs: JobsAccess,
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, clock: Clock) -> None:
         self._authenticator = authenticator
         self._bodies = bodies
         self._jobs = jobs
-        self._unix_clock = unix_clock
+        self._clock = clock
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/files", self.upload, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/files", self.files, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/files/{file_id}", self.file, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/files/{file_id}", self.delete, methods=["DELETE"], response_model=None)
-        app.add_api_route("/v1/files/{file_id}/content", self.content, methods=["GET"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "POST /v1/files": self.upload,
+            "GET /v1/files": self.files,
+            "GET /v1/files/{file_id}": self.file,
+            "DELETE /v1/files/{file_id}": self.delete,
+            "GET /v1/files/{file_id}/content": self.content,
+        }
 
     async def upload(self, request: Request) -> Response:
         """POST /v1/files."""
@@ -71,7 +64,7 @@ class FileEndpoints:
             await self._jobs.files.delete(file_id)
             raise
         exchange_of(request).details |= {"file_id": file_id, "tenant": tenant}
-        return _json(file_object(record))
+        return json_response(file_object(record))
 
     async def files(self, request: Request) -> Response:
         """GET /v1/files."""
@@ -79,17 +72,17 @@ class FileEndpoints:
         query = parse_body(FileListQuery, request.query_params, {})
         part = PageRequest(query.limit, query.after, is_ascending=query.order == "asc")
         page = await self._jobs.service.files(tenant, query.purpose, part)
-        return _json(list_object([file_object(file) for file in page.items], page.has_more))
+        return json_response(list_object([file_object(file) for file in page.items], page.has_more))
 
     async def file(self, request: Request) -> Response:
         """GET /v1/files/{id}."""
-        return _json(file_object(await self._file(request)))
+        return json_response(file_object(await self._file(request)))
 
     async def delete(self, request: Request) -> Response:
         """DELETE /v1/files/{id}."""
         tenant, file_id = self._tenant(request), checked_file_id(request.path_params["file_id"])
         await self._jobs.service.delete_file(tenant, file_id)
-        return _json({"id": file_id, "object": "file", "deleted": True})
+        return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
         """GET /v1/files/{id}/content."""
@@ -106,7 +99,7 @@ class FileEndpoints:
         return self._authenticator.authenticate(request.headers).tenant
 
     def _record(self, file_id: str, tenant: str, filename: str, num_bytes: int, form: UploadForm) -> FileRecord:
-        now = self._unix_clock()
+        now = self._clock.unix()
         kept_s = BATCH_FILE_KEPT_S if form.purpose == "batch" else None
         if form.expires_after is not None:
             kept_s = float(form.expires_after.seconds)
@@ -119,7 +112,3 @@ class FileEndpoints:
             created_unix_s=now,
             expires_unix_s=None if kept_s is None else now + kept_s,
         )
-
-
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")

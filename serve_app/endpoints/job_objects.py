@@ -41,7 +41,7 @@ def job_object(job: BatchRecord, line: LineRecord | None) -> JsonObject:
         "service_tier": tier_of(job.band),
         "priority": job.band.value,
         "created_at": int(job.created_unix_s),
-        "finished_at": unix_second(_finished_unix_s(job)),
+        "finished_at": unix_second(job.ended_unix_s),
         "expires_at": unix_second(job.expires_unix_s),
         "eta_seconds": job.eta_s,
         "callback_url": job.callback_url,
@@ -105,8 +105,3 @@ def _error_of(job: BatchRecord, line: LineRecord | None) -> JsonObject | None:
         first = job.errors[0]
         return {"message": first.message, "type": "server_error", "param": first.param, "code": first.code}
     return error
-
-
-def _finished_unix_s(job: BatchRecord) -> float | None:
-    moments = (job.completed_unix_s, job.failed_unix_s, job.expired_unix_s, job.cancelled_unix_s)
-    return next((moment for moment in moments if moment is not None), None)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,6 +13,7 @@ from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.job_objects import job_object, job_status, status_object
 from serve_app.endpoints.new_jobs import JobMaker
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, BatchRecord, LineRecord, NewBatch, Submission
@@ -35,13 +34,15 @@ class JobEndpoints:
         self._jobs = jobs
         self._maker = maker
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/jobs", self.submit, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/jobs/{job_id}", self.job, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/jobs/{job_id}", self.cancel, methods=["DELETE"], response_model=None)
-        app.add_api_route("/generate", self.generate, methods=["POST"], response_model=None)
-        app.add_api_route("/status/{job_id}", self.status, methods=["GET"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "POST /v1/jobs": self.submit,
+            "GET /v1/jobs/{job_id}": self.job,
+            "DELETE /v1/jobs/{job_id}": self.cancel,
+            "POST /generate": self.generate,
+            "GET /status/{job_id}": self.status,
+        }
 
     async def submit(self, request: Request) -> Response:
         """POST /v1/jobs: when this answers 202, no crash loses the job."""
@@ -103,9 +104,9 @@ class JobEndpoints:
 
 def _accepted(value: JsonObject, location: str) -> Response:
     headers = {"location": location, "retry-after": str(RETRY_AFTER_S)}
-    return Response(to_json(value), 202, headers, "application/json")
+    return json_response(value, 202, headers)
 
 
 def _polled(job: BatchRecord, value: JsonObject) -> Response:
     headers = {} if job.status.is_final else {"retry-after": str(RETRY_AFTER_S)}
-    return Response(to_json(value), headers=headers, media_type="application/json")
+    return json_response(value, headers=headers)

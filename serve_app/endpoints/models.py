@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import check_model, check_num_tokens, check_token_ids
@@ -35,23 +34,25 @@ class ModelEndpoints:
         self._tokenizer = tokenizer
         self._created_unix_s = created_unix_s
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"], response_model=None)
-        app.add_api_route("/tokenize", self.tokenize, methods=["POST"], response_model=None)
-        app.add_api_route("/detokenize", self.detokenize, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "GET /v1/models": self.models,
+            "GET /v1/models/{model_id:path}": self.model,
+            "POST /tokenize": self.tokenize,
+            "POST /detokenize": self.detokenize,
+        }
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models."""
         self._authenticator.authenticate(request.headers)
-        return _json({"object": "list", "data": [await self._card()]})
+        return json_response({"object": "list", "data": [await self._card()]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}."""
         self._authenticator.authenticate(request.headers)
         check_model(request.path_params["model_id"], self._model.name)
-        return _json(await self._card())
+        return json_response(await self._card())
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt or of messages."""
@@ -61,7 +62,7 @@ class ModelEndpoints:
         card = await self._model.card()
         token_ids = await self._token_ids(body, card.max_model_len)
         token_strs = await self._tokenizer.token_strings(token_ids) if body.return_token_strs else None
-        return _json(
+        return json_response(
             {
                 "count": len(token_ids),
                 "max_model_len": card.max_model_len,
@@ -78,7 +79,7 @@ class ModelEndpoints:
         card = await self._model.card()
         check_num_tokens("tokens", body.tokens, card.max_model_len)
         check_token_ids("tokens", body.tokens, card.vocab_size)
-        return _json({"prompt": await self._tokenizer.decode(body.tokens)})
+        return json_response({"prompt": await self._tokenizer.decode(body.tokens)})
 
     async def _token_ids(self, body: TokenizeBody, max_model_len: int) -> tuple[int, ...]:
         """May be more than `max_model_len`, but not of a text that could not have so few."""
@@ -107,7 +108,3 @@ class ModelEndpoints:
             "parent": None,
             "max_model_len": card.max_model_len,
         }
-
-
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,9 +12,10 @@ from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band, EngineMetrics
 from router.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
-from serve_app.jobs.records import JobsService
+from serve_app.endpoints.backends import Backends
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, JobsCounts, exposition
-from serve_app.openai.dispatcher import Dispatcher, KnownModel
+from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.reply import JsonObject
 
 _JOBS_LIMIT_S = 2.0
@@ -26,24 +25,23 @@ _JOBS_LIMIT_S = 2.0
 class OperationsEndpoints:
     """Health, metrics and load of what is behind this ingress."""
 
-    def __init__(
-        self, dispatcher: Dispatcher, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float,
-        autoscaling: AutoscalingLoop | None = None, jobs: JobsService | None = None,
-    ) -> None:  # fmt: skip
-        self._dispatcher = dispatcher
+    def __init__(self, backends: Backends, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float) -> None:
+        self._dispatcher = backends.dispatcher
+        self._autoscaling = backends.autoscaling
+        self._jobs = backends.jobs
         self._model = model
         self._metrics = metrics
         self._stall_timeout_s = stall_timeout_s
-        self._autoscaling = autoscaling
-        self._jobs = jobs
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places."""
-        app.add_api_route("/health/live", self.live, methods=["GET"], response_model=None)
-        app.add_api_route("/health/ready", self.ready, methods=["GET"], response_model=None)
-        app.add_api_route("/health", self.ready, methods=["GET"], response_model=None)
-        app.add_api_route("/metrics", self.metrics, methods=["GET"], response_model=None)
-        app.add_api_route("/load", self.load, methods=["GET"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {
+            "GET /health/live": self.live,
+            "GET /health/ready": self.ready,
+            "GET /health": self.ready,
+            "GET /metrics": self.metrics,
+            "GET /load": self.load,
+        }
 
     async def live(self, request: Request) -> Response:
         """Whether this process answers and every engine with work moves.
@@ -58,7 +56,7 @@ class OperationsEndpoints:
         if stalled:
             listed = ", ".join(f"{view.stats.replica_id} ({view.age_s:.0f} s)" for view in stalled)
             raise NoReplicaAvailable(f"replicas with running sequences are silent: {listed}", code="engine_stalled")
-        return _json({"status": "live"})
+        return json_response({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
         """Whether requests would be served: a replica says what it serves, and not all are draining.
@@ -74,7 +72,7 @@ class OperationsEndpoints:
         views = self._dispatcher.load()
         if views and all(view.stats.is_draining for view in views):
             raise NoReplicaAvailable("every replica is draining", code="draining")
-        return _json({"status": "ready"})
+        return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
         """The counts of every engine that answers, of the jobs deployment if it does, and this ingress's own."""
@@ -89,14 +87,14 @@ class OperationsEndpoints:
         """What this ingress knows of every replica's load, how old that is, and how many replicas it wants."""
         replicas = [_load_of(view) for view in self._dispatcher.load()]
         autoscaling = None if self._autoscaling is None else _autoscaling_of(self._autoscaling)
-        return _json({"replicas": replicas, "autoscaling": autoscaling})
+        return json_response({"replicas": replicas, "autoscaling": autoscaling})
 
     async def _jobs_metrics(self) -> JobsCounts:
         if self._jobs is None:
             return JobsCounts()
         try:
             async with asyncio.timeout(_JOBS_LIMIT_S):
-                return await self._jobs.metrics()
+                return await self._jobs.service.metrics()
         except (ServingError, TimeoutError):
             return JobsCounts()
 
@@ -159,7 +157,3 @@ def _autoscaling_of(autoscaling: AutoscalingLoop) -> JsonObject:
 
 def _by_band(counts: tuple[int, ...]) -> dict[str, int]:
     return {band.name.lower(): count for band, count in zip(Band, counts, strict=True)}
-
-
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import FastAPI
-from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,23 +14,13 @@ from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.job_objects import prompt_output
 from serve_app.endpoints.jobs import RETRY_AFTER_S
 from serve_app.endpoints.new_prompts import PromptBatchMaker
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, LineStatus
 from serve_app.openai.job_schema import OutputsQuery
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.reply import JsonObject
-
-_WORDS = {
-    BatchStatus.VALIDATING: "pending",
-    BatchStatus.IN_PROGRESS: "processing",
-    BatchStatus.FINALIZING: "processing",
-    BatchStatus.CANCELLING: "processing",
-    BatchStatus.COMPLETED: "completed",
-    BatchStatus.FAILED: "failed",
-    BatchStatus.EXPIRED: "failed",
-    BatchStatus.CANCELLED: "cancelled",
-}
 
 
 class PromptBatchEndpoints:
@@ -46,12 +34,14 @@ class PromptBatchEndpoints:
         self._jobs = jobs
         self._maker = maker
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoints in their places; `stats` stands before whatever could be an id."""
-        app.add_api_route("/v1/batch/async", self.submit, methods=["POST"], response_model=None)
-        app.add_api_route("/v1/batch/stats", self.stats, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batch/{batch_id}", self.batch, methods=["GET"], response_model=None)
-        app.add_api_route("/v1/batch/{batch_id}/cancel", self.cancel, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path; `stats` stands before the path that would take it for an id."""
+        return {
+            "POST /v1/batch/async": self.submit,
+            "GET /v1/batch/stats": self.stats,
+            "GET /v1/batch/{batch_id}": self.batch,
+            "POST /v1/batch/{batch_id}/cancel": self.cancel,
+        }
 
     async def submit(self, request: Request) -> Response:
         """POST /v1/batch/async: when this answers 202, no crash loses the batch."""
@@ -63,12 +53,12 @@ class PromptBatchEndpoints:
         batch = (await self._jobs.service.submit(new)).batch
         exchange_of(request).details |= {"batch_id": batch.id, "tenant": new.tenant, "num_prompts": len(new.lines)}
         headers = {"location": f"/v1/batch/{batch.id}", "retry-after": str(RETRY_AFTER_S)}
-        return Response(to_json({"batch_id": batch.id, "status": _word(batch)}), 202, headers, "application/json")
+        return json_response({"batch_id": batch.id, "status": _word(batch)}, 202, headers)
 
     async def stats(self, request: Request) -> Response:
         """GET /v1/batch/stats: all of the caller's asynchronous work."""
         stats = await self._jobs.service.stats(self._tenant(request))
-        return _json(
+        return json_response(
             {
                 "total_batches": stats.total,
                 "pending": stats.pending,
@@ -89,13 +79,13 @@ class PromptBatchEndpoints:
         outputs = [prompt_output(line) for line in lines]
         has_more = bool(lines) and lines[-1].index + 1 < batch.counts.total
         status = _word(batch, is_begun=any(line.status is not LineStatus.QUEUED for line in lines))
-        return _json(_batch_object(batch) | {"status": status, "outputs": outputs, "has_more": has_more})
+        return json_response(_batch_object(batch) | {"status": status, "outputs": outputs, "has_more": has_more})
 
     async def cancel(self, request: Request) -> Response:
         """POST /v1/batch/{id}/cancel: what is done by then is kept."""
         tenant = self._tenant(request)
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
-        return _json(_batch_object(await self._jobs.service.cancel(tenant, batch.id)))
+        return json_response(_batch_object(await self._jobs.service.cancel(tenant, batch.id)))
 
     def _tenant(self, request: Request) -> str:
         return self._authenticator.authenticate(request.headers).tenant
@@ -106,7 +96,7 @@ def _word(batch: BatchRecord, is_begun: bool = False) -> str:
     is_begun = is_begun or batch.counts.completed + batch.counts.failed > 0
     if batch.status is BatchStatus.IN_PROGRESS and not is_begun:
         return "pending"
-    return _WORDS[batch.status]
+    return batch.status.summary
 
 
 def _batch_object(batch: BatchRecord) -> JsonObject:
@@ -124,7 +114,3 @@ def _batch_object(batch: BatchRecord) -> JsonObject:
         "expires_at": unix_second(batch.expires_unix_s),
         "callback_url": batch.callback_url,
     }
-
-
-def _json(value: JsonObject) -> Response:
-    return Response(to_json(value), media_type="application/json")

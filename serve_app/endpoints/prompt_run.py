@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+from replicas.clock import Clock
 from replicas.errors import InvalidRequest
 from serve_app.endpoints.exchange import Exchange, fail
 from serve_app.endpoints.job_objects import completed_output, unfinished_output
@@ -26,7 +27,7 @@ class PromptRun:
     prompts: SyncPrompts
     caller: Caller
     exchange: Exchange
-    clock: Callable[[], float]
+    clock: Clock
     num_completed: int = 0
     num_failed: int = 0
     num_tokens: int = 0
@@ -69,7 +70,7 @@ class PromptRun:
 
     def progress(self, status: str) -> JsonObject:
         """The batch as a whole."""
-        duration_s = max(self.clock() - self.exchange.started_s, 1e-6)
+        duration_s = max(self.clock.monotonic() - self.exchange.started_s, 1e-6)
         return {
             "batch_id": f"batch_sync_{self.caller.request_id}",
             "status": status,

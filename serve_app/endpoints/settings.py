@@ -17,6 +17,8 @@ class IngressSettings:
     """What clients call the model."""
     api_key_file: str | None = None
     """Key file as `serve_app.auth.Authenticator` reads it; None: nobody needs a key."""
+    allowed_hosts: tuple[str, ...] = ("*",)
+    """`Host` headers that are answered, as `AllowedHostsMiddleware` takes them."""
     max_body_bytes: int = 8 * 2**20
     """Largest body, bytes; beyond it 413."""
     max_prompts: int = 128

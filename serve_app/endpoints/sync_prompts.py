@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from fastapi import FastAPI
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replicas.clock import Clock
 from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.byte_stream import ByteStream
@@ -19,6 +18,7 @@ from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.new_prompts import PromptBatchMaker
 from serve_app.endpoints.prompt_run import PromptRun
+from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.job_schema import StreamQuery
 from serve_app.openai.parsing import parse_body
@@ -35,7 +35,7 @@ class SyncPromptEndpoints:
         bodies: BodyReader,
         maker: PromptBatchMaker,
         settings: IngressSettings,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock,
     ) -> None:
         self._authenticator = authenticator
         self._bodies = bodies
@@ -43,9 +43,9 @@ class SyncPromptEndpoints:
         self._settings = settings
         self._clock = clock
 
-    def add_to(self, app: FastAPI) -> None:
-        """Put the endpoint in its place."""
-        app.add_api_route("/v1/batch/sync", self.run, methods=["POST"], response_model=None)
+    def routes(self) -> Routes:
+        """Handlers by method and path."""
+        return {"POST /v1/batch/sync": self.run}
 
     async def run(self, request: Request) -> Response:
         """POST /v1/batch/sync; with `stream`, as lines of JSON that tell their prompts by `index`."""
@@ -64,7 +64,7 @@ class SyncPromptEndpoints:
             lines = _lines(run, self._settings.keep_alive_s)
             return ByteStream(lines, exchange, "application/x-ndjson", {"cache-control": "no-cache"})
         outputs = await while_connected(request.receive, run.outputs())
-        return Response(to_json(run.progress("completed") | {"outputs": outputs}), media_type="application/json")
+        return json_response(run.progress("completed") | {"outputs": outputs})
 
 
 async def _lines(run: PromptRun, keep_alive_s: float) -> AsyncGenerator[bytes, None]:

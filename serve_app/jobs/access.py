@@ -1,39 +1,27 @@
-"""How an ingress reaches asynchronous work."""
+"""Access of an ingress to asynchronous work."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from serve_app.jobs.errors import UnknownBatch, UnknownFile, UnknownJob
 from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.records import BatchKind, BatchRecord, JobsService
+from serve_app.jobs.webhook_guard import WebhookGuard
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """No other text is anything's id; a database may not even take it."""
 _MAX_SHOWN_CHARS = 64
 
 
-class CallbackGuard(Protocol):
-    """Knows which addresses a webhook may be sent to."""
-
-    def refuse(self, url: str) -> None:
-        """Refuse a URL that can be seen to be forbidden without asking anybody; the sender looks again.
-
-        Raises:
-            InvalidRequest: its host is private and not allow-listed; `param` is `callback_url`.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class JobsAccess:
-    """What the endpoints of files, batches and jobs are given."""
+    """Services and limits that the endpoints of files, batches and jobs use."""
 
     service: JobsService
     files: FileStore
-    callbacks: CallbackGuard
+    callbacks: WebhookGuard
     max_file_bytes: int = 200 * 2**20
     """Largest file that may be uploaded, bytes; beyond it 413."""
     max_batch_lines: int = 50_000

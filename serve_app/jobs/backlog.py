@@ -1,4 +1,4 @@
-"""What waits in the database, as the autoscaler counts it."""
+"""Work that waits in the database, as the autoscaler counts it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from serve_app.jobs.queue_rows import Backlog
 
 
 class BacklogView:
-    """The newest look at the backlog; see `router.autoscaling_loop.HeldBack`."""
+    """Backlog that the newest look found; a `router.scaling_inputs.HeldBack`."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.waiting: Sequence[Backlog] = ()
         """In the database."""
         self.not_sent: Sequence[Backlog] = ()
-        """Leased, and not in line for a replica: as when there has never been one, and nothing can be prepared."""
+        """Leased, but not yet in flow control's queue, as when no replica has ever been ready to say what it serves."""
 
     def num_requests(self) -> int:
         """Lines that wait."""
@@ -28,7 +28,7 @@ class BacklogView:
         return self.pace.eta_of_all_s(self.waiting)
 
     def work(self) -> Sequence[WaitingWork]:
-        """What they need, by band and deadline."""
+        """Tokens that these lines need, by band and deadline."""
         ratio = self.pace.real_per_expected
         return [
             WaitingWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)

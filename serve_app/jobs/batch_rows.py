@@ -1,4 +1,4 @@
-"""Rows of `batches`: how they read as records, and how clients list them."""
+"""Rows of `batches`: read as records, listed for clients, deleted when they are old."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pydantic_core import from_json, to_json
-from sqlalchemy import Connection, Row, Select, bindparam, func, select
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select
 
 from replicas.protocol import Band
 from serve_app.jobs.errors import UnknownBatch
@@ -23,7 +23,7 @@ from serve_app.jobs.records import (
     PageRequest,
     RequestCounts,
 )
-from serve_app.jobs.tables import batches, lines
+from serve_app.jobs.tables import batches, deliveries, idempotency_keys, lines
 
 BatchRow = Row[Any]
 FINAL = tuple(status.value for status in BatchStatus if status.is_final)
@@ -142,6 +142,25 @@ def count_all_by_status(connection: Connection) -> dict[BatchStatus, int]:
     """Everybody's batches of all kinds."""
     query = select(batches.c.status, func.count()).group_by(batches.c.status)
     return {BatchStatus(status): number for status, number in connection.execute(query)}
+
+
+def forget_old_batches(connection: Connection, before_unix_s: float, limit: int) -> int:
+    """Forget some jobs and prompt batches that ended before then, with their results and keys; gives how many.
+
+    Batches of files are kept, as their results are: they are as small as their records.
+    """
+    ended = func.coalesce(*(batches.c[f"{status}_unix_s"] for status in FINAL))
+    old = (
+        select(batches.c.id)
+        .where(batches.c.status.in_(FINAL), batches.c.kind != BatchKind.FILE.value)
+        .where(batches.c.created_unix_s < before_unix_s, ended < before_unix_s)
+        .limit(limit)
+    )
+    batch_ids = list(connection.execute(old).scalars())
+    for table in (lines, idempotency_keys, deliveries):
+        connection.execute(delete(table).where(table.c.batch_id.in_(batch_ids)))
+    connection.execute(delete(batches).where(batches.c.id.in_(batch_ids)))
+    return len(batch_ids)
 
 
 def _line_record(row: Row[Any]) -> LineRecord:

@@ -22,7 +22,7 @@ from serve_app.jobs.delivery_rows import owe_delivery
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.ids import new_id
-from serve_app.jobs.owner_rows import is_alive
+from serve_app.jobs.ownership import is_alive
 from serve_app.jobs.records import BatchError, BatchKind, BatchStatus, FileRecord
 from serve_app.jobs.tables import batches
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
 
 from serve_app.jobs.schema import upgrade
 
@@ -71,6 +72,9 @@ def _engine(url: str) -> Engine:
     if not url.startswith("sqlite"):
         # One reader may be in the middle of a long page while all others and the writer work.
         return create_engine(url, pool_pre_ping=True, pool_size=_NUM_READERS + 1)
+    path = make_url(url).database
+    if path and path != ":memory:":
+        Path(path).touch(mode=0o600)  # SQLite gives its other files the mode of this one
     engine = create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from sqlalchemy import Connection, bindparam, insert, select, update
 
+from replicas.clock import Clock
 from serve_app.jobs.batch_rows import BatchRow, batch_record
+from serve_app.jobs.database import Database
 from serve_app.jobs.ids import new_id
-from serve_app.jobs.records import Delivery
 from serve_app.jobs.tables import deliveries
-from serve_app.jobs.webhook_events import event_of, host_of
+from serve_app.jobs.webhook_events import Delivery, event_of, host_of
 
 _COLUMNS = ("id", "batch_id", "event", "url", "body", "num_attempts", "created_unix_s")
 # Made once: to put a statement together takes as long as to carry it out.
@@ -44,22 +43,30 @@ def owe_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
     )
 
 
-def due_deliveries(connection: Connection, now: float, limit: int, without_hosts: Collection[str]) -> list[Delivery]:
-    """Deliveries whose next attempt is due, those first that are due longest; none to these hosts."""
-    rows = connection.execute(_DUE, {"now": now, "hosts": list(without_hosts), "limit": limit})
-    return [Delivery(*row) for row in rows]
+class SqlOutbox:
+    """An `Outbox`."""
 
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
 
-def delivered(connection: Connection, delivery_id: str, now: float) -> None:
-    """Note that a delivery has arrived."""
-    _attempted(connection, delivery_id, {"next_attempt_unix_s": None, "delivered_unix_s": now, "error": None})
+    async def due_deliveries(
+        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
+    ) -> list[Delivery]:
+        """Deliveries whose next attempt is due, the longest due first; none to `without_hosts`."""
+        parameters = {"now": now_unix_s, "hosts": list(without_hosts), "limit": limit}
+        rows = await self._database.read(lambda connection: connection.execute(_DUE, parameters).all())
+        return [Delivery(*row) for row in rows]
 
+    async def delivered(self, delivery_id: str) -> None:
+        """Note that the receiver has it."""
+        await self._attempted(delivery_id, next_attempt_unix_s=None, delivered_unix_s=self._clock.unix(), error=None)
 
-def delivery_failed(connection: Connection, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
-    """Note that an attempt has failed, and when the next one is due; None: never, it is dead."""
-    _attempted(connection, delivery_id, {"next_attempt_unix_s": next_attempt_unix_s, "error": error})
+    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+        """Note an attempt that failed; None: there is no next, it is dead."""
+        await self._attempted(delivery_id, next_attempt_unix_s=next_attempt_unix_s, error=error)
 
-
-def _attempted(connection: Connection, delivery_id: str, values: dict[str, object]) -> None:
-    more = {"num_attempts": deliveries.c.num_attempts + 1}
-    connection.execute(update(deliveries).where(deliveries.c.id == delivery_id).values(values | more))
+    async def _attempted(self, delivery_id: str, **values: object) -> None:
+        values["num_attempts"] = deliveries.c.num_attempts + 1
+        noted = update(deliveries).where(deliveries.c.id == delivery_id).values(values)
+        await self._database.write(lambda connection: connection.execute(noted))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,8 +10,7 @@ from sqlalchemy import Row
 
 from serve_app.jobs.batch_rows import BatchRow, select_batch
 from serve_app.jobs.batch_states import finish_batch
-from serve_app.jobs.database import Database
-from serve_app.jobs.file_store import FileStore
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.lease_rows import close_lines, request_id_of
 from serve_app.jobs.line_rows import ended_lines
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
@@ -41,18 +39,12 @@ class Finalizer:
     That writes the same bytes under the same names: the lines have all ended, and the names were drawn before.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        files: FileStore,
-        on_closed: Callable[[LineStatus, int], None],
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, context: JobsContext, on_closed: Callable[[LineStatus, int], None]) -> None:
         """`on_closed`: called with the number of lines that were ended undone."""
-        self._database = database
+        self._database = context.database
+        self._files = context.files
+        self._clock = context.clock
         self._on_closed = on_closed
-        self._files = files
-        self._unix_clock = unix_clock
 
     async def finalize(self, batch: BatchRow, owner: str) -> None:
         """Bring a closing batch that is the owner's to its end.
@@ -67,7 +59,7 @@ class Finalizer:
         elif batch.ending in _UNDONE:
             await self._close_lines(batch)
         files = await self._write_files(batch) if batch.kind == BatchKind.FILE.value else []
-        now = self._unix_clock()
+        now = self._clock.unix()
         if not await self._database.write(lambda connection: finish_batch(connection, batch, owner, files, now)):
             raise LostBatch(batch.id)
 
@@ -92,7 +84,7 @@ class Finalizer:
         if num_lines == 0:
             return None
         num_bytes = await self._files.write(file_id, self._parts(batch.id, num_lines, is_success))
-        now = self._unix_clock()
+        now = self._clock.unix()
         kept_s = batch.output_expires_after_s
         return FileRecord(
             id=file_id,

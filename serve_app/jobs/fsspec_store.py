@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from replicas.clock import Clock
 from serve_app.jobs.durable_disk import make_directory, sync_directory, sync_file
 from serve_app.jobs.errors import UnknownFile
 
@@ -40,7 +40,7 @@ class FsspecStore:
     Everything that may block runs in worker threads.
     """
 
-    def __init__(self, url: str, unix_clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
         """`url`: a local path, or what fsspec takes, such as `s3://bucket/folder`.
 
         Raises:
@@ -48,7 +48,7 @@ class FsspecStore:
         """
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._root = root.rstrip("/")
-        self._unix_clock = unix_clock
+        self._clock = clock or Clock()
 
     async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
         """Store a file whole or not at all; gives its size in bytes. A file of that name is replaced.
@@ -57,7 +57,7 @@ class FsspecStore:
             UnknownFile: no file can have this id.
         """
         path = self._path(file_id)
-        name = f"{int(self._unix_clock())}.{file_id}.{uuid.uuid4().hex}"
+        name = f"{int(self._clock.unix())}.{file_id}.{uuid.uuid4().hex}"
         unfinished = _UnfinishedFile(self._fs, f"{self._root}/{_UNFINISHED}/{name}")
         num_bytes = 0
         try:
@@ -98,7 +98,7 @@ class FsspecStore:
 
     async def delete_unfinished(self, older_than_s: float) -> int:
         """Delete what processes that died left half written so long ago; gives how many."""
-        return await asyncio.to_thread(self._delete_unfinished, self._unix_clock() - older_than_s)
+        return await asyncio.to_thread(self._delete_unfinished, self._clock.unix() - older_than_s)
 
     def _path(self, file_id: str) -> str:
         if not _FILE_ID.fullmatch(file_id):
@@ -165,6 +165,7 @@ class _UnfinishedFile:
             parent = self._path.rsplit("/", 1)[0]
             if self._is_local:
                 make_directory(Path(parent))
+                Path(self._path).touch(mode=0o600)
             else:
                 self._fs.makedirs(parent, exist_ok=True)
             self._file = self._fs.open(self._path, "wb")

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, bindparam, select, update
 
 from serve_app.jobs.batch_rows import BatchRow, lock_batches, select_batch
 from serve_app.jobs.batch_states import end_batch
-from serve_app.jobs.owner_rows import is_alive
+from serve_app.jobs.ownership import is_alive
 from serve_app.jobs.records import BatchStatus, LineStatus
 from serve_app.jobs.tables import batches, lines
 

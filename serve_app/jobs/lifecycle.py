@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from serve_app.jobs.batch_rows import BatchRow
 from serve_app.jobs.batch_states import CLOSING, Unowned, disclaim_batch
-from serve_app.jobs.database import Database
-from serve_app.jobs.endings import Endings
+from serve_app.jobs.context import JobsContext
+from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.ownership import Ownership
 from serve_app.jobs.records import BatchStatus
-from serve_app.jobs.settings import JobsSettings
-from serve_app.jobs.signal import Signal
 from serve_app.jobs.validating import LostBatch, Validator
+from serve_app.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +26,24 @@ _MAX_DELAY_S = 60.0
 
 
 class Chores:
-    """Works off batches in some states, one after the other, until none is left; then waits for news.
+    """Loop that takes the batches in some states on, one after the other, and waits while there are none.
 
     A batch that fails, as when the file store does not answer, is tried again, each time a little later.
     """
 
     def __init__(
         self,
-        database: Database,
+        context: JobsContext,
         ownership: Ownership,
-        model_name: str,
         statuses: Sequence[BatchStatus],
         do: Callable[[BatchRow, str], Awaitable[None]],
-        clock: Callable[[], float] = time.monotonic,
+        wakeup: Wakeup,
     ) -> None:
-        self.news = Signal()
-        self._database = database
+        self._context = context
         self._ownership = ownership
-        self._model_name = model_name
         self._statuses = statuses
         self._do = do
-        self._clock = clock
+        self._wakeup = wakeup
         self._postponed: dict[str, tuple[float, float]] = {}
         """Batch id -> (not before, last delay)."""
 
@@ -56,18 +51,18 @@ class Chores:
         """Work until cancelled."""
         while True:
             if not await self.do_next():
-                await self.news.wait(self._patience_s())
+                await self._wakeup.wait(self._patience_s())
 
     async def do_next(self) -> bool:
         """Do one batch, if there is any."""
-        owner = self._ownership.id
-        now = self._clock()
+        owner, database = self._ownership.id, self._context.database
+        now = self._context.clock.monotonic()
         late = [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
-        unowned = Unowned(self._statuses, self._model_name, late)
-        # Looked for first: whoever writes waits for whoever else writes.
-        if not await self._database.read(unowned.any):
+        unowned = Unowned(self._statuses, self._context.settings.model_name, late)
+        # Read first: a write transaction takes the database's only write lock.
+        if not await database.read(unowned.any):
             return False
-        batch = await self._database.write(lambda connection: unowned.claim(connection, owner))
+        batch = await database.write(lambda connection: unowned.claim(connection, owner))
         if batch is None:
             return False
         try:
@@ -78,19 +73,19 @@ class Chores:
         except Exception:  # each file store fails in its own words, and no other batch may suffer
             logger.exception("a batch is tried again later", extra={"batch_id": batch.id, "state": batch.status})
             self._postpone(batch.id)
-            await self._database.write(lambda connection: disclaim_batch(connection, batch.id, owner))
+            await database.write(lambda connection: disclaim_batch(connection, batch.id, owner))
         return True
 
     def _patience_s(self) -> float:
         """How long there is nothing to do without news, as far as is known."""
-        now = self._clock()
+        now = self._context.clock.monotonic()
         delays = (not_before - now for not_before, _ in self._postponed.values() if not_before > now)
         return min((_LOOK_S, *delays))
 
     def _postpone(self, batch_id: str) -> None:
         _, last_delay_s = self._postponed.get(batch_id, (0.0, 0.5))
         delay_s = min(_MAX_DELAY_S, 2 * last_delay_s)
-        self._postponed[batch_id] = (self._clock() + delay_s, delay_s)
+        self._postponed[batch_id] = (self._context.clock.monotonic() + delay_s, delay_s)
 
 
 class Lifecycle:
@@ -98,27 +93,24 @@ class Lifecycle:
 
     def __init__(
         self,
-        database: Database,
+        context: JobsContext,
         ownership: Ownership,
-        settings: JobsSettings,
         validator: Validator,
         finalizer: Finalizer,
-        endings: Endings,
-        on_lines: Callable[[], None],
+        events: BatchEvents,
     ) -> None:
-        """`on_lines`: called when there are new lines to run."""
         self._validator = validator
         self._finalizer = finalizer
-        self._endings = endings
-        self._on_lines = on_lines
-        model_name = settings.model_name
-        self.validating = Chores(database, ownership, model_name, (BatchStatus.VALIDATING,), self._validate)
-        self.closing = Chores(database, ownership, model_name, CLOSING, self._close)
+        self._events = events
+        self._loops = (
+            Chores(context, ownership, (BatchStatus.VALIDATING,), self._validate, events.to_validate),
+            Chores(context, ownership, CLOSING, self._close, events.to_close),
+        )
 
     async def run(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for chores in (self.validating, self.closing):
+            for chores in self._loops:
                 for _ in range(_NUM_AT_ONCE):
                     tasks.create_task(chores.run())
 
@@ -126,9 +118,8 @@ class Lifecycle:
         try:
             await self._validator.validate(batch, owner)
         finally:
-            self._endings.ended(batch.id)  # as failed
-            self._on_lines()
+            self._events.validated(batch.id)
 
     async def _close(self, batch: BatchRow, owner: str) -> None:
         await self._finalizer.finalize(batch, owner)
-        self._endings.ended(batch.id)
+        self._events.ended(batch.id)

@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
-from serve_app.jobs.records import BatchError, JsonObject, NewLine
+from serve_app.jobs.records import BatchError, NewLine
 from serve_app.openai.limits import check_model
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NeutralValues
 from serve_app.openai.parsing import parse_body, parse_json
@@ -77,20 +77,14 @@ class LineChecker:
         return NewLine(custom_id, body)
 
 
-def parse_line_body(endpoint: str, body: JsonObject) -> ChatBody | CompletionBody:
-    """A line's body as its endpoint reads it.
+def parse_line_body(endpoint: str, text: str) -> ChatBody | CompletionBody:
+    """Read the JSON of a line's body as its endpoint would.
 
     Raises:
         InvalidRequest: the endpoint would refuse it, or it asks for a stream.
     """
     schema, neutral = ENDPOINTS[endpoint]
-    parsed = parse_body(schema, body, neutral)
+    parsed = parse_body(schema, from_json(text), neutral)
     if parsed.stream:
         raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
     return parsed
-
-
-def body_of(text: str) -> JsonObject:
-    """The body that a line's row holds."""
-    body: JsonObject = from_json(text)
-    return body

@@ -1,23 +1,23 @@
-"""Runs one line to its end, through whatever passes."""
+"""Running of one line, tried again until it has ended."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from pydantic_core import to_json
 
+from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
 from replicas.protocol import Band
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.lease_rows import LeasedLine, LineResult
-from serve_app.jobs.line_checker import body_of, parse_line_body
+from serve_app.jobs.line_checker import parse_line_body
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
 from serve_app.jobs.records import LineStatus
 from serve_app.openai.schema import ChatBody, CompletionBody
@@ -25,10 +25,12 @@ from serve_app.openai.service import CompletionService, Generation
 from serve_app.openai.urgency import ClientHints
 from serve_app.openai.validation import Caller
 
+_Body = ChatBody | CompletionBody
+
 logger = logging.getLogger(__name__)
 
 _FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
-"""Nothing that may change by trying again."""
+"""Errors that trying again does not change."""
 _MAX_FAILURES = 3
 """Of a kind that should not have happened, before the line is answered with it."""
 _FIRST_DELAY_S = 0.5
@@ -40,7 +42,7 @@ _DELTA_INTERVAL_S = 0.5
 
 
 class Phase(Enum):
-    """Where a line is on its way."""
+    """States of a line that is being run."""
 
     PREPARING = auto()
     SENT = auto()
@@ -68,43 +70,48 @@ def backlog_of(runs: Iterable[Run]) -> list[Backlog]:
 
 
 class LineRunner:
-    """Answers lines as the endpoints would, with no HTTP in between.
+    """Caller of the completion service that answers lines as the endpoints would.
 
-    What is retryable, such as a full queue or a model that has no replica, is tried again for as long as it takes: the
-    batch's own deadline ends it.
+    A retryable error, such as a full queue or a model without replicas, has no limit of attempts: the deadline of
+    the batch ends the line.
     """
 
-    def __init__(
-        self,
-        service: CompletionService,
-        rng: random.Random,
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, service: CompletionService, rng: random.Random, clock: Clock) -> None:
         self._service = service
         self._rng = rng
-        self._unix_clock = unix_clock
+        self._clock = clock
 
     async def run(self, run: Run) -> LineResult:
         """The line's result; cancelling this aborts it."""
+        try:
+            return await self._answer_at_last(run, await _parse(run))
+        except ServingError as error:
+            return _failed(run.line, error)
+        except Exception as error:
+            logger.exception("a line failed", extra={"request_id": run.line.request_id})
+            return _failed(run.line, error)
+
+    async def _answer_at_last(self, run: Run, body: _Body) -> LineResult:
+        """Try until the line is answered.
+
+        Raises:
+            ServingError: trying again does not help.
+        """
         num_tries = num_failures = 0
         while True:
             try:
-                return await self._answer(run)
+                return await self._answer(run, body)
             except ServingError as error:
                 num_failures += not _is_passing(error)
-                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, run.line):
-                    return _failed(run.line, error)
+                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, body):
+                    raise
                 delay_s = self._delay_s(error, num_tries)
-            except Exception as error:
-                logger.exception("a line failed", extra={"request_id": run.line.request_id})
-                return _failed(run.line, error)
             num_tries += 1
             run.phase = Phase.BACKING_OFF
             await asyncio.sleep(delay_s)
 
-    async def _answer(self, run: Run) -> LineResult:
+    async def _answer(self, run: Run, body: _Body) -> LineResult:
         run.phase = Phase.PREPARING
-        body = await self._parse(run)
         caller = self._caller(run)
         if isinstance(body, ChatBody):
             generation = await self._service.chat(body, caller)
@@ -116,15 +123,9 @@ class LineRunner:
         reply = await self._service.answer(generation)
         return _succeeded(run.line, generation, to_json(reply).decode())
 
-    async def _parse(self, run: Run) -> ChatBody | CompletionBody:
-        def parse() -> ChatBody | CompletionBody:
-            return parse_line_body(run.batch.endpoint, body_of(run.line.body))
-
-        return parse() if len(run.line.body) < _LARGE_BODY_CHARS else await asyncio.to_thread(parse)
-
     def _caller(self, run: Run) -> Caller:
         """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         expires = run.batch.expires_unix_s
         return Caller(
             request_id=run.line.request_id,
@@ -140,14 +141,21 @@ class LineRunner:
         return delay_s
 
 
+async def _parse(run: Run) -> _Body:
+    endpoint, text = run.batch.endpoint, run.line.body
+    if len(text) < _LARGE_BODY_CHARS:
+        return parse_line_body(endpoint, text)
+    return await asyncio.to_thread(parse_line_body, endpoint, text)
+
+
 def _is_passing(error: ServingError) -> bool:
     """Whether an error says nothing of the line itself: a deadline may be the queue's own bound on waiting."""
     return error.retryable or isinstance(error, DeadlineExceeded)
 
 
-def _is_too_late(error: ServingError, line: LeasedLine) -> bool:
+def _is_too_late(error: ServingError, body: _Body) -> bool:
     """Whether a deadline of the line's own has passed; when its batch's has, the batch ends the line."""
-    return isinstance(error, DeadlineExceeded) and body_of(line.body).get("deadline_ms") is not None
+    return isinstance(error, DeadlineExceeded) and body.deadline_ms is not None
 
 
 def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
+from replicas.clock import Clock
 from replicas.protocol import Band
 from serve_app.jobs.lease_rows import LineResult
 from serve_app.jobs.queue_rows import Backlog
@@ -49,10 +50,9 @@ class Pace:
     the speed grows by that, and work ends, it may come back.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives monotonic seconds."""
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._all = Meter(clock)
+        self._all = Meter(clock.monotonic)
         self._output: dict[str, Meter] = {}
         """Output tokens, by tenant."""
         self._batches: dict[str, Meter] = {}
@@ -62,7 +62,7 @@ class Pace:
     def began(self, batch_id: str) -> None:
         """A batch's first line, as far as known here, runs."""
         if batch_id not in self._batches:
-            self._batches[batch_id] = Meter(self._clock)
+            self._batches[batch_id] = Meter(self._clock.monotonic)
 
     def ended(self, results: Iterable[LineResult]) -> None:
         """Learn from lines that have ended."""
@@ -71,7 +71,7 @@ class Pace:
             self._all.add(line.expected_tokens)
             if (meter := self._batches.get(line.batch_id)) is not None:
                 meter.add(line.expected_tokens)
-            self._output.setdefault(line.tenant, Meter(self._clock)).add(result.num_output_tokens)
+            self._output.setdefault(line.tenant, Meter(self._clock.monotonic)).add(result.num_output_tokens)
             self._learn_ratio(result)
 
     def forget_all_but(self, batch_ids: Collection[str]) -> None:

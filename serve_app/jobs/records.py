@@ -42,6 +42,20 @@ class BatchStatus(Enum):
         """Whether it never changes again."""
         return self in (BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED)
 
+    @property
+    def summary(self) -> str:
+        """Coarser status: pending, processing, completed, failed or cancelled."""
+        return _SUMMARIES.get(self, self.value)
+
+
+_SUMMARIES = {
+    BatchStatus.VALIDATING: "pending",
+    BatchStatus.IN_PROGRESS: "processing",
+    BatchStatus.FINALIZING: "processing",
+    BatchStatus.EXPIRED: "failed",
+    BatchStatus.CANCELLING: "processing",
+}
+
 
 class LineStatus(Enum):
     """How far one request of a batch is."""
@@ -159,6 +173,12 @@ class BatchRecord:
     eta_s: float | None = None
     """Seconds until it should be done; None: not known."""
 
+    @property
+    def ended_unix_s(self) -> float | None:
+        """Moment at which it became final; None: it has not."""
+        ended: float | None = getattr(self, f"{self.status.value}_unix_s") if self.status.is_final else None
+        return ended
+
 
 @dataclass(frozen=True, slots=True)
 class LineRecord:
@@ -274,42 +294,4 @@ class JobsService(Protocol):
 
     async def metrics(self) -> JobsCounts:
         """What is counted of all tenants' work, for `/metrics` (`serve_app.jobs.jobs_metrics` makes them)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """A webhook that is owed: noted in the transaction that ended its batch, kept until it is delivered or dead."""
-
-    id: str
-    """The same at every attempt, so that a receiver can drop what it has seen."""
-    batch_id: str
-    event: str
-    """`batch.completed`, `batch.failed`, `batch.expired` or `batch.cancelled`; of a job `response.` and so on."""
-    url: str
-    body: str
-    """JSON; byte for byte what is signed."""
-    num_attempts: int
-    created_unix_s: float
-
-
-class Outbox(Protocol):
-    """Where the sender of webhooks finds what is owed."""
-
-    async def due_deliveries(
-        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
-    ) -> list[Delivery]:
-        """Deliveries whose next attempt is due, the longest due first.
-
-        `without_hosts`: hosts of URLs (`serve_app.jobs.webhook_events.host_of`) that have one under way: what is
-        owed to a host that is slow must not hide what is owed to others.
-        """
-        ...
-
-    async def delivered(self, delivery_id: str) -> None:
-        """Note that the receiver has it."""
-        ...
-
-    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
-        """Note an attempt that failed; None: there is no next, it is dead."""
         ...

@@ -1,54 +1,51 @@
-"""Writes what lines came to, many at once where they come faster than the disk."""
+"""Writing of results, many in one transaction where they come faster than the disk."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
-from serve_app.jobs.database import Database
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.lease_rows import EndedLines, LineResult, end_lines
 from serve_app.jobs.ownership import Ownership
-from serve_app.jobs.signal import Signal
+from serve_app.wakeup import Wakeup
 
 _MAX_AT_ONCE = 100
 _LOOK_S = 1.0
 
 
 class ResultWriter:
-    """Takes results and writes them, soon and in groups; until then they may be lost, and their lines run again."""
+    """Buffer of results, written soon and in groups. Results that are lost before make their lines run again."""
 
     def __init__(
         self,
-        database: Database,
+        context: JobsContext,
         ownership: Ownership,
         on_written: Callable[[EndedLines], None],
-        unix_clock: Callable[[], float] = time.time,
     ) -> None:
         """`on_written`: called after each commit."""
-        self._database = database
+        self._context = context
         self._ownership = ownership
         self._on_written = on_written
-        self._unix_clock = unix_clock
         self._pending: list[LineResult] = []
-        self._news = Signal()
+        self._wakeup = Wakeup()
 
     def add(self, result: LineResult) -> None:
-        """Have a result written."""
+        """Write a result soon."""
         self._pending.append(result)
-        self._news.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
-            await self._news.wait(_LOOK_S)
+            await self._wakeup.wait(_LOOK_S)
             await self.flush()
 
     async def flush(self) -> None:
-        """Write all that is there."""
+        """Write all results that were added."""
         while self._pending:
             results, self._pending = self._pending[:_MAX_AT_ONCE], self._pending[_MAX_AT_ONCE:]
             self._on_written(await self._write(results))
 
     async def _write(self, results: list[LineResult]) -> EndedLines:
-        owner, now = self._ownership.id, self._unix_clock()
-        return await self._database.write(lambda connection: end_lines(connection, owner, results, now))
+        owner, now = self._ownership.id, self._context.clock.unix()
+        return await self._context.database.write(lambda connection: end_lines(connection, owner, results, now))

@@ -1,4 +1,4 @@
-"""The jobs deployment's parts, put together; knows no Ray."""
+"""Parts of the jobs deployment, put together; knows no Ray."""
 
 from __future__ import annotations
 
@@ -6,28 +6,23 @@ import asyncio
 import contextlib
 import logging
 import random
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from replicas.protocol import Band
-from router.flow_queue import FlowQueue
-from router.types import ReplicaView
 from serve_app.jobs.backlog import BacklogView
-from serve_app.jobs.database import Database
-from serve_app.jobs.endings import Endings
-from serve_app.jobs.file_store import FileStore
+from serve_app.jobs.context import JobsContext
+from serve_app.jobs.delivery_rows import SqlOutbox
+from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.jobs_metrics import LineCounts
 from serve_app.jobs.lease_rows import EndedLines
 from serve_app.jobs.lifecycle import Lifecycle
+from serve_app.jobs.line_queue import LineQueue
 from serve_app.jobs.line_runner import LineRunner
-from serve_app.jobs.outbox import SqlOutbox
 from serve_app.jobs.ownership import Ownership
-from serve_app.jobs.records import NewBatch
+from serve_app.jobs.results import ResultWriter
 from serve_app.jobs.room import Room
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.sweeper import Sweeper
 from serve_app.jobs.validating import Validator
 from serve_app.jobs.worker import Worker
@@ -45,52 +40,30 @@ class JobsRuntime:
 
     def __init__(
         self,
-        settings: JobsSettings,
-        database: Database,
-        files: FileStore,
+        context: JobsContext,
         completions: CompletionService,
-        load: Callable[[], Sequence[ReplicaView]],
-        queue: FlowQueue,
+        room: Room,
         backlog: BacklogView,
         rng: random.Random,
-        unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`load` and `queue` are those of the router that `completions` gives its requests to; so is `backlog`."""
-        self._database = database
+        """`room` and `backlog` are those of the router that `completions` gives its requests to."""
+        self._context = context
+        self._backlog = backlog
         self.line_counts = LineCounts()
-        self._endings = Endings()
-        self._ownership = Ownership(database, settings, unix_clock)
+        self._ownership = Ownership(context)
         self._worker = Worker(
-            database,
+            LineQueue(context, self._ownership, backlog),
             self._ownership,
-            settings,
-            LineRunner(completions, rng, unix_clock),
-            Room(load, queue),
-            backlog,
-            self._lines_ended,
-            unix_clock=unix_clock,
+            LineRunner(completions, rng, context.clock),
+            room,
+            ResultWriter(context, self._ownership, self._results_written),
         )
-        self._lifecycle = Lifecycle(
-            database,
-            self._ownership,
-            settings,
-            Validator(database, files, settings, unix_clock),
-            Finalizer(database, files, self.line_counts.add, unix_clock),
-            self._endings,
-            self._worker.has_news,
-        )
-        self._sweeper = Sweeper(database, files, settings, self._closes, unix_clock)
-        self.service = SqlJobsService(
-            database,
-            settings,
-            self._endings,
-            backlog.pace,
-            self._submitted,
-            self._closes,
-            self._sweeper.delete_doomed_files,
-            unix_clock,
-        )
-        self.outbox = SqlOutbox(database, unix_clock)
+        self._events = BatchEvents(self._worker.has_news, self._worker.abandon)
+        finalizer = Finalizer(context, self.line_counts.add)
+        self._lifecycle = Lifecycle(context, self._ownership, Validator(context), finalizer, self._events)
+        self._sweeper = Sweeper(context, self._events.closing)
+        self.service = SqlJobsService(context, self._events, backlog.pace, self._sweeper.delete_doomed_files)
+        self.outbox = SqlOutbox(context.database, context.clock)
         self._loops: asyncio.Task[None] | None = None
 
     async def start(self, *others: Coroutine[Any, Any, None]) -> None:
@@ -102,7 +75,7 @@ class JobsRuntime:
     async def _run(self, others: Sequence[Coroutine[Any, Any, None]]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._ownership.run(on_lost=self._worker.abandon, on_freed=self._freed))
+                tasks.create_task(self._ownership.run(on_lost=self._worker.abandon, on_freed=self._events.released))
                 tasks.create_task(self._lifecycle.run())
                 tasks.create_task(self._sweeper.run())
                 tasks.create_task(self._worker.run())
@@ -130,28 +103,13 @@ class JobsRuntime:
             with contextlib.suppress(Exception):  # a database that is gone has had no more from us either
                 await self._worker.stop()
                 await self._ownership.stop()
-        await asyncio.to_thread(self._database.close)
+        await asyncio.to_thread(self._context.database.close)
 
-    def _submitted(self, batch: NewBatch) -> None:
-        if batch.input_file_id is not None:
-            self._lifecycle.validating.news.set()
-        else:
-            # What has a deadline may run in a more urgent band than its own.
-            self._worker.has_news(Band if batch.window_s is not None else (batch.band,))
-
-    def _closes(self, batch_id: str) -> None:
-        self._worker.abandon([batch_id])
-        self._lifecycle.closing.news.set()
-
-    def _lines_ended(self, ended: EndedLines) -> None:
+    def _results_written(self, ended: EndedLines) -> None:
+        self._backlog.pace.ended(ended.counted)
         for result in ended.counted:
             self.line_counts.add(result.status)
         for batch_id in ended.final_batch_ids:
-            self._endings.ended(batch_id)
+            self._events.ended(batch_id)
         if ended.closing_batch_ids:
-            self._lifecycle.closing.news.set()
-
-    def _freed(self) -> None:
-        self._worker.has_news()
-        self._lifecycle.validating.news.set()
-        self._lifecycle.closing.news.set()
+            self._events.to_close.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
@@ -13,8 +12,8 @@ from replicas.errors import InvalidRequest, ServingError
 from serve_app.jobs import batch_rows, file_rows
 from serve_app.jobs.batch_rows import batch_record, get_batch
 from serve_app.jobs.batch_states import cancel_batch
-from serve_app.jobs.database import Database
-from serve_app.jobs.endings import Endings
+from serve_app.jobs.context import JobsContext
+from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.ids import new_id
 from serve_app.jobs.line_rows import LineRow, new_row
 from serve_app.jobs.pace import Pace
@@ -30,22 +29,12 @@ from serve_app.jobs.records import (
     PageRequest,
     Submission,
 )
-from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.submission import accepted_before, submit_batch
 
 _FEW_LINES = 8
 """Rows of so many lines are made at once; of more, in a thread."""
-
-_IN_STATS = {
-    BatchStatus.VALIDATING: "pending",
-    BatchStatus.IN_PROGRESS: "processing",
-    BatchStatus.FINALIZING: "processing",
-    BatchStatus.CANCELLING: "processing",
-    BatchStatus.COMPLETED: "completed",
-    BatchStatus.FAILED: "failed",
-    BatchStatus.EXPIRED: "failed",
-    BatchStatus.CANCELLED: "cancelled",
-}
+_RECHECK_S = 2.0
+"""Another process on the same database may end a batch without an event here."""
 
 
 def new_batch_id(kind: BatchKind) -> str:
@@ -58,24 +47,17 @@ class SqlJobsService:
 
     def __init__(
         self,
-        database: Database,
-        settings: JobsSettings,
-        endings: Endings,
+        context: JobsContext,
+        events: BatchEvents,
         pace: Pace,
-        on_submitted: Callable[[NewBatch], None],
-        on_closing: Callable[[str], None],
         delete_doomed_files: Callable[[], Awaitable[None]],
-        unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`on_submitted`, `on_closing`: called when there is a new batch, or a batch is to be closed."""
-        self._database = database
-        self._settings = settings
-        self._endings = endings
+        self._database = context.database
+        self._settings = context.settings
+        self._clock = context.clock
+        self._events = events
         self._pace = pace
-        self._on_submitted = on_submitted
-        self._on_closing = on_closing
         self._delete_doomed_files = delete_doomed_files
-        self._unix_clock = unix_clock
 
     async def add_file(self, file: FileRecord) -> None:
         """Note a file whose bytes are complete in the store."""
@@ -83,17 +65,17 @@ class SqlJobsService:
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """A file that has not expired."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         return await self._database.read(lambda c: file_rows.get_file(c, tenant, file_id, now))
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
         """Some of the tenant's files."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         return await self._database.read(lambda c: file_rows.list_files(c, tenant, purpose, page, now))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Forget a file and delete its bytes; those that the store does not delete now are tried again."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         await self._database.write(lambda c: file_rows.forget_file(c, tenant, file_id, now))
         await self._delete_doomed_files()
 
@@ -107,7 +89,7 @@ class SqlJobsService:
             raise InvalidRequest("two requests of the batch have the same id", "custom_id")
         batch_id = batch_id or new_batch_id(batch.kind)
         rows = await self._rows(batch, batch_id)
-        settings, now = self._settings, self._unix_clock()
+        settings, now = self._settings, self._clock.unix()
         try:
             submission = await self._database.write(lambda c: submit_batch(c, batch, batch_id, rows, settings, now))
         except (IntegrityError, ServingError):  # asked only then: nearly all come once, and then it is in vain
@@ -116,7 +98,7 @@ class SqlJobsService:
                 raise
             submission = known
         if submission.is_new:
-            self._on_submitted(batch)
+            self._events.submitted(batch)
         return submission
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
@@ -129,15 +111,14 @@ class SqlJobsService:
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
         """The batch once it is final, or as it is after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        with self._endings.watch(batch_id) as ended:
+        deadline_s = self._clock.monotonic() + timeout_s
+        with self._events.watch(batch_id) as ended:
             while True:
-                ended.clear()
                 record = await self.batch(tenant, batch_id)
-                left_s = deadline_s - time.monotonic()
+                left_s = deadline_s - self._clock.monotonic()
                 if record.status.is_final or left_s <= 0:
                     return record
-                await self._endings.look_again(ended, left_s)
+                await ended.wait(min(left_s, _RECHECK_S))
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
         """Some of the tenant's batches of one kind."""
@@ -145,9 +126,9 @@ class SqlJobsService:
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Begin to cancel a batch; one that is being cancelled stays so."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         await self._database.write(lambda c: cancel_batch(c, tenant, batch_id, now))
-        self._on_closing(batch_id)
+        self._events.closing(batch_id)
         return await self.batch(tenant, batch_id)
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
@@ -157,9 +138,9 @@ class SqlJobsService:
     async def stats(self, tenant: str) -> BatchStats:
         """The tenant's batches in numbers."""
         counts = await self._database.read(lambda c: batch_rows.count_by_status(c, tenant))
-        sums = dict.fromkeys(_IN_STATS.values(), 0)
+        sums = dict.fromkeys((status.summary for status in BatchStatus), 0)
         for status, number in counts.items():
-            sums[_IN_STATS[status]] += number
+            sums[status.summary] += number
         tokens_per_s = self._pace.output_tokens_per_s(tenant)
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=tokens_per_s)
 

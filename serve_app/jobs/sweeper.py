@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
+from serve_app.jobs.batch_rows import forget_old_batches
 from serve_app.jobs.batch_states import batch_with_old_lines, expire_batches, forget_old_lines, late_batches
-from serve_app.jobs.database import Database
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.file_rows import bytes_deleted, doom_expired_files, doomed
-from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.line_rows import delete_lines
-from serve_app.jobs.retention_rows import forget_old_batches
-from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.validating import CHUNK_LINES
 
 logger = logging.getLogger(__name__)
@@ -28,20 +25,13 @@ _KEPT_S = 60.0
 class Sweeper:
     """Its parts are repeated until they find nothing, and none of them minds a crash: what is left is found again."""
 
-    def __init__(
-        self,
-        database: Database,
-        files: FileStore,
-        settings: JobsSettings,
-        on_expired: Callable[[str], None],
-        unix_clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, context: JobsContext, on_expired: Callable[[str], None]) -> None:
         """`on_expired`: called for each batch that is to be closed because its time is over."""
-        self._database = database
-        self._files = files
-        self._settings = settings
+        self._database = context.database
+        self._files = context.files
+        self._settings = context.settings
+        self._clock = context.clock
         self._on_expired = on_expired
-        self._unix_clock = unix_clock
         self._kept: dict[str, float] = {}
         """Files that the store would not delete, and until when they are left alone; others come first meanwhile."""
 
@@ -54,7 +44,7 @@ class Sweeper:
 
     async def expire(self) -> None:
         """Begin to close every batch whose time is over."""
-        now, model = self._unix_clock(), self._settings.model_name
+        now, model = self._clock.unix(), self._settings.model_name
         if not await self._database.read(lambda c: late_batches(c, model, now)):
             return  # as mostly: to write for nothing would hold up others
         for batch_id in await self._database.write(lambda c: expire_batches(c, model, now)):
@@ -62,7 +52,7 @@ class Sweeper:
 
     async def clean(self) -> None:
         """Delete expired and doomed files, and lines whose results are in files."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         while await self._database.write(lambda c: doom_expired_files(c, now, _NUM_AT_ONCE)):
             pass
         await self.delete_doomed_files()
@@ -71,7 +61,7 @@ class Sweeper:
 
     async def delete_doomed_files(self) -> None:
         """Delete the bytes of files that have no record any more; those that the store keeps are tried again."""
-        now = self._unix_clock()
+        now = self._clock.unix()
         self._kept = {file_id: until for file_id, until in self._kept.items() if until > now}
         for file_id in await self._database.read(lambda c: doomed(c, _NUM_AT_ONCE, but=self._kept)):
             try:
@@ -84,7 +74,7 @@ class Sweeper:
 
     async def forget(self) -> None:
         """Forget jobs and prompt batches that ended long ago."""
-        before = self._unix_clock() - self._settings.keep_results_s
+        before = self._clock.unix() - self._settings.keep_results_s
         while await self._database.write(lambda c: forget_old_batches(c, before, _NUM_AT_ONCE)):
             pass
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,14 +12,13 @@ from sqlalchemy import Connection
 
 from serve_app.jobs.batch_rows import BatchRow, num_unfinished_lines
 from serve_app.jobs.batch_states import begin_batch, fail_batch, still_owns
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import UnknownFile
-from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.line_checker import LineChecker
 from serve_app.jobs.line_rows import LineRow, add_lines, delete_lines, new_row, taken_custom_ids
 from serve_app.jobs.line_splitter import LineTooLong, RawLine, split_lines
 from serve_app.jobs.records import BatchError, BatchStatus, NewLine
-from serve_app.jobs.settings import JobsSettings
 
 CHUNK_LINES = 100
 """Lines of one transaction: what others wait for, some milliseconds."""
@@ -51,13 +49,11 @@ class _Findings:
 class Validator:
     """Checks whole files, a chunk at a time; what is held does not grow with the file."""
 
-    def __init__(
-        self, database: Database, files: FileStore, settings: JobsSettings, unix_clock: Callable[[], float] = time.time
-    ) -> None:
-        self._database = database
-        self._files = files
-        self._settings = settings
-        self._unix_clock = unix_clock
+    def __init__(self, context: JobsContext) -> None:
+        self._database = context.database
+        self._files = context.files
+        self._settings = context.settings
+        self._clock = context.clock
 
     async def validate(self, batch: BatchRow, owner: str) -> None:
         """Bring a batch that is being validated, and is the owner's, to its next state.
@@ -90,7 +86,7 @@ class Validator:
             raise LostBatch(batch.id)
 
     def _conclude(self, connection: Connection, batch_id: str, owner: str, findings: _Findings) -> bool:
-        now = self._unix_clock()
+        now = self._clock.unix()
         if findings.errors:
             return fail_batch(connection, batch_id, owner, tuple(findings.errors), now)
         return begin_batch(connection, batch_id, owner, findings.num_lines, findings.expected_tokens, now)

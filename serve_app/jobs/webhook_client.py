@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-import time
-from collections.abc import Callable
 
 import httpx
 
-from serve_app.jobs.records import Delivery
+from replicas.clock import Clock
+from serve_app.jobs.webhook_events import Delivery
 from serve_app.jobs.webhook_guard import WebhookGuard
 from serve_app.jobs.webhook_signing import WebhookSigner
 from serve_app.jobs.webhook_transport import PinnedTransport
@@ -35,12 +34,12 @@ class WebhookClient:
         *,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = _TIMEOUT_S,
-        unix_clock: Callable[[], float] = time.time,
+        clock: Clock | None = None,
     ) -> None:
         """`timeout_s` is the longest that an attempt may take, from the look-up of the name to the status."""
         self._signer = signer
         self._timeout_s = timeout_s
-        self._unix_clock = unix_clock
+        self._clock = clock or Clock()
         self._http = httpx.AsyncClient(
             transport=PinnedTransport(guard, tls), timeout=timeout_s, follow_redirects=False, trust_env=False
         )
@@ -51,7 +50,7 @@ class WebhookClient:
         Raises:
             NotDelivered: any other status, redirects too; no connection, or no answer in time.
         """
-        headers = _HEADERS | self._signer.headers(delivery.id, delivery.body, self._unix_clock())
+        headers = _HEADERS | self._signer.headers(delivery.id, delivery.body, self._clock.unix())
         try:
             request = self._http.build_request("POST", delivery.url, content=delivery.body.encode(), headers=headers)
             async with asyncio.timeout(self._timeout_s):

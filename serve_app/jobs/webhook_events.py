@@ -1,4 +1,4 @@
-"""What webhooks say: OpenAI's events of batches and, for jobs, of responses."""
+"""Events that webhooks deliver: OpenAI's events of batches and, for jobs, of responses."""
 
 from __future__ import annotations
 
@@ -26,12 +26,29 @@ class WebhookEvent:
     """JSON; byte for byte what is signed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A webhook that is owed: noted in the transaction that ended its batch, kept until it is delivered or dead."""
+
+    id: str
+    """The same at every attempt, so that a receiver can drop what it has seen."""
+    batch_id: str
+    event: str
+    """`batch.completed`, `batch.failed`, `batch.expired` or `batch.cancelled`; of a job `response.` and so on."""
+    url: str
+    body: str
+    """JSON; byte for byte what is signed."""
+    num_attempts: int
+    created_unix_s: float
+
+
 def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
     """The event that a batch has ended; `event_id` is its delivery's id too.
 
     A job is a batch of one request and is told of as a response: it failed where its request did.
     """
-    assert batch.status.is_final
+    ended_unix_s = batch.ended_unix_s
+    assert ended_unix_s is not None
     event_type = f"batch.{batch.status.value}" if batch.kind is not BatchKind.JOB else f"response.{_job_ending(batch)}"
     data: JsonObject = {"id": batch.id}
     if batch.request_id is not None:
@@ -39,7 +56,7 @@ def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
     body: JsonObject = {
         "id": event_id,
         "object": "event",
-        "created_at": int(_ended_unix_s(batch)),
+        "created_at": int(ended_unix_s),
         "type": event_type,
         "data": data,
     }
@@ -60,8 +77,3 @@ def host_of(url: str) -> str:
 def _job_ending(batch: BatchRecord) -> str:
     has_failed = batch.status is BatchStatus.COMPLETED and batch.counts.failed > 0
     return "failed" if has_failed else _JOB_ENDINGS[batch.status]
-
-
-def _ended_unix_s(batch: BatchRecord) -> float:
-    ends = (batch.completed_unix_s, batch.failed_unix_s, batch.expired_unix_s, batch.cancelled_unix_s)
-    return max((end for end in ends if end is not None), default=batch.created_unix_s)

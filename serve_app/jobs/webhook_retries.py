@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from serve_app.jobs.records import Delivery
+from serve_app.jobs.webhook_events import Delivery
 
 MAX_AGE_S = 72 * 3600.0
 """No attempt is made later after the event than this."""

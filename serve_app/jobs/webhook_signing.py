@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import os
 import secrets
+import uuid
 from datetime import UTC, datetime
+from pathlib import Path
 
 from standardwebhooks import Webhook
+
+from serve_app.jobs.durable_disk import sync_directory
 
 _PREFIX = "whsec_"
 _MIN_SECRET_BYTES = 24
@@ -16,6 +22,25 @@ _MIN_SECRET_BYTES = 24
 def new_secret() -> str:
     """A secret that nobody knows yet."""
     return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+
+
+def kept_secret(path: Path) -> str:
+    """The secret in a file that only we can read; drawn and written at the first time.
+
+    Of several processes that find none together, all use the one that one of them has written.
+    """
+    if not path.exists():
+        own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(new_secret() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)  # unlike a rename it replaces nothing
+        own.unlink()
+        sync_directory(path.parent)
+    return path.read_text().strip()
 
 
 class WebhookSigner:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from serve_app.jobs.records import Delivery, Outbox
+from replicas.clock import Clock
 from serve_app.jobs.webhook_client import NotDelivered
-from serve_app.jobs.webhook_events import host_of
+from serve_app.jobs.webhook_events import Delivery, host_of
 from serve_app.jobs.webhook_retries import next_attempt_unix_s
+from serve_app.wakeup import Wakeup
 
-_MAX_PARALLEL = 64
-_POLL_PERIOD_S = 3.0
 _MAX_ERROR_CHARACTERS = 500
 
 logger = logging.getLogger(__name__)
@@ -34,12 +32,44 @@ class AttemptOutcome(Enum):
     """It was the last."""
 
 
+class Outbox(Protocol):
+    """Deliveries that are owed."""
+
+    async def due_deliveries(
+        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
+    ) -> list[Delivery]:
+        """Deliveries whose next attempt is due, the longest due first.
+
+        `without_hosts`: hosts of URLs (`host_of`) that have an attempt under way: deliveries to a slow host must not
+        hide those to others.
+        """
+        ...
+
+    async def delivered(self, delivery_id: str) -> None:
+        """Note that the receiver has it."""
+        ...
+
+    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+        """Note an attempt that failed; None: there is no next, it is dead."""
+        ...
+
+
 class Poster(Protocol):
     """Makes one attempt; `WebhookClient` is one."""
 
     async def post(self, delivery: Delivery) -> None:
         """Deliver, or raise NotDelivered."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class SendingLimits:
+    """Limits of one sender."""
+
+    max_parallel: int = 64
+    """Most attempts under way."""
+    poll_period_s: float = 3.0
+    """Seconds between two looks for deliveries that are due, unless there is news."""
 
 
 class WebhookSender:
@@ -56,21 +86,18 @@ class WebhookSender:
         self,
         outbox: Outbox,
         client: Poster,
-        *,
-        max_parallel: int = _MAX_PARALLEL,
-        poll_period_s: float = _POLL_PERIOD_S,
-        rng: random.Random | None = None,
-        unix_clock: Callable[[], float] = time.time,
+        rng: random.Random,
+        clock: Clock,
+        limits: SendingLimits = SendingLimits(),
     ) -> None:
         self._outbox = outbox
         self._client = client
-        self._max_parallel = max_parallel
-        self._poll_period_s = poll_period_s
-        self._rng = rng or random.Random()
-        self._unix_clock = unix_clock
+        self._rng = rng
+        self._clock = clock
+        self._limits = limits
         self._attempts: dict[str, asyncio.Task[None]] = {}
         """By host."""
-        self._changed = asyncio.Event()
+        self._wakeup = Wakeup()
         self._outcomes: Counter[AttemptOutcome] = Counter(dict.fromkeys(AttemptOutcome, 0))
 
     @property
@@ -80,17 +107,14 @@ class WebhookSender:
 
     def notify(self) -> None:
         """Look for deliveries now: one has been noted."""
-        self._changed.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Send what is due until cancelled."""
         try:
             while True:
-                self._changed.clear()
                 await self._start_due()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._poll_period_s):
-                        await self._changed.wait()
+                await self._wakeup.wait(self._limits.poll_period_s)
         finally:
             attempts = list(self._attempts.values())
             for attempt in attempts:
@@ -100,9 +124,9 @@ class WebhookSender:
     async def _start_due(self) -> None:
         """Start attempts until none is due or no place is left; each look sees one delivery of a host at least."""
         try:
-            while (num_free := self._max_parallel - len(self._attempts)) > 0:
+            while (num_free := self._limits.max_parallel - len(self._attempts)) > 0:
                 busy = frozenset(self._attempts)
-                due = await self._outbox.due_deliveries(self._unix_clock(), num_free, busy)
+                due = await self._outbox.due_deliveries(self._clock.unix(), num_free, busy)
                 if sum(self._start(delivery) for delivery in due) == 0:
                     return
         except Exception:  # the database may be away; the sender must outlive that
@@ -120,7 +144,7 @@ class WebhookSender:
 
     def _end(self, host: str) -> None:
         del self._attempts[host]
-        self._changed.set()
+        self._wakeup.set()
 
     async def _attempt(self, delivery: Delivery) -> None:
         try:
@@ -134,7 +158,7 @@ class WebhookSender:
             await self._note(AttemptOutcome.DELIVERED, lambda: self._outbox.delivered(delivery.id))
 
     async def _fail(self, delivery: Delivery, why: str) -> None:
-        next_unix_s = next_attempt_unix_s(delivery, self._unix_clock(), self._rng)
+        next_unix_s = next_attempt_unix_s(delivery, self._clock.unix(), self._rng)
         outcome = AttemptOutcome.DEAD if next_unix_s is None else AttemptOutcome.FAILED
         logger.warning(
             "a webhook was not delivered",
@@ -151,4 +175,4 @@ class WebhookSender:
                 return await note()
             except Exception:
                 logger.exception("the outcome of a webhook could not be noted")
-                await asyncio.sleep(self._poll_period_s)
+                await asyncio.sleep(self._limits.poll_period_s)

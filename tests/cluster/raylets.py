@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from serve_app.cli.private_cluster import end_processes, free_port
+from serve_app.cli.private_cluster import end_processes, free_port, private_ray_environment
 from serve_app.config import HeadwayConfig
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def main() -> None:
     # Ray prints lines of its own.
     with contextlib.redirect_stdout(sys.stderr), _folder() as folder, _cluster(config) as cluster:
         _serve(config, port)
-        logs = folder / "ray" / "session_latest" / "logs" / "serve"
-        _say({"dashboard_url": f"http://{cluster.webui_url}", "logs": str(logs)})
+        logs = folder / "t" / "ray" / "session_latest" / "logs" / "serve"
+        _say({"dashboard_url": f"http://{cluster.webui_url}", "token_path": str(folder / "token"), "logs": str(logs)})
         for line in sys.stdin:
             match line.split():
                 case ["add"]:
@@ -67,10 +67,10 @@ def main() -> None:
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
     """A folder for everything that Ray writes, the file with the newest cluster's address included."""
-    folder = tempfile.mkdtemp(prefix="hwc-", dir="/tmp")  # short: Ray keeps sockets below it
-    os.environ["RAY_TMPDIR"] = folder
+    folder = Path(tempfile.mkdtemp(prefix="hwc-", dir="/tmp"))  # short: Ray keeps sockets below it
+    os.environ.update(private_ray_environment(folder), RAY_TMPDIR=str(folder / "t"))
     try:
-        yield Path(folder)
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -17,7 +17,7 @@ import psutil
 from serve_app.cli.private_cluster import end_processes, free_port
 from tests.cluster.streams import Clients, Stream
 from tests.limits import LIMIT_S, START_LIMIT_S
-from tests.serve.instance import ROOT, clean_environment, wait_for
+from tests.serve.instance import ROOT, clean_environment, get_from_dashboard, wait_for
 
 _MAX_TRIES = 8
 _ANSWERS = "answers"
@@ -29,6 +29,7 @@ class Served:
 
     url: str
     dashboard_url: str
+    token_path: str
     logs: Path
     process: subprocess.Popen[bytes]
     home: Path
@@ -111,9 +112,8 @@ class Served:
         return wait_for(lambda: _answers(self.home)[num_before:], f"`{command}` is done")[0]["node_id"]
 
     def _deployment(self, name: str) -> list[dict[str, Any]]:
-        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=LIMIT_S)
-        response.raise_for_status()
-        [application] = response.json()["applications"].values()
+        page = get_from_dashboard(self.dashboard_url, self.token_path, "/api/serve/applications/")
+        [application] = page["applications"].values()
         replicas: list[dict[str, Any]] = application["deployments"][name]["replicas"]
         return replicas
 
@@ -147,7 +147,8 @@ def serving(home: Path, **fields: object) -> Iterator[Served]:
 
     try:
         places = wait_for(first_answer, f"the application runs, see {home / 'log'}", START_LIMIT_S)
-        yield Served(f"http://127.0.0.1:{port}", places["dashboard_url"], Path(places["logs"]), process, home)
+        dashboard_url, token_path, logs = places["dashboard_url"], places["token_path"], Path(places["logs"])
+        yield Served(f"http://127.0.0.1:{port}", dashboard_url, token_path, logs, process, home)
     finally:
         _stop(process)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import RAY_ENVIRONMENT, end_processes, free_port
+from serve_app.cli.private_cluster import end_processes, free_port
 from tests.limits import LIMIT_S, START_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,15 @@ def clean_environment(home: Path) -> dict[str, str]:
         kernels.symlink_to(shared)
     left_out = ("MAKE", "MFLAGS", "RAY_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
-    return {**environment, **RAY_ENVIRONMENT, "HOME": str(home)}
+    return {**environment, "HOME": str(home)}
+
+
+def get_from_dashboard(dashboard_url: str, token_path: str | Path, path: str) -> Any:
+    """The JSON of one of the dashboard's pages."""
+    headers = {"authorization": f"Bearer {Path(token_path).read_text()}"}
+    response = httpx.get(f"{dashboard_url}{path}", headers=headers, timeout=LIMIT_S)
+    response.raise_for_status()
+    return response.json()
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class Instance:
 
     url: str
     dashboard_url: str
+    ray_environment: dict[str, str]
+    """Variables that Ray's commands need to reach its cluster."""
     process: subprocess.Popen[bytes]
     log: Path
 
@@ -72,9 +83,9 @@ class Instance:
         return replicas
 
     def applications(self) -> dict[str, Any]:
-        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=LIMIT_S)
-        response.raise_for_status()
-        applications: dict[str, Any] = response.json()["applications"]
+        token_path = self.ray_environment["RAY_AUTH_TOKEN_PATH"]
+        page = get_from_dashboard(self.dashboard_url, token_path, "/api/serve/applications/")
+        applications: dict[str, Any] = page["applications"]
         return applications
 
     def descendants(self) -> list[psutil.Process]:
@@ -106,17 +117,22 @@ def serving(home: Path, *variables: str) -> Iterator[Instance]:
     def ready() -> re.Match[str] | None:
         text = log.read_text(errors="replace")
         assert process.poll() is None, f"make serve ended with {process.returncode}:\n{text}"
-        return re.search(r"^Ray dashboard at (\S+)", text, re.MULTILINE)
+        return re.search(r"^Ray dashboard at (\S+);.*\nRay's commands.*: \. (\S+)\n\n", text, re.MULTILINE)
 
     descendants: list[psutil.Process] = []
     try:
         found = wait_for(ready, f"make serve is ready, see {log}", START_LIMIT_S, 0.2)
-        instance = Instance(f"http://127.0.0.1:{port}", found[1], process, log)
+        instance = Instance(f"http://127.0.0.1:{port}", found[1], _read_exports(Path(found[2])), process, log)
         descendants = instance.descendants()
         yield instance
     finally:
         stop(process)
         end_processes(descendants)
+
+
+def _read_exports(script: Path) -> dict[str, str]:
+    words = [shlex.split(line)[1] for line in script.read_text().splitlines()]
+    return dict(word.split("=", 1) for word in words)
 
 
 def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTERM) -> None:

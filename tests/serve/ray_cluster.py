@@ -1,6 +1,7 @@
 """A private one-node Ray cluster with a GPU that it only claims to have: `python -m tests.serve.ray_cluster PORT`.
 
-Serve listens on PORT. Prints the address and the dashboard's URL, then lives until its input ends.
+Serve listens on PORT. Ray's environment is that of the caller. Prints the address and the dashboard's URL, then lives
+until its input ends.
 """
 
 from __future__ import annotations

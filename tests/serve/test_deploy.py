@@ -15,10 +15,10 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from serve_app.cli.private_cluster import end_processes, free_port
+from serve_app.cli.private_cluster import end_processes, free_port, private_ray_environment
 from tests.limits import LIMIT_S, START_LIMIT_S
 from tests.serve.conftest import MODEL_NAME
-from tests.serve.instance import ROOT, clean_environment, wait_for
+from tests.serve.instance import ROOT, clean_environment, get_from_dashboard, wait_for
 
 CONFIGS = ROOT / "serve_app" / "configs"
 
@@ -39,8 +39,9 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def application(self) -> dict[str, Any]:
-        response = httpx.get(f"{self.dashboard_url}/api/serve/applications/", timeout=LIMIT_S)
-        application: dict[str, Any] = response.json()["applications"].get("headway", {})
+        token_path = self.environment["RAY_AUTH_TOKEN_PATH"]
+        page = get_from_dashboard(self.dashboard_url, token_path, "/api/serve/applications/")
+        application: dict[str, Any] = page["applications"].get("headway", {})
         return application
 
     def model_replicas(self) -> dict[str, str]:
@@ -68,7 +69,7 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("head")
     (home / "headway").symlink_to(ROOT)
-    environment = clean_environment(home)
+    environment = clean_environment(home) | private_ray_environment(home)
     port = free_port("127.0.0.1")
     with open(home / "ray.log", "wb") as log:
         process = subprocess.Popen(

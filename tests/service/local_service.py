@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from replicas.clock import Clock
 from replicas.model_replica import ModelReplica, ReplicaOptions
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.dispatch import Dispatcher
@@ -19,13 +20,15 @@ from router.flow_queue import BandLimits
 from router.latency_targets import LatencyTargets
 from router.load_table import LoadTable
 from router.policy import LeastTokens
-from serve_app.ingress import IngressSettings, create_api
+from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.backlog import BacklogView
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.fsspec_store import FsspecStore
 from serve_app.jobs.pace import Pace
 from serve_app.jobs.records import JobsService
+from serve_app.jobs.room import Room
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.webhook_addresses import AllowedHosts
@@ -93,7 +96,7 @@ async def local_service(
         if data_dir is not None:
             jobs = await stack.enter_async_context(_jobs(replica, settings, data_dir))
         metrics = HttpMetrics(settings.served_model_name)
-        app = create_api(settings, LocalRouting(replica, metrics).dispatcher, metrics=metrics, jobs=jobs)
+        app = create_api(settings, Backends(LocalRouting(replica, metrics).dispatcher, jobs=jobs), metrics=metrics)
         yield LocalService(await stack.enter_async_context(serving(app)), replica)
 
 
@@ -102,16 +105,14 @@ async def _jobs(replica: ModelReplica, settings: IngressSettings, data_dir: Path
     """The jobs process's parts, and what an ingress is given of them."""
     name = settings.served_model_name
     routing, files = LocalRouting(replica, HttpMetrics(name)), FsspecStore(f"{data_dir}/files")
+    database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     known = KnownModel(name, routing.dispatcher, time.monotonic)
     tokenizer = PromptTokenizer.load(settings.model, WorkerThreads(1))
     runtime = JobsRuntime(
-        JobsSettings(name),
-        await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3"),
-        files,
+        JobsContext(database, files, JobsSettings(name)),
         CompletionService(routing.dispatcher, known, tokenizer, settings.limits, random.Random(0)),
-        routing.dispatcher.load,
-        routing.queue,
-        BacklogView(Pace(time.monotonic)),
+        Room(routing.dispatcher.load, routing.queue),
+        BacklogView(Pace(Clock())),
         random.Random(0),
     )
     await runtime.start(routing.dispatcher.run(), files.keep_clean())

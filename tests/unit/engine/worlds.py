@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from replicas.clock import Clock
 from replicas.engine.batch import FinishedStep, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
-from replicas.engine.clock import Clock
 from replicas.engine.config import EngineConfig
 from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine

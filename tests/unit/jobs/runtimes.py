@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from replicas.clock import Clock
 from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
 from router.flow_queue import BandLimits, FlowQueue
 from router.types import ReplicaView
 from serve_app.jobs.backlog import BacklogView
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.pace import Pace
+from serve_app.jobs.room import Room
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.settings import JobsSettings
 from serve_app.openai.schema import GenerationBody
@@ -104,22 +106,16 @@ async def jobs_process(
     *,
     num_slots: int = 4,
     settings: JobsSettings | None = None,
-    unix_clock: Callable[[], float] = time.time,
+    clock: Clock | None = None,
     is_killed: bool = False,
 ) -> AsyncIterator[Process]:
     """A jobs process for as long as the context lasts; one that is killed leaves everything as it stands."""
-    backlog = BacklogView(Pace(time.monotonic))
-    runtime = JobsRuntime(
-        settings or JobsSettings(MODEL),
-        await asyncio.to_thread(Database, database_url),
-        files,
-        cast(CompletionService, completions),
-        lambda: [view(completions, num_slots)],
-        FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0),
-        backlog,
-        random.Random(0),
-        unix_clock,
-    )
+    clock = clock or Clock()
+    database = await asyncio.to_thread(Database, database_url)
+    context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
+    flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
+    room, backlog = Room(lambda: [view(completions, num_slots)], flow_queue), BacklogView(Pace(clock))
+    runtime = JobsRuntime(context, cast(CompletionService, completions), room, backlog, random.Random(0))
     await runtime.start()
     try:
         yield Process(runtime, completions, backlog)

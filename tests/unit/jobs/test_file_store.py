@@ -15,6 +15,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from replicas.clock import Clock
 from serve_app.jobs.errors import UnknownFile
 from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.fsspec_store import PART_BYTES, FsspecStore, in_parts_of
@@ -209,7 +210,7 @@ async def test_a_killed_writer_leaves_no_half_file(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stdout.readline() == b"half\n"
         process.send_signal(signal.SIGKILL)
     now_s = 0.0
-    store = FsspecStore(str(tmp_path), unix_clock=lambda: now_s)
+    store = FsspecStore(str(tmp_path), clock=Clock(unix=lambda: now_s))
     with pytest.raises(UnknownFile):
         await content(store, "file")
     [half] = tmp_path.glob(".unfinished/*")

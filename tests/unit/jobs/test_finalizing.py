@@ -13,7 +13,7 @@ from serve_app.jobs.file_rows import add_file, doom_expired_files, doomed
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.lease_rows import end_lines
 from serve_app.jobs.line_rows import add_lines, new_row
-from serve_app.jobs.owner_rows import bury_owner
+from serve_app.jobs.ownership import bury_owner
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, NewLine
 from serve_app.jobs.sweeper import Sweeper
 from serve_app.jobs.validating import LostBatch
@@ -23,11 +23,7 @@ OWNER = "owner"
 
 
 class ClosingWorld(World):
-    """A world with a file store and an owner, whose batches are about to be closed."""
-
-    def __init__(self, database: Database) -> None:
-        super().__init__(database)
-        self.files = MemoryFiles()
+    """A world with an owner, whose batches are about to be closed."""
 
     async def close(self, num_lines: int) -> BatchRow:
         """A batch whose lines have ended, the first of them badly; it is the owner's."""
@@ -55,10 +51,10 @@ class ClosingWorld(World):
         return claimed
 
     async def finalize(self, batch: BatchRow) -> None:
-        await Finalizer(self.database, self.files, lambda *_: None, self.clock).finalize(batch, OWNER)
+        await Finalizer(self.context, lambda *_: None).finalize(batch, OWNER)
 
     def sweeper(self) -> Sweeper:
-        return Sweeper(self.database, self.files, self.settings, lambda _: None, self.clock)
+        return Sweeper(self.context, lambda _: None)
 
 
 @pytest.fixture

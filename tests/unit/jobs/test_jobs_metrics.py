@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from replicas.clock import Clock
 from replicas.protocol import Band, Metric, MetricKind
 from serve_app.jobs.batch_states import cancel_batch
 from serve_app.jobs.database import Database
@@ -68,6 +69,6 @@ async def test_counts_are_of_all_tenants(database: Database) -> None:
 
 
 def test_the_eta_is_infinite_only_while_something_waits_that_does_not_move() -> None:
-    pace = Pace(lambda: 0.0)
+    pace = Pace(Clock(monotonic=lambda: 0.0))
     assert pace.eta_of_all_s([]) == 0.0
     assert pace.eta_of_all_s([Backlog(Band.BATCH, None, 3, 300)]) == float("inf")

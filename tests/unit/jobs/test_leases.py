@@ -12,10 +12,10 @@ from replicas.protocol import Band
 from serve_app.jobs.batch_rows import batch_record, list_lines, select_batch
 from serve_app.jobs.batch_states import cancel_batch, expire_batches
 from serve_app.jobs.database import Database
-from serve_app.jobs.delivery_rows import due_deliveries
+from serve_app.jobs.delivery_rows import SqlOutbox
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.lease_rows import end_lines, release_lines
-from serve_app.jobs.owner_rows import beat, bury_owner, dead_owners
+from serve_app.jobs.ownership import beat, bury_owner, dead_owners
 from serve_app.jobs.queue_rows import backlog, open_batches
 from serve_app.jobs.records import BatchKind, BatchStatus, LineStatus, NewLine
 from serve_app.jobs.tables import batches
@@ -95,7 +95,7 @@ async def test_a_job_whose_request_failed_has_failed_and_its_owner_is_told(world
     [line] = await world.lease("a", batch_id)
     await world.write(lambda c: end_lines(c, "a", [failure(line)], world.now))
     assert await status_of(world, batch_id) is BatchStatus.FAILED
-    [owed] = await world.write(lambda c: due_deliveries(c, world.now, 10, ()))
+    [owed] = await SqlOutbox(world.database, world.clock).due_deliveries(world.now, 10)
     assert (owed.batch_id, owed.event, owed.num_attempts) == (batch_id, "response.failed", 0)
     with pytest.raises(BatchNotCancellable):
         await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))

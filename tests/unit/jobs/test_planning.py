@@ -15,18 +15,10 @@ from serve_app.jobs.line_size import size_of
 from serve_app.jobs.line_splitter import LineTooLong, split_lines
 from serve_app.jobs.pace import Pace
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
-from tests.unit.jobs.worlds import success
+from tests.unit.jobs.worlds import SetTime, success
 
 NOW = 1_000_000.0
 NEVER = -math.inf
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def open_batch(name: str, num_queued: int = 100, tenant: str = "acme", **fields: Any) -> OpenBatch:
@@ -80,10 +72,10 @@ def backlog(*parts: tuple[float | None, int], band: Band = Band.BATCH) -> list[B
 
 
 def test_a_batch_is_late_when_all_before_it_would_take_longer_than_its_time():
-    clock = Clock()
-    pace = Pace(clock)
+    time = SetTime()
+    pace = Pace(time.clock)
     for _ in range(60):
-        clock.now += 1
+        time.now += 1
         pace.ended([success(leased(100))])
     # 100 tokens a second, and 1.3 times as long is planned for.
     assert pace.late_before(backlog((100.0, 7_000)), NOW) == NEVER
@@ -94,28 +86,28 @@ def test_a_batch_is_late_when_all_before_it_would_take_longer_than_its_time():
 
 
 def test_without_any_speed_a_batch_is_late_in_its_last_minutes():
-    pace = Pace(Clock())
+    pace = Pace(SetTime().clock)
     assert pace.late_before(backlog((1000.0, 1)), NOW) == NEVER
     assert pace.late_before(backlog((200.0, 1)), NOW) == NOW + 200
 
 
 def test_the_time_to_go_follows_the_batchs_own_speed():
-    clock = Clock()
-    pace = Pace(clock)
+    time = SetTime()
+    pace = Pace(time.clock)
     assert pace.eta_s("b", 1000) is None
     pace.began("b")
     for _ in range(10):
-        clock.now += 1
+        time.now += 1
         pace.ended([success(leased(50))])
     assert pace.eta_s("b", 1000) == pytest.approx(20.0)
     assert pace.output_tokens_per_s("acme") == pytest.approx(5.0, rel=0.2)
     assert pace.output_tokens_per_s("other") == 0.0
-    clock.now += 100
+    time.now += 100
     assert pace.eta_s("b", 1000) is None
 
 
 def test_what_lines_really_need_is_learned():
-    pace = Pace(Clock())
+    pace = Pace(SetTime().clock)
     assert pace.real_per_expected == 1.0
     for _ in range(1000):
         pace.ended([success(leased(80))])

@@ -19,11 +19,11 @@ from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.jobs_metrics import LineCounts
 from serve_app.jobs.lease_rows import LeasedLine, LineResult, end_lines, release_lines
-from serve_app.jobs.owner_rows import beat, bury_owner, dead_owners
+from serve_app.jobs.ownership import beat, bury_owner, dead_owners
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.validating import LostBatch, Validator
 from tests.seeds import Seeds
-from tests.unit.jobs.worlds import ENDPOINT, MODEL, MemoryFiles, World, body, failure, new_batch, success
+from tests.unit.jobs.worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 
 LEASE_S = 10.0
 
@@ -34,7 +34,6 @@ class RandomWorld(World):
     def __init__(self, database: Database, rng: random.Random) -> None:
         super().__init__(database)
         self.rng = rng
-        self.files = MemoryFiles()
         self.batch_ids: list[str] = []
         self.num_lines: dict[str, int] = {}
         self.held: dict[str, list[LeasedLine]] = {}
@@ -197,7 +196,7 @@ class RandomWorld(World):
         if batch is None or self.dies(owner):
             return
         try:
-            await Validator(self.database, self.files, self.settings, self.clock).validate(batch, owner)
+            await Validator(self.context).validate(batch, owner)
         except LostBatch:
             raise AssertionError("nobody else was there") from None
 
@@ -208,7 +207,7 @@ class RandomWorld(World):
         batch = await self.write(lambda c: Unowned(CLOSING, MODEL).claim(c, owner))
         if batch is None or self.dies(owner):
             return
-        finalizer = Finalizer(self.database, self.files, LineCounts().add, self.clock)
+        finalizer = Finalizer(self.context, LineCounts().add)
         self.files.num_failures = int(self.dies(owner))
         with contextlib.suppress(OSError):
             await finalizer.finalize(batch, owner)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import Band
 from serve_app.jobs.errors import UnknownFile
@@ -188,7 +189,7 @@ async def test_a_cancelled_batch_keeps_what_was_done(database_url, files, comple
 async def test_a_late_batch_expires_with_what_was_done(database_url, files, completions):
     now = NOW
     completions.gate.clear()
-    async with jobs_process(database_url, files, completions, unix_clock=lambda: now) as process:
+    async with jobs_process(database_url, files, completions, clock=Clock(unix=lambda: now)) as process:
         batch = await submit_file(process, files, 5, window_s=60.0)
         await until(lambda: completions.num_running > 0)
         now += 61
@@ -256,7 +257,7 @@ async def test_an_urgent_job_does_not_wait_for_a_batch(database_url, files, comp
 async def test_the_lines_of_a_late_batch_begin_again_in_a_more_urgent_band(database_url, files, completions):
     now = NOW
     completions.gate.clear()
-    async with jobs_process(database_url, files, completions, num_slots=2, unix_clock=lambda: now) as process:
+    async with jobs_process(database_url, files, completions, num_slots=2, clock=Clock(unix=lambda: now)) as process:
         batch = await submit(process, new_batch(3, window_s=3600.0, band_ceiling=Band.INTERACTIVE))
         modest = await submit(process, new_batch(1, window_s=3600.0, band_ceiling=Band.BATCH, tenant="modest"))
         await until(lambda: completions.num_running >= 2)
@@ -312,7 +313,7 @@ async def test_stats_count_every_batch_once(database_url, files, completions):
 async def test_the_process_is_unhealthy_once_its_database_is_gone(database_url, files, completions):
     async with jobs_process(database_url, files, completions, is_killed=True) as process:
         process.runtime.check_health()
-        process.runtime._database.close()
+        process.runtime._context.database.close()
         await until(lambda: process.runtime._loops is not None and process.runtime._loops.done())
         with pytest.raises(RuntimeError):
             process.runtime.check_health()

@@ -12,7 +12,7 @@ import pytest
 from replicas.errors import InvalidRequest, Overloaded
 from serve_app.jobs.batch_rows import get_batch
 from serve_app.jobs.database import Database
-from serve_app.jobs.endings import Endings
+from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.errors import FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
 from serve_app.jobs.file_rows import add_file, doom_expired_files, doomed, forget_file, get_file, list_files
 from serve_app.jobs.pace import Pace
@@ -32,9 +32,8 @@ def world(database_url: str) -> Iterator[World]:
 def service_of(world: World) -> SqlJobsService:
     async def nothing() -> None: ...
 
-    endings, pace = Endings(), Pace(world.clock)
-    on_submitted, on_closing = (lambda new: None), (lambda batch_id: None)
-    return SqlJobsService(world.database, world.settings, endings, pace, on_submitted, on_closing, nothing, world.clock)
+    events = BatchEvents(on_lines=lambda bands: None, on_closing=lambda batch_ids: None)
+    return SqlJobsService(world.context, events, Pace(world.clock), nothing)
 
 
 def a_file(file_id: str = "file-1", **fields: Any) -> FileRecord:

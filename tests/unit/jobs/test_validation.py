@@ -13,7 +13,7 @@ from serve_app.jobs.batch_states import Unowned, cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.line_rows import delete_lines
-from serve_app.jobs.owner_rows import bury_owner
+from serve_app.jobs.ownership import bury_owner
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, FileRecord, JsonObject
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.validating import LostBatch, Validator
@@ -23,11 +23,10 @@ OWNER = "owner"
 
 
 class ValidationWorld(World):
-    """A world with a file store and an owner."""
+    """A world with an owner and small limits."""
 
     def __init__(self, database: Database) -> None:
         super().__init__(database, JobsSettings(MODEL, max_batch_lines=500, max_file_bytes=200_000, max_line_bytes=400))
-        self.files = MemoryFiles()
 
     async def start(self, data: bytes, endpoint: str = ENDPOINT) -> str:
         """A batch of a file that is about to be validated."""
@@ -44,7 +43,7 @@ class ValidationWorld(World):
     async def go_on(self, batch_id: str) -> BatchRecord:
         batch = await self.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
         assert batch is not None
-        await Validator(self.database, self.files, self.settings, self.clock).validate(batch, OWNER)
+        await Validator(self.context).validate(batch, OWNER)
         return batch_record(await self.write(lambda c: select_batch(c, batch_id)))
 
 
@@ -151,7 +150,7 @@ async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(worl
     failing = _FailingFiles(world.files.files, after_parts=8)
     batch = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
     with pytest.raises(OSError):
-        await Validator(world.database, failing, world.settings, world.clock).validate(batch, OWNER)
+        await Validator(replace(world.context, files=failing)).validate(batch, OWNER)
     assert await world.write(lambda c: len(list_lines(c, "acme", batch_id, -1, 1000))) > 0
     await world.write(lambda c: c.exec_driver_sql("UPDATE batches SET owner = NULL"))
     assert (await world.go_on(batch_id)).counts.total == 450
@@ -162,7 +161,7 @@ async def test_a_batch_that_is_cancelled_meanwhile_is_let_go(world):
     batch = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
     await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))
     with pytest.raises(LostBatch):
-        await Validator(world.database, world.files, world.settings, world.clock).validate(batch, OWNER)
+        await Validator(world.context).validate(batch, OWNER)
 
 
 class _FailingFiles(MemoryFiles):
@@ -187,7 +186,7 @@ async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
     await world.add_owner(OWNER)
     assert (await world.go_on(batch_id)).status is BatchStatus.IN_PROGRESS
     with pytest.raises(LostBatch):
-        await Validator(world.database, world.files, world.settings, world.clock).validate(claimed, OWNER)
+        await Validator(world.context).validate(claimed, OWNER)
     assert len(await world.write(lambda c: list_lines(c, "acme", batch_id, -1, 10))) == 2
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from replicas.errors import InvalidRequest
-from serve_app.jobs.records import Delivery
 from serve_app.jobs.webhook_addresses import AllowedHosts, is_public, literal_address
 from serve_app.jobs.webhook_client import NotDelivered, WebhookClient
+from serve_app.jobs.webhook_events import Delivery
 from serve_app.jobs.webhook_guard import AddressRefused, SystemResolver, WebhookGuard
 from serve_app.jobs.webhook_signing import WebhookSigner, new_secret
 from tests.unit.jobs.receivers import receiving, status

@@ -5,8 +5,7 @@ from __future__ import annotations
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
-from serve_app.jobs.webhook_secret import kept_secret
-from serve_app.jobs.webhook_signing import WebhookSigner
+from serve_app.jobs.webhook_signing import WebhookSigner, kept_secret
 
 
 def test_it_is_drawn_once_and_only_we_can_read_it(tmp_path):

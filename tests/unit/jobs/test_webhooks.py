@@ -14,16 +14,17 @@ import openai
 import pytest
 
 from replicas.protocol import Band
-from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, Delivery, Outbox, RequestCounts
+from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, RequestCounts
 from serve_app.jobs.webhook_addresses import AllowedHosts
 from serve_app.jobs.webhook_client import NotDelivered, WebhookClient
-from serve_app.jobs.webhook_events import event_of, host_of
+from serve_app.jobs.webhook_events import Delivery, event_of, host_of
 from serve_app.jobs.webhook_guard import WebhookGuard
 from serve_app.jobs.webhook_retries import MAX_AGE_S, next_attempt_unix_s
 from serve_app.jobs.webhook_signing import WebhookSigner, new_secret
-from serve_app.jobs.webhooks import AttemptOutcome, WebhookSender
+from serve_app.jobs.webhooks import AttemptOutcome, Outbox, SendingLimits, WebhookSender
 from tests.limits import LIMIT_S
 from tests.unit.jobs.receivers import Answer, endless_body, endless_headers, receiving, silence, status
+from tests.unit.jobs.worlds import SetTime
 
 
 def batch(status: BatchStatus, kind: BatchKind = BatchKind.FILE, counts: RequestCounts | None = None) -> BatchRecord:
@@ -217,14 +218,6 @@ class Hosts:
         self._slow[host].set()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not is_so():
@@ -235,11 +228,9 @@ class Sending:
     """A sender that runs while the context lasts; it looks for work only when told."""
 
     def __init__(self, outbox: Outbox, hosts: Hosts, max_parallel: int = 8, poll_period_s: float = 1e6) -> None:
-        self.clock = Clock()
-        self.sender = WebhookSender(
-            outbox, hosts, max_parallel=max_parallel, poll_period_s=poll_period_s, rng=random.Random(0),
-            unix_clock=self.clock,
-        )  # fmt: skip
+        self.time = SetTime()
+        limits = SendingLimits(max_parallel, poll_period_s)
+        self.sender = WebhookSender(outbox, hosts, random.Random(0), self.time.clock, limits)
 
     async def __aenter__(self) -> Sending:
         self._task = asyncio.create_task(self.sender.run())
@@ -269,9 +260,9 @@ async def test_each_attempt_has_the_same_id_until_72_hours_are_over() -> None:
             await until(lambda seen=seen: outbox.owed["evt_1"].num_attempts > seen)  # type: ignore[misc]
             if (due := outbox.next_unix_s["evt_1"]) is None:
                 break
-            sending.clock.now = due
+            sending.time.now = due
     assert {each.id for each in hosts.posted} == {"evt_1"} and 20 < len(hosts.posted) < 60
-    assert MAX_AGE_S - 5 * 3600 < sending.clock.now <= MAX_AGE_S
+    assert MAX_AGE_S - 5 * 3600 < sending.time.now <= MAX_AGE_S
     assert outbox.errors["evt_1"] == "status 500" and outbox.done == []
     assert sending.sender.outcomes == {
         AttemptOutcome.DELIVERED: 0, AttemptOutcome.FAILED: len(hosts.posted) - 1, AttemptOutcome.DEAD: 1,
@@ -282,8 +273,8 @@ async def test_a_failure_is_followed_by_a_delivery() -> None:
     outbox, hosts = MemoryOutbox(delivery()), Hosts(num_failures=2)
     async with Sending(outbox, hosts) as sending:
         for _ in range(3):
-            await until(lambda: not hosts.under_way and outbox.next_unix_s["evt_1"] != sending.clock.now)
-            sending.clock.now = outbox.next_unix_s["evt_1"] or 0.0
+            await until(lambda: not hosts.under_way and outbox.next_unix_s["evt_1"] != sending.time.now)
+            sending.time.now = outbox.next_unix_s["evt_1"] or 0.0
             sending.sender.notify()
         await until(lambda: outbox.done == ["evt_1"])
     assert len(hosts.posted) == 3

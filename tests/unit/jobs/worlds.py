@@ -8,13 +8,15 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection
 
+from replicas.clock import Clock
 from replicas.protocol import Band
+from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import UnknownFile
 from serve_app.jobs.invariants import check_invariants
 from serve_app.jobs.lease_rows import LeasedLine, LineResult, lease_lines
 from serve_app.jobs.line_rows import new_row
-from serve_app.jobs.owner_rows import add_owner
+from serve_app.jobs.ownership import add_owner
 from serve_app.jobs.records import BatchKind, LineStatus, NewBatch, NewLine, Submission
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.submission import submit_batch
@@ -57,17 +59,28 @@ class MemoryFiles:
             raise OSError("the store does not answer")
 
 
+class SetTime:
+    """Time that stands until it is set, the same on both of its clocks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.clock = Clock(monotonic=lambda: self.now, unix=lambda: self.now)
+
+
 class World:
-    """One database; its clock stands until it is set."""
+    """One database; its unix time stands until it is set."""
 
     def __init__(self, database: Database, settings: JobsSettings | None = None) -> None:
         self.database = database
         self.settings = settings or JobsSettings(MODEL)
         self.now = 1_000_000.0
+        self.clock = Clock(unix=lambda: self.now)
+        self.files = MemoryFiles()
         self.num_batches = 0
 
-    def clock(self) -> float:
-        return self.now
+    @property
+    def context(self) -> JobsContext:
+        return JobsContext(self.database, self.files, self.settings, self.clock)
 
     async def write(self, work: Callable[[Connection], T]) -> T:
         """A transaction, after which every invariant holds."""

@@ -1,4 +1,4 @@
-"""Wakes a loop that waits for something to do."""
+"""Wake-ups of loops that wait for work."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 
 
-class Signal:
-    """Set any number of times before the loop looks, it wakes the loop once."""
+class Wakeup:
+    """Event that wakes a loop; set several times before the loop waits, it wakes the loop once."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
     def set(self) -> None:
-        """There is something to do."""
+        """Wake the loop now, or spare it its next wait."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> None:
