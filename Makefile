@@ -1,5 +1,5 @@
 # Every target makes .venv when it needs one, and again when pyproject.toml or constraints.txt change.
-.PHONY: venv serve test lint bench gpu-check
+.PHONY: venv serve test pytest test-deep lint bench gpu-check
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
@@ -36,9 +36,20 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# In two processes: one runs what starts Ray, the other everything else (tests/conftest.py).
-test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
+# Three processes share the tests (tests/conftest.py). What starts Ray goes before all else: it takes longest.
+TEST_PROCESSES := --tx popen//id=ray --tx popen//id=others//nice=5 \
+	--tx popen//id=interpreter//nice=5//env:TRITON_INTERPRET=1//env:OMP_NUM_THREADS=1
+
+# The lint runs beside the tests; both end before either's failure is told.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs lint pytest
+
+pytest: $(STAMP)
+	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
+
+# What `make test` leaves out: all random worlds, and what is slow.
+test-deep: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)

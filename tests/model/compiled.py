@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-from replicas.model.kernel_build import KernelBuildError, built_library
+from replicas.model.kernel_build import (
+    KernelBuildError,
+    built_library,
+    compile_with_torch,
+    found_compiler,
+)
 from replicas.model.options import DEFAULT_KERNEL_CACHE_DIR
 
 
@@ -18,6 +26,20 @@ def need_kernels() -> None:
         torch.ops.load_library(built_library(DEFAULT_KERNEL_CACHE_DIR))
     except KernelBuildError as error:
         pytest.skip(f"the CPU kernels cannot be compiled here: {error}")
+
+
+def built_program(source: Path, flags: Sequence[str]) -> Path:
+    """A program that includes the kernels' headers, compiled beside their library, once for each version of both."""
+    need_kernels()
+    library = built_library(DEFAULT_KERNEL_CACHE_DIR)  # its name changes with the headers, torch and the processor
+    version = hashlib.sha256(repr((library.name, flags)).encode() + source.read_bytes()).hexdigest()[:24]
+    program = library.with_name(f"{source.stem}-{version}")
+    if not program.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            compiled = Path(folder) / program.name
+            compile_with_torch(found_compiler(), source, compiled, flags)
+            compiled.rename(program)
+    return program
 
 
 @contextmanager

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,8 +24,8 @@ from replicas.model.triton_tiles import TilePlan
 from replicas.model_replica import Backend, _engine_config
 from replicas.options import ReplicaOptions
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from tests.model.cached import cached_checkpoint
 from tests.model.serving import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
-from tests.model.tiny import write_checkpoint
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
@@ -73,9 +69,10 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    path = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
-    return Case(load(path), random_prompts((5, 33, 60, 41, 17, 25, 9, 48)))
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(
+        load(cached_checkpoint(request.param, with_tokenizer=True)), random_prompts((5, 33, 60, 41, 17, 25, 9, 48))
+    )
 
 
 def requests_for(case: Case, params: tuple[SamplingParams, ...] = PARAMS) -> list[GenerateRequest]:
@@ -146,15 +143,6 @@ def test_aborts_and_late_arrivals_change_nobody_elses_tokens(case: Case, seed: i
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     whole = [request.request_id for request in requests if request.request_id not in aborted]
     check_same([outputs[name] for name in whole], [expected[name] for name in whole])
-
-
-def test_padded_decodes_with_tritons_kernels_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    cases = Path(__file__).with_name("padded_interpreted.py")
-    command = [sys.executable, "-m", "pytest", str(cases), "-q", "-x", "-p", "no:cacheprovider"]
-    result = subprocess.run(command, cwd=cases.parents[2], env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 32, 64, 100, 256, 1024])

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from replicas.engine.engine import Engine
 from replicas.protocol import GenerateRequest, SamplingParams
+from tests.model.cached import cached_checkpoint, cached_log_probabilities
 from tests.model.serving import (
-    Prompt,
     build_engine,
     load,
     random_prompts,
@@ -20,7 +20,7 @@ from tests.model.serving import (
     run,
     tokens,
 )
-from tests.model.tiny import ARCHITECTURES, write_checkpoint
+from tests.model.tiny import ARCHITECTURES
 
 PROMPTS = random_prompts((5, 33, 60, 90, 20, 100, 7, 50), seed=3)
 NUM_OUTPUT_TOKENS = 24
@@ -33,10 +33,8 @@ def next_logits(model: torch.nn.Module, token_ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2-window", "phi3-window", "gpt2", "cohere2-window"])
-def test_first_differences_are_near_ties(
-    tmp_path: Path, architecture: str, record_property: Callable[[str, object], None]
-) -> None:
-    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
+def test_first_differences_are_near_ties(architecture: str, record_property: Callable[[str, object], None]) -> None:
+    path = cached_checkpoint(architecture)
     reference, exact = reference_model(path, torch.bfloat16), reference_model(path)
     expected = reference_tokens(reference, PROMPTS, NUM_OUTPUT_TOKENS)
     params = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
@@ -52,25 +50,30 @@ def test_first_differences_are_near_ties(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rounding_error_is_that_of_the_models_own_code(tmp_path: Path, architecture: str) -> None:
+def test_rounding_error_is_that_of_the_models_own_code(architecture: str) -> None:
     """Against float32, log probabilities from the cache err as much as those of transformers' own forward pass."""
-    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
+    engine = build_engine(load(cached_checkpoint(architecture), "bfloat16"))
+    assert rounding_error(engine, architecture) <= 2 * rounding_error_of_own_code(architecture)
+
+
+ROUNDED_PROMPTS = random_prompts((60, 90, 100, 7), seed=3)
+
+
+def rounding_error(engine: Engine, architecture: str) -> float:
+    """Mean error of an engine's log probabilities against float32."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=512)
-    prompts = random_prompts((60, 90, 100, 7), seed=3)
-    requests = [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)]
-    outputs = run(build_engine(load(path, "bfloat16")), requests)
-    reference, exact = reference_model(path, torch.bfloat16), reference_model(path)
-    ours, theirs = [], []
-    for output, prompt in zip(outputs, prompts, strict=True):
-        true = log_probabilities(exact, prompt)
-        found = torch.empty(512)
+    requests = [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(ROUNDED_PROMPTS)]
+    found = torch.full((len(requests), 512), torch.nan)
+    for row, output in zip(found, run(engine, requests), strict=True):
         for entry in output.logprobs[0].top:
-            found[entry.token_id] = entry.logprob
-        ours.append(float((found - true).abs().mean()))
-        theirs.append(float((log_probabilities(reference, prompt) - true).abs().mean()))
-    assert sum(ours) <= 2 * sum(theirs)
+            row[entry.token_id] = entry.logprob
+    return _mean_error(found, architecture)
 
 
-def log_probabilities(model: torch.nn.Module, prompt: Prompt) -> Tensor:
-    """Of the token after `prompt`, [vocab_size] float32."""
-    return next_logits(model, list(prompt)).log_softmax(-1)
+def rounding_error_of_own_code(architecture: str) -> float:
+    """Mean error of transformers' own forward pass in bfloat16 against float32."""
+    return _mean_error(cached_log_probabilities(architecture, ROUNDED_PROMPTS, torch.bfloat16), architecture)
+
+
+def _mean_error(found: Tensor, architecture: str) -> float:
+    return float((found - cached_log_probabilities(architecture, ROUNDED_PROMPTS, torch.float32)).abs().mean())

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from replicas.model.attention_choice import choose_attention
 from replicas.model.cpp_attention import CppAttention
 from replicas.model.loader import LoadedModel, load_model
 from replicas.model.options import ModelOptions
-from replicas.protocol import GenerateRequest, SamplingParams
+from replicas.protocol import GenerateRequest
+from tests.model.cached import cached_checkpoint, cached_reference
 from tests.model.compiled import need_kernels
 from tests.model.serving import (
     MAX_MODEL_LEN,
@@ -24,13 +24,12 @@ from tests.model.serving import (
     run,
     tokens,
 )
-from tests.model.test_bfloat16 import log_probabilities
-from tests.model.test_exactness import TIGHT, WHOLE
+from tests.model.test_bfloat16 import rounding_error, rounding_error_of_own_code
+from tests.model.test_exactness import GREEDY, NUM_OUTPUT_TOKENS, PROMPTS, TIGHT, WHOLE
 from tests.model.test_poison import POISON, write_poisoned
-from tests.model.tiny import ARCHITECTURES, write_checkpoint
+from tests.model.tiny import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures("_kernels")
-GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -48,35 +47,20 @@ def load_compiled(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_output_is_that_of_generate(tmp_path: Path, architecture: str) -> None:
-    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
-    prompts = random_prompts((5, 33, 60, 90))
-    expected = reference_tokens(reference_model(path), prompts, GREEDY.max_tokens)
-    loaded = load_compiled(path)
+def test_output_is_that_of_generate(architecture: str) -> None:
+    loaded = load_compiled(cached_checkpoint(architecture))
+    expected = cached_reference(architecture, PROMPTS, NUM_OUTPUT_TOKENS)
     for sizes in (WHOLE, Sizes(), TIGHT):
         engine = build_engine(loaded, sizes, choose_attention(loaded.attention_spec(16), "auto"))
-        assert tokens(engine, prompts, GREEDY) == expected
+        assert tokens(engine, PROMPTS, GREEDY) == expected
     assert num_preemptions(engine) > 0
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rounding_error_in_bfloat16_is_that_of_the_models_own_code(tmp_path: Path, architecture: str) -> None:
-    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=512)
-    prompts = random_prompts((60, 90, 100, 7), seed=3)
-    requests = [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)]
-    loaded = load_compiled(path, "bfloat16")
-    outputs = run(build_engine(loaded, attention=choose_attention(loaded.attention_spec(16), "auto")), requests)
-    reference, exact = reference_model(path, torch.bfloat16), reference_model(path)
-    ours, theirs = 0.0, 0.0
-    for output, prompt in zip(outputs, prompts, strict=True):
-        true = log_probabilities(exact, prompt)
-        found = torch.empty(512)
-        for entry in output.logprobs[0].top:
-            found[entry.token_id] = entry.logprob
-        ours += float((found - true).abs().mean())
-        theirs += float((log_probabilities(reference, prompt) - true).abs().mean())
-    assert ours <= 2 * theirs
+def test_rounding_error_in_bfloat16_is_that_of_the_models_own_code(architecture: str) -> None:
+    loaded = load_compiled(cached_checkpoint(architecture), "bfloat16")
+    engine = build_engine(loaded, attention=choose_attention(loaded.attention_spec(16), "auto"))
+    assert rounding_error(engine, architecture) <= 2 * rounding_error_of_own_code(architecture)
 
 
 def test_sequence_with_nan_fails_alone(tmp_path: Path) -> None:

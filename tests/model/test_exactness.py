@@ -8,6 +8,7 @@ import pytest
 
 from replicas.model.loader import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
+from tests.model.cached import cached_checkpoint, cached_reference
 from tests.model.serving import (
     Prompt,
     Sizes,
@@ -15,14 +16,13 @@ from tests.model.serving import (
     load,
     num_preemptions,
     random_prompts,
-    reference_model,
-    reference_tokens,
     run,
     tokens,
 )
-from tests.model.tiny import ARCHITECTURES, write_checkpoint
+from tests.model.tiny import ARCHITECTURES
 
 NUM_OUTPUT_TOKENS = 16
+PROMPTS = random_prompts((5, 33, 60, 90))
 GREEDY = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS, temperature=1.0, top_p=0.95, seed=7)
 WHOLE = Sizes(max_num_batched_tokens=512)
@@ -39,10 +39,9 @@ class Case:
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    path = write_checkpoint(tmp_path_factory.mktemp(request.param), request.param, with_tokenizer=False)
-    prompts = random_prompts((5, 33, 60, 90))
-    return Case(load(path), prompts, reference_tokens(reference_model(path), prompts, NUM_OUTPUT_TOKENS))
+def case(request: pytest.FixtureRequest) -> Case:
+    expected = cached_reference(request.param, PROMPTS, NUM_OUTPUT_TOKENS)
+    return Case(load(cached_checkpoint(request.param)), PROMPTS, expected)
 
 
 def test_reference_output_is_diverse(case: Case) -> None:

@@ -9,21 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from replicas.model.kernel_build import compile_with_torch, found_compiler
-from tests.model.compiled import need_kernels
+from tests.model.compiled import built_program
 
 LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program() -> Path:
     """phases_check.cpp, compiled."""
-    need_kernels()
-    output = tmp_path_factory.mktemp("phases") / "check"
     libraries = Path(torch.__file__).parent / "lib"
     flags = ("-std=c++20", "-O1", "-fopenmp", f"-Wl,-rpath,{libraries}")
-    compile_with_torch(found_compiler(), Path(__file__).with_name("phases_check.cpp"), output, flags)
-    return output
+    return built_program(Path(__file__).with_name("phases_check.cpp"), flags)
 
 
 @pytest.mark.parametrize("check", ["held", "random"])

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -20,6 +18,10 @@ from replicas.model.triton_kernels import MAX_SPLITS, attend_kernel, combine_ker
 from replicas.model.triton_layer_kernels import add_and_normalize_kernel, gate_kernel, rotate_kernel
 from replicas.model.triton_shapes import LayerShape, choose_tile
 from replicas.model.triton_write import write_kernel
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"
+)
 
 # Compute capability, and the shared memory that a program may have. 8.9 has least of those since 2020.
 AMPERE, ADA, HOPPER = (80, 163 * 1024), (89, 99 * 1024), (90, 227 * 1024)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
+from tests.fakes import key_digest
 from tests.limits import LIMIT_S
 from tests.model.tiny import write_checkpoint
 from tests.serve.instance import Instance, serving
@@ -15,6 +17,9 @@ from tests.serve.instance import Instance, serving
 NUM_SLOTS = 4
 """Sequences that run together in each of the two replicas."""
 MODEL_NAME = "tiny-llama"
+KEY = "acme"
+"""The API key, and the tenant, of the application's clients."""
+HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="session")
@@ -25,17 +30,24 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(path, max_position_embeddings=32768)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def app(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    """A served application that tests share and leave as they found it."""
-    arguments = f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB load_poll_period_s=0.2"
-    with serving(
-        tmp_path_factory.mktemp("home"), f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}"
-    ) as instance:
+    """A served application that tests share and leave as they found it; it asks for keys."""
+    home = tmp_path_factory.mktemp("home")
+    keys = home / "keys.yaml"
+    keys.write_text(f"{key_digest(KEY)}:\n  tenant: {KEY}\n")
+    arguments = f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB load_poll_period_s=0.2 api_key_file={keys}"
+    with serving(home, f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}") as instance:
         yield instance
 
 
 @pytest.fixture
 def client(app: Instance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S) as client:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as client:
         yield client
+
+
+@pytest.fixture
+def http(app: Instance) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=app.url, headers=HEADERS, timeout=LIMIT_S) as http:
+        yield http

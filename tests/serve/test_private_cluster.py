@@ -109,24 +109,24 @@ def test_rays_commands_work_with_the_environment_that_is_printed(app, tmp_path):
         assert expected in done.stdout + done.stderr
 
 
-def test_secrets_are_closed_to_other_users(app):
+def test_secrets_are_closed_to_other_users(app, http):
     token = Path(app.ray_environment["RAY_AUTH_TOKEN_PATH"])
     assert token.stat().st_mode & 0o777 == 0o600
     assert token.parent.stat().st_mode & 0o777 == 0o700
     data = Path(app.log.parent) / ".headway"
     assert data.stat().st_mode & 0o777 == 0o700
     upload = {"file": ("lines.jsonl", b"{}")}
-    file = httpx.post(f"{app.url}/v1/files", data={"purpose": "batch"}, files=upload, timeout=LIMIT_S).json()
+    file = http.post("/v1/files", data={"purpose": "batch"}, files=upload).json()
     uploaded = wait_for(lambda: list(data.rglob(file["id"])), "the upload is stored")
     for path in (*data.glob("jobs.sqlite3*"), *uploaded):
         assert path.stat().st_mode & 0o777 == 0o600, path
-    httpx.delete(f"{app.url}/v1/files/{file['id']}", timeout=LIMIT_S)
+    http.delete(f"/v1/files/{file['id']}")
 
 
-def test_a_foreign_host_header_is_refused_on_loopback(app):
-    refused = httpx.get(f"{app.url}/v1/models", headers={"host": "rebound.example:8000"}, timeout=LIMIT_S)
+def test_a_foreign_host_header_is_refused_on_loopback(app, http):
+    refused = http.get("/v1/models", headers={"host": "rebound.example:8000"})
     assert refused.status_code == 403
     assert refused.json()["error"]["code"] == "host_not_allowed"
     port = httpx.URL(app.url).port
     for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
-        assert httpx.get(f"{app.url}/v1/models", headers={"host": host}, timeout=LIMIT_S).is_success
+        assert http.get("/v1/models", headers={"host": host}).is_success

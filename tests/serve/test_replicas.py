@@ -7,7 +7,7 @@ import httpx
 import openai
 
 from tests.limits import LIMIT_S
-from tests.serve.conftest import MODEL_NAME, NUM_SLOTS
+from tests.serve.conftest import HEADERS, KEY, MODEL_NAME, NUM_SLOTS
 from tests.serve.instance import Instance, wait_for
 
 
@@ -52,9 +52,7 @@ def test_the_dashboard_lists_ingress_and_replicas_as_running(app):
 
 def test_more_requests_than_slots_are_all_answered_by_both_replicas(app):
     async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
-        ) as client:
+        async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as client:
 
             async def ask(index: int) -> str:
                 reply = await client.completions.with_raw_response.create(
@@ -76,7 +74,7 @@ def test_running_load_shows_on_both_replicas(app):
     def both_busy() -> bool:
         return all(replica["num_running"] > 0 for replica in app.replicas())
 
-    with httpx.Client(base_url=app.url, timeout=LIMIT_S) as http:
+    with httpx.Client(base_url=app.url, headers=HEADERS, timeout=LIMIT_S) as http:
         streams = [
             http.stream("POST", "/v1/completions", json=body(20_000, stream=True, user=str(index)))
             for index in range(2)
@@ -89,16 +87,16 @@ def test_running_load_shows_on_both_replicas(app):
     wait_until_idle(app)
 
 
-def test_a_client_that_goes_away_frees_its_sequence(app):
-    with httpx.stream("POST", f"{app.url}/v1/completions", json=body(20_000, stream=True), timeout=LIMIT_S) as response:
+def test_a_client_that_goes_away_frees_its_sequence(app, http):
+    with http.stream("POST", "/v1/completions", json=body(20_000, stream=True)) as response:
         lines = response.iter_lines()  # kept: httpx closes the stream with its iterator
         next(lines)
         wait_for(lambda: held(app) > 0, "the stream shows as load")
     wait_until_idle(app)
 
 
-def test_a_client_that_goes_away_while_it_waits_for_a_whole_reply_frees_it_too(app):
-    with httpx.Client(timeout=httpx.Timeout(LIMIT_S, read=0.7)) as http:
+def test_a_client_that_leaves_before_a_whole_reply_frees_it_too(app):
+    with httpx.Client(headers=HEADERS, timeout=httpx.Timeout(LIMIT_S, read=0.7)) as http:
         try:
             http.post(f"{app.url}/v1/completions", json=body(20_000))
         except httpx.ReadTimeout:
@@ -113,7 +111,9 @@ def test_clients_that_go_away_while_queued_leave_nothing_behind(app):
         return all(replica["num_running"] == NUM_SLOTS for replica in app.replicas())
 
     async def start_and_leave() -> None:
-        async with httpx.AsyncClient(timeout=LIMIT_S, limits=httpx.Limits(max_connections=100)) as http:
+        async with httpx.AsyncClient(
+            headers=HEADERS, timeout=LIMIT_S, limits=httpx.Limits(max_connections=100)
+        ) as http:
             tasks = [
                 asyncio.create_task(http.post(f"{app.url}/v1/completions", json=body(20_000)))
                 for _ in range(6 * NUM_SLOTS)

@@ -1,10 +1,8 @@
-"""The HTTP application over the real engine and a tiny random model, in one process: all of it but Ray."""
+"""Services for the tests of this folder: one for each test, or one of a module, and clients."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,41 +14,12 @@ import torch
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.config import EngineLimits
 from replicas.model.options import ModelOptions, RunnerOptions
-from replicas.model_replica import ModelReplica
 from replicas.options import ReplicaOptions, StreamOptions
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.dispatch import Dispatcher
-from router.flow_control import FlowController, FlowLimits
-from router.flow_queue import BandLimits
-from router.latency_targets import LatencyTargets
-from router.load_table import LoadTable
-from router.policy import LeastTokens
-from serve_app.ingress import Backends, IngressSettings, create_api
-from serve_app.metrics import HttpMetrics
-from serve_app.router_metrics import RouterMetrics
-from tests.http.conftest import serving
+from serve_app.ingress import IngressSettings
 from tests.model.tiny import write_checkpoint
+from tests.service.local_service import local_service
 
 MODEL = "tiny"
-
-
-class LocalReplicaClient:
-    """Reaches one replica in this process; see `router.types.ReplicaClient`."""
-
-    def __init__(self, engine: AsyncEngine, card: ModelCard) -> None:
-        self._engine, self._card = engine, card
-
-    def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        return self._engine.generate(request)
-
-    async def poll_stats(self) -> list[ReplicaStats]:
-        return [self._engine.stats()]
-
-    async def poll_metrics(self) -> list[EngineMetrics]:
-        return [self._engine.metrics()]
-
-    async def describe(self) -> ModelCard:
-        return self._card
 
 
 @dataclass
@@ -77,17 +46,10 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
         EngineLimits(max_num_seqs=16, max_num_batched_tokens=64, max_queued_requests=4096),
         StreamOptions(coalesce_interval_s=0.002),
     )
-    replica = ModelReplica(options, "replica-0", "node-0")
-    engine = replica.start()
-    table, metrics = LoadTable(time.monotonic), HttpMetrics(MODEL)
-    observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
-    limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
-    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
-    dispatcher = Dispatcher(LocalReplicaClient(engine, replica.card), flow, observer)
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
-    app = create_api(settings, Backends(dispatcher), metrics=metrics)
-    async with serving(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
-        client = openai.AsyncOpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0)
-        yield Service(url, engine, http, client)
-        await client.close()
-    await engine.stop()
+    async with (
+        local_service(options, settings) as local,
+        httpx.AsyncClient(base_url=local.url, timeout=60) as http,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{local.url}/v1", max_retries=0) as client,
+    ):
+        yield Service(local.url, local.engine, http, client)

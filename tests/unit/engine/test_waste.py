@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.seeds import Seeds
 from tests.unit.engine.worlds import World, config, request
 
 
@@ -120,11 +121,12 @@ def play(rng: random.Random, world: World) -> int:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_computed_token_was_of_use_or_is_wasted(seed: int) -> None:
-    rng = random.Random(seed)
-    limits = {"num_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": rng.choice([9, 32])}
-    world = World(config(**limits, enable_prefix_caching=rng.random() < 0.7), step_s=1.0)
-    useful = play(rng, world)
-    assert useful + sum(wasted(world).values()) == num_computed(world)
-    assert useful > 0 and sum(wasted(world).values()) > 0
+@pytest.mark.random_worlds(40, per_call=10)
+def test_every_computed_token_was_of_use_or_is_wasted(seeds: Seeds) -> None:
+    for seed in seeds:
+        rng = random.Random(seed)
+        limits = {"num_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": rng.choice([9, 32])}
+        world = World(config(**limits, enable_prefix_caching=rng.random() < 0.7), step_s=1.0)
+        useful = play(rng, world)
+        assert useful + sum(wasted(world).values()) == num_computed(world)
+        assert useful > 0 and sum(wasted(world).values()) > 0

@@ -22,6 +22,7 @@ from serve_app.jobs.lease_rows import LeasedLine, LineResult, end_lines, release
 from serve_app.jobs.ownership import beat, bury_owner, dead_owners
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.validating import LostBatch, Validator
+from tests.seeds import Seeds
 from tests.unit.jobs.worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 
 LEASE_S = 10.0
@@ -213,16 +214,17 @@ class RandomWorld(World):
         self.files.num_failures = 0
 
 
-@pytest.mark.parametrize("seed", range(8))
-async def test_every_line_ends_exactly_once(database_url: str, seed: int) -> None:
+@pytest.mark.random_worlds(12)
+async def test_every_line_ends_exactly_once(database_url: str, seeds: Seeds) -> None:
     database = Database(database_url)
     try:
-        world = RandomWorld(database, random.Random(seed))
-        await world.play(100)
-        await world.finish()
-        assert all(number == 1 for number in world.ended.values())
-        for batch_id in world.batch_ids:
-            await check_outcome(world, batch_id)
+        for seed in seeds:
+            world = RandomWorld(database, random.Random(seed))
+            await world.play(100)
+            await world.finish()
+            assert all(number == 1 for number in world.ended.values())
+            for batch_id in world.batch_ids:
+                await check_outcome(world, batch_id)
     finally:
         database.close()
 

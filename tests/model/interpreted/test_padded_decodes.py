@@ -1,10 +1,12 @@
-"""Padded decodes with the kernels that CUDA graphs hold: collected in a process with TRITON_INTERPRET=1."""
+"""Padded decodes with the kernels that CUDA graphs hold give the tokens of plain steps."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
 
 from replicas.model.triton_attention import TritonBackend
 from replicas.protocol import GenerateRequest, SamplingParams

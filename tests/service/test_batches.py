@@ -1,8 +1,7 @@
-"""Files, batches and jobs on a real server, through the stock client and the command line."""
+"""Files, batches and jobs on the real engine, through the stock client and the command line."""
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -14,106 +13,54 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from anyio.from_thread import start_blocking_portal
 
+from replicas.engine.config import EngineLimits
+from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.options import ReplicaOptions, StreamOptions
+from serve_app.ingress import IngressSettings
 from tests.fakes import key_digest
 from tests.limits import LIMIT_S
-from tests.serve.conftest import MODEL_NAME
-from tests.serve.instance import ROOT, Instance, serving, wait_for
+from tests.model.tiny import write_checkpoint
+from tests.serve.instance import ROOT, wait_for
+from tests.service.batches import MODEL_NAME, chat_body, ended, line, look, results, submit
+from tests.service.local_service import local_service
 
 LONG = 30_000
 """Output tokens of a request that no test waits for: many seconds."""
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    """One replica that asks for keys: those of two tenants."""
-    home = tmp_path_factory.mktemp("home")
-    keys = home / "keys.yaml"
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A service that asks for keys: those of two tenants."""
+    folder = tmp_path_factory.mktemp("service")
+    model = str(write_checkpoint(folder / MODEL_NAME, max_position_embeddings=32768))
+    keys = folder / "keys.yaml"
     keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("acme", "zeta")))
-    arguments = f"max_num_seqs=4 kv_cache_bytes=64MiB load_poll_period_s=0.2 api_key_file={keys} data_dir={home}/data"
-    with serving(home, f"MODEL={checkpoint}", "DTYPE=float32", f"ARGS={arguments}") as instance:
-        yield instance
+    options = ReplicaOptions(
+        ModelOptions(model, dtype="float32", num_threads=1),
+        RunnerOptions(kv_cache_bytes=64 * 2**20),
+        EngineLimits(max_num_seqs=4),
+        StreamOptions(),
+    )
+    settings = IngressSettings(model=model, served_model_name=MODEL_NAME, api_key_file=str(keys))
+    with (
+        start_blocking_portal() as portal,
+        portal.wrap_async_context_manager(local_service(options, settings, folder)) as service,
+    ):
+        yield service.url
 
 
 @pytest.fixture
-def client(server: Instance) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="acme", max_retries=0, timeout=LIMIT_S) as client:
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="acme", max_retries=0, timeout=LIMIT_S) as client:
         yield client
 
 
 @pytest.fixture
-def http(server: Instance) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, headers={"authorization": "Bearer acme"}, timeout=LIMIT_S) as http:
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, headers={"authorization": "Bearer acme"}, timeout=LIMIT_S) as http:
         yield http
-
-
-def chat_body(text: str = "the quick", **options: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": text}
-    defaults = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
-    return {"model": MODEL_NAME, "messages": [message], **defaults, **options}
-
-
-def line(custom_id: str, **options: Any) -> str:
-    body = chat_body(**options)
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/v1/chat/completions", "body": body})
-
-
-def upload(client: openai.OpenAI, *lines: str) -> Any:
-    return client.files.create(file=("requests.jsonl", io.BytesIO("\n".join(lines).encode())), purpose="batch")
-
-
-def submit(client: openai.OpenAI, *lines: str, window: Any = "24h", **options: Any) -> Any:
-    return client.batches.create(
-        input_file_id=upload(client, *lines).id,
-        endpoint="/v1/chat/completions",
-        completion_window=window,
-        **options,
-    )
-
-
-def look(client: openai.OpenAI, batch: Any) -> Any:
-    return client.batches.retrieve(batch.id)
-
-
-def ended(client: openai.OpenAI, batch: Any) -> Any:
-    def final() -> Any:
-        found = look(client, batch)
-        return found if found.status in ("completed", "failed", "expired", "cancelled") else None
-
-    return wait_for(final, f"{batch.id} has ended", period_s=0.2)
-
-
-def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of a result file by custom id; each stands there once."""
-    if file_id is None:
-        return {}
-    lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
-    by_id = {found["custom_id"]: found for found in lines}
-    assert len(by_id) == len(lines)
-    return by_id
-
-
-def test_batch_answers_what_the_endpoint_answers(client: openai.OpenAI, http: httpx.Client) -> None:
-    texts = {f"r-{number}": f"number {number}" for number in range(20)}
-    batch = submit(client, *(line(id_, text=text) for id_, text in texts.items()), metadata={"night": "1"})
-    assert batch.status == "validating"
-    batch = ended(client, batch)
-    assert (batch.status, batch.error_file_id, batch.metadata) == ("completed", None, {"night": "1"})
-    counts = batch.request_counts
-    assert (counts.total, counts.completed, counts.failed) == (20, 20, 0)
-    assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at < batch.expires_at
-    found = results(client, batch.output_file_id)
-    assert found.keys() == texts.keys()
-    for id_ in ("r-0", "r-19"):
-        response = found[id_]["response"]
-        assert (response["status_code"], found[id_]["error"]) == (200, None)
-        direct = http.post("/v1/chat/completions", json=chat_body(texts[id_])).json()
-        assert response["body"]["choices"][0]["message"] == direct["choices"][0]["message"]
-        assert response["body"]["usage"]["completion_tokens"] == 8
-    assert batch.usage.output_tokens == 20 * 8
-    output = client.files.retrieve(batch.output_file_id)
-    assert (output.purpose, output.bytes) == ("batch_output", len(client.files.content(output.id).content))
-    assert batch.id in [listed.id for listed in client.batches.list(limit=2)]
 
 
 def test_request_that_cannot_be_served_fails_alone(client: openai.OpenAI) -> None:
@@ -257,18 +204,11 @@ def test_prompt_batches_answer_at_once_or_later(http: httpx.Client) -> None:
     assert (pieces[-1]["status"], pieces[-1]["num_completed"]) == ("completed", 2)
 
 
-def test_large_file_goes_up_and_comes_down(client: openai.OpenAI) -> None:
-    content = bytes(range(256)) * 2**16
-    file = client.files.create(file=("large.bin", content), purpose="user_data")
-    assert file.bytes == len(content)
-    assert client.files.content(file.id).content == content
-
-
-def test_command_submits_waits_and_saves(server: Instance, tmp_path: Path) -> None:
+def test_command_submits_waits_and_saves(url: str, tmp_path: Path) -> None:
     requests, output = tmp_path / "requests.jsonl", tmp_path / "output.jsonl"
     requests.write_text("\n".join(line(f"r-{number}") for number in range(5)))
     command = [sys.executable, "-m", "serve_app.cli.main", "batch"]
-    options = ["--url", server.url, "--api-key", "acme"]
+    options = ["--url", url, "--api-key", "acme"]
     finished = subprocess.run(
         [*command, "submit", requests, "--wait", "--output", output, "--poll-every", "0.2", *options],
         cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,

@@ -1,7 +1,4 @@
-"""Cases of Triton's kernels, on CPU tensors: collected by `test_triton_attention` in a process with TRITON_INTERPRET=1.
-
-Triton reads that variable when kernels are defined, and it would hold for every other test of the process.
-"""
+"""Triton's kernels against attention by definition and plain torch, and models that run on them."""
 
 from __future__ import annotations
 
@@ -9,6 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("triton")
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

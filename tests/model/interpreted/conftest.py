@@ -1,0 +1,15 @@
+"""Triton's kernels on CPU tensors, in Triton's interpreter.
+
+Triton reads TRITON_INTERPRET when kernels are defined, and what it says holds for the whole process: these tests run
+in one that was started with it (`make test` does; `TRITON_INTERPRET=1 python -m pytest tests/model/interpreted`).
+"""
+
+import os
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _interpreter() -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("TRITON_INTERPRET=1 is not set in this process")

@@ -1,0 +1,126 @@
+"""Seeds of random worlds: the share that a run of the tests plays, and the way to play one again.
+
+A test of random worlds takes `seeds`, and is marked with how many worlds there are and how many each call plays:
+
+    @pytest.mark.random_worlds(3000, per_call=250)
+    def test_nothing_leaks(seeds: Seeds) -> None:
+        for seed in seeds:
+            play(random.Random(seed))
+
+1. A third of the worlds has fixed seeds, from 0 upwards.
+2. As many have seeds that are drawn from the commit's hash, so that every commit explores others. Without a checkout
+   of git the fixed seeds above the first third take their place.
+3. `--deep` plays all worlds with fixed seeds, and those of the commit.
+4. The report of a failure ends with the seed and with the command that plays this world alone. A seed that has found
+   something goes into the mark, `examples=(...)`, and is played in every run.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+MARK = "random_worlds"
+_FIXTURE = "seeds"
+_ROOT = Path(__file__).resolve().parents[1]
+_GIT_LIMIT_S = 60.0
+
+
+class Seeds:
+    """Seeds that one call of a test plays, in order."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = tuple(values)
+        self.current: int | None = None
+        """The seed of the world that is played; None: none is."""
+
+    def __iter__(self) -> Iterator[int]:
+        for seed in self._values:
+            self.current = seed
+            yield seed
+        self.current = None
+
+    @property
+    def are_many(self) -> bool:
+        """Whether a call may say something of all its worlds together: one that is played again stands alone."""
+        return len(self._values) > 1
+
+
+def groups(number: int, per_call: int, test: str, commit: str | None, is_deep: bool) -> dict[str, range | list[int]]:
+    """Seeds of each call of a test, by the call's name, for `number` worlds of which each call plays `per_call`."""
+    num_calls = number // per_call
+    num_early = -(-num_calls // 3)
+    fixed = [range(call * per_call, (call + 1) * per_call) for call in range(num_calls)]
+    found: dict[str, range | list[int]] = {
+        f"{seeds[0]}-{seeds[-1]}": seeds
+        for call, seeds in enumerate(fixed)
+        if is_deep or call < (num_early if commit is not None else 2 * num_early)
+    }
+    if commit is not None:
+        rng = random.Random(f"{commit} {test}")
+        for call in range(num_early):
+            found[f"commit-{call}"] = [rng.getrandbits(40) for _ in range(per_call)]
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("random worlds")
+    group.addoption("--deep", action="store_true", help="all random worlds, and the tests that are marked `deep`")
+    group.addoption("--seed", type=int, help="of random worlds the one with this seed alone")
+    group.addoption("--commit", help="what some seeds are drawn from; as it is, the hash of the commit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.commit is None:  # here, so that xdist's processes are given one and the same
+        config.option.commit = _commit()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    mark = metafunc.definition.get_closest_marker(MARK)
+    if mark is None:
+        return
+    options = metafunc.config.option
+    chosen = _chosen(*mark.args, **mark.kwargs, test=metafunc.definition.nodeid, options=options)
+    metafunc.parametrize(_FIXTURE, [Seeds(seeds) for seeds in chosen.values()], ids=list(chosen))
+
+
+def _chosen(
+    number: int, per_call: int = 1, examples: Sequence[int] = (), *, test: str, options: object
+) -> dict[str, Sequence[int]]:
+    seed, commit = getattr(options, "seed"), getattr(options, "commit")  # noqa: B009
+    if seed is not None:
+        return {str(seed): [seed]}
+    known = {f"example-{example}": [example] for example in examples}
+    return {**known, **groups(number, per_call, test, commit, getattr(options, "deep"))}  # noqa: B009
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    seeds = getattr(item, "funcargs", {}).get(_FIXTURE)
+    if report.failed and isinstance(seeds, Seeds) and seeds.current is not None:
+        again = f"python -m pytest '{item.nodeid.partition('[')[0]}' --seed {seeds.current}"
+        report.sections.append(("random world", f"seed {seeds.current}; to play it again:\n{again}"))
+    return report
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.deep:
+        skip = pytest.mark.skip(reason="slow; `make test-deep` runs it")
+        for item in items:
+            if item.get_closest_marker("deep") is not None:
+                item.add_marker(skip)
+
+
+def _commit() -> str | None:
+    """The hash of the commit that is checked out; None: this is no checkout, or there is no git."""
+    command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,127 @@
+"""The HTTP application, its jobs and a real engine, in one process: all of it but Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from replicas.clock import Clock
+from replicas.engine.async_engine import AsyncEngine
+from replicas.model_replica import ModelReplica
+from replicas.options import ReplicaOptions
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.dispatch import Dispatcher
+from router.flow_control import FlowController, FlowLimits
+from router.flow_queue import BandLimits
+from router.latency_targets import LatencyTargets
+from router.load_table import LoadTable
+from router.policy import LeastTokens
+from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.jobs.access import JobsAccess
+from serve_app.jobs.backlog import BacklogView
+from serve_app.jobs.context import JobsContext
+from serve_app.jobs.database import Database
+from serve_app.jobs.fsspec_store import FsspecStore
+from serve_app.jobs.pace import Pace
+from serve_app.jobs.records import JobsService
+from serve_app.jobs.room import Room
+from serve_app.jobs.runtime import JobsRuntime
+from serve_app.jobs.settings import JobsSettings
+from serve_app.jobs.webhook_addresses import AllowedHosts
+from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
+from serve_app.metrics import HttpMetrics
+from serve_app.openai.chat import PromptTokenizer
+from serve_app.openai.dispatcher import KnownModel
+from serve_app.openai.service import CompletionService
+from serve_app.openai.workers import WorkerThreads
+from serve_app.router_metrics import RouterMetrics
+from tests.http.conftest import serving
+
+_POLL_PERIOD_S = 0.2
+
+
+class LocalReplicaClient:
+    """Reaches one replica in this process; see `router.types.ReplicaClient`."""
+
+    def __init__(self, engine: AsyncEngine, card: ModelCard) -> None:
+        self._engine, self._card = engine, card
+
+    def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        return self._engine.generate(request)
+
+    async def poll_stats(self) -> list[ReplicaStats]:
+        return [self._engine.stats()]
+
+    async def poll_metrics(self) -> list[EngineMetrics]:
+        return [self._engine.metrics()]
+
+    async def describe(self) -> ModelCard:
+        return self._card
+
+
+class LocalRouting:
+    """Flow control and dispatcher of one ingress over one replica in this process."""
+
+    def __init__(self, client: LocalReplicaClient, metrics: HttpMetrics) -> None:
+        table = LoadTable(time.monotonic)
+        observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
+        limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
+        flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
+        self.queue = flow.queue
+        self.dispatcher = Dispatcher(client, flow, observer, _POLL_PERIOD_S)
+
+
+@dataclass(frozen=True)
+class LocalService:
+    """A running HTTP server, and the engine behind it."""
+
+    url: str
+    engine: AsyncEngine
+
+
+@contextlib.asynccontextmanager
+async def local_service(
+    options: ReplicaOptions, settings: IngressSettings, data_dir: Path | None = None
+) -> AsyncIterator[LocalService]:
+    """Serve a model; with files, batches and jobs where there is a directory for them."""
+    async with contextlib.AsyncExitStack() as stack:
+        replica = ModelReplica(options, "replica-0", "node-0")
+        engine = replica.start()
+        stack.push_async_callback(engine.stop)
+        client = LocalReplicaClient(engine, replica.card)
+        jobs = None
+        if data_dir is not None:
+            jobs = await stack.enter_async_context(_jobs(client, settings, data_dir))
+        metrics = HttpMetrics(settings.served_model_name)
+        app = create_api(settings, Backends(LocalRouting(client, metrics).dispatcher, jobs=jobs), metrics=metrics)
+        yield LocalService(await stack.enter_async_context(serving(app)), engine)
+
+
+@contextlib.asynccontextmanager
+async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
+    """The jobs process's parts, and what an ingress is given of them."""
+    name = settings.served_model_name
+    routing, files = LocalRouting(client, HttpMetrics(name)), FsspecStore(f"{data_dir}/files")
+    job_settings = JobsSettings(name)
+    database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
+    known = KnownModel(name, routing.dispatcher, time.monotonic)
+    tokenizer = PromptTokenizer.load(settings.model, WorkerThreads(1))
+    runtime = JobsRuntime(
+        JobsContext(database, files, job_settings),
+        CompletionService(routing.dispatcher, known, tokenizer, settings.limits, random.Random(0)),
+        Room(routing.dispatcher.load, routing.queue),
+        BacklogView(Pace(Clock())),
+        random.Random(0),
+    )
+    await runtime.start(routing.dispatcher.run(), files.keep_clean())
+    try:
+        guard = WebhookGuard(AllowedHosts.parse([]), SystemResolver())
+        yield JobsAccess(cast(JobsService, runtime.service), files, guard, job_settings)
+    finally:
+        await runtime.stop()

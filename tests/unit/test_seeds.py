@@ -1,0 +1,55 @@
+"""Each commit plays other random worlds, beside some that stay, and every one can be played again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.limits import LIMIT_S
+from tests.seeds import groups
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILING = """
+import pytest
+
+@pytest.mark.random_worlds(6, per_call=3)
+def test_seeds_below_two(seeds):
+    for seed in seeds:
+        print("played", seed)
+        assert seed < 2
+"""
+
+
+def played(commit: str | None, is_deep: bool = False) -> set[int]:
+    return {seed for seeds in groups(90, 10, "test", commit, is_deep).values() for seed in seeds}
+
+
+def run(folder: Path, *options: str) -> str:
+    (folder / "test_worlds.py").write_text(FAILING)
+    command = [sys.executable, "-m", "pytest", "-p", "tests.seeds", "--rootdir", str(folder), str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return done.stdout
+
+
+def test_a_third_is_fixed_and_a_third_is_the_commits() -> None:
+    one, same, other = played("one"), played("one"), played("other")
+    assert one == same
+    assert one & other == set(range(30))
+    assert len(one) == len(other) == 60
+
+
+def test_all_are_played_on_demand() -> None:
+    assert played("one", is_deep=True) == set(range(90)) | played("one")
+
+
+def test_two_thirds_are_fixed_without_a_commit() -> None:
+    assert played(None) == set(range(60))
+
+
+def test_a_failure_names_the_seed_that_plays_it_again(tmp_path: Path) -> None:
+    report = run(tmp_path)
+    assert "seed 2; to play it again:" in report
+    assert "python -m pytest 'test_worlds.py::test_seeds_below_two' --seed 2" in report
+    again = run(tmp_path, "--seed", "2")
+    assert "played 2" in again and "played 0" not in again and "1 failed" in again
