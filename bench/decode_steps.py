@@ -24,7 +24,7 @@ from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.build import build_runner
-from replicas.model.fast_parts import cpu_parts, speed_up
+from replicas.model.fast_parts import cpu_modules, optimize_model
 from replicas.model.kernel_build import load_kernels
 from replicas.model.linears import choose_linears, replace_linears
 from replicas.model.loader import LoadedModel
@@ -60,7 +60,7 @@ def _pack(loaded: LoadedModel) -> LoadedModel:
 
 def _fuse(loaded: LoadedModel) -> LoadedModel:
     """What a replica runs where there is no compiler."""
-    speed_up(loaded.model, loaded.port, loaded.layers, cpu_parts(loaded.dtype, False, "none"))
+    optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, False, "none"))
     return loaded
 
 
@@ -68,7 +68,7 @@ def _compile(loaded: LoadedModel, quantization: str = "none") -> LoadedModel:
     """What a replica runs where there is one."""
     if not load_kernels(DEFAULT_KERNEL_CACHE_DIR, loaded.dtype):
         raise SystemExit("the kernels cannot be compiled here")
-    speed_up(loaded.model, loaded.port, loaded.layers, cpu_parts(loaded.dtype, True, quantization))
+    optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, True, quantization))
     return replace(loaded, has_kernels=True)
 
 
@@ -132,7 +132,7 @@ def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBa
 
 def _item(number: int, num_tokens: int, start: int, block_size: int) -> ScheduledSequence:
     request = GenerateRequest(f"row-{number}", (7,) * num_tokens, SamplingParams(max_tokens=8, temperature=0.0))
-    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=number)
+    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
     num_blocks = -(-num_tokens // block_size)
     sequence.block_table = [1 + number * num_blocks + index for index in range(num_blocks)]
     return ScheduledSequence(sequence, start, num_tokens - start)

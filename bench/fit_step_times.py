@@ -127,7 +127,7 @@ def main() -> None:
 def _sequence(number: int, num_tokens: int, block_size: int) -> Sequence:
     prompt = tuple(16 + (31 * number + 7 * position) % 4000 for position in range(num_tokens))
     request = GenerateRequest(f"row-{number}", prompt, SamplingParams(max_tokens=8, temperature=0.0))
-    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=number)
+    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
     num_blocks = -(-num_tokens // block_size)
     sequence.block_table = [1 + number * num_blocks + index for index in range(num_blocks)]
     return sequence

@@ -31,7 +31,7 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.attention_choice import choose_attention
 from replicas.model.build import build_runner
-from replicas.model.fast_parts import cuda_parts, speed_up
+from replicas.model.fast_parts import cuda_modules, optimize_model
 from replicas.model.loader import LoadedModel
 from replicas.model.options import Device, RunnerOptions
 from replicas.model.probe import probe_attention
@@ -149,7 +149,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> L
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     if device != "cpu":
-        speed_up(model, port, layers, cuda_parts(dtype, torch.device(device)))
+        optimize_model(model, port, layers, cuda_modules(dtype, torch.device(device)))
     return LoadedModel(
         model_id="random",
         model=model,
@@ -294,7 +294,9 @@ def _decode_ms(runner: TorchModelRunner, num_seqs: int, context: int) -> float:
 
 def _sequence(number: int, num_tokens: int, params: SamplingParams) -> Sequence:
     prompt = tuple((number + 7 * position) % 500 for position in range(num_tokens))
-    return Sequence(GenerateRequest(f"row-{number}", prompt, params), arrival_s=0.0, deadline_s=None, number=number)
+    return Sequence(
+        GenerateRequest(f"row-{number}", prompt, params), arrival_s=0.0, deadline_s=None, arrival_index=number
+    )
 
 
 def _time(step: str, num_tokens: int, execute: Callable[[], object]) -> StepTime:

@@ -50,7 +50,7 @@ def logits_of(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     request = GenerateRequest("text", tuple(token_ids), SamplingParams(max_tokens=1))
-    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=0)
+    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=0)
     sequence.block_table = list(range(1, num_blocks + 1))
     cache = KVCache(loaded.layers, num_blocks, _BLOCK_SIZE, loaded.dtype, loaded.device)
     inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], _BLOCK_SIZE, loaded.device)

@@ -35,7 +35,7 @@ _SETTLING_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LatencyResult:
     """Gaps at one load, once it has settled."""
 
     target_itl_ms: float | None
@@ -59,7 +59,7 @@ class TargetBench:
         self._max_model_len = min(1024, loaded.max_model_len)
         self._duration_s: float = arguments.duration
 
-    def measure(self, target_itl_ms: float | None, requests_per_s: float) -> Held:
+    def measure(self, target_itl_ms: float | None, requests_per_s: float) -> LatencyResult:
         """Offer one load for the whole duration; then finish what is there."""
         spec = TraceSpec(round(requests_per_s * self._duration_s), requests_per_s)
         trace = make_trace(spec)
@@ -78,7 +78,7 @@ class TargetBench:
 
     def _figures(
         self, target_itl_ms: float | None, requests_per_s: float, trace: list[TraceRequest], answers: TokenTimes
-    ) -> Held:
+    ) -> LatencyResult:
         """Of the time between settling and the last arrival."""
         ends_s = trace[-1].arrival_s
         begins_s = _SETTLING_SHARE * ends_s
@@ -89,7 +89,7 @@ class TargetBench:
             if begins_s <= before and after <= ends_s
         ]
         num_tokens = sum(begins_s <= moment <= ends_s for times in answers.values() for moment in times)
-        return Held(
+        return LatencyResult(
             target_itl_ms=target_itl_ms,
             requests_per_s=requests_per_s,
             itl_mean_ms=fmean(gaps_ms),

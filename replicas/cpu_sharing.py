@@ -12,14 +12,14 @@ import os
 from contextlib import suppress
 
 
-def do_not_interrupt_others() -> None:
+def use_batch_scheduling() -> None:
     """The calling thread, and what it starts from now on, wait for the end of others' time slices."""
     if hasattr(os, "SCHED_BATCH"):
         with suppress(PermissionError):  # of a sandbox: they do interrupt then
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def may_interrupt_others() -> None:
-    """Take `do_not_interrupt_others` back for the calling thread and what it starts from now on."""
+def use_normal_scheduling() -> None:
+    """Take `use_batch_scheduling` back for the calling thread and what it starts from now on."""
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
+from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.generation import DecoderFactory
@@ -25,8 +25,8 @@ from replicas.protocol import (
 
 _log = logging.getLogger(__name__)
 
-_DELTAS_PER_S = 2000.0
-_DELTAS_PER_S_ON_CPU = 25.0
+_STREAM_CHUNKS_PER_S = 2000.0
+_STREAM_CHUNKS_PER_S_ON_CPU = 25.0
 """A processor, where the engine computes on those that carry them."""
 
 
@@ -95,11 +95,13 @@ class ModelReplica:
             device=backend.device,
         )
         is_on_cpu = backend.device == "cpu"
-        default_deltas_per_s = _DELTAS_PER_S_ON_CPU * (os.cpu_count() or 1) if is_on_cpu else _DELTAS_PER_S
+        default_chunks_per_s = (
+            _STREAM_CHUNKS_PER_S_ON_CPU * (os.cpu_count() or 1) if is_on_cpu else _STREAM_CHUNKS_PER_S
+        )
         self._coalescing = Coalescing(
-            Rhythm(options.streams.coalesce_interval_s, options.streams.coalesce_tokens),
-            options.streams.max_stream_chunks_per_s or default_deltas_per_s,
-            slowed_are_common=is_on_cpu,
+            FlushPolicy(options.streams.coalesce_interval_s, options.streams.coalesce_tokens),
+            options.streams.max_stream_chunks_per_s or default_chunks_per_s,
+            align_when_throttled=is_on_cpu,
         )
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)

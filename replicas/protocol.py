@@ -91,7 +91,7 @@ class GenerateRequest:
     """Output that another replica has already given; generation goes on behind it, as if it had never moved."""
     is_promoted: bool = False
     """It was dispatched because its band had starved: it takes the next free slot, and keeps it."""
-    runs_alone: bool = False
+    is_isolated: bool = False
     """Nothing else runs beside it: it was there when two replicas died."""
     delta_interval_s: float | None = None
     """Nobody reads its deltas one by one: those after the first are put together for so long, seconds, which spares

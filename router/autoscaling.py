@@ -10,7 +10,7 @@ from statistics import median_low
 
 from replicas.rates import SlidingRate
 from replicas.settings import check_bounds, setting
-from router.held_work import Work
+from router.held_work import PendingWork
 
 _FILL = 0.85
 """Share of its measured speed that a replica is counted on for when replicas are given back."""
@@ -62,7 +62,7 @@ class ScalingInputs:
     """That serve now; those that drain are not counted."""
     num_requests: int
     """Anywhere: waiting or running, in ingresses or replicas."""
-    work: tuple[Work, ...]
+    work: tuple[PendingWork, ...]
     """What waits, in ingresses and in replicas."""
     saturated_tokens_per_s: tuple[float, ...]
     """Of each replica that has been measured."""
@@ -89,7 +89,7 @@ class ScalingDecision:
     inputs: ScalingInputs
 
 
-def urgent_tokens(work: Iterable[Work], settings: AutoscalingSettings) -> int:
+def urgent_tokens(work: Iterable[PendingWork], settings: AutoscalingSettings) -> int:
     """Tokens of the work that is due as soon as any is."""
     return sum(waiting.tokens for waiting in work if waiting.due_s <= settings.target_drain_s)
 

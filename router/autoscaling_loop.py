@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from replicas.errors import ServingError
 from router.autoscaling import Autoscaler, ScalingDecision
-from router.held_work import HeldWork, IngressGossip
+from router.held_work import IngressGossip, IngressReport
 from router.scaling_inputs import IngressLoad
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class AutoscalingLoop:
         """Look at the load and decide anew; polls from now on say what this ingress holds and asks for."""
         own_work = self._load.own_work(self.settings)
         decision = self._autoscaler.decide(self._load.inputs(own_work, self.settings))
-        self._gossip.own = HeldWork(
+        self._gossip.own = IngressReport(
             self._gossip.ingress_id, own_work, self._load.num_waiting(), decision.desired_replicas
         )
         self._has_seen_replicas = self._has_seen_replicas or decision.inputs.num_replicas > 0

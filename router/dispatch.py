@@ -25,46 +25,46 @@ from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)
 
-_MAX_MOVES = 16
+_MAX_MIGRATIONS = 16
 _DEATHS_BEFORE_ALONE = 2
 _DEADLINE_GRACE_S = 1.0
 _MAX_REFUSALS = 1000
 """In a row. Each waits for news of the replica that refused, so this many mean that something is wrong."""
 
 
-class Journey:
+class ResumableRequest:
     """What a request has given so far, on all the replicas it has been to."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
         self._num_prompt_logprobs = 0
-        self._seen_here = 0
+        self._num_seen_here = 0
         self.output_token_ids: list[int] = []
         self.is_finished = False
         self.first_s: float | None = None
         self.num_deaths = 0
-        self.num_moves = 0
+        self.num_migrations = 0
         self.num_refusals = 0
 
     @property
-    def runs_alone(self) -> bool:
+    def is_isolated(self) -> bool:
         """Whether the next replica must run nothing beside it."""
         return self.num_deaths >= _DEATHS_BEFORE_ALONE
 
-    def next_request(self) -> GenerateRequest:
+    def to_resume(self) -> GenerateRequest:
         """The request for the next replica: it goes on behind what has been given."""
-        request = replace(self._request, output_token_ids=tuple(self.output_token_ids), runs_alone=self.runs_alone)
+        request = replace(self._request, output_token_ids=tuple(self.output_token_ids), is_isolated=self.is_isolated)
         if self.output_token_ids:
             # The prompt's scores came before the first token.
             request = replace(request, params=replace(request.params, prompt_logprobs=None))
-        self._seen_here = 0
+        self._num_seen_here = 0
         return request
 
-    def take(self, delta: TokenDelta) -> TokenDelta:
+    def record(self, delta: TokenDelta) -> TokenDelta:
         """Note a delta; it comes back without what the client has already, and without an error."""
-        repeated = max(0, self._num_prompt_logprobs - self._seen_here)
-        self._seen_here += len(delta.prompt_logprobs)
-        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._seen_here)
+        repeated = max(0, self._num_prompt_logprobs - self._num_seen_here)
+        self._num_seen_here += len(delta.prompt_logprobs)
+        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_seen_here)
         self.output_token_ids += delta.token_ids
         self.num_refusals = 0
         if delta.error is not None:
@@ -72,9 +72,9 @@ class Journey:
         self.is_finished = delta.finish_reason is not None
         return replace(delta, prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
 
-    def moved(self, has_died: bool) -> None:
+    def record_migration(self, has_died: bool) -> None:
         """Note that a replica was left."""
-        self.num_moves += 1
+        self.num_migrations += 1
         self.num_deaths += has_died
 
 
@@ -155,47 +155,47 @@ class Dispatcher:
             await asyncio.sleep(self._poll_period_s)
 
     async def _stream(self, request: GenerateRequest, group: SampleGroup) -> AsyncGenerator[TokenDelta, None]:
-        journey = Journey(request)
+        resumable = ResumableRequest(request)
         started_s = self._table.now()
         deadline_s = self._deadline_s(request)
         if not self._table.views():
             await self._learn_replicas()
         # From here until it is in line nothing may be awaited: what is admitted counts only once it waits.
-        number = self._flow.admit(request, deadline_s)
-        while not journey.is_finished:
-            request = journey.next_request()
-            placement = await self._flow.acquire(request, number, deadline_s, group)
+        arrival_index = self._flow.admit(request, deadline_s)
+        while not resumable.is_finished:
+            request = resumable.to_resume()
+            placement = await self._flow.acquire(request, arrival_index, deadline_s, group)
             try:
-                async with aclosing(self._attempt(request, placement, journey, deadline_s)) as deltas:
+                async with aclosing(self._attempt(request, placement, resumable, deadline_s)) as deltas:
                     async for delta in deltas:
-                        journey.first_s = journey.first_s or self._table.now()
-                        if journey.is_finished:
-                            self._learn_end(request, journey, started_s)  # Nobody may ask for more.
+                        resumable.first_s = resumable.first_s or self._table.now()
+                        if resumable.is_finished:
+                            self._learn_end(request, resumable, started_s)  # Nobody may ask for more.
                         yield delta
             except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
-                if not journey.is_finished:
-                    self._move_on(journey, request.request_id, error)
+                if not resumable.is_finished:
+                    self._leave_replica(resumable, request.request_id, error)
 
     async def _attempt(
-        self, request: GenerateRequest, placement: Placement, journey: Journey, deadline_s: float | None
+        self, request: GenerateRequest, placement: Placement, resumable: ResumableRequest, deadline_s: float | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """What one replica gives of a request; ends or raises with the request's stay there."""
         limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
-        num_had = len(journey.output_token_ids)
+        num_had = len(resumable.output_token_ids)
         try:
-            told = replace(
+            sent_request = replace(
                 request,
                 expected_output_tokens=placement.expected_output_tokens,
                 is_promoted=placement.is_promoted,
             )
-            async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
+            async with aclosing(self._client.generate(sent_request, placement.ranking)) as deltas:
                 while (delta := await _next_before(limit_s, deltas)) is not None:
                     self._learn(delta, request, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
-                        yield journey.take(delta)
+                        yield resumable.record(delta)
                     if delta.error is not None:
                         raise delta.error
-            if not journey.is_finished:
+            if not resumable.is_finished:
                 raise ReplicaLost("the replica's stream ended before the sequence did")
         except (Overloaded, NoReplicaAvailable):
             self._flow.refused(placement, request)
@@ -204,7 +204,7 @@ class Dispatcher:
             self._flow.forget(placement.in_flight.replica_id)
             raise
         finally:
-            self._flow.settle(placement, request, len(journey.output_token_ids) - num_had)
+            self._flow.settle(placement, request, len(resumable.output_token_ids) - num_had)
 
     def _learn(self, delta: TokenDelta, request: GenerateRequest, placement: Placement) -> None:
         """Take in the load that a delta brings."""
@@ -217,10 +217,10 @@ class Dispatcher:
             self._table.record(delta.stats)
             self._flow.notify()
 
-    def _learn_end(self, request: GenerateRequest, journey: Journey, started_s: float) -> None:
-        num_tokens, now = len(journey.output_token_ids), self._table.now()
+    def _learn_end(self, request: GenerateRequest, resumable: ResumableRequest, started_s: float) -> None:
+        num_tokens, now = len(resumable.output_token_ids), self._table.now()
         self._flow.observe(request, num_tokens)
-        ttft_s = None if journey.first_s is None else journey.first_s - started_s
+        ttft_s = None if resumable.first_s is None else resumable.first_s - started_s
         self._observer.finished(request.band, ttft_s, now - started_s, num_tokens)
 
     async def _learn_replicas(self) -> None:
@@ -235,24 +235,26 @@ class Dispatcher:
         except ServingError as error:
             logger.warning("load poll failed", extra={"error": str(error)})
 
-    def _move_on(self, journey: Journey, request_id: str, error: ServingError) -> None:
+    def _leave_replica(self, resumable: ResumableRequest, request_id: str, error: ServingError) -> None:
         """Note why a request left a replica; raises where it must not go to another."""
         fields = {"request_id": request_id, "cause": str(error)}
         if isinstance(error, Overloaded | NoReplicaAvailable):
-            journey.num_refusals += 1
-            if journey.num_refusals > _MAX_REFUSALS:
+            resumable.num_refusals += 1
+            if resumable.num_refusals > _MAX_REFUSALS:
                 raise error
             logger.debug("request comes back from a replica without room", extra=fields)
             return
-        journey.moved(has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died))
-        if journey.num_deaths > _DEATHS_BEFORE_ALONE:
+        resumable.record_migration(
+            has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died)
+        )
+        if resumable.num_deaths > _DEATHS_BEFORE_ALONE:
             self._observer.migrated("failed")
-            raise RequestQuarantined(f"{journey.num_deaths} replicas died while serving the request") from error
-        if journey.num_moves > _MAX_MOVES:
+            raise RequestQuarantined(f"{resumable.num_deaths} replicas died while serving the request") from error
+        if resumable.num_migrations > _MAX_MIGRATIONS:
             self._observer.migrated("failed")
             raise error
-        self._observer.migrated("resumed" if journey.output_token_ids else "restarted")
-        logger.warning("request moves to another replica", extra={**fields, "num_deaths": journey.num_deaths})
+        self._observer.migrated("resumed" if resumable.output_token_ids else "restarted")
+        logger.warning("request moves to another replica", extra={**fields, "num_deaths": resumable.num_deaths})
 
     def _deadline_s(self, request: GenerateRequest) -> float | None:
         if request.deadline_unix_s is None:

@@ -11,7 +11,7 @@ from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
 from replicas.settings import check_bounds, setting
 from router.admission import Admission
-from router.flow_queue import BandLimits, FlowQueue, Waiting
+from router.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.load_table import LoadTable
 from router.output_lengths import OutputLengths
 from router.served_account import Placement, PlacementAccount
@@ -49,8 +49,8 @@ class SampleGroup:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
-    waiting: Waiting
+class _PendingPlacement:
+    queued: QueuedRequest
     routing: RoutingRequest
     group: SampleGroup
     placement: asyncio.Future[Placement]
@@ -84,7 +84,7 @@ class FlowController:
         self._admission = Admission(limits.bands, self._queue, table)
         self._lengths = OutputLengths()
         self._account = PlacementAccount(self._queue, table)
-        self._waiters: dict[int, _Waiter] = {}
+        self._pending: dict[int, _PendingPlacement] = {}
         self._num_arrived = 0
 
     @property
@@ -113,11 +113,11 @@ class FlowController:
         return self._num_arrived
 
     async def acquire(
-        self, request: GenerateRequest, number: int, deadline_s: float | None, group: SampleGroup
+        self, request: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup
     ) -> Placement:
         """Wait until a replica has room and it is this request's turn.
 
-        `number` is from `admit`; a request that comes back after a dispatch brings its old one and stands
+        `arrival_index` is from `admit`; a request that comes back after a dispatch brings its old one and stands
         where it stood.
 
         Raises:
@@ -125,12 +125,12 @@ class FlowController:
             NoReplicaAvailable: the longest wait passed and there was no replica at all.
         """
         started_s = self._table.now()
-        waiting = Waiting(request, self._num_tokens(request), deadline_s, number)
-        waiter = self._enqueue(waiting, group)
+        queued = QueuedRequest(request, self._num_tokens(request), deadline_s, arrival_index)
+        pending = self._enqueue(queued, group)
         outcome = Outcome.EVICTED_OTHER
         try:
             self.notify()
-            placement = await self._wait(waiter, started_s)
+            placement = await self._wait(pending, started_s)
             outcome = Outcome.DISPATCHED
             return placement
         except asyncio.CancelledError:
@@ -145,7 +145,7 @@ class FlowController:
         finally:
             self._observer.waited(request.band, outcome, self._table.now() - started_s)
             if outcome is not Outcome.DISPATCHED:
-                self._withdraw(waiter)
+                self._withdraw(pending)
 
     def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:
         """Learn that a placement gave output."""
@@ -176,7 +176,7 @@ class FlowController:
 
     def notify(self) -> None:
         """Dispatch what can be dispatched now. Call it whenever load, replicas or the queue changed."""
-        while self._waiters and self._dispatch_next():
+        while self._pending and self._dispatch_next():
             pass
 
     def forget(self, replica_id: str) -> None:
@@ -192,14 +192,14 @@ class FlowController:
         """What may still wait in a band."""
         return self._admission.headroom(band)
 
-    def _enqueue(self, waiting: Waiting, group: SampleGroup) -> _Waiter:
-        request = waiting.request
+    def _enqueue(self, queued: QueuedRequest, group: SampleGroup) -> _PendingPlacement:
+        request = queued.request
         self._hash(request, group)
         routing = RoutingRequest(request, self._lengths.expect(request), group.block_hashes)
-        waiter = _Waiter(waiting, routing, group, asyncio.get_running_loop().create_future())
-        self._waiters[waiting.number] = waiter
-        self._queue.add(waiting, self._table.now())
-        return waiter
+        pending = _PendingPlacement(queued, routing, group, asyncio.get_running_loop().create_future())
+        self._pending[queued.arrival_index] = pending
+        self._queue.add(queued, self._table.now())
+        return pending
 
     def _num_tokens(self, request: GenerateRequest) -> int:
         return len(request.prompt_token_ids) + self._lengths.expect(request)
@@ -210,24 +210,24 @@ class FlowController:
         if views and not group.block_hashes:
             extend_hashes(group.block_hashes, request.prompt_token_ids, views[0].stats.block_size)
 
-    async def _wait(self, waiter: _Waiter, started_s: float) -> Placement:
-        limit_s, deadline_s = self._limits.max_queue_wait_s, waiter.waiting.deadline_s
+    async def _wait(self, pending: _PendingPlacement, started_s: float) -> Placement:
+        limit_s, deadline_s = self._limits.max_queue_wait_s, pending.queued.deadline_s
         if deadline_s is not None:
             limit_s = min(limit_s, max(0.0, deadline_s - started_s))
         try:
             async with asyncio.timeout(limit_s):
-                return await waiter.placement
+                return await pending.placement
         except TimeoutError:
             if limit_s == self._limits.max_queue_wait_s and not self._table.views():
                 raise NoReplicaAvailable(f"there was no model replica after {limit_s:.1f} s") from None
             raise DeadlineExceeded(f"no replica had room for the request within {limit_s:.1f} s") from None
 
-    def _withdraw(self, waiter: _Waiter) -> None:
+    def _withdraw(self, pending: _PendingPlacement) -> None:
         """Take a request out that will not be served, or back a placement that nobody will use."""
-        if self._waiters.pop(waiter.waiting.number, None) is not None:
-            self._queue.remove(waiter.waiting)
-        elif waiter.placement.done() and not waiter.placement.cancelled():
-            self._account.withdraw(waiter.placement.result(), waiter.waiting.request)
+        if self._pending.pop(pending.queued.arrival_index, None) is not None:
+            self._queue.remove(pending.queued)
+        elif pending.placement.done() and not pending.placement.cancelled():
+            self._account.withdraw(pending.placement.result(), pending.queued.request)
             self.notify()
 
     def _dispatch_next(self) -> bool:
@@ -240,30 +240,30 @@ class FlowController:
             band: [view for view in views if self._slots.places(view, band, starved, is_only) > 0] for band in Band
         }
         open_bands = {band for band in Band if with_places[band]}
-        for waiting in self._queue.in_order(starved, open_bands):
-            waiter, band = self._waiters[waiting.number], waiting.request.band
-            if waiter.placement.cancelled():
-                self._withdraw(waiter)
+        for queued in self._queue.in_order(starved, open_bands):
+            pending, band = self._pending[queued.arrival_index], queued.request.band
+            if pending.placement.cancelled():
+                self._withdraw(pending)
                 return True
             if band not in open_bands:
                 continue
-            with_room = [view for view in with_places[band] if self._slots.has_blocks(view, waiting.request, starved)]
+            with_room = [view for view in with_places[band] if self._slots.has_blocks(view, queued.request, starved)]
             if with_room:
-                self._dispatch(waiter, with_room, is_promoted=band in starved)
+                self._dispatch(pending, with_room, is_promoted=band in starved)
                 return True
             open_bands.discard(band)
         return False
 
-    def _dispatch(self, waiter: _Waiter, with_room: list[ReplicaView], is_promoted: bool) -> None:
-        request = waiter.waiting.request
-        ranking = self._policy.rank(waiter.routing, self._slots.best(with_room, request.band))
-        ranking = ranking.led_by(waiter.group.replica_id, Reason.SAME_PROMPT)
+    def _dispatch(self, pending: _PendingPlacement, with_room: list[ReplicaView], is_promoted: bool) -> None:
+        request = pending.queued.request
+        ranking = self._policy.rank(pending.routing, self._slots.best(with_room, request.band))
+        ranking = ranking.with_first(pending.group.replica_id, Reason.SAME_PROMPT)
         self._observer.decided(ranking.reason)
-        waiter.group.replica_id = ranking.first
-        num_prompt_tokens = self._policy.placed(waiter.routing, ranking.first)
+        pending.group.replica_id = ranking.first
+        num_prompt_tokens = self._policy.placed(pending.routing, ranking.first)
         if is_promoted:
             self._observer.promoted(request.band)
-        del self._waiters[waiter.waiting.number]
-        waiter.placement.set_result(
-            self._account.begin(waiter.waiting, waiter.routing, ranking, num_prompt_tokens, is_promoted)
+        del self._pending[pending.queued.arrival_index]
+        pending.placement.set_result(
+            self._account.begin(pending.queued, pending.routing, ranking, num_prompt_tokens, is_promoted)
         )

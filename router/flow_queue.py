@@ -24,7 +24,7 @@ class BandLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedRequest:
     """A request in line."""
 
     request: GenerateRequest
@@ -32,13 +32,13 @@ class Waiting:
     """What it will cost: prompt tokens plus the output expected of it."""
     deadline_s: float | None
     """Monotonic."""
-    number: int
+    arrival_index: int
     """Order of arrival; kept when a request comes back, so that it stands where it stood."""
 
     @property
     def order(self) -> tuple[float, int]:
         """Earliest deadline first, then in order of arrival."""
-        return (float("inf") if self.deadline_s is None else self.deadline_s, self.number)
+        return (float("inf") if self.deadline_s is None else self.deadline_s, self.arrival_index)
 
 
 @dataclass(slots=True)
@@ -47,92 +47,92 @@ class _Tenant:
 
     name: str
     tokens: float
-    line: list[Waiting] = field(default_factory=list)
+    queue: list[QueuedRequest] = field(default_factory=list)
 
     @property
-    def turn(self) -> tuple[float, tuple[float, int]]:
+    def priority(self) -> tuple[float, tuple[float, int]]:
         """The least is next: who has had the fewest tokens, then whose first request comes first."""
-        return (self.tokens, self.line[0].order)
+        return (self.tokens, self.queue[0].order)
 
 
 class _BandQueue:
     """One band's requests, token-fair between tenants; the algorithm is `FlowQueue`'s.
 
-    Invariant: `_turns` holds the tenants that wait, sorted by `turn`.
+    Invariant: `_by_priority` holds the tenants that wait, sorted by `priority`.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        self._turns: list[_Tenant] = []
+        self._by_priority: list[_Tenant] = []
         self._last_floor = 0.0
         self.num_requests = 0
         self.num_tokens = 0
 
-    def add(self, waiting: Waiting) -> None:
-        tenant = self._tenant(waiting.request.tenant)
-        if not tenant.line:
+    def add(self, queued: QueuedRequest) -> None:
+        tenant = self._tenant(queued.request.tenant)
+        if not tenant.queue:
             tenant.tokens = max(tenant.tokens, self._floor())
-        self._leave_turns(tenant)
-        insort(tenant.line, waiting, key=lambda entry: entry.order)
-        self._enter_turns(tenant)
+        self._take_out(tenant)
+        insort(tenant.queue, queued, key=lambda entry: entry.order)
+        self._insert(tenant)
         self.num_requests += 1
-        self.num_tokens += waiting.expected_tokens
+        self.num_tokens += queued.expected_tokens
 
-    def remove(self, waiting: Waiting) -> None:
-        tenant = self._tenants[waiting.request.tenant]
-        self._leave_turns(tenant)
-        index = bisect_left(tenant.line, waiting.order, key=lambda entry: entry.order)
-        assert tenant.line[index] is waiting
-        del tenant.line[index]
-        self._enter_turns(tenant)
+    def remove(self, queued: QueuedRequest) -> None:
+        tenant = self._tenants[queued.request.tenant]
+        self._take_out(tenant)
+        index = bisect_left(tenant.queue, queued.order, key=lambda entry: entry.order)
+        assert tenant.queue[index] is queued
+        del tenant.queue[index]
+        self._insert(tenant)
         self.num_requests -= 1
-        self.num_tokens -= waiting.expected_tokens
+        self.num_tokens -= queued.expected_tokens
 
-    def heads(self) -> Iterator[Waiting]:
+    def heads(self) -> Iterator[QueuedRequest]:
         """The first of each tenant's line, the tenant that has had least first; not to be held over a change."""
-        for tenant in self._turns:
-            yield tenant.line[0]
+        for tenant in self._by_priority:
+            yield tenant.queue[0]
 
     def charge(self, name: str, tokens: float) -> None:
         tenant = self._tenant(name)
-        self._leave_turns(tenant)
+        self._take_out(tenant)
         tenant.tokens += tokens
-        self._enter_turns(tenant)
+        self._insert(tenant)
         if not self.num_requests:
             # Nobody was made to wait for it, so whoever begins to wait next owes nothing and is owed nothing.
             self._last_floor = max(self._last_floor, tenant.tokens)
 
-    def waiting(self) -> Iterator[Waiting]:
+    def waiting(self) -> Iterator[QueuedRequest]:
         for tenant in self._tenants.values():
-            yield from tenant.line
+            yield from tenant.queue
 
     def num_by_tenant(self) -> dict[str, int]:
-        return {tenant.name: len(tenant.line) for tenant in self._turns}
+        return {tenant.name: len(tenant.queue) for tenant in self._by_priority}
 
     def _tenant(self, name: str) -> _Tenant:
         """The tenant, now the most recently used one; a new one starts at the least counter that waits."""
         tenant = self._tenants.pop(name, None) or _Tenant(name, self._floor())
         self._tenants[name] = tenant
-        if len(self._tenants) - len(self._turns) > _MAX_IDLE_TENANTS:
-            idle = next((other for other, its in self._tenants.items() if not its.line and other != name), None)
+        if len(self._tenants) - len(self._by_priority) > _MAX_IDLE_TENANTS:
+            idle = next((other for other, its in self._tenants.items() if not its.queue and other != name), None)
             if idle is not None:
                 del self._tenants[idle]
         return tenant
 
-    def _enter_turns(self, tenant: _Tenant) -> None:
-        if tenant.line:
-            insort(self._turns, tenant, key=lambda entry: entry.turn)
+    def _insert(self, tenant: _Tenant) -> None:
+        if tenant.queue:
+            insort(self._by_priority, tenant, key=lambda entry: entry.priority)
 
-    def _leave_turns(self, tenant: _Tenant) -> None:
-        if tenant.line:
-            index = bisect_left(self._turns, tenant.turn, key=lambda entry: entry.turn)
-            assert self._turns[index] is tenant
-            del self._turns[index]
+    def _take_out(self, tenant: _Tenant) -> None:
+        if tenant.queue:
+            index = bisect_left(self._by_priority, tenant.priority, key=lambda entry: entry.priority)
+            assert self._by_priority[index] is tenant
+            del self._by_priority[index]
 
     def _floor(self) -> float:
         """The least counter of the tenants that wait; when nobody does, the last one known."""
-        if self._turns:
-            self._last_floor = self._turns[0].tokens
+        if self._by_priority:
+            self._last_floor = self._by_priority[0].tokens
         return self._last_floor
 
 
@@ -178,26 +178,26 @@ class FlowQueue:
             )
             raise Overloaded(message, reason="max_num_queued_tokens")
 
-    def add(self, waiting: Waiting, now: float) -> None:
+    def add(self, queued: QueuedRequest, now: float) -> None:
         """Put a request in line, whatever the limits: one that comes back was accepted before."""
-        queue = self._bands[waiting.request.band]
+        queue = self._bands[queued.request.band]
         if not queue.num_requests:
-            self._served_s[waiting.request.band] = now
-        queue.add(waiting)
+            self._served_s[queued.request.band] = now
+        queue.add(queued)
 
-    def remove(self, waiting: Waiting) -> None:
+    def remove(self, queued: QueuedRequest) -> None:
         """Take out a request that waits no longer."""
-        self._bands[waiting.request.band].remove(waiting)
+        self._bands[queued.request.band].remove(queued)
 
-    def in_order(self, starved: Collection[Band], bands: Collection[Band] = tuple(Band)) -> Iterator[Waiting]:
+    def in_order(self, starved: Collection[Band], bands: Collection[Band] = tuple(Band)) -> Iterator[QueuedRequest]:
         """Whom to try next in `bands`: of each tenant the first request, in the order of the class's algorithm."""
         for band in sorted(bands, key=lambda band: (band not in starved, band)):
             yield from self._bands[band].heads()
 
-    def dispatch(self, waiting: Waiting) -> None:
+    def dispatch(self, queued: QueuedRequest) -> None:
         """Take out the request that is dispatched and charge its tenant."""
-        self.remove(waiting)
-        self._bands[waiting.request.band].charge(waiting.request.tenant, waiting.expected_tokens)
+        self.remove(queued)
+        self._bands[queued.request.band].charge(queued.request.tenant, queued.expected_tokens)
 
     def served(self, band: Band, now: float) -> None:
         """Restart a band's clock: one of its requests has its first token."""
@@ -215,7 +215,7 @@ class FlowQueue:
         """Tokens that the requests waiting in a band are expected to cost."""
         return self._bands[band].num_tokens
 
-    def waiting(self, band: Band) -> Iterator[Waiting]:
+    def waiting(self, band: Band) -> Iterator[QueuedRequest]:
         """Every request that waits in a band, in no order; the queue must not change meanwhile."""
         return self._bands[band].waiting()
 

@@ -1,7 +1,7 @@
 """The gossip between ingresses: a poll of a model replica says what one ingress holds and learns of the others.
 
-An ingress keeps its side in `IngressGossip`; a model replica keeps a `HeldWorkBoard`, and an `IngressWatch` that
-notices when the ingress that asked for a stream is gone.
+An ingress keeps its side in `IngressGossip`; a model replica keeps an `IngressReportBoard`, and an `IngressLiveness`
+that notices when the ingress that asked for a stream is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_REPORT_AGE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PendingWork:
     """Tokens that wait, and within what time they should be computed."""
 
     tokens: int
@@ -26,21 +26,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWork:
+class IngressReport:
     """What one ingress holds back, and the number of replicas it asks for; ingresses tell each other."""
 
     ingress_id: str
-    work: tuple[Work, ...]
+    work: tuple[PendingWork, ...]
     num_requests: int
     desired_replicas: int
 
 
 @dataclass(frozen=True, slots=True)
-class PollAnswer:
+class PollReply:
     """What a replica answers a poll."""
 
     stats: ReplicaStats
-    held_elsewhere: tuple[HeldWork, ...]
+    peer_reports: tuple[IngressReport, ...]
     """What the other ingresses hold, as they last told."""
 
 
@@ -49,37 +49,39 @@ class IngressGossip:
     """One ingress's side: what it holds, for all replicas to hear, and what the last poll answered."""
 
     ingress_id: str
-    own: HeldWork | None = None
+    own: IngressReport | None = None
     """What every poll from now on says of this ingress."""
     polled: Sequence[ReplicaStats] = ()
     """The load of every replica that answered the last poll."""
-    elsewhere: Sequence[HeldWork] = ()
+    peer_reports: Sequence[IngressReport] = ()
     """What the other ingresses hold, as the replicas said in the last poll."""
 
 
-class HeldWorkBoard:
+class IngressReportBoard:
     """Board on which a model replica keeps what each ingress last told it, for the others and Serve's controller."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
         self._clock = clock
-        self._told: dict[str, tuple[float, HeldWork]] = {}
+        self._reports: dict[str, tuple[float, IngressReport]] = {}
 
-    def exchange(self, told: HeldWork | None) -> tuple[HeldWork, ...]:
+    def publish(self, report: IngressReport | None) -> tuple[IngressReport, ...]:
         """Keep what an ingress tells; gives what the others have told lately."""
         now = self._clock()
-        if told is not None:
-            self._told[told.ingress_id] = (now, told)
-        self._told = {key: entry for key, entry in self._told.items() if now - entry[0] <= MAX_REPORT_AGE_S}
-        return tuple(held for _, held in self._told.values() if told is None or held.ingress_id != told.ingress_id)
+        if report is not None:
+            self._reports[report.ingress_id] = (now, report)
+        self._reports = {key: entry for key, entry in self._reports.items() if now - entry[0] <= MAX_REPORT_AGE_S}
+        return tuple(
+            other for _, other in self._reports.values() if report is None or other.ingress_id != report.ingress_id
+        )
 
     def autoscaling_stats(self) -> dict[str, float]:
         """The most replicas that any ingress asks for, for Serve's controller; nothing where none has told lately."""
-        desired = [held.desired_replicas for held in self.exchange(None)]
+        desired = [other.desired_replicas for other in self.publish(None)]
         return {DESIRED_REPLICAS: float(max(desired))} if desired else {}
 
 
-class IngressWatch:
+class IngressLiveness:
     """Times at which a model replica last heard of each ingress: Ray (2.60) lets a call outlive its caller.
 
     Every ingress polls every model replica. One that has not been heard of for `limit_s` while others were is lost.
@@ -91,14 +93,16 @@ class IngressWatch:
         """`clock` gives monotonic seconds."""
         self._limit_s = limit_s
         self._clock = clock
-        self._heard_s: dict[str, float] = {}
+        self._last_heartbeat_s: dict[str, float] = {}
 
-    def heard_of(self, ingress_id: str) -> None:
+    def heartbeat(self, ingress_id: str) -> None:
         """Note that an ingress is there."""
         now = self._clock()
-        self._heard_s[ingress_id] = now
-        self._heard_s = {key: heard_s for key, heard_s in self._heard_s.items() if now - heard_s <= self._limit_s}
+        self._last_heartbeat_s[ingress_id] = now
+        self._last_heartbeat_s = {
+            key: last_s for key, last_s in self._last_heartbeat_s.items() if now - last_s <= self._limit_s
+        }
 
     def is_lost(self, ingress_id: str) -> bool:
         """Whether nobody waits any more for what an ingress, once heard of, has asked for."""
-        return ingress_id not in self._heard_s
+        return ingress_id not in self._last_heartbeat_s

@@ -79,7 +79,7 @@ class LeastTokens:
 def _reason_without_prefix(is_equal: list[bool], key: bytes | None) -> Reason:
     """Why one of the replicas came first; of each: whether it is as good as the least."""
     if len(is_equal) == 1:
-        return Reason.ONLY_ONE
+        return Reason.SINGLE_CANDIDATE
     if sum(is_equal) == 1:
         return Reason.LEAST_LOADED
-    return Reason.DRAWN if key is None else Reason.AFFINITY
+    return Reason.RANDOM if key is None else Reason.AFFINITY

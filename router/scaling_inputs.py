@@ -12,7 +12,7 @@ from replicas.protocol import Band, ReplicaStats
 from replicas.rates import SlidingRate
 from router.autoscaling import AutoscalingSettings, ScalingInputs, urgent_tokens
 from router.flow_queue import FlowQueue
-from router.held_work import IngressGossip, Work
+from router.held_work import IngressGossip, PendingWork
 from router.load_table import LoadTable
 from router.types import ReplicaView
 
@@ -22,7 +22,7 @@ _SERVED_WINDOWS_S = (3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingWork:
+class BacklogWork:
     """Requests that wait elsewhere than in flow control, and when they are due."""
 
     band: Band
@@ -30,14 +30,14 @@ class WaitingWork:
     deadline_unix_s: float | None
 
 
-class HeldBack(Protocol):
+class BacklogSource(Protocol):
     """Knows what this ingress has yet to put in line."""
 
     def num_requests(self) -> int:
         """How many requests that are."""
         ...
 
-    def work(self) -> Sequence[WaitingWork]:
+    def work(self) -> Sequence[BacklogWork]:
         """What they need, those with about the same deadline together."""
         ...
 
@@ -90,14 +90,14 @@ class IngressLoad:
     """Load as one ingress sees it: what it holds, what others hold, and what the replicas report."""
 
     def __init__(
-        self, queue: FlowQueue, table: LoadTable, gossip: IngressGossip, held_back: HeldBack | None = None,
+        self, queue: FlowQueue, table: LoadTable, gossip: IngressGossip, backlog_source: BacklogSource | None = None,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`held_back`: what this ingress has beside its queue; None: nothing."""
+        """`backlog_source`: what this ingress has beside its queue; None: nothing."""
         self._queue = queue
         self._table = table
         self._gossip = gossip
-        self._held_back = held_back
+        self._backlog_source = backlog_source
         self._unix_clock = unix_clock
         self._served = ServedRate()
 
@@ -107,26 +107,26 @@ class IngressLoad:
 
     def num_waiting(self) -> int:
         """Requests that wait in this ingress."""
-        return len(self._queue) + (0 if self._held_back is None else self._held_back.num_requests())
+        return len(self._queue) + (0 if self._backlog_source is None else self._backlog_source.num_requests())
 
-    def own_work(self, settings: AutoscalingSettings) -> tuple[Work, ...]:
+    def own_work(self, settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
         """What waits in this ingress."""
         work = work_in_queue(self._queue, settings, self.now())
-        if self._held_back is not None:
-            work += work_held_back(self._held_back.work(), settings, self._unix_clock())
+        if self._backlog_source is not None:
+            work += work_in_backlog(self._backlog_source.work(), settings, self._unix_clock())
         return work
 
-    def inputs(self, own_work: tuple[Work, ...], settings: AutoscalingSettings) -> ScalingInputs:
+    def inputs(self, own_work: tuple[PendingWork, ...], settings: AutoscalingSettings) -> ScalingInputs:
         """All that a decision depends on; a replica that drains counts no more."""
         now = self.now()
         views = [view for view in self._table.views() if not view.stats.is_draining]
         self._served.observe(self._gossip.polled, now)
-        elsewhere = self._gossip.elsewhere
-        in_ingresses = own_work + tuple(work for held in elsewhere for work in held.work)
+        peer_reports = self._gossip.peer_reports
+        in_ingresses = own_work + tuple(work for report in peer_reports for work in report.work)
         return ScalingInputs(
             num_replicas=len(views),
             num_requests=self.num_waiting()
-            + sum(held.num_requests for held in elsewhere)
+            + sum(report.num_requests for report in peer_reports)
             + sum(sum(view.num_by_band) for view in views),
             work=in_ingresses + work_in_replicas(views, settings),
             saturated_tokens_per_s=tuple(
@@ -139,19 +139,19 @@ class IngressLoad:
         )
 
 
-def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[Work, ...]:
+def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[PendingWork, ...]:
     """What waits in flow control; batch work with near deadlines is put together, always with the earliest."""
     urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
     by_due: dict[float, int] = {settings.target_drain_s: urgent} if urgent else {}
     for waiting in queue.waiting(Band.BATCH):
         due_s = _batch_due_s(waiting.deadline_s, settings, now)
         by_due[due_s] = by_due.get(due_s, 0) + waiting.expected_tokens
-    return tuple(Work(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+    return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
 
 
-def work_held_back(
-    waiting: Iterable[WaitingWork], settings: AutoscalingSettings, now_unix_s: float
-) -> tuple[Work, ...]:
+def work_in_backlog(
+    waiting: Iterable[BacklogWork], settings: AutoscalingSettings, now_unix_s: float
+) -> tuple[PendingWork, ...]:
     """What waits elsewhere; batch work is due as far as its deadline needs."""
     by_due: dict[float, int] = {}
     for work in waiting:
@@ -160,10 +160,10 @@ def work_held_back(
             left_s = None if work.deadline_unix_s is None else work.deadline_unix_s - now_unix_s
             due_s = _batch_due_s(left_s, settings, 0.0)
         by_due[due_s] = by_due.get(due_s, 0) + work.tokens
-    return tuple(Work(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+    return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
 
 
-def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[Work, ...]:
+def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
     """What waits in the replicas: of their outstanding tokens, the share of the requests that do not run yet."""
     urgent = batch = 0.0
     for view in views:
@@ -172,11 +172,11 @@ def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings
             each = stats.outstanding_tokens / (stats.num_running + stats.num_waiting)
             batch += each * stats.num_waiting_by_band[Band.BATCH]
             urgent += each * (stats.num_waiting - stats.num_waiting_by_band[Band.BATCH])
-    works = (Work(int(urgent), settings.target_drain_s), Work(int(batch), settings.batch_drain_s))
+    works = (PendingWork(int(urgent), settings.target_drain_s), PendingWork(int(batch), settings.batch_drain_s))
     return tuple(work for work in works if work.tokens)
 
 
-def urgent_outstanding(work: Iterable[Work], views: Iterable[ReplicaView], settings: AutoscalingSettings) -> int:
+def urgent_outstanding(work: Iterable[PendingWork], views: Iterable[ReplicaView], settings: AutoscalingSettings) -> int:
     """Tokens that all but batch work needs still: that of `work`, and its share of what each replica has."""
     num_tokens = urgent_tokens(work, settings)
     for view in views:

@@ -24,7 +24,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, IngressGossip, PollAnswer
+from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, IngressGossip, PollReply
 
 _WAKE_S = 1.0
 HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
@@ -51,7 +51,7 @@ class RankedRouter(RequestRouter):
 _MODEL_DEPLOYMENT = "Model"
 
 
-def obey_model_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+def deployment_autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Autoscaling policy of the model's deployment: as many replicas as the ingresses have told its replicas.
 
     Where nothing is known, as while there is no replica, the number stays as it is; from zero, a call that waits for
@@ -61,7 +61,7 @@ def obey_model_replicas(context: AutoscalingContext) -> tuple[int, dict[str, Any
     return context.target_num_replicas if asked is None else asked, {}
 
 
-def obey_ingresses(contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
+def application_autoscaling_policy(contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
     """Autoscaling policy of the application: as many model replicas as the ingresses ask for.
 
     The other deployments stay as they are, and so does the model where no ingress has reported lately.
@@ -97,7 +97,7 @@ class ServeReplicaClient:
         self._gossip = gossip
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
-        self._exchange = handle.options(method_name="exchange")
+        self._poll = handle.options(method_name="poll")
         self._poll_timeout_s = poll_timeout_s
         self._num_streams: Counter[str] = Counter()
         self._missed: set[str] = set()
@@ -132,13 +132,13 @@ class ServeReplicaClient:
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """The present load of every replica that answers; each hears what this ingress holds."""
-        answers = await self._exchange_with_all()
+        replies = await self._poll_all()
         before = self._missed.union(stats.replica_id for stats in self._gossip.polled)
-        polled = [answer.stats for answer in answers]
+        polled = [reply.stats for reply in replies]
         self._num_streams += Counter()  # drops those at zero
         self._missed = before.difference(stats.replica_id for stats in polled).intersection(self._num_streams)
-        newest = {held.ingress_id: held for answer in answers for held in answer.held_elsewhere}
-        self._gossip.polled, self._gossip.elsewhere = polled, list(newest.values())
+        newest = {report.ingress_id: report for reply in replies for report in reply.peer_reports}
+        self._gossip.polled, self._gossip.peer_reports = polled, list(newest.values())
         return polled
 
     async def wake(self) -> None:
@@ -149,7 +149,7 @@ class ServeReplicaClient:
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Everything that every replica's engine counts."""
-        return await self._ask_all("metrics")
+        return await self._broadcast("metrics")
 
     async def describe(self) -> ModelCard:
         """What the replicas serve, as any one of them says; does not wake any where there are none."""
@@ -165,38 +165,38 @@ class ServeReplicaClient:
             raise _as_serving_error(error) from error
         return card
 
-    async def _exchange_with_all(self) -> list[PollAnswer]:
+    async def _poll_all(self) -> list[PollReply]:
         try:
-            answers: list[PollAnswer] = await self._ask_all("exchange", self._gossip.own)
+            replies: list[PollReply] = await self._broadcast("poll", self._gossip.own)
         except ReplicaLost:
             # One that hangs would hide all others until Serve has noticed it: those known are asked one by one.
             known = [stats.replica_id for stats in self._gossip.polled]
-            asked = await asyncio.gather(*map(self._exchange_with, known))
-            answers = list({answer.stats.replica_id: answer for answer in asked if answer is not None}.values())
-            if not answers:
+            asked = await asyncio.gather(*map(self._poll_one, known))
+            replies = list({reply.stats.replica_id: reply for reply in asked if reply is not None}.values())
+            if not replies:
                 raise
-        return answers
+        return replies
 
-    async def _exchange_with(self, replica_id: str) -> PollAnswer | None:
+    async def _poll_one(self, replica_id: str) -> PollReply | None:
         """What one replica answers, or another one in its place; None if neither does."""
         with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(self._poll_timeout_s):
-                answer: PollAnswer = await in_own_context(self._exchange.remote, self._gossip.own, ranking=[replica_id])
-                return answer
+                reply: PollReply = await in_own_context(self._poll.remote, self._gossip.own, ranking=[replica_id])
+                return reply
         return None
 
-    async def _ask_all(self, method_name: str, *args: object) -> list[Any]:
+    async def _broadcast(self, method_name: str, *args: object) -> list[Any]:
         """What each replica answers; those that fail are left out."""
         try:
             response = self._handle.broadcast(method_name, *args)
-            answers = await response.results_async(timeout_s=self._poll_timeout_s, return_exceptions=True)
+            replies = await response.results_async(timeout_s=self._poll_timeout_s, return_exceptions=True)
         except DeploymentUnavailableError:
             return []  # Serve's word for: there is no running replica
         except TimeoutError:
             raise ReplicaLost(f"a model replica did not answer `{method_name}` in {self._poll_timeout_s} s") from None
         except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 
 def _as_draining(delta: TokenDelta) -> TokenDelta:

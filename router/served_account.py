@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
-from router.flow_queue import FlowQueue, Waiting
+from router.flow_queue import FlowQueue, QueuedRequest
 from router.load_table import InFlight, LoadTable
 from router.types import Ranking, RoutingRequest
 
@@ -15,7 +15,7 @@ _Key = tuple[str, Band]
 _MAX_MISSED_POLLS = 60
 
 
-class ServedAccount:
+class UsageReconciler:
     """Turns the replicas' running totals into corrections of this ingress's own charges.
 
     An ingress charges a tenant what its own requests cost. The replicas count what they computed for a tenant,
@@ -32,7 +32,7 @@ class ServedAccount:
         self._own: dict[str, dict[_Key, int]] = {}
         self._num_missed: dict[str, int] = {}
 
-    def charged(self, replica_id: str, band: Band, tenant: str, tokens: int) -> None:
+    def record(self, replica_id: str, band: Band, tenant: str, tokens: int) -> None:
         """Note what this ingress charged a tenant for a request that has left a replica."""
         own = self._own.setdefault(replica_id, {})
         own[tenant, band] = own.get((tenant, band), 0) + tokens
@@ -86,7 +86,7 @@ class PlacementAccount:
     def __init__(self, queue: FlowQueue, table: LoadTable) -> None:
         self._queue = queue
         self._table = table
-        self._served = ServedAccount()
+        self._served = UsageReconciler()
         self._promoted: dict[Band, InFlight] = {}
 
     def starved_bands(self) -> Set[Band]:
@@ -99,18 +99,23 @@ class PlacementAccount:
         }
 
     def begin(
-        self, waiting: Waiting, routing: RoutingRequest, ranking: Ranking, num_prompt_tokens: int, is_promoted: bool
+        self,
+        queued: QueuedRequest,
+        routing: RoutingRequest,
+        ranking: Ranking,
+        num_prompt_tokens: int,
+        is_promoted: bool,
     ) -> Placement:
         """Take a request out of the queue and count it on the first replica of the ranking."""
-        request = waiting.request
+        request = queued.request
         num_output_tokens = max(0, routing.expected_output_tokens - len(request.output_token_ids))
-        self._queue.dispatch(waiting)
+        self._queue.dispatch(queued)
         band = Band.INTERACTIVE if is_promoted else request.band
         in_flight = self._table.begin(ranking.first, band, num_prompt_tokens, num_output_tokens)
         if is_promoted:
             self._promoted[request.band] = in_flight
         return Placement(
-            ranking.replica_ids, in_flight, waiting.expected_tokens, routing.expected_output_tokens, is_promoted
+            ranking.replica_ids, in_flight, queued.expected_tokens, routing.expected_output_tokens, is_promoted
         )
 
     def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:
@@ -124,13 +129,13 @@ class PlacementAccount:
         self._end(placement)
         cost = len(request.prompt_token_ids) + num_output_tokens
         self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
-        self._served.charged(placement.in_flight.replica_id, request.band, request.tenant, cost)
+        self._served.record(placement.in_flight.replica_id, request.band, request.tenant, cost)
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
         """Take back the charge for the prompt, which the replica did not compute; `settle` follows."""
         num_tokens = len(request.prompt_token_ids)
         self._queue.charge(request.band, request.tenant, -num_tokens)
-        self._served.charged(placement.in_flight.replica_id, request.band, request.tenant, -num_tokens)
+        self._served.record(placement.in_flight.replica_id, request.band, request.tenant, -num_tokens)
 
     def withdraw(self, placement: Placement, request: GenerateRequest) -> None:
         """End a placement that nobody will use, at no cost."""

@@ -57,7 +57,7 @@ class LateBinding:
         if band is Band.BATCH:
             num_ahead = max(1, num_ahead, int(self.batch_lookahead * view.stats.num_slots))
         num_places = view.num_free_slots(band) + num_ahead
-        return max(1, num_places) if view.is_kept_by_others(band) else num_places
+        return max(1, num_places) if view.is_filled_by_other_ingresses(band) else num_places
 
     def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
         """Whether the replica has blocks for the request, by 6."""
@@ -66,7 +66,7 @@ class LateBinding:
             num_tokens <= view.num_free_tokens(request.band)
             or sum(view.num_by_band) == 0
             or request.band in starved
-            or view.is_kept_by_others(request.band)
+            or view.is_filled_by_other_ingresses(request.band)
         )
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:

@@ -53,7 +53,7 @@ class ReplicaView:
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
         return num_blocks * self.stats.block_size - self.unseen_tokens
 
-    def is_kept_by_others(self, band: Band) -> bool:
+    def is_filled_by_other_ingresses(self, band: Band) -> bool:
         """Whether requests of `band` run there and none is ours.
 
         An ingress fills a slot that its own request leaves before any other hears of it, and so may keep them all.
@@ -90,11 +90,11 @@ class Reason(Enum):
     """Several have equally little to do; the request's key, or its first block, always chooses the same of them."""
     LEAST_LOADED = "least_loaded"
     """It has less to do than the others."""
-    IN_TURN = "in_turn"
+    ROUND_ROBIN = "in_turn"
     """It is its turn."""
-    DRAWN = "drawn"
+    RANDOM = "drawn"
     """It was drawn by lot."""
-    ONLY_ONE = "only_one"
+    SINGLE_CANDIDATE = "only_one"
     """No other has room."""
 
 
@@ -110,7 +110,7 @@ class Ranking:
         """The replica that the request is meant for."""
         return self.replica_ids[0]
 
-    def led_by(self, replica_id: str | None, reason: Reason) -> Ranking:
+    def with_first(self, replica_id: str | None, reason: Reason) -> Ranking:
         """The ranking with this replica first, for this reason; unchanged where it is not ranked at all."""
         if replica_id not in self.replica_ids:
             return self

@@ -19,8 +19,8 @@ from ray.serve.schema import LoggingConfig
 
 from replicas.errors import ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, IngressWatch, PollAnswer
-from router.serve_router import RankedRouter, obey_model_replicas
+from router.held_work import MAX_REPORT_AGE_S, IngressLiveness, IngressReport, IngressReportBoard, PollReply
+from router.serve_router import RankedRouter, deployment_autoscaling_policy
 from serve_app.cluster_gpus import num_cluster_gpus
 from serve_app.config import HeadwayConfig
 from serve_app.jobs.access import JobsAccess
@@ -93,8 +93,8 @@ class Model:
         from replicas import model_replica  # brings torch: seconds that only a replica should spend
 
         log_through_serve()
-        self._board = HeldWorkBoard(time.monotonic)
-        self._ingresses = IngressWatch(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
+        self._board = IngressReportBoard(time.monotonic)
+        self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         context = serve.get_replica_context()
         replica = await asyncio.to_thread(
             model_replica.ModelReplica,
@@ -115,24 +115,24 @@ class Model:
         Raises:
             ReplicaLost: the ingress is lost; should it be there after all, the request goes on elsewhere.
         """
-        self._ingresses.heard_of(ingress_id)
+        self._ingresses.heartbeat(ingress_id)
         async with aclosing(self._engine.generate(request)) as deltas:
             async for delta in deltas:
                 if self._ingresses.is_lost(ingress_id):
                     raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
                 yield delta
 
-    async def exchange(self, told: HeldWork | None, ranking: Sequence[str] = ()) -> PollAnswer:
-        """The present load, and what other ingresses hold; `told` is what the one that asks does.
+    async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
+        """The present load, and what other ingresses hold; `report` is what the one that asks does.
 
         `ranking` is for `RankedRouter`.
         """
-        if told is not None:
-            self._ingresses.heard_of(told.ingress_id)
-        return PollAnswer(self._engine.stats(), self._board.exchange(told))
+        if report is not None:
+            self._ingresses.heartbeat(report.ingress_id)
+        return PollReply(self._engine.stats(), self._board.publish(report))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve: what `obey_model_replicas` obeys."""
+        """Called by Serve: what `deployment_autoscaling_policy` obeys."""
         return self._board.autoscaling_stats()
 
     async def metrics(self) -> EngineMetrics:
@@ -182,7 +182,7 @@ class Ingress:
             self._loops.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve: what `obey_ingresses` obeys."""
+        """Called by Serve: what `application_autoscaling_policy` obeys."""
         return self._routing.autoscaling_stats()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -199,7 +199,9 @@ def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
     """How many model replicas: a number, or one that the ingresses decide."""
     if not config.is_autoscaled:
         return {"num_replicas": config.num_replicas}
-    policy = AutoscalingPolicy(policy_function=f"{obey_model_replicas.__module__}:{obey_model_replicas.__name__}")
+    policy = AutoscalingPolicy(
+        policy_function=f"{deployment_autoscaling_policy.__module__}:{deployment_autoscaling_policy.__name__}"
+    )
     return {
         "autoscaling_config": _autoscaling_config(
             config,

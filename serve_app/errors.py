@@ -82,7 +82,7 @@ def reply_to(error: BaseException, request_id: str) -> ErrorReply:
     )
 
 
-def is_foreseen(error: BaseException) -> bool:
+def is_expected(error: BaseException) -> bool:
     """Whether the reply to `error` says what happened, so that no traceback is needed."""
     return isinstance(error, HttpError) or _unwrapped(error) is not None
 

@@ -98,10 +98,10 @@ def create_api(
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     """The error object for everything that is refused, by us or by the web framework."""
-    return error_response(exchange_of(request), _in_our_words(request, error))
+    return error_response(exchange_of(request), _as_error_object(request, error))
 
 
-def _in_our_words(request: Request, error: Exception) -> Exception:
+def _as_error_object(request: Request, error: Exception) -> Exception:
     """The framework's errors as ours, which have the error object."""
     if isinstance(error, RequestValidationError):
         return invalid_request(cast("list[ErrorDetails]", error.errors()))

@@ -46,22 +46,22 @@ class Jobs:
         from serve_app.jobs.context import JobsContext
         from serve_app.jobs.fsspec_store import FsspecStore
         from serve_app.jobs.jobs_metrics import JobsMetrics
-        from serve_app.jobs.pace import Pace
-        from serve_app.jobs.room import Room
+        from serve_app.jobs.pace import ThroughputEstimator
+        from serve_app.jobs.room import LineCapacity
         from serve_app.jobs.runtime import JobsRuntime
 
         self._registry = CollectorRegistry()
         observer = RouterMetrics(self._registry, config.latency_targets())
         clock = Clock()
-        backlog = BacklogView(Pace(clock))
+        backlog = BacklogView(ThroughputEstimator(clock))
         self._routing = Routing(config, model, observer, make_flow, backlog)
         self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
         database = await asyncio.to_thread(_open_database, config)
         files = FsspecStore(config.jobs_files_url)
         context = JobsContext(database, files, config.jobs_settings(), clock)
         completions = await _completions(config, self._routing.dispatcher, clock)
-        room = Room(self._routing.dispatcher.load, self._routing.queue)
-        self._runtime = JobsRuntime(context, completions, room, backlog, random.Random())
+        capacity = LineCapacity(self._routing.dispatcher.load, self._routing.queue)
+        self._runtime = JobsRuntime(context, completions, capacity, backlog, random.Random())
         self.service = self._runtime.service
         webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
         self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
@@ -73,7 +73,7 @@ class Jobs:
         return JobsCounts(await self._metrics.read(), tuple(self._registry.collect()))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve: what `obey_ingresses` obeys."""
+        """Called by Serve: what `application_autoscaling_policy` obeys."""
         return self._routing.autoscaling_stats()
 
     async def check_health(self) -> None:
@@ -110,9 +110,9 @@ def _open_database(config: HeadwayConfig) -> "Database":
 def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "WebhookSender":
     from serve_app.jobs.webhook_client import WebhookClient
     from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
-    from serve_app.jobs.webhook_signing import WebhookSigner, kept_secret
+    from serve_app.jobs.webhook_signing import WebhookSigner, load_or_create_secret
     from serve_app.jobs.webhooks import WebhookSender
 
-    secret = config.webhook_secret or kept_secret(Path(config.data_dir) / "webhook_secret")
+    secret = config.webhook_secret or load_or_create_secret(Path(config.data_dir) / "webhook_secret")
     guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
     return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard), random.Random(), clock)

@@ -19,7 +19,7 @@ from router.held_work import DESIRED_REPLICAS, IngressGossip
 from router.load_table import LoadTable
 from router.policy import LeastTokens
 from router.prefix_index import PREFIX_INDEX_BLOCKS, PrefixIndex
-from router.scaling_inputs import HeldBack, IngressLoad
+from router.scaling_inputs import BacklogSource, IngressLoad
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
@@ -44,9 +44,9 @@ class Routing:
         model: DeploymentHandle[Any],
         observer: RouterObserver,
         make_flow: MakeFlow,
-        held_back: HeldBack | None = None,
+        backlog_source: BacklogSource | None = None,
     ) -> None:
-        """`held_back`: what the process has yet to put in line; None: nothing."""
+        """`backlog_source`: what the process has yet to put in line; None: nothing."""
         gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
         self.table = LoadTable(time.monotonic)
         flow = make_flow(config, self.table, observer)
@@ -54,7 +54,7 @@ class Routing:
         client = ServeReplicaClient(model, gossip)
         self.dispatcher = Dispatcher(client, flow, observer, config.load_poll_period_s)
         autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
-        load = IngressLoad(self.queue, self.table, gossip, held_back)
+        load = IngressLoad(self.queue, self.table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
 
     async def run(self) -> None:
@@ -64,6 +64,6 @@ class Routing:
             tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
 
     def autoscaling_stats(self) -> dict[str, float]:
-        """What a deployment reports to Serve's controller, for `obey_ingresses`."""
+        """What a deployment reports to Serve's controller, for `application_autoscaling_policy`."""
         decision = self.autoscaling.decision
         return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}

@@ -36,7 +36,7 @@ class CudaMark:
 
 def num_graphs(runner: TorchModelRunner) -> int:
     """Batch sizes of decodes that are replayed from graphs."""
-    return 0 if runner._decodes is None else len(runner._decodes._graphs)
+    return 0 if runner._decode_graphs is None else len(runner._decode_graphs._graphs)
 
 
 class MarkedRunner:

@@ -14,11 +14,11 @@ from torch import Tensor
 from bench.gpu.check import Check
 from replicas.errors import ModelLoadError
 from replicas.model.attention import AttentionCall, AttentionSpec, Scoring
-from replicas.model.attention_check import LONG_PASSES, check_attention
+from replicas.model.attention_check import LONG_SCHEDULE, check_attention
 from replicas.model.flash_attention import FlashBackend
 from replicas.model.kv_cache import KVCache
 from replicas.model.triton_attention import TritonBackend
-from replicas.model.triton_layer_math import check_layer_math
+from replicas.model.triton_layer_math import check_layer_ops
 from replicas.model.triton_tiles import TileGroup, TilePlan
 from tests.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
 
@@ -72,7 +72,7 @@ def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks]
 
 def check_small_operations(dtype: torch.dtype, device: str) -> Check:
     """Norms, rotation and gate against plain torch."""
-    fault = check_layer_math(dtype, torch.device(device))
+    fault = check_layer_ops(dtype, torch.device(device))
     return Check(f"a layer's small operations in {dtype}", fault is None, fault or "as plain torch")
 
 
@@ -85,7 +85,7 @@ def check_flash(device: str) -> Check:
         return Check(name, True, f"not used: {error}")
     layer = LAYERS["llama-3.1-8b"]
     spec = AttentionSpec([layer.layer], 16, BFLOAT16, torch.device(device))
-    fault = check_attention(spec, [backend], LONG_PASSES)
+    fault = check_attention(spec, [backend], LONG_SCHEDULE)
     return Check(name, fault is None, fault or "as plain torch")
 
 

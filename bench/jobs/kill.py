@@ -26,7 +26,7 @@ from bench.jobs.client import BatchClient, is_final, num_done
 from bench.jobs.launched import Kind, Launched
 from bench.jobs.lines import write_lines
 from bench.jobs.receiver import Receiver, receiving
-from bench.jobs.submitter import PATIENCE_S, PERIOD_S, JobSubmitter, ended_job, patiently
+from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, JobSubmitter, ended_job, with_retries
 from bench.load.spec import Burst, Lengths, Stream
 from bench.routing.report import Bar, read_options, report
 
@@ -97,7 +97,7 @@ def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
     counts = Counter(line["custom_id"] for line in (*seen.output, *seen.errors))
     expected = {f"line-{number}" for number in range(scale.num_lines)}
     wrong_jobs = {job_id: status for job_id, status in seen.jobs.items() if status != "completed"}
-    untold = [subject for subject, ids in seen.webhooks.items() if not ids]
+    unreported = [subject for subject, ids in seen.webhooks.items() if not ids]
     two_ids = [subject for subject, ids in seen.webhooks.items() if len(set(ids)) > 1]
     bars = [
         Bar("processes killed", len(seen.kills), scale.num_kills, True),
@@ -110,7 +110,7 @@ def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
         Bar("lines that the counts miss", abs(scale.num_lines - num_done(seen.batch)), 0),
         Bar("jobs accepted", len(seen.jobs), 1, True),
         Bar("jobs lost or failed", len(wrong_jobs), 0),
-        Bar("ends that no webhook told", len(untold), 0),
+        Bar("ends that no webhook told", len(unreported), 0),
         Bar("ends told under two ids", len(two_ids), 0),
     ]
     return {
@@ -139,10 +139,10 @@ def _run(launched: Launched, receiver: Receiver, scale: Scale, home: Path, seed:
     submitter.start()
     try:
         kills = _kill_repeatedly(launched, client, batch_id, scale, random.Random(seed))
-        batch = patiently(lambda: client.wait(batch_id, is_final, PATIENCE_S))
+        batch = with_retries(lambda: client.wait(batch_id, is_final, RETRY_LIMIT_S))
     finally:
         submitter.stop()
-    jobs = {job_id: patiently(lambda job_id=job_id: ended_job(launched.url, job_id)) for job_id in submitter.ids}  # type: ignore[misc]
+    jobs = {job_id: with_retries(lambda job_id=job_id: ended_job(launched.url, job_id)) for job_id in submitter.ids}  # type: ignore[misc]
     subjects = [batch_id, *jobs]
     _wait_for_webhooks(receiver, subjects)
     output, errors = (
@@ -160,7 +160,7 @@ def _kill_repeatedly(
     step = _KILLING_SHARE * scale.num_lines / (scale.num_kills + 1)
     for number, kind in enumerate(kinds_to_kill(scale.num_kills, rng), 1):
         target = number * step
-        batch = patiently(lambda: client.wait(batch_id, lambda it: num_done(it) >= target, PATIENCE_S))  # noqa: B023
+        batch = with_retries(lambda: client.wait(batch_id, lambda it: num_done(it) >= target, RETRY_LIMIT_S))  # noqa: B023
         if is_final(batch):
             break
         at_unix_s = time.time()
@@ -174,7 +174,7 @@ def _kill_repeatedly(
 
 
 def _wait_for_webhooks(receiver: Receiver, subjects: Sequence[str]) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + RETRY_LIMIT_S
     while time.monotonic() < deadline_s and not all(receiver.ids(subject) for subject in subjects):
         time.sleep(PERIOD_S)
 

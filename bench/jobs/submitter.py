@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import httpx
 
-PATIENCE_S = 300.0
+RETRY_LIMIT_S = 300.0
 PERIOD_S = 0.25
 
 T = TypeVar("T")
@@ -36,13 +36,13 @@ class JobSubmitter:
         """End, once the last one is accepted."""
         assert self._thread is not None
         self._is_over.set()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(RETRY_LIMIT_S)
 
     def _run(self) -> None:
         number = 0
         while not self._is_over.wait(self.period_s):
             number += 1
-            self.ids.append(patiently(lambda key=f"job-{number}": self._submit(key)))  # type: ignore[misc]
+            self.ids.append(with_retries(lambda key=f"job-{number}": self._submit(key)))  # type: ignore[misc]
 
     def _submit(self, key: str) -> str:
         body = {"prompt": f"def {key}(", "max_tokens": 16, "callback_url": self.callback_url}
@@ -66,9 +66,9 @@ def ended_job(url: str, job_id: str) -> str:
     return status
 
 
-def patiently(ask: Callable[[], T]) -> T:
+def with_retries(ask: Callable[[], T]) -> T:
     """What `ask` gives, once it gives anything: whom it asks may be dead now."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + RETRY_LIMIT_S
     while True:
         try:
             return ask()

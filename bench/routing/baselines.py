@@ -13,7 +13,7 @@ from router.types import Ranking, Reason, ReplicaView, RouterObserver, RoutingPo
 from serve_app.config import HeadwayConfig
 
 
-class _Blind:
+class _LoadBlindPolicy:
     """Base of policies that know nothing of prefixes: every prompt is computed anew, as far as they know."""
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
@@ -24,7 +24,7 @@ class _Blind:
         """Nothing is remembered of a replica."""
 
 
-class LeastRequests(_Blind):
+class LeastRequests(_LoadBlindPolicy):
     """The replica with the fewest requests; ties are drawn. A baseline: blind to their lengths and prefixes."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -36,7 +36,7 @@ class LeastRequests(_Blind):
         return Ranking([replica_id for *_, replica_id in sorted(keyed)], Reason.LEAST_LOADED)
 
 
-class PowerOfTwo(_Blind):
+class PowerOfTwo(_LoadBlindPolicy):
     """Two replicas drawn, the one with fewer requests first (Mitzenmacher, 2001): Ray Serve's own default."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -49,7 +49,7 @@ class PowerOfTwo(_Blind):
         return Ranking([view.stats.replica_id for view in order], Reason.LEAST_LOADED)
 
 
-class RoundRobin(_Blind):
+class RoundRobin(_LoadBlindPolicy):
     """Each replica in turn, in order of id: a baseline, blind to load."""
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class RoundRobin(_Blind):
         replica_ids = sorted(view.stats.replica_id for view in views)
         start = self._num_ranked % len(replica_ids)
         self._num_ranked += 1
-        return Ranking(replica_ids[start:] + replica_ids[:start], Reason.IN_TURN)
+        return Ranking(replica_ids[start:] + replica_ids[:start], Reason.ROUND_ROBIN)
 
 
-class Random(_Blind):
+class Random(_LoadBlindPolicy):
     """A random order: a baseline, blind to load."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -73,7 +73,7 @@ class Random(_Blind):
         """In random order."""
         replica_ids = sorted(view.stats.replica_id for view in views)
         self._rng.shuffle(replica_ids)
-        return Ranking(replica_ids, Reason.DRAWN)
+        return Ranking(replica_ids, Reason.RANDOM)
 
 
 POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from replicas.clock import Clock
-from replicas.cpu_sharing import may_interrupt_others
+from replicas.cpu_sharing import use_normal_scheduling
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, ServingError
 from replicas.protocol import (
@@ -32,46 +32,46 @@ from replicas.protocol import (
 _log = logging.getLogger(__name__)
 
 
-class Rhythm(NamedTuple):
+class FlushPolicy(NamedTuple):
     """How deltas after a stream's first are gathered: sent every `interval_s`, or when `num_tokens` wait."""
 
     interval_s: float = 0.0
     num_tokens: int = 1
-    is_common: bool = False
+    is_aligned: bool = False
     """Streams with one interval send together, so that whoever carries their deltas wakes up once for all of them."""
 
-    def due_s(self, last_s: float) -> float:
+    def next_flush_s(self, last_s: float) -> float:
         """When to send what comes after a delta that was sent at `last_s`.
 
         A common moment is at least half an interval away: as streams come and go the interval changes, and with it
         the moments, which would otherwise come twice as often as they should.
         """
-        if self.is_common and self.interval_s > 0 and math.isfinite(last_s):
+        if self.is_aligned and self.interval_s > 0 and math.isfinite(last_s):
             return math.floor(last_s / self.interval_s + 1.5) * self.interval_s
         return last_s + self.interval_s
 
 
-_EACH_BY_ITSELF = Rhythm()
+_FLUSH_EACH_DELTA = FlushPolicy()
 
 
 @dataclass(frozen=True, slots=True)
 class Coalescing:
     """The rhythm of streams, and what bounds it."""
 
-    rhythm: Rhythm = _EACH_BY_ITSELF
-    max_deltas_per_s: float = math.inf
+    flush_policy: FlushPolicy = _FLUSH_EACH_DELTA
+    max_stream_chunks_per_s: float = math.inf
     """Of all streams together, as each delta costs whoever carries it. Less urgent streams do not count for more
     urgent ones."""
-    slowed_are_common: bool = False
+    align_when_throttled: bool = False
     """Whether streams that have to be slowed down send together: right where the engine computes on the processors
     that carry their deltas. Elsewhere what comes all at once would hold up whatever else comes then."""
 
-    def rhythm_of(self, num_streams: int) -> Rhythm:
+    def policy_for(self, num_streams: int) -> FlushPolicy:
         """Of each of so many streams; one that had to be slowed down sends at its time, however many tokens wait."""
-        interval_s = num_streams / self.max_deltas_per_s
-        if interval_s <= self.rhythm.interval_s:
-            return self.rhythm
-        return Rhythm(interval_s, sys.maxsize, self.slowed_are_common)
+        interval_s = num_streams / self.max_stream_chunks_per_s
+        if interval_s <= self.flush_policy.interval_s:
+            return self.flush_policy
+        return FlushPolicy(interval_s, sys.maxsize, self.align_when_throttled)
 
 
 class Mailbox:
@@ -80,9 +80,9 @@ class Mailbox:
     Belongs to the event loop; bounded by the request's `max_tokens`.
     """
 
-    def __init__(self, rhythm: Callable[[], Rhythm], num_tokens: int = 0) -> None:
-        """`rhythm` is asked after each delta; `num_tokens` is how many output tokens the reader has already."""
-        self._rhythm = rhythm
+    def __init__(self, flush_policy: Callable[[], FlushPolicy], num_tokens: int = 0) -> None:
+        """`flush_policy` is asked after each delta; `num_tokens` is how many output tokens the reader has already."""
+        self._flush_policy = flush_policy
         self._enough_tokens = sys.maxsize
         self._waiting: list[TokenDelta] = []
         self._num_waiting = 0
@@ -112,16 +112,16 @@ class Mailbox:
 
     async def take(self) -> TokenDelta:
         """Everything since the last call, once there is anything and enough of it or time enough has passed."""
-        rhythm = self._rhythm()
-        self._enough_tokens = rhythm.num_tokens
+        flush_policy = self._flush_policy()
+        self._enough_tokens = flush_policy.num_tokens
         if self._num_waiting >= self._enough_tokens:
             self._has_enough.set()
         await self._has_any.wait()
         loop = asyncio.get_running_loop()
-        patience_s = rhythm.due_s(self._taken_s) - loop.time()
-        if patience_s > 0 and not self._has_enough.is_set():
+        delay_s = flush_policy.next_flush_s(self._taken_s) - loop.time()
+        if delay_s > 0 and not self._has_enough.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):  # `wait_for` swallows a cancellation now and then on 3.11
+                async with asyncio.timeout(delay_s):  # `wait_for` swallows a cancellation now and then on 3.11
                     await self._has_enough.wait()
         deltas, self._waiting, self._num_waiting = self._waiting, [], 0
         self._has_any.clear()
@@ -185,9 +185,9 @@ class AsyncEngine:
             if not self._mailboxes:
                 self._is_idle.set()
 
-    def rhythm(self, band: Band) -> Rhythm:
+    def flush_policy(self, band: Band) -> FlushPolicy:
         """Of a stream of this band, with as many open as are now."""
-        return self._coalescing.rhythm_of(sum(self._num_by_band[: band + 1]))
+        return self._coalescing.policy_for(sum(self._num_by_band[: band + 1]))
 
     def stats(self) -> ReplicaStats:
         """The load after the last step; while idle, the load now."""
@@ -224,13 +224,13 @@ class AsyncEngine:
     def _mailbox_for(self, request: GenerateRequest) -> Mailbox:
         num_tokens, own_interval_s = len(request.output_token_ids), request.delta_interval_s
         if own_interval_s is None:
-            return Mailbox(partial(self.rhythm, request.band), num_tokens)
+            return Mailbox(partial(self.flush_policy, request.band), num_tokens)
         # The reader looks so often: until then tokens wait, however many they are.
-        return Mailbox(lambda: Rhythm(own_interval_s, sys.maxsize), num_tokens)
+        return Mailbox(lambda: FlushPolicy(own_interval_s, sys.maxsize), num_tokens)
 
     def _run(self) -> None:
         try:
-            may_interrupt_others()
+            use_normal_scheduling()
             while self._take_messages():
                 deltas = self._engine.step()
                 self._post(deltas)
@@ -244,7 +244,7 @@ class AsyncEngine:
 
     def _take_messages(self) -> bool:
         """Apply everything in the inbox, waiting for a message while there is no work; False to stop."""
-        has_news = False
+        has_messages = False
         while not (self._inbox.empty() and self._engine.has_work):
             if not self._engine.has_work:
                 self._engine.check_invariants()
@@ -252,8 +252,8 @@ class AsyncEngine:
             self._inbox.get()()
             if self._is_stopping:
                 return False
-            has_news = True
-        if has_news:
+            has_messages = True
+        if has_messages:
             self._stats = self._engine.stats()  # Of what begins now, lest a hang in its first step look idle.
         return True
 

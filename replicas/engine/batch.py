@@ -23,17 +23,21 @@ class ScheduledSequence:
     num_tokens: int
     samples: bool = field(init=False)
     """Whether the step reaches the last token known or awaited, so that its logits give the next one."""
-    num_repeated_tokens: int = field(init=False)
+    num_recomputed_tokens: int = field(init=False)
     """How many of the tokens were computed before a preemption already."""
     preemption: int = field(init=False)
     """How often the sequence had been preempted: another number later says that the blocks have been taken back."""
 
     def __post_init__(self) -> None:
         # Fixed now: the sequence goes on while the step is on its way.
-        sequence, end, num_lost_tokens = self.sequence, self.start + self.num_tokens, self.sequence.num_lost_tokens
-        num_repeated_tokens = min(end, num_lost_tokens) - self.start if num_lost_tokens > self.start else 0
+        sequence, end, num_preempted_tokens = (
+            self.sequence,
+            self.start + self.num_tokens,
+            self.sequence.num_preempted_tokens,
+        )
+        num_recomputed_tokens = min(end, num_preempted_tokens) - self.start if num_preempted_tokens > self.start else 0
         _set(self, "samples", sequence.may_sample_at(end))
-        _set(self, "num_repeated_tokens", num_repeated_tokens)
+        _set(self, "num_recomputed_tokens", num_recomputed_tokens)
         _set(self, "preemption", sequence.num_preemptions)
 
     @property
@@ -70,9 +74,9 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items)
 
     @property
-    def must_be_known_at_once(self) -> bool:
+    def needs_sync(self) -> bool:
         """Whether some sequence cannot go on before the host knows the token that it samples here."""
-        return any(item.samples and item.sequence.needs_known_tokens for item in self.items)
+        return any(item.samples and item.sequence.has_penalties for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,9 @@ class Deadlines:
             self._entries = [entry for entry in self._entries if entry[2].status is not SequenceStatus.FINISHED]
             heapq.heapify(self._entries)
             self._max_entries = 2 * len(self._entries) + _MIN_ENTRIES
-        heapq.heappush(self._entries, (sequence.deadline_s, sequence.number, sequence))
+        heapq.heappush(self._entries, (sequence.deadline_s, sequence.arrival_index, sequence))
 
-    def take_passed(self, now: float) -> list[Sequence]:
+    def pop_expired(self, now: float) -> list[Sequence]:
         """The live sequences whose deadline is `now` or earlier, which are watched no longer."""
         passed = []
         while self._entries and self._entries[0][0] <= now:

@@ -9,8 +9,8 @@ from replicas.engine.batch import CollectedStep, ItemResult, ScheduledSequence, 
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.deadlines import Deadlines
-from replicas.engine.generation import DecoderFactory, Generation
-from replicas.engine.intake import Intake
+from replicas.engine.generation import DecoderFactory, OutputProcessor
+from replicas.engine.intake import AdmissionControl
 from replicas.engine.interfaces import ModelRunner
 from replicas.engine.load_report import LoadReport
 from replicas.engine.pipeline import Pipeline
@@ -54,9 +54,9 @@ class Engine:
         self._scheduler = Scheduler(config, BlockManager(config))
         self._stats = EngineStats(config)
         self._pipeline = Pipeline(runner, self._scheduler, self._clock, config.async_scheduling)
-        self._intake = Intake(config, self._scheduler, self._stats)
+        self._admission = AdmissionControl(config, self._scheduler, self._stats)
         self._report = LoadReport(config, identity, self._scheduler, self._stats, self._clock)
-        self._generations: dict[str, Generation] = {}
+        self._output_processors: dict[str, OutputProcessor] = {}
         self._deadlines = Deadlines()
         self._num_added = 0
         self._is_draining = False
@@ -64,7 +64,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running, or a step is in flight."""
-        return bool(self._generations) or len(self._pipeline) > 0
+        return bool(self._output_processors) or len(self._pipeline) > 0
 
     def add(self, request: GenerateRequest) -> None:
         """Accept a request.
@@ -77,23 +77,25 @@ class Engine:
         """
         if self._is_draining:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
-        if request.request_id in self._generations:
+        if request.request_id in self._output_processors:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
-        self._intake.check(request)
+        self._admission.check(request)
         now = self._clock.monotonic()
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
         sequence = Sequence(request, arrival_s, deadline_s, self._num_added)
-        self._generations[request.request_id] = Generation(sequence, self._decoders, self._config.eos_token_ids)
+        self._output_processors[request.request_id] = OutputProcessor(
+            sequence, self._decoders, self._config.eos_token_ids
+        )
         self._num_added += 1
         self._deadlines.add(sequence)
         self._scheduler.add(sequence, now)
 
     def abort(self, request_id: str) -> None:
         """Forget a request; its blocks are free when this returns. An unknown id is no error: it may have ended."""
-        generation = self._generations.get(request_id)
-        if generation is not None:
-            self._end(generation.sequence, FinishReason.ABORT)
+        processor = self._output_processors.get(request_id)
+        if processor is not None:
+            self._end(processor.sequence, FinishReason.ABORT)
 
     def drain(self) -> None:
         """Take no new requests from now on; what was accepted is finished."""
@@ -109,7 +111,7 @@ class Engine:
     def check_invariants(self) -> None:
         """Assert the invariants of everything below; cheap when nothing runs."""
         self._scheduler.check_invariants()
-        assert len(self._generations) == len(self._scheduler.running) + len(self._scheduler.waiting)
+        assert len(self._output_processors) == len(self._scheduler.running) + len(self._scheduler.waiting)
         assert len(self._pipeline) <= self._config.async_scheduling
 
     def stats(self) -> ReplicaStats:
@@ -118,7 +120,7 @@ class Engine:
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:
         """Tokens computed for the tenants served last; may be asked from any thread."""
-        return self._stats.account.snapshot()
+        return self._stats.tenant_usage.snapshot()
 
     def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
@@ -127,14 +129,14 @@ class Engine:
     def _expire(self) -> list[TokenDelta]:
         """Fail the sequences whose deadline has passed."""
         deltas = []
-        for sequence in self._deadlines.take_passed(self._clock.monotonic()):
+        for sequence in self._deadlines.pop_expired(self._clock.monotonic()):
             assert sequence.deadline_s is not None
             self._stats.expired(sequence)
             error = DeadlineExceeded(
                 f"the deadline, {sequence.deadline_s - sequence.arrival_s:.3f} s after arrival, passed with "
                 f"{sequence.num_output_tokens} output tokens generated"
             )
-            deltas.append(self._ended(sequence, self._generations[sequence.request_id].fail(error)))
+            deltas.append(self._ended(sequence, self._output_processors[sequence.request_id].fail(error)))
         return deltas
 
     def _schedule(self) -> ScheduledStep | None:
@@ -163,13 +165,13 @@ class Engine:
         sequence = item.sequence
         if sequence.status is SequenceStatus.FINISHED:
             return None  # It ended while the step was in flight.
-        generation = self._generations[sequence.request_id]
+        processor = self._output_processors[sequence.request_id]
         if result.error is not None:
-            return generation.fail(SequenceFailed(result.error))
+            return processor.fail(SequenceFailed(result.error))
         self._scheduler.computed(item)
         if item.samples:
             self._stats.produced(sequence, now)
-        return generation.advance(item, result)
+        return processor.advance(item, result)
 
     def _ended(self, sequence: Sequence, delta: TokenDelta) -> TokenDelta:
         """End `sequence` if `delta` is its last."""
@@ -180,4 +182,4 @@ class Engine:
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self._stats.finished(sequence, reason, self._clock.monotonic())
         self._scheduler.finish(sequence)
-        del self._generations[sequence.request_id]
+        del self._output_processors[sequence.request_id]

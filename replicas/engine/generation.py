@@ -23,7 +23,7 @@ class Stop:
     cause: int | str | None = None
 
 
-class Generation:
+class OutputProcessor:
     """The output of one sequence: turns the results of steps into deltas, and decides where the sequence ends."""
 
     def __init__(self, sequence: Sequence, decoders: DecoderFactory, eos_token_ids: frozenset[int]) -> None:
@@ -50,14 +50,14 @@ class Generation:
         if not item.samples:
             is_scored = not sequence.can_sample and sequence.num_computed_tokens == sequence.num_tokens
             stop = Stop(FinishReason.LENGTH) if is_scored else None
-            has_news = is_scored or prompt_logprobs
-            return self._delta((), "", stop, prompt_logprobs=prompt_logprobs) if has_news else None
+            has_output = is_scored or prompt_logprobs
+            return self._delta((), "", stop, prompt_logprobs=prompt_logprobs) if has_output else None
         assert result.token_id is not None
         sequence.append(result.token_id)
         try:
             text, stop = self._read(result.token_id)
         except Exception as error:  # A tokenizer's decoder failed on this sequence's tokens; the others are fine.
-            sequence.take_back()
+            sequence.undo_append()
             return self.fail(_undecodable(error))
         logprobs = () if result.logprobs is None else (result.logprobs,)
         return self._delta((result.token_id,), text, stop, logprobs, prompt_logprobs)

@@ -9,7 +9,7 @@ from replicas.errors import InvalidRequest, Overloaded
 from replicas.protocol import GenerateRequest
 
 
-class Intake:
+class AdmissionControl:
     """The size of a request and of the waiting queue, against the engine's limits."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, stats: EngineStats) -> None:

@@ -6,7 +6,7 @@ from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 
 _HIGH, _LOW = 1.2, 0.8
-_LARGEST_CUT = 0.5
+_MAX_CUT = 0.5
 _INCREASES_TO_FULL = 64
 
 
@@ -29,30 +29,30 @@ class LatencyController:
 
     def __init__(self, config: EngineConfig) -> None:
         self._target_s = None if config.target_itl_ms is None else config.target_itl_ms / 1000
-        self._most = config.max_num_batched_tokens
-        self._least = min(config.block_size, self._most)
-        self._budget = float(self._most)
+        self._max_budget = config.max_num_batched_tokens
+        self._min_budget = min(config.block_size, self._max_budget)
+        self._budget = float(self._max_budget)
 
     @property
     def budget(self) -> int:
         """Tokens that a step in which sequences decode may compute."""
         return int(self._budget)
 
-    def num_tokens(self, num_decodes: int, outranks: bool) -> int:
+    def num_tokens(self, num_decodes: int, is_more_urgent: bool) -> int:
         """Tokens that a step with `num_decodes` decodes may compute in all.
 
-        `outranks`: whether what the others are for is more urgent than some of what runs.
+        `is_more_urgent`: whether what the others are for is more urgent than some of what runs.
         """
         if num_decodes == 0:
-            return self._most
-        return min(max(self.budget, num_decodes + outranks * self._least), self._most)
+            return self._max_budget
+        return min(max(self.budget, num_decodes + is_more_urgent * self._min_budget), self._max_budget)
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Learn from a step that took `duration_s`."""
         if self._target_s is None or not any(item.num_tokens == 1 for item in batch.items):
             return
         if duration_s > _HIGH * self._target_s:
-            self._budget *= max(_LARGEST_CUT, self._target_s / duration_s)
+            self._budget *= max(_MAX_CUT, self._target_s / duration_s)
         elif duration_s < _LOW * self._target_s and batch.num_tokens >= self.budget:
-            self._budget += self._most / _INCREASES_TO_FULL
-        self._budget = min(max(self._budget, self._least), self._most)
+            self._budget += self._max_budget / _INCREASES_TO_FULL
+        self._budget = min(max(self._budget, self._min_budget), self._max_budget)

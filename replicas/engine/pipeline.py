@@ -76,7 +76,7 @@ class Pipeline:
     def _launch(self, step: ScheduledStep) -> None:
         """Let the device begin with the step once it has done what was launched before."""
         launched: LaunchedStep
-        may_wait = self._is_asynchronous and not step.batch.must_be_known_at_once
+        may_wait = self._is_asynchronous and not step.batch.needs_sync
         try:
             launched = self._runner.launch(step.batch)
         except Exception as error:  # Raised later, when the step is collected, so that results stay in launch order.
@@ -123,13 +123,13 @@ class Pipeline:
         for item in batch.items:
             if not item.holds_blocks:
                 self._scheduler.revoke(item)
-        results = [self._run_alone(item, cause) for item in live]
+        results = [self._run_one_by_one(item, cause) for item in live]
         fails_everything = len(results) > 1 and all(result.error is not None for result in results)
         if fails_everything or self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise cause
         return list(zip(live, results, strict=True))
 
-    def _run_alone(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
+    def _run_one_by_one(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
         try:
             return self._runner.launch(ScheduledBatch((item,))).collect()[0]
         except Exception as error:

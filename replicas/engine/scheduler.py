@@ -104,13 +104,13 @@ class Scheduler:
         for band in plan.decoding_bands:
             self._served_s[band] = now
         for band in Band:
-            plan.limit(self._latency.num_tokens(plan.num_decodes, self._outranks_running(band)))
+            plan.limit(self._latency.num_tokens(plan.num_decodes, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
 
     def is_saturated(self, batch: ScheduledBatch) -> bool:
         """Whether `batch`, scheduled last, has as much work as the limits allow."""
-        if len(batch.items) == 1 and batch.items[0].sequence.request.runs_alone:
+        if len(batch.items) == 1 and batch.items[0].sequence.request.is_isolated:
             return False
         return (
             len(self._waiting) > 0
@@ -139,7 +139,7 @@ class Scheduler:
             sequence.num_in_flight_tokens -= item.num_tokens
         if sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
-        sequence.num_awaited_tokens -= item.samples
+        sequence.num_placeholder_tokens -= item.samples
         if sequence.status is SequenceStatus.WAITING:
             self._waiting.add(sequence)
 
@@ -150,7 +150,7 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
-            assert sequence.num_in_flight_tokens >= 0 and sequence.num_awaited_tokens >= 0
+            assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
             assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
         for sequence in self._waiting.sequences():
@@ -158,7 +158,7 @@ class Scheduler:
             assert not sequence.block_table and sequence.num_scheduled_tokens == 0
         self._blocks.check_invariants(self._running)
 
-    def _outranks_running(self, band: Band) -> bool:
+    def _is_more_urgent_than_running(self, band: Band) -> bool:
         return bool(self._running) and band < self._running[-1].effective_band
 
     def _promote_starved(self, now: float) -> None:
@@ -197,53 +197,53 @@ class Scheduler:
             self._blocks.grow(sequence, sequence.num_tokens)
 
     def _schedule_prefills(self, plan: StepPlan, band: Band, now: float) -> None:
-        long_share, long_sequences = plan.long_share, []
+        long_prefill_chunk, long_sequences = plan.long_prefill_chunk, []
         deferred: list[Sequence] = []
         for sequence in self._prefill_candidates(plan, band, deferred):
             is_long = plan.is_long(sequence)
-            self._give(plan, sequence, long_share if is_long else plan.num_tokens_left)
+            self._schedule_tokens(plan, sequence, long_prefill_chunk if is_long else plan.num_tokens_left)
             self._served_s[sequence.band] = now
             if is_long:
                 long_sequences.append(sequence)
         for sequence in long_sequences:
             if sequence.status is SequenceStatus.RUNNING:
-                self._give(plan, sequence, plan.num_tokens_left)
+                self._schedule_tokens(plan, sequence, plan.num_tokens_left)
         for sequence in deferred:
             self._waiting.add(sequence)
 
-    def _give(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
-        plan.give(sequence, at_most)
+    def _schedule_tokens(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
+        plan.schedule(sequence, at_most)
         start = sequence.num_scheduled_tokens
-        plan.note_completed(self._blocks.hashes_completed(sequence, start, start + plan.given(sequence)))
+        plan.note_completed(self._blocks.hashes_completed(sequence, start, start + plan.num_scheduled(sequence)))
 
     def _prefill_candidates(self, plan: StepPlan, band: Band, deferred: list[Sequence]) -> Iterator[Sequence]:
         """Running sequences of `band` that can compute now, in order of urgency, admitting waiting ones on the way."""
         prefilling = plan.prefilling(band)
         prefilling.reverse()
-        has_room = not (len(self._running) == 1 and self._running[0].request.runs_alone)
+        has_room = not (len(self._running) == 1 and self._running[0].request.is_isolated)
         while plan.num_tokens_left > 0:
-            head = self._waiting.head(band, with_long=plan.takes_long) if has_room else None
+            head = self._waiting.head(band, with_long=plan.can_take_long_prefill) if has_room else None
             if prefilling and (head is None or prefilling[-1].urgency < head.urgency):
                 sequence = prefilling.pop()
                 if sequence.status is not SequenceStatus.RUNNING:
                     continue  # Preempted by one that runs alone.
-                if plan.takes_long or not plan.is_long(sequence):
+                if plan.can_take_long_prefill or not plan.is_long(sequence):
                     yield sequence
             elif head is None:
                 return
             elif not self._could_fit(head):
                 has_room = self._may_be_passed(head)
                 if has_room:
-                    self._set_aside(head, deferred)
-            elif self._will_hit(plan, head):
-                self._set_aside(head, deferred)
+                    self._defer(head, deferred)
+            elif self._waits_for_prefix(plan, head):
+                self._defer(head, deferred)
                 has_room = len(deferred) < self._config.max_num_seqs
             else:
                 self._admit(plan, head)
-                has_room = not head.request.runs_alone
+                has_room = not head.request.is_isolated
                 yield head
 
-    def _will_hit(self, plan: StepPlan, sequence: Sequence) -> bool:
+    def _waits_for_prefix(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Whether this step computes the next block of `sequence`'s beginning for another: then waiting is cheaper."""
         missing = self._blocks.first_missing_hash(sequence)
         return missing is not None and plan.completes(missing)
@@ -252,14 +252,14 @@ class Scheduler:
         """Whether those behind a head without room may try: nobody is preempted for a promoted one's slot."""
         return sequence.is_promoted and len(self._running) >= self._config.max_num_seqs
 
-    def _set_aside(self, sequence: Sequence, deferred: list[Sequence]) -> None:
+    def _defer(self, sequence: Sequence, deferred: list[Sequence]) -> None:
         self._waiting.remove(sequence)
         deferred.append(sequence)
 
     def _admit(self, plan: StepPlan, sequence: Sequence) -> None:
         """Give a waiting sequence that could fit a slot and blocks, taking them from less urgent ones if need be."""
         while not self._fits(sequence, self._running, ()):
-            plan.drop(self._running[-1])
+            plan.unschedule(self._running[-1])
             self._preempt_least_urgent()
         self._waiting.remove(sequence)
         self._blocks.allocate(sequence)
@@ -272,7 +272,7 @@ class Scheduler:
         """Whether `sequence` would have room if it took everything from those it may preempt."""
         if self._fits(sequence, self._running, ()):
             return True
-        if sequence.request.runs_alone:
+        if sequence.request.is_isolated:
             return True  # It may preempt all, and a sequence's worst case fits an empty pool.
         num_others = bisect_right(self._running, sequence.band, key=_effective_band)
         return self._fits(sequence, self._running[:num_others], self._running[num_others:])
@@ -281,7 +281,7 @@ class Scheduler:
         """Whether slots and blocks suffice beside `others`, as if those in `without` had been preempted."""
         if not others:
             return True  # A sequence's worst case fits an empty pool.
-        if sequence.request.runs_alone or len(others) >= self._config.max_num_seqs:
+        if sequence.request.is_isolated or len(others) >= self._config.max_num_seqs:
             return False
         if self._config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW:
             num_tokens = sequence.request.max_total_tokens
@@ -295,7 +295,7 @@ class Scheduler:
 
     def _preempt_least_urgent(self) -> Sequence:
         sequence = self._running.pop()
-        sequence.num_lost_tokens = max(sequence.num_lost_tokens, sequence.num_scheduled_tokens)
+        sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_scheduled_tokens)
         self._blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1

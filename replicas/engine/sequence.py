@@ -25,30 +25,32 @@ class Sequence:
         0 <= num_scheduled_tokens <= num_tokens; scheduled tokens have slots in `block_table`.
         0 <= num_computed_tokens <= len(token_ids): what is computed is known.
         WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens, awaited ones included.
-        Of the first `num_lost_tokens`, every one was in the cache, or on its way there, when a preemption took it away.
+        Each of the first `num_preempted_tokens` was in the cache, or on its way there, when a preemption took it away.
     """
 
-    def __init__(self, request: GenerateRequest, arrival_s: float, deadline_s: float | None, number: int) -> None:
-        """`arrival_s` and `deadline_s` are monotonic; `number` counts sequences in order of arrival."""
+    def __init__(
+        self, request: GenerateRequest, arrival_s: float, deadline_s: float | None, arrival_index: int
+    ) -> None:
+        """`arrival_s` and `deadline_s` are monotonic; `arrival_index` counts sequences in order of arrival."""
         self.request = request
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
-        self.number = number
+        self.arrival_index = arrival_index
         self.is_promoted = request.is_promoted
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
-        self.num_awaited_tokens = 0
+        self.num_placeholder_tokens = 0
         # The last output token that is allowed is not computed: none follows it.
-        self._most_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
-        self.needs_known_tokens = _looks_back(request.params)
+        self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
+        self.has_penalties = _has_penalties(request.params)
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
-        self.num_lost_tokens = 0
+        self.num_preempted_tokens = 0
         self.num_prompt_logprobs = 0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
@@ -63,7 +65,7 @@ class Sequence:
     def urgency(self) -> tuple[int, float, int]:
         """Sort key, most urgent first: promoted, then band, earliest deadline, order of arrival."""
         deadline = float("inf") if self.deadline_s is None else self.deadline_s
-        return (-1 if self.is_promoted else self.band, deadline, self.number)
+        return (-1 if self.is_promoted else self.band, deadline, self.arrival_index)
 
     @property
     def band(self) -> Band:
@@ -83,7 +85,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens known or awaited that have to be computed at some time; the same before and after one arrives."""
-        return min(len(self.token_ids) + self.num_awaited_tokens, self._most_computed_tokens)
+        return min(len(self.token_ids) + self.num_placeholder_tokens, self._max_computed_tokens)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -98,12 +100,12 @@ class Sequence:
     @property
     def num_spent_tokens(self) -> int:
         """Tokens computed for it here, each counted once; what the prefix cache had cost nothing."""
-        return max(self.num_scheduled_tokens, self.num_lost_tokens) - (self.num_cached_tokens or 0)
+        return max(self.num_scheduled_tokens, self.num_preempted_tokens) - (self.num_cached_tokens or 0)
 
     @property
     def num_surplus_tokens(self) -> int:
         """Tokens in flight that nobody needs if the sequence ends with what is known."""
-        return max(0, self.num_scheduled_tokens - max(self.num_computed_tokens, self.num_lost_tokens))
+        return max(0, self.num_scheduled_tokens - max(self.num_computed_tokens, self.num_preempted_tokens))
 
     @property
     def num_outstanding_tokens(self) -> int:
@@ -111,7 +113,7 @@ class Sequence:
         expected = self.request.expected_output_tokens
         if expected is None:
             expected = self.request.params.max_tokens
-        num_output_tokens = self.num_output_tokens + self.num_awaited_tokens
+        num_output_tokens = self.num_output_tokens + self.num_placeholder_tokens
         return self.num_uncomputed_tokens + max(0, expected - num_output_tokens)
 
     @property
@@ -121,23 +123,23 @@ class Sequence:
 
     def may_sample_at(self, end: int) -> bool:
         """Whether computing the tokens before `end` gives the next output token."""
-        num_tokens = len(self.token_ids) + self.num_awaited_tokens
+        num_tokens = len(self.token_ids) + self.num_placeholder_tokens
         return end == num_tokens and num_tokens - self.num_prompt_tokens < self.request.params.max_tokens
 
     def launched(self, num_tokens: int, samples: bool) -> None:
         """Note that a step began to compute the next `num_tokens`, and perhaps to sample one."""
         self.num_in_flight_tokens += num_tokens
-        self.num_awaited_tokens += samples
+        self.num_placeholder_tokens += samples
 
     def append(self, token_id: int) -> None:
         """Make the token awaited longest known."""
-        self.num_awaited_tokens -= 1
+        self.num_placeholder_tokens -= 1
         self.token_ids.append(token_id)
 
-    def take_back(self) -> None:
+    def undo_append(self) -> None:
         """Undo `append`."""
         del self.token_ids[-1]
-        self.num_awaited_tokens += 1
+        self.num_placeholder_tokens += 1
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
         """The part of a step's prompt log probabilities not seen before (recomputation repeats some).
@@ -149,6 +151,6 @@ class Sequence:
         return fresh
 
 
-def _looks_back(params: SamplingParams) -> bool:
+def _has_penalties(params: SamplingParams) -> bool:
     """Whether the tokens so far change how the next one is drawn."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -33,7 +33,7 @@ _PADDING_HELP = (
     "nothing is padded here"
 )
 _RATE_WINDOW_S = 5.0
-_MAX_ACCOUNTS = 64
+_MAX_TENANT_ENTRIES = 64
 
 
 def one_two_five(up_to: int) -> tuple[float, ...]:
@@ -82,7 +82,7 @@ class TokenRate:
         self.tokens_per_s = self._rate.per_s(self._computed_s)
 
 
-class TenantAccount:
+class TenantUsage:
     """Tokens computed for each tenant in each band; those served longest ago are forgotten beyond a bound."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class TenantAccount:
         # In two steps, so that who reads meanwhile, from another thread, never finds the tenant missing.
         self._tokens[key] = self._tokens.get(key, 0) + num_tokens
         self._tokens.move_to_end(key)
-        if len(self._tokens) > _MAX_ACCOUNTS:
+        if len(self._tokens) > _MAX_TENANT_ENTRIES:
             self._tokens.popitem(last=False)
 
     def snapshot(self) -> tuple[TenantTokens, ...]:
@@ -196,7 +196,7 @@ class EngineStats:
     def __init__(self, config: EngineConfig) -> None:
         self.rate = TokenRate()
         self.saturated_rate = TokenRate()
-        self.account = TenantAccount()
+        self.tenant_usage = TenantUsage()
         self._config = config
         self._tokens: Counter[str] = Counter()
         self._waste = WastedTokens()
@@ -238,17 +238,17 @@ class EngineStats:
             request = item.sequence.request
             if request.tenant != tenant or request.band is not band:
                 # Neighbours in a batch mostly share both: one entry for a run of them.
-                self.account.add(tenant, band, num_served)
+                self.tenant_usage.add(tenant, band, num_served)
                 tenant, band, num_served = request.tenant, request.band, 0
             num_served += item.num_tokens
-        self.account.add(tenant, band, num_served)
+        self.tenant_usage.add(tenant, band, num_served)
         self.rate.step(step.duration_s, num_sampled)
         if step.is_saturated:
             self.saturated_rate.step(step.duration_s, num_tokens)
         self._iteration.observe(num_tokens)
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
         self._utilization.observe(len(items) / self._config.max_num_seqs)
-        self._waste.add(WasteCause.PREEMPT, sum([item.num_repeated_tokens for item, _ in step.results]))
+        self._waste.add(WasteCause.PREEMPT, sum([item.num_recomputed_tokens for item, _ in step.results]))
 
     def produced(self, sequence: Sequence, now: float) -> None:
         """Count an output token of a sequence; stamps its timings."""

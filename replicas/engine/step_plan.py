@@ -18,18 +18,18 @@ class StepPlan:
 
     def __init__(self, config: EngineConfig, running: list[Sequence]) -> None:
         self._config = config
-        self._given: dict[Sequence, int] = {}
+        self._scheduled: dict[Sequence, int] = {}
         self._prefilling: list[Sequence] = []
         self.decoding_bands: list[Band] = []
         for sequence in running:
             num_uncomputed_tokens = sequence.num_uncomputed_tokens
             if num_uncomputed_tokens == 1:
-                self._given[sequence] = 1
+                self._scheduled[sequence] = 1
                 if not self.decoding_bands or self.decoding_bands[-1] is not sequence.request.band:
                     self.decoding_bands.append(sequence.request.band)
             elif num_uncomputed_tokens > 1:
                 self._prefilling.append(sequence)
-        self._num_given = self.num_decodes = len(self._given)
+        self._num_scheduled_tokens = self.num_decodes = len(self._scheduled)
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
         self._limit = config.max_num_batched_tokens
@@ -41,7 +41,7 @@ class StepPlan:
     @property
     def num_tokens_left(self) -> int:
         """Tokens that may still be given."""
-        return max(0, self._limit - self._num_given)
+        return max(0, self._limit - self._num_scheduled_tokens)
 
     def prefilling(self, band: Band) -> list[Sequence]:
         """Sequences scheduled in `band` that were part-way through their prefill before the step, in order of urgency.
@@ -55,31 +55,31 @@ class StepPlan:
         return sequence.num_uncomputed_tokens > self._config.max_num_batched_tokens
 
     @property
-    def takes_long(self) -> bool:
+    def can_take_long_prefill(self) -> bool:
         """Whether another long prefill may take part. One place is kept for short ones where there are two."""
         return self._num_long < max(1, self._config.max_num_partial_prefills - 1)
 
     @property
-    def long_share(self) -> int:
+    def long_prefill_chunk(self) -> int:
         """Tokens a long prefill gets before others of its band had theirs."""
         return max(1, self.num_tokens_left // self._config.max_num_partial_prefills)
 
-    def give(self, sequence: Sequence, at_most: int) -> None:
+    def schedule(self, sequence: Sequence, at_most: int) -> None:
         """Let `sequence` compute up to `at_most` more of its tokens in this step."""
-        given = self._given.get(sequence, 0)
-        if given == 0 and self.is_long(sequence):
+        num_scheduled = self._scheduled.get(sequence, 0)
+        if num_scheduled == 0 and self.is_long(sequence):
             self._num_long += 1
-        more = min(at_most, self.num_tokens_left, sequence.num_uncomputed_tokens - given)
+        more = min(at_most, self.num_tokens_left, sequence.num_uncomputed_tokens - num_scheduled)
         assert more >= 0
         if more:
-            self._given[sequence] = given + more
-            self._num_given += more
+            self._scheduled[sequence] = num_scheduled + more
+            self._num_scheduled_tokens += more
 
-    def drop(self, sequence: Sequence) -> None:
+    def unschedule(self, sequence: Sequence) -> None:
         """Take `sequence` out of the step, before its tokens are taken back."""
-        given = self._given.pop(sequence, 0)
-        self._num_given -= given
-        if given and self.is_long(sequence):
+        num_scheduled = self._scheduled.pop(sequence, 0)
+        self._num_scheduled_tokens -= num_scheduled
+        if num_scheduled and self.is_long(sequence):
             self._num_long -= 1
 
     def completes(self, block_hash: bytes) -> bool:
@@ -90,17 +90,17 @@ class StepPlan:
         """Note blocks that what was given completes. A sequence that is dropped again leaves its own noted."""
         self._completed_hashes.update(block_hashes)
 
-    def given(self, sequence: Sequence) -> int:
+    def num_scheduled(self, sequence: Sequence) -> int:
         """Tokens that `sequence` computes in this step, so far."""
-        return self._given.get(sequence, 0)
+        return self._scheduled.get(sequence, 0)
 
     def batch(self) -> ScheduledBatch | None:
         """The finished step; None when nobody has work."""
-        if not self._given:
+        if not self._scheduled:
             return None
         return ScheduledBatch(
             tuple(
-                ScheduledSequence(sequence, sequence.num_scheduled_tokens, given)
-                for sequence, given in self._given.items()
+                ScheduledSequence(sequence, sequence.num_scheduled_tokens, num_scheduled)
+                for sequence, num_scheduled in self._scheduled.items()
             )
         )

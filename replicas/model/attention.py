@@ -68,7 +68,7 @@ class AttentionContext(Protocol):
         ...
 
 
-AttentionFactory = Callable[[KVCache, BatchInputs], AttentionContext]
+AttentionBackend = Callable[[KVCache, BatchInputs], AttentionContext]
 """Makes the attention of one forward pass: the seam for kernels of one device."""
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from replicas.errors import ModelLoadError
-from replicas.model.attention import AttentionContext, AttentionFactory, AttentionSpec
-from replicas.model.attention_check import LONG_PASSES, SHORT_PASSES, Passes, check_attention
+from replicas.model.attention import AttentionBackend, AttentionContext, AttentionSpec
+from replicas.model.attention_check import LONG_SCHEDULE, SHORT_SCHEDULE, ChunkSchedule, check_attention
 from replicas.model.batch_inputs import BatchInputs
 from replicas.model.cpp_attention import CppAttention, can_attend
 from replicas.model.flash_attention import FlashBackend
@@ -27,7 +27,7 @@ BACKENDS = ("auto", "flash", "triton", "gather")
 _FEW_PROCESSORS, _MANY_PROCESSORS = 0, 4096
 
 
-def choose_attention(spec: AttentionSpec, backend: str) -> AttentionFactory:
+def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
     """Return the backend that is asked for by name, or with `auto` the fastest that works for `spec`.
 
     Raises:
@@ -51,7 +51,7 @@ class FlashAndTriton:
     A decode has few query rows for each key: our tiles fit them, and graphs are captured of the same kernels.
     """
 
-    def __init__(self, flash: AttentionFactory, triton: TritonBackend) -> None:
+    def __init__(self, flash: AttentionBackend, triton: TritonBackend) -> None:
         self._flash = flash
         self._triton = triton
         self.planned = triton.planned
@@ -62,7 +62,7 @@ class FlashAndTriton:
         return (self._flash if has_prompts else self._triton)(cache, inputs)
 
 
-def _fastest(spec: AttentionSpec) -> AttentionFactory:
+def _fastest(spec: AttentionSpec) -> AttentionBackend:
     if spec.device.type != "cuda":
         return CppAttention if spec.has_kernels and can_attend(spec.layers) else GatherAttention
     try:
@@ -77,11 +77,11 @@ def _fastest(spec: AttentionSpec) -> AttentionFactory:
     return triton
 
 
-def _flash(spec: AttentionSpec) -> AttentionFactory:
+def _flash(spec: AttentionSpec) -> AttentionBackend:
     """FlashAttention 3; raises ModelLoadError where it is not installed, not made for the device, or proves wrong."""
     backend = FlashBackend(spec.dtype, spec.device)
     # Tables as wide as the longer passes' have it divide the keys.
-    _refuse_wrong(spec, [backend], LONG_PASSES)
+    _refuse_wrong(spec, [backend], LONG_SCHEDULE)
     return backend
 
 
@@ -92,12 +92,12 @@ def _triton(spec: AttentionSpec) -> TritonBackend:
         from replicas.model.triton_attention import TritonBackend
     except ImportError as error:
         raise ModelLoadError(str(error)) from error
-    _refuse_wrong(spec, [TritonBackend(number) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)], SHORT_PASSES)
+    _refuse_wrong(spec, [TritonBackend(number) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)], SHORT_SCHEDULE)
     return TritonBackend(_num_processors(spec.device))
 
 
-def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionFactory], passes: Passes) -> None:
-    fault = check_attention(spec, candidates, passes)
+def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionBackend], schedule: ChunkSchedule) -> None:
+    fault = check_attention(spec, candidates, schedule)
     if fault is not None:
         raise ModelLoadError(fault)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.transfers import Outbox, Placed
+from replicas.model.transfers import DeviceBuffer, HostToDeviceBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class BatchInputs:
     """[1, num_tokens] int64"""
     slots: Tensor
     """[num_tokens] int64: where each token's key and value go."""
-    begun_blocks: Tensor | None
+    partial_blocks: Tensor | None
     """[num_blocks] int64: blocks that this pass begins and does not fill; None: there are none.
 
     What a former owner left in them is read, although masked, and a NaN times 0 would still be a NaN.
@@ -62,21 +62,21 @@ def num_logits_rows(item: ScheduledSequence) -> int:
 
 def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
     """Lay `items`, whose tokens are all known, end to end on `device`."""
-    outbox = Outbox()
-    plan = InputPlan(items, block_size, Sampled.nothing(device), outbox)
-    return plan.place(outbox.send(device))
+    to_device = HostToDeviceBuffer()
+    plan = InputPlan(items, block_size, LastSampledTokens.none(device), to_device)
+    return plan.place(to_device.send(device))
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class LastSampledTokens:
     """The tokens that the step launched last samples; the host need not know them."""
 
     tokens: Tensor
     """[num_rows] int64, on the device"""
-    row_of: dict[Sequence, int]
+    row_by_sequence: dict[Sequence, int]
 
     @classmethod
-    def nothing(cls, device: torch.device) -> Sampled:
+    def none(cls, device: torch.device) -> LastSampledTokens:
         """Before the first step."""
         return cls(torch.empty(0, dtype=torch.int64, device=device), {})
 
@@ -84,45 +84,53 @@ class Sampled:
 class InputPlan:
     """Where a flat batch's inputs lie among the numbers that travel to the device."""
 
-    def __init__(self, items: Items[ScheduledSequence], block_size: int, sampled: Sampled, outbox: Outbox) -> None:
+    def __init__(
+        self,
+        items: Items[ScheduledSequence],
+        block_size: int,
+        last_sampled: LastSampledTokens,
+        to_device: HostToDeviceBuffer,
+    ) -> None:
         input_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        begun_blocks: list[int] = []
+        partial_blocks: list[int] = []
         logits_rows: list[int] = []
-        awaited: list[tuple[int, int]] = []
+        placeholders: list[tuple[int, int]] = []
         chunks: list[Chunk] = []
         for item in items:
             chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
             input_ids.extend(item.sequence.token_ids[item.start : item.end])
             if len(input_ids) < chunk.row + chunk.num_tokens:
-                awaited.append((len(input_ids), sampled.row_of[item.sequence]))
+                placeholders.append((len(input_ids), last_sampled.row_by_sequence[item.sequence]))
                 input_ids.append(0)
             positions.extend(range(item.start, item.end))
             _extend_slots(slots, chunk, block_size)
             if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start:
-                begun_blocks.append(chunk.block_table[chunk.end // block_size])
+                partial_blocks.append(chunk.block_table[chunk.end // block_size])
             logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
             chunks.append(chunk)
         self._chunks = tuple(chunks)
-        self._sampled = sampled
-        self._input_ids, self._positions = outbox.ints(input_ids), outbox.ints(positions)
-        self._slots, self._begun_blocks = outbox.ints(slots), outbox.ints(begun_blocks)
-        self._logits_rows = outbox.ints(logits_rows)
-        self._awaited_at = outbox.ints(row for row, _ in awaited)
-        self._awaited_from = outbox.ints(row for _, row in awaited)
+        self._last_sampled = last_sampled
+        self._input_ids, self._positions = to_device.ints(input_ids), to_device.ints(positions)
+        self._slots, self._partial_blocks = to_device.ints(slots), to_device.ints(partial_blocks)
+        self._logits_rows = to_device.ints(logits_rows)
+        self._placeholder_rows = to_device.ints(row for row, _ in placeholders)
+        self._placeholder_sources = to_device.ints(row for _, row in placeholders)
 
-    def place(self, placed: Placed) -> BatchInputs:
+    def place(self, on_device: DeviceBuffer) -> BatchInputs:
         """The inputs, once they are on their way."""
-        input_ids = placed.ints(self._input_ids)
-        if len(self._awaited_at) > 0:
-            input_ids[placed.ints(self._awaited_at)] = self._sampled.tokens[placed.ints(self._awaited_from)]
+        input_ids = on_device.ints(self._input_ids)
+        if len(self._placeholder_rows) > 0:
+            input_ids[on_device.ints(self._placeholder_rows)] = self._last_sampled.tokens[
+                on_device.ints(self._placeholder_sources)
+            ]
         return BatchInputs(
             input_ids=input_ids[None],
-            position_ids=placed.ints(self._positions)[None],
-            slots=placed.ints(self._slots),
-            begun_blocks=placed.ints(self._begun_blocks) if len(self._begun_blocks) > 0 else None,
-            logits_rows=placed.ints(self._logits_rows),
+            position_ids=on_device.ints(self._positions)[None],
+            slots=on_device.ints(self._slots),
+            partial_blocks=on_device.ints(self._partial_blocks) if len(self._partial_blocks) > 0 else None,
+            logits_rows=on_device.ints(self._logits_rows),
             chunks=self._chunks,
         )
 

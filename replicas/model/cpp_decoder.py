@@ -12,7 +12,7 @@ from torch import Tensor
 from replicas.model.cpp_attention import CppAttention
 from replicas.model.cpp_linears import CompiledLinear
 from replicas.model.fused_decoder import FusedDecoder, FusedLayer
-from replicas.model.layer_math import Norm, Rotation
+from replicas.model.layer_math import Norm, RotaryCosSin
 
 
 class CppDecoder(FusedDecoder):
@@ -26,15 +26,15 @@ class CppDecoder(FusedDecoder):
     def _stack(self) -> _Stack | None:
         return _stack(self._layers)
 
-    def _run_layers(self, residual: Tensor, rotation: Rotation) -> Tensor | None:
+    def _run_layers(self, residual: Tensor, cos_sin: RotaryCosSin) -> Tensor | None:
         attention, stack = self._port.context, self._stack
         if stack is None or not isinstance(attention, CppAttention):
-            return super()._run_layers(residual, rotation)
+            return super()._run_layers(residual, cos_sin)
         caches = [attention.cache[index] for index in stack.indices]
         update: Tensor = torch.ops.headway.run_layers.default(
             residual,
-            rotation.cos,
-            rotation.sin,
+            cos_sin.cos,
+            cos_sin.sin,
             stack.parts,
             stack.num_query_heads,
             stack.epsilon,
@@ -84,9 +84,9 @@ def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
         parts,
         layers[0].heads.num_query_heads,
         epsilons.pop(),
-        [layer.facts.index for layer in layers],
+        [layer.spec.index for layer in layers],
         [layer.scoring.scale for layer in layers],
-        [layer.facts.window or 0 for layer in layers],
+        [layer.spec.window or 0 for layer in layers],
     )
 
 

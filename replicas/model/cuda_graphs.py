@@ -16,12 +16,12 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.model.attention import AttentionContext
-from replicas.model.batch_inputs import Sampled, wants_prompt_logprobs
+from replicas.model.batch_inputs import LastSampledTokens, wants_prompt_logprobs
 from replicas.model.decode_buffers import DecodeBuffers, SentDecodes
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel
-from replicas.model.sampler import Choice, likeliest
-from replicas.model.transfers import Outbox, Placed
+from replicas.model.sampler import SampledTokens, sample_greedy
+from replicas.model.transfers import DeviceBuffer, HostToDeviceBuffer
 from replicas.model.triton_tiles import TilePlan
 
 _log = logging.getLogger(__name__)
@@ -47,15 +47,15 @@ class DecodeOutputs:
 
     logits: Tensor
     """[num_rows, vocab_size] in the model's dtype"""
-    greedy: Choice
+    greedy: SampledTokens
 
     def first(self, num_rows: int) -> DecodeOutputs:
         """The first rows."""
-        greedy = Choice(self.greedy.tokens[:num_rows], self.greedy.is_sound[:num_rows])
+        greedy = SampledTokens(self.greedy.tokens[:num_rows], self.greedy.is_finite[:num_rows])
         return DecodeOutputs(self.logits[:num_rows], greedy)
 
 
-class PaddedDecodes:
+class DecodeGraphRunner:
     """Batches of decodes, padded to the next bucket with rows that belong to nobody.
 
     A graph holds the whole forward pass and the greedy choice. Buckets without a graph run the same code as it is.
@@ -72,20 +72,22 @@ class PaddedDecodes:
         self._buffers = DecodeBuffers(buckets[-1], num_blocks, cache.block_size, loaded.device)
         self._graphs: dict[int, _Graph] = {}
 
-    def takes(self, items: Items[ScheduledSequence]) -> bool:
+    def can_run(self, items: Items[ScheduledSequence]) -> bool:
         """Whether all `items` are decodes and there is a bucket for so many."""
         return len(items) <= self._buckets[-1] and all(
             item.num_tokens == 1 and item.samples and not wants_prompt_logprobs(item) for item in items
         )
 
-    def send(self, items: Items[ScheduledSequence], sampled: Sampled, outbox: Outbox) -> SentDecodes:
-        """Send what a pass over `items` needs. Ids that the host does not know the step before `sampled`."""
+    def send(
+        self, items: Items[ScheduledSequence], last_sampled: LastSampledTokens, to_device: HostToDeviceBuffer
+    ) -> SentDecodes:
+        """Send what a pass over `items` needs. Ids that the host does not know the step before `last_sampled`."""
         bucket = self._buckets[bisect_left(self._buckets, len(items))]
-        return self._buffers.send(items, bucket, sampled, outbox)
+        return self._buffers.send(items, bucket, last_sampled, to_device)
 
-    def run(self, sent: SentDecodes, placed: Placed) -> DecodeOutputs:
+    def run(self, sent: SentDecodes, on_device: DeviceBuffer) -> DecodeOutputs:
         """What was sent, computed: one row per item, then rows of nobody."""
-        self._buffers.load(sent, placed)
+        self._buffers.load(sent, on_device)
         graph = self._graphs.get(sent.num_rows)
         return self._compute(sent.num_rows) if graph is None else graph.replay()
 
@@ -129,7 +131,7 @@ class PaddedDecodes:
         inputs = self._buffers.inputs(num_rows)
         context = self._attention(self._cache, inputs.slots, inputs.plan)
         logits = self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows=0)
-        return DecodeOutputs(logits, likeliest(logits.float()))
+        return DecodeOutputs(logits, sample_greedy(logits.float()))
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.batch_inputs import Sampled
-from replicas.model.table_rows import TableRows, TableUpdate
-from replicas.model.transfers import Outbox, Placed, Span
+from replicas.model.batch_inputs import LastSampledTokens
+from replicas.model.table_rows import BlockTableUpdate, DeviceBlockTables
+from replicas.model.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.model.triton_tiles import TileGroup, TilePlan
 
 _NUM_FIELDS = 6
@@ -38,8 +38,8 @@ class SentDecodes:
 
     num_rows: int
     fields: Span
-    update: TableUpdate
-    sampled: Sampled | None
+    update: BlockTableUpdate
+    last_sampled: LastSampledTokens | None
     """Where some token is known to the device alone."""
 
 
@@ -59,26 +59,32 @@ class DecodeBuffers:
         self._previous = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_rows, device=device)
-        self._table_rows = TableRows(max_rows, max_blocks)
+        self._block_tables = DeviceBlockTables(max_rows, max_blocks)
 
-    def send(self, items: Items[ScheduledSequence], num_rows: int, sampled: Sampled, outbox: Outbox) -> SentDecodes:
+    def send(
+        self,
+        items: Items[ScheduledSequence],
+        num_rows: int,
+        last_sampled: LastSampledTokens,
+        to_device: HostToDeviceBuffer,
+    ) -> SentDecodes:
         """Ask for `items`, of one token each, in the first of `num_rows` rows; the others have no sequence."""
-        update = self._table_rows.update(items, outbox)
-        known_ids, sources = _token_sources(items, self._max_rows, sampled.row_of)
+        update = self._block_tables.update(items, to_device)
+        known_ids, sources = _token_sources(items, self._max_rows, last_sampled.row_by_sequence)
         positions = [item.start for item in items]
         columns = (known_ids, sources, positions, [self._slot(item) for item in items], [1] * len(items), update.rows)
         padding = [0] * (num_rows - len(items))
-        fields = outbox.ints(number for column in columns for number in (*column, *padding))
-        has_awaited = any(source >= self._max_rows for source in sources)
-        return SentDecodes(num_rows, fields, update, sampled if has_awaited else None)
+        fields = to_device.ints(number for column in columns for number in (*column, *padding))
+        has_placeholders = any(source >= self._max_rows for source in sources)
+        return SentDecodes(num_rows, fields, update, last_sampled if has_placeholders else None)
 
-    def load(self, sent: SentDecodes, placed: Placed) -> None:
+    def load(self, sent: SentDecodes, on_device: DeviceBuffer) -> None:
         """Put what was sent where the forward pass reads it."""
-        self._fields[:, : sent.num_rows].copy_(placed.ints(sent.fields).view(_NUM_FIELDS, sent.num_rows))
-        sent.update.apply(self._tables, placed)
-        self._table_rows.commit(sent.update)
-        if sent.sampled is not None:
-            self._previous[: len(sent.sampled.tokens)].copy_(sent.sampled.tokens)
+        self._fields[:, : sent.num_rows].copy_(on_device.ints(sent.fields).view(_NUM_FIELDS, sent.num_rows))
+        sent.update.apply(self._tables, on_device)
+        self._block_tables.commit(sent.update)
+        if sent.last_sampled is not None:
+            self._previous[: len(sent.last_sampled.tokens)].copy_(sent.last_sampled.tokens)
 
     def inputs(self, num_rows: int) -> StaticInputs:
         """The first `num_rows` rows; what is computed here is a part of the forward pass."""
@@ -94,7 +100,7 @@ class DecodeBuffers:
 
 
 def _token_sources(
-    items: Items[ScheduledSequence], max_rows: int, row_of: dict[Sequence, int]
+    items: Items[ScheduledSequence], max_rows: int, row_by_sequence: dict[Sequence, int]
 ) -> tuple[list[int], list[int]]:
     """Ids that the host knows (else 0), and where each row's id is among those and, from `max_rows` on, the sampled."""
     known_ids: list[int] = []
@@ -102,5 +108,5 @@ def _token_sources(
     for row, item in enumerate(items):
         is_known = item.start < len(item.sequence.token_ids)
         known_ids.append(item.sequence.token_ids[item.start] if is_known else 0)
-        sources.append(row if is_known else max_rows + row_of[item.sequence])
+        sources.append(row if is_known else max_rows + row_by_sequence[item.sequence])
     return known_ids, sources

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replicas.model.transfers import Outbox, Placed, Span
+from replicas.model.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.protocol import SamplingParams
 
 # On CPU, sorting the whole vocabulary costs 30 times as much as finding the 256 likeliest tokens, which nearly always
@@ -28,7 +28,7 @@ _BITS = 52  # So that uniform * total < total holds in float64, rounding include
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingTensors:
     """Parameters of the rows to draw for, tensors [num_rows, 1] float64."""
 
     uniform: Tensor
@@ -40,9 +40,9 @@ class Draws:
     needs_total: bool
     """Whether some row's top-p is a share of the whole vocabulary."""
 
-    def select(self, rows: Tensor) -> Draws:
+    def select(self, rows: Tensor) -> SamplingTensors:
         """The parameters of `rows` [n] int64."""
-        return Draws(
+        return SamplingTensors(
             self.uniform[rows],
             self.temperature[rows],
             self.top_p[rows],
@@ -53,7 +53,7 @@ class Draws:
 
 
 @dataclass(frozen=True, slots=True)
-class SentDraws:
+class SentSamplingTensors:
     """Parameters of the rows to draw for, on their way to the device."""
 
     rows: Span
@@ -62,22 +62,26 @@ class SentDraws:
     """[5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row."""
     needs_total: bool
 
-    def place(self, placed: Placed) -> Draws:
+    def place(self, on_device: DeviceBuffer) -> SamplingTensors:
         """The parameters on the device."""
-        columns = placed.floats(self.columns).view(len(self.rows), 5, 1)
+        columns = on_device.floats(self.columns).view(len(self.rows), 5, 1)
         uniform, temperature, top_p, min_p, top_k = columns.unbind(dim=1)
-        return Draws(uniform, temperature, top_p, min_p, top_k, self.needs_total)
+        return SamplingTensors(uniform, temperature, top_p, min_p, top_k, self.needs_total)
 
 
-def send_draws(
-    rows: Items[int], params: Items[SamplingParams], uniforms: Items[float], vocab_size: int, outbox: Outbox
-) -> SentDraws:
+def send_sampling_tensors(
+    rows: Items[int],
+    params: Items[SamplingParams],
+    uniforms: Items[float],
+    vocab_size: int,
+    to_device: HostToDeviceBuffer,
+) -> SentSamplingTensors:
     """Send what it takes to draw for `rows`, whose params and uniform numbers are given in the same order."""
     numbers: list[float] = []
     for row, uniform in zip(params, uniforms, strict=True):
         numbers += (uniform, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
     needs_total = any(row.top_p < 1.0 and not _is_restricted(row, vocab_size) for row in params)
-    return SentDraws(outbox.ints(rows), outbox.floats(numbers), needs_total)
+    return SentSamplingTensors(to_device.ints(rows), to_device.floats(numbers), needs_total)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -107,21 +111,21 @@ def _top_k(params: SamplingParams, vocab_size: int) -> float:
     return math.inf if params.top_k is None or params.top_k >= vocab_size else params.top_k
 
 
-def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
+def sample_full(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Token ids [num_rows] drawn from the whole distributions of logits [num_rows, vocab_size] float32."""
     peak = logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp((logits - peak) / draws.temperature.float())
-    return _invert(weights.cumsum(dim=-1, dtype=torch.float64), draws.uniform)
+    weights = torch.exp((logits - peak) / sampling.temperature.float())
+    return _invert(weights.cumsum(dim=-1, dtype=torch.float64), sampling.uniform)
 
 
-def draw_from_kept(logits: Tensor, draws: Draws) -> Tensor:
+def sample_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Token ids [num_rows] drawn from what min-p, top-k, then top-p keep of logits [num_rows, vocab_size] float32."""
-    total = _total_weights(logits, draws)
+    total = _total_weights(logits, sampling)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     rows, remaining = torch.arange(logits.shape[0], device=logits.device), logits
     for num_candidates in (*(_NUM_CANDIDATES if logits.device.type == "cpu" else ()), logits.shape[1]):
-        values, token_ids = _likeliest(remaining, min(num_candidates, logits.shape[1]))
-        tokens[rows], fits = _draw_from_sorted(values, token_ids, total[rows], draws.select(rows))
+        values, token_ids = _top_candidates(remaining, min(num_candidates, logits.shape[1]))
+        tokens[rows], fits = _sample_sorted(values, token_ids, total[rows], sampling.select(rows))
         if num_candidates >= logits.shape[1] or bool(fits.all()):
             break
         rows = rows[~fits]
@@ -129,7 +133,7 @@ def draw_from_kept(logits: Tensor, draws: Draws) -> Tensor:
     return tokens
 
 
-def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits and their ids [num_rows, count]; largest first, equal ones by id."""
     if count == logits.shape[1]:
         values, token_ids = logits.sort(dim=-1, descending=True, stable=True)
@@ -139,39 +143,41 @@ def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, token_ids.gather(1, order)
 
 
-def _total_weights(logits: Tensor, draws: Draws) -> Tensor:
+def _total_weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Weight of the whole vocabulary, [num_rows, 1] float64; zeros where no row needs it."""
-    if not draws.needs_total:
-        return torch.zeros_like(draws.uniform)
+    if not sampling.needs_total:
+        return torch.zeros_like(sampling.uniform)
     peak = logits.amax(dim=-1, keepdim=True)
-    return torch.exp((logits - peak) / draws.temperature.float()).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return torch.exp((logits - peak) / sampling.temperature.float()).sum(dim=-1, keepdim=True, dtype=torch.float64)
 
 
-def _draw_from_sorted(values: Tensor, token_ids: Tensor, total: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+def _sample_sorted(
+    values: Tensor, token_ids: Tensor, total: Tensor, sampling: SamplingTensors
+) -> tuple[Tensor, Tensor]:
     """Draw among the likeliest tokens of each row.
 
     Args:
         values: [num_rows, count] float32, largest first.
         token_ids: [num_rows, count]
         total: [num_rows, 1] float64, weight of the whole vocabulary.
-        draws: the rows' parameters.
+        sampling: the rows' parameters.
 
     Returns:
         Token ids [num_rows], and whether all that the row keeps was certainly among its `count` tokens.
     """
-    weights = torch.exp((values - values[:, :1]).double() / draws.temperature)
+    weights = torch.exp((values - values[:, :1]).double() / sampling.temperature)
     rank = torch.arange(values.shape[1], device=values.device)
-    eligible = (weights >= draws.min_p) & (rank < draws.top_k)
+    eligible = (weights >= sampling.min_p) & (rank < sampling.top_k)
     weights = weights * eligible
     cumulative = weights.cumsum(dim=-1)
     # top-p is a share of what min-p and top-k left.
-    is_restricted = (draws.min_p > 0) | (draws.top_k < math.inf)
+    is_restricted = (sampling.min_p > 0) | (sampling.top_k < math.inf)
     left = torch.where(is_restricted, cumulative[:, -1:], total)
-    kept = eligible & (cumulative - weights < draws.top_p * left)
+    kept = eligible & (cumulative - weights < sampling.top_p * left)
     # Tokens as likely as the last may be missing, and which of them are here is the device's choice.
     is_last = values == values[:, -1:]
     fits = ~(is_last & torch.where(is_restricted, eligible, kept)).any(dim=-1)
-    index = _invert((weights * kept).cumsum(dim=-1), draws.uniform)
+    index = _invert((weights * kept).cumsum(dim=-1), sampling.uniform)
     return token_ids.gather(1, index[:, None])[:, 0], fits
 
 

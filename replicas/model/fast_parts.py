@@ -11,27 +11,27 @@ from transformers import PreTrainedModel
 
 from replicas.model.attention import AttentionPort
 from replicas.model.cpp_decoder import CppDecoder
-from replicas.model.cpp_layer_math import CppLayerMath
+from replicas.model.cpp_layer_math import CppLayerOps
 from replicas.model.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.fused_norm import replace_norms
 from replicas.model.kv_cache import AttentionLayer
-from replicas.model.layer_math import LayerMath, TorchLayerMath
+from replicas.model.layer_math import LayerOps, TorchLayerOps
 from replicas.model.linears import LinearFactory, choose_linears, plain_linear, replace_linears
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class FastParts:
+class FusedModules:
     """What a model's own parts are replaced by."""
 
-    math: LayerMath
+    ops: LayerOps
     make_linear: LinearFactory
     decoder: type[FusedDecoder] = FusedDecoder
     """For a model that can be fused."""
 
 
-def cpu_parts(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FastParts:
+def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
     """The fastest parts on CPU; `has_kernels` says whether the compiled kernels can be called.
 
     Raises:
@@ -39,32 +39,36 @@ def cpu_parts(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FastP
     """
     make_linear = choose_linears(dtype, has_kernels, quantization)
     return (
-        FastParts(CppLayerMath(), make_linear, CppDecoder) if has_kernels else FastParts(TorchLayerMath(), make_linear)
+        FusedModules(CppLayerOps(), make_linear, CppDecoder)
+        if has_kernels
+        else FusedModules(TorchLayerOps(), make_linear)
     )
 
 
-def cuda_parts(dtype: torch.dtype, device: torch.device) -> FastParts:
+def cuda_modules(dtype: torch.dtype, device: torch.device) -> FusedModules:
     """The fastest parts on a CUDA device: Triton's kernels where they prove right, else plain torch."""
-    return FastParts(_cuda_math(dtype, device), plain_linear)
+    return FusedModules(_cuda_ops(dtype, device), plain_linear)
 
 
-def speed_up(model: PreTrainedModel, port: AttentionPort, layers: Sequence[AttentionLayer], parts: FastParts) -> None:
+def optimize_model(
+    model: PreTrainedModel, port: AttentionPort, layers: Sequence[AttentionLayer], modules: FusedModules
+) -> None:
     """Replace parts of `model` by faster ones that compute the same, up to rounding and the linears' own precision."""
     if can_fuse(model):
-        model.model = parts.decoder(model.model, port, layers, parts.math, parts.make_linear)
-    replace_norms(model, parts.math)
-    replace_linears(model, parts.make_linear)
+        model.model = modules.decoder(model.model, port, layers, modules.ops, modules.make_linear)
+    replace_norms(model, modules.ops)
+    replace_linears(model, modules.make_linear)
 
 
-def _cuda_math(dtype: torch.dtype, device: torch.device) -> LayerMath:
+def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
     try:
         # Triton comes with torch for CUDA only.
-        from replicas.model.triton_layer_math import TritonLayerMath, check_layer_math
+        from replicas.model.triton_layer_math import TritonLayerOps, check_layer_ops
     except ImportError as error:
         fault: str | None = str(error)
     else:
-        fault = check_layer_math(dtype, device)
+        fault = check_layer_ops(dtype, device)
         if fault is None:
-            return TritonLayerMath()
+            return TritonLayerOps()
     _log.warning("layers run in plain torch, slowly, as Triton's kernels do not work here: %s", fault)
-    return TorchLayerMath()
+    return TorchLayerOps()

@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from replicas.model.attention import AttentionCall, AttentionPort, Scoring
 from replicas.model.kv_cache import AttentionLayer
-from replicas.model.layer_math import HeadLayout, LayerMath, Norm, Rotation
+from replicas.model.layer_math import HeadLayout, LayerOps, Norm, RotaryCosSin
 from replicas.model.linears import LinearFactory, join_linears
 
 _FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -24,7 +24,7 @@ _FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausa
 class FusedLayer(nn.Module):
     """One decoder layer: query, key and value come out of one multiplication, gate and up projection of another."""
 
-    def __init__(self, layer: Any, facts: AttentionLayer, make: LinearFactory) -> None:
+    def __init__(self, layer: Any, spec: AttentionLayer, make: LinearFactory) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.query_key_value = join_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
@@ -34,29 +34,29 @@ class FusedLayer(nn.Module):
         self.input_norm = _norm(layer.input_layernorm)
         self.post_attention_norm = _norm(layer.post_attention_layernorm)
         self.heads = HeadLayout(
-            num_query_heads=facts.num_query_heads,
-            num_kv_heads=facts.num_kv_heads,
-            size=facts.key_size,
+            num_query_heads=spec.num_query_heads,
+            num_kv_heads=spec.num_kv_heads,
+            size=spec.key_size,
             query_norm=_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
             key_norm=_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
         )
-        self.facts = facts
+        self.spec = spec
         self.scoring = Scoring(float(attention.scaling))
 
-    def attend(self, hidden: Tensor, rotation: Rotation, math: LayerMath, port: AttentionPort) -> Tensor:
+    def attend(self, hidden: Tensor, cos_sin: RotaryCosSin, ops: LayerOps, port: AttentionPort) -> Tensor:
         """What attention adds to the residual stream, [num_tokens, hidden_size]."""
         rows = self.query_key_value(hidden)
-        math.rotate(rows, self.heads, rotation)
+        ops.rotary_embedding(rows, self.heads, cos_sin)
         query, key, value = rows.view(len(rows), -1, self.heads.size).split(
             (self.heads.num_query_heads, self.heads.num_kv_heads, self.heads.num_kv_heads), dim=1
         )
-        call = AttentionCall(self.facts.index, query, key, value, self.scoring, self.facts.window, extras=frozenset())
+        call = AttentionCall(self.spec.index, query, key, value, self.scoring, self.spec.window, extras=frozenset())
         output: Tensor = self.output(port.attend(call).flatten(1))
         return output
 
-    def transform(self, hidden: Tensor, math: LayerMath) -> Tensor:
+    def transform(self, hidden: Tensor, ops: LayerOps) -> Tensor:
         """What the feed-forward part adds to the residual stream, [num_tokens, hidden_size]."""
-        output: Tensor = self.down(math.gate(self.gate_up(hidden)))
+        output: Tensor = self.down(ops.silu_and_mul(self.gate_up(hidden)))
         return output
 
 
@@ -71,37 +71,37 @@ class FusedDecoder(nn.Module):
         original: Any,
         port: AttentionPort,
         layers: Sequence[AttentionLayer],
-        math: LayerMath,
+        ops: LayerOps,
         make: LinearFactory,
     ) -> None:
         super().__init__()
         self.embed_tokens = original.embed_tokens
         self.rotary_emb = original.rotary_emb
         self._layers: list[FusedLayer] = []
-        for facts in layers:
-            self._layers.append(FusedLayer(original.layers[facts.index], facts, make))
-            original.layers[facts.index] = nn.Identity()
+        for spec in layers:
+            self._layers.append(FusedLayer(original.layers[spec.index], spec, make))
+            original.layers[spec.index] = nn.Identity()
         self.layers = nn.ModuleList(self._layers)
         self._final_norm = _norm(original.norm)
         self._port = port
-        self._math = math
+        self._ops = ops
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: object) -> BaseModelOutputWithPast:
         """Hidden states [1, num_tokens, hidden_size]; both arguments are [1, num_tokens] int64."""
         residual = self.embed_tokens(input_ids[0])
         cos, sin = self.rotary_emb(residual, position_ids)
-        update = self._run_layers(residual, Rotation(cos[0], sin[0]))
-        hidden = self._math.add_and_normalize(residual, update, self._final_norm)
+        update = self._run_layers(residual, RotaryCosSin(cos[0], sin[0]))
+        hidden = self._ops.add_and_normalize(residual, update, self._final_norm)
         return BaseModelOutputWithPast(last_hidden_state=hidden[None])
 
-    def _run_layers(self, residual: Tensor, rotation: Rotation) -> Tensor | None:
+    def _run_layers(self, residual: Tensor, cos_sin: RotaryCosSin) -> Tensor | None:
         """Add what the layers give to `residual`, except for the last feed-forward part: that is returned."""
         update = None
         for layer in self._layers:
-            hidden = self._math.add_and_normalize(residual, update, layer.input_norm)
-            update = layer.attend(hidden, rotation, self._math, self._port)
-            hidden = self._math.add_and_normalize(residual, update, layer.post_attention_norm)
-            update = layer.transform(hidden, self._math)
+            hidden = self._ops.add_and_normalize(residual, update, layer.input_norm)
+            update = layer.attend(hidden, cos_sin, self._ops, self._port)
+            hidden = self._ops.add_and_normalize(residual, update, layer.post_attention_norm)
+            update = layer.transform(hidden, self._ops)
         return update
 
 

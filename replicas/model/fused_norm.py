@@ -8,32 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from replicas.model.layer_math import LayerMath, Norm
+from replicas.model.layer_math import LayerOps, Norm
 from replicas.model.selfcheck import find_fault, relative_error
 
 
 class FusedNorm(nn.Module):
     """Root mean square normalisation over the last dimension."""
 
-    def __init__(self, original: Any, math: LayerMath) -> None:
+    def __init__(self, original: Any, ops: LayerOps) -> None:
         super().__init__()
         self.weight: nn.Parameter = original.weight
         self.variance_epsilon = float(original.variance_epsilon)
         self._norm = Norm(self.weight.detach(), self.variance_epsilon)
-        self._math = math
+        self._ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., size] to the same."""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-        return self._math.add_and_normalize(rows, None, self._norm).view(hidden.shape)
+        return self._ops.add_and_normalize(rows, None, self._norm).view(hidden.shape)
 
 
-def replace_norms(model: nn.Module, math: LayerMath) -> None:
+def replace_norms(model: nn.Module, ops: LayerOps) -> None:
     """Replace every norm of `model` that looks like a plain one and, tried out, computes the same."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and _has_plain_fields(child):
-                fused = FusedNorm(child, math)
+                fused = FusedNorm(child, ops)
                 if find_fault(_errors(child, fused), fused.weight.dtype) is None:
                     setattr(parent, name, fused)
 

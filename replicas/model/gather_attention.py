@@ -59,8 +59,8 @@ class GatherAttention:
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
         layer = self._cache[call.layer]
-        if self._inputs.begun_blocks is not None:
-            layer.clear(self._inputs.begun_blocks)
+        if self._inputs.partial_blocks is not None:
+            layer.clear(self._inputs.partial_blocks)
         layer.write(self._inputs.slots, call.key, call.value)
         if call.window not in self._plans:
             self._plans[call.window] = self._plan(call.window)

@@ -32,7 +32,7 @@ class HeadLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class RotaryCosSin:
     """Cosine and sine of each token's angles; the second half of each row repeats the first."""
 
     cos: Tensor
@@ -41,33 +41,33 @@ class Rotation:
     """[num_tokens, size]"""
 
 
-class LayerMath(Protocol):
+class LayerOps(Protocol):
     """Operations on tensors of one dtype on one device."""
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """Add `update` to `residual` [num_tokens, size] in place, and give the sum normalised."""
         ...
 
-    def rotate(self, rows: Tensor, layout: HeadLayout, rotation: Rotation) -> None:
+    def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
         """Normalise, where the layout says so, and rotate the queries and keys of `rows` in place."""
         ...
 
-    def gate(self, gate_up: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(first half) * second half of each row, [num_tokens, size / 2]."""
         ...
 
 
-class TorchLayerMath:
-    """`LayerMath` in plain torch."""
+class TorchLayerOps:
+    """`LayerOps` in plain torch."""
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
-        """See `LayerMath`."""
+        """See `LayerOps`."""
         if update is not None:
             residual.add_(update)
         return functional.rms_norm(residual, norm.weight.shape, norm.weight, norm.epsilon)
 
-    def rotate(self, rows: Tensor, layout: HeadLayout, rotation: Rotation) -> None:
-        """See `LayerMath`."""
+    def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
+        """See `LayerOps`."""
         num_rotated = layout.num_query_heads + layout.num_kv_heads
         heads = rows.view(len(rows), -1, layout.size)[:, :num_rotated]
         queries, keys = heads[:, : layout.num_query_heads], heads[:, layout.num_query_heads :]
@@ -76,9 +76,9 @@ class TorchLayerMath:
                 part.copy_(functional.rms_norm(part, norm.weight.shape, norm.weight, norm.epsilon))
         first, second = heads.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
-        heads.mul_(rotation.cos[:, None]).addcmul_(turned, rotation.sin[:, None])
+        heads.mul_(cos_sin.cos[:, None]).addcmul_(turned, cos_sin.sin[:, None])
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        """See `LayerMath`."""
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)

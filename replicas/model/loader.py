@@ -25,7 +25,7 @@ from replicas.model.attention import (
     register_attention,
 )
 from replicas.model.compiled_layers import compile_layers
-from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
+from replicas.model.fast_parts import cpu_modules, cuda_modules, optimize_model
 from replicas.model.fused_decoder import can_fuse
 from replicas.model.huge_pages import move_to_huge_pages
 from replicas.model.kernel_build import load_kernels
@@ -92,7 +92,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
-    _speed_up(model, port, layers, options, has_kernels)
+    _optimize(model, port, layers, options, has_kernels)
     return LoadedModel(
         model_id=options.path,
         model=model,
@@ -108,7 +108,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     )
 
 
-def _speed_up(
+def _optimize(
     model: PreTrainedModel,
     port: AttentionPort,
     layers: tuple[AttentionLayer, ...],
@@ -120,14 +120,14 @@ def _speed_up(
     if device.type == "cpu":
         if options.compile_layers:
             raise ModelLoadError("compile_layers is true, but the device is a CPU")
-        speed_up(model, port, layers, cpu_parts(dtype, has_kernels, options.quantization))
+        optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
         move_to_huge_pages(model)
         return
     if options.quantization != "none":
         raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
     is_compiled = options.compile_layers and not can_fuse(model) and compile_layers(model, port)
     if device.type == "cuda" and not is_compiled:
-        speed_up(model, port, layers, cuda_parts(dtype, device))
+        optimize_model(model, port, layers, cuda_modules(dtype, device))
 
 
 def _load_config(model: str) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.transfers import Outbox, Placed, Span
+from replicas.model.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,13 @@ class _Spans:
     token_ids: Span
     values: Span
 
-    def index(self, placed: Placed) -> tuple[Tensor, Tensor]:
+    def index(self, on_device: DeviceBuffer) -> tuple[Tensor, Tensor]:
         """Rows and token ids, each [num_entries] int64."""
-        return placed.ints(self.rows), placed.ints(self.token_ids)
+        return on_device.ints(self.rows), on_device.ints(self.token_ids)
 
-    def numbers(self, placed: Placed) -> Tensor:
+    def numbers(self, on_device: DeviceBuffer) -> Tensor:
         """Values [num_entries] float32."""
-        return placed.floats(self.values).float()
+        return on_device.floats(self.values).float()
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class _Entries:
         self.token_ids.extend(token_ids)
         self.values.extend(values)
 
-    def send(self, outbox: Outbox) -> _Spans | None:
+    def send(self, to_device: HostToDeviceBuffer) -> _Spans | None:
         """None where there are none."""
         if not self.rows:
             return None
-        return _Spans(outbox.ints(self.rows), outbox.ints(self.token_ids), outbox.floats(self.values))
+        return _Spans(to_device.ints(self.rows), to_device.ints(self.token_ids), to_device.floats(self.values))
 
 
-class LogitEdits:
+class LogitsProcessors:
     """The edits of one step's rows, in the order in which they apply.
 
     1. Repetition: logits of tokens in prompt or output are divided (if positive) or multiplied by the penalty.
@@ -62,7 +62,11 @@ class LogitEdits:
     """
 
     def __init__(
-        self, items: Items[ScheduledSequence], eos_token_ids: frozenset[int], vocab_size: int, outbox: Outbox
+        self,
+        items: Items[ScheduledSequence],
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        to_device: HostToDeviceBuffer,
     ) -> None:
         self._vocab_size = vocab_size
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
@@ -70,28 +74,28 @@ class LogitEdits:
             self._penalize_repetition(repetition, row, item.sequence)
             self._add_offsets(added, row, item.sequence)
             self._forbid_stops(forbidden, row, item, eos_token_ids)
-        self._repetition = repetition.send(outbox)
-        self._added = added.send(outbox)
-        self._forbidden = forbidden.send(outbox)
+        self._repetition = repetition.send(to_device)
+        self._added = added.send(to_device)
+        self._forbidden = forbidden.send(to_device)
 
     @property
     def is_empty(self) -> bool:
         """Whether no logit changes."""
         return self._repetition is None and self._added is None and self._forbidden is None
 
-    def apply(self, logits: Tensor, placed: Placed) -> Tensor:
+    def apply(self, logits: Tensor, on_device: DeviceBuffer) -> Tensor:
         """A changed copy of `logits` [num_rows, vocab_size] float32, or `logits` itself where nothing changes."""
         if self.is_empty:
             return logits
         logits = logits.clone()
         if self._repetition is not None:
-            index, penalty = self._repetition.index(placed), self._repetition.numbers(placed)
+            index, penalty = self._repetition.index(on_device), self._repetition.numbers(on_device)
             before = logits[index]
             logits[index] = torch.where(before > 0, before / penalty, before * penalty)
         if self._added is not None:
-            logits.index_put_(self._added.index(placed), self._added.numbers(placed), accumulate=True)
+            logits.index_put_(self._added.index(on_device), self._added.numbers(on_device), accumulate=True)
         if self._forbidden is not None:
-            logits[self._forbidden.index(placed)] = self._forbidden.numbers(placed)
+            logits[self._forbidden.index(on_device)] = self._forbidden.numbers(on_device)
         return logits
 
     def _penalize_repetition(self, entries: _Entries, row: int, sequence: Sequence) -> None:

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
-from replicas.model.attention import AttentionFactory
-from replicas.model.batch_inputs import BatchInputs, InputPlan, Sampled, wants_prompt_logprobs
-from replicas.model.cuda_graphs import PaddedDecodes
+from replicas.model.attention import AttentionBackend
+from replicas.model.batch_inputs import BatchInputs, InputPlan, LastSampledTokens, wants_prompt_logprobs
+from replicas.model.cuda_graphs import DecodeGraphRunner
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
-from replicas.model.launched_step import LaunchedPart, LaunchedScores, TorchStep
+from replicas.model.launched_step import PendingPart, PendingScores, TorchStep
 from replicas.model.loader import LoadedModel
 from replicas.model.logprobs import launch_logprobs
-from replicas.model.sampler import LaunchedTokens, Sampler
-from replicas.model.transfers import Inbox, Outbox
+from replicas.model.sampler import PendingTokens, Sampler
+from replicas.model.transfers import DeviceToHostBuffer, HostToDeviceBuffer
 
 # Bounds the logits held at once for a prompt that is scored.
 _MAX_SCORED_TOKENS = 256
@@ -34,16 +34,16 @@ class TorchModelRunner:
         self,
         loaded: LoadedModel,
         cache: KVCache,
-        attention: AttentionFactory = GatherAttention,
-        decodes: PaddedDecodes | None = None,
+        attention: AttentionBackend = GatherAttention,
+        decode_graphs: DecodeGraphRunner | None = None,
     ) -> None:
-        """`decodes` computes the batches that it takes; without it `attention` is behind every forward pass."""
+        """`decode_graphs` computes the batches that it takes; without it `attention` is behind every forward pass."""
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
-        self._decodes = decodes
+        self._decode_graphs = decode_graphs
         self._sampler = Sampler(loaded.eos_token_ids)
-        self._sampled = Sampled.nothing(loaded.device)
+        self._last_sampled = LastSampledTokens.none(loaded.device)
 
     @property
     def num_blocks(self) -> int:
@@ -71,64 +71,68 @@ class TorchModelRunner:
         Items that score their prompt need logits at every position and run on their own, in bounded pieces;
         all others share one forward pass.
         """
-        inbox = Inbox()
+        to_host = DeviceToHostBuffer()
         shared = [index for index, item in enumerate(batch.items) if not wants_prompt_logprobs(item)]
-        parts: list[LaunchedPart] = []
+        parts: list[PendingPart] = []
         if shared:
-            parts.append(self._launch_shared([batch.items[index] for index in shared], shared, inbox))
+            parts.append(self._launch_shared([batch.items[index] for index in shared], shared, to_host))
         for index, item in enumerate(batch.items):
             if wants_prompt_logprobs(item):
-                parts.append(self._launch_scored(item, index, inbox))
-        inbox.close(self._loaded.device)
-        self._sampled = _sampled_by(parts, batch, self._loaded.device)
-        return TorchStep(len(batch.items), parts, inbox)
+                parts.append(self._launch_scored(item, index, to_host))
+        to_host.close(self._loaded.device)
+        self._last_sampled = _last_sampled_tokens(parts, batch, self._loaded.device)
+        return TorchStep(len(batch.items), parts, to_host)
 
-    def _launch_shared(self, items: list[ScheduledSequence], indices: list[int], inbox: Inbox) -> LaunchedPart:
+    def _launch_shared(
+        self, items: list[ScheduledSequence], indices: list[int], to_host: DeviceToHostBuffer
+    ) -> PendingPart:
         """One forward pass over items of which each samples or gives nothing."""
         sampling = [index for index, item in zip(indices, items, strict=True) if item.samples]
-        if self._decodes is not None and self._decodes.takes(items):
-            return LaunchedPart(sampling, self._decode(items, self._decodes, inbox), ())
-        return LaunchedPart(sampling, self._forward(items, inbox).tokens, ())
+        if self._decode_graphs is not None and self._decode_graphs.can_run(items):
+            return PendingPart(sampling, self._decode(items, self._decode_graphs, to_host), ())
+        return PendingPart(sampling, self._forward(items, to_host).tokens, ())
 
-    def _decode(self, items: list[ScheduledSequence], decodes: PaddedDecodes, inbox: Inbox) -> LaunchedTokens:
-        outbox = Outbox()
-        plan = self._sampler.plan(items, self._loaded.vocab_size, outbox)
-        sent = decodes.send(items, self._sampled, outbox)
-        placed = outbox.send(self._loaded.device)
-        outputs = decodes.run(sent, placed).first(len(items))
-        return plan.launch(outputs.logits, outputs.greedy, placed, inbox)
+    def _decode(
+        self, items: list[ScheduledSequence], decode_graphs: DecodeGraphRunner, to_host: DeviceToHostBuffer
+    ) -> PendingTokens:
+        to_device = HostToDeviceBuffer()
+        plan = self._sampler.plan(items, self._loaded.vocab_size, to_device)
+        sent = decode_graphs.send(items, self._last_sampled, to_device)
+        on_device = to_device.send(self._loaded.device)
+        outputs = decode_graphs.run(sent, on_device).first(len(items))
+        return plan.launch(outputs.logits, outputs.greedy, on_device, to_host)
 
-    def _launch_scored(self, item: ScheduledSequence, index: int, inbox: Inbox) -> LaunchedPart:
+    def _launch_scored(self, item: ScheduledSequence, index: int, to_host: DeviceToHostBuffer) -> PendingPart:
         """Run an item whose prompt tokens' log probabilities are wanted, a piece after the other."""
-        scores: list[LaunchedScores] = []
+        scores: list[PendingScores] = []
         tokens = None
         for start in range(item.start, item.end, _MAX_SCORED_TOKENS):
             piece = item.part(start, min(_MAX_SCORED_TOKENS, item.end - start))
-            forward = self._forward([piece], inbox)
+            forward = self._forward([piece], to_host)
             tokens = forward.tokens
             if forward.scores is not None:
                 scores.append(forward.scores)
-        return LaunchedPart([index], tokens, tuple(scores))
+        return PendingPart([index], tokens, tuple(scores))
 
-    def _forward(self, items: list[ScheduledSequence], inbox: Inbox) -> _Forward:
+    def _forward(self, items: list[ScheduledSequence], to_host: DeviceToHostBuffer) -> _Forward:
         """One forward pass, and what is wanted of its logits: all that it needs of the host travels at once."""
-        outbox = Outbox()
-        inputs = InputPlan(items, self._cache.block_size, self._sampled, outbox)
+        to_device = HostToDeviceBuffer()
+        inputs = InputPlan(items, self._cache.block_size, self._last_sampled, to_device)
         sampling = [item for item in items if item.samples]
-        plan = self._sampler.plan(sampling, self._loaded.vocab_size, outbox)
+        plan = self._sampler.plan(sampling, self._loaded.vocab_size, to_device)
         is_scored = wants_prompt_logprobs(items[0])
         targets = _targets(items[0]) if is_scored else []
-        target_span = outbox.ints(targets)
-        placed = outbox.send(self._loaded.device)
-        logits = self._logits(inputs.place(placed))
+        target_span = to_device.ints(targets)
+        on_device = to_device.send(self._loaded.device)
+        logits = self._logits(inputs.place(on_device))
         scores = tokens = None
         if targets:
-            most_top = items[0].sequence.request.params.prompt_logprobs or 0
-            launched = launch_logprobs(logits[: len(targets)], placed.ints(target_span), most_top, inbox)
-            scores = LaunchedScores(targets, most_top, launched)
+            max_top = items[0].sequence.request.params.prompt_logprobs or 0
+            launched = launch_logprobs(logits[: len(targets)], on_device.ints(target_span), max_top, to_host)
+            scores = PendingScores(targets, max_top, launched)
         if sampling:
             # Of a scored prompt, every row has logits, and the last one gives the next token.
-            tokens = plan.launch(logits[-len(sampling) :], None, placed, inbox)
+            tokens = plan.launch(logits[-len(sampling) :], None, on_device, to_host)
         return _Forward(tokens, scores)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
@@ -141,19 +145,19 @@ class TorchModelRunner:
 class _Forward:
     """What was asked of one forward pass's logits."""
 
-    tokens: LaunchedTokens | None
-    scores: LaunchedScores | None
+    tokens: PendingTokens | None
+    scores: PendingScores | None
 
 
-def _sampled_by(parts: list[LaunchedPart], batch: ScheduledBatch, device: torch.device) -> Sampled:
+def _last_sampled_tokens(parts: list[PendingPart], batch: ScheduledBatch, device: torch.device) -> LastSampledTokens:
     """All tokens that the parts sample, in one tensor."""
     sampling = [part for part in parts if part.tokens is not None]
     tokens = [part.tokens.tokens for part in parts if part.tokens is not None]
     if not tokens:
-        return Sampled.nothing(device)
+        return LastSampledTokens.none(device)
     indices = [index for part in sampling for index in part.indices]
-    row_of = {batch.items[index].sequence: row for row, index in enumerate(indices)}
-    return Sampled(tokens[0] if len(tokens) == 1 else torch.cat(tokens), row_of)
+    row_by_sequence = {batch.items[index].sequence: row for row, index in enumerate(indices)}
+    return LastSampledTokens(tokens[0] if len(tokens) == 1 else torch.cat(tokens), row_by_sequence)
 
 
 def _targets(piece: ScheduledSequence) -> list[int]:

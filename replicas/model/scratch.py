@@ -7,23 +7,23 @@ from replicas.engine.sequence import Sequence
 from replicas.protocol import GenerateRequest, SamplingParams
 
 
-def scratch_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequence:
+def dummy_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequence:
     """An item that computes positions [start, start + num_tokens) in the scratch block and samples at random."""
     end = start + num_tokens
     params = SamplingParams(max_tokens=1, top_p=0.9)
-    sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, number=0)
+    sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
     sequence.block_table = [0] * -(-end // block_size)
     return ScheduledSequence(sequence, start, num_tokens)
 
 
-def scratch_batches(
+def dummy_batches(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> list[ScheduledBatch]:
     """The largest steps: one long prefill, many prefills, those beside a long sequence, and decodes at full length."""
     longest = min(max_num_batched_tokens, max_model_len)
     share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
-    prefill = scratch_item(max_model_len - longest, longest, block_size)
-    short, decode = scratch_item(0, share, block_size), scratch_item(max_model_len - 1, 1, block_size)
+    prefill = dummy_item(max_model_len - longest, longest, block_size)
+    short, decode = dummy_item(0, share, block_size), dummy_item(max_model_len - 1, 1, block_size)
     return [
         ScheduledBatch((prefill,)),
         ScheduledBatch((short,) * max_num_seqs),

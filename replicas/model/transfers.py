@@ -21,7 +21,7 @@ class Span:
         return self.end - self.start
 
 
-class Placed:
+class DeviceBuffer:
     """A step's numbers on the device; views of one tensor that belongs to this step alone."""
 
     def __init__(self, words: Tensor) -> None:
@@ -36,7 +36,7 @@ class Placed:
         return self._words[span.start : span.end].view(torch.float64)
 
 
-class Outbox:
+class HostToDeviceBuffer:
     """Numbers that a step needs on its device, gathered on the host so that they travel together.
 
     Each takes 8 bytes, whatever it is. Spans begin at multiples of 16 bytes: kernels are compiled again for
@@ -58,11 +58,11 @@ class Outbox:
         self._words.frombytes(array("d", numbers).tobytes())
         return Span(start, len(self._words))
 
-    def send(self, device: torch.device) -> Placed:
+    def send(self, device: torch.device) -> DeviceBuffer:
         """Begin the one copy to `device`, which nobody waits for."""
         if not self._words:
-            return Placed(torch.empty(0, dtype=torch.int64, device=device))
-        return Placed(begin_copy(torch.frombuffer(self._words, dtype=torch.int64), device))
+            return DeviceBuffer(torch.empty(0, dtype=torch.int64, device=device))
+        return DeviceBuffer(begin_copy(torch.frombuffer(self._words, dtype=torch.int64), device))
 
     def _align(self) -> int:
         if len(self._words) % 2 == 1:
@@ -80,27 +80,27 @@ def begin_copy(words: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Letter:
+class PendingTensor:
     """Which of a step's results a tensor is."""
 
     index: int
 
 
-class Inbox:
+class DeviceToHostBuffer:
     """Tensors that the host wants of a step, copied as they are when asked for; nobody waits before `wait`."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._arrived: torch.cuda.Event | None = None
 
-    def add(self, tensor: Tensor) -> Letter:
+    def add(self, tensor: Tensor) -> PendingTensor:
         """Ask for a tensor. What is launched later may change it."""
         if tensor.device.type == "cpu":
             self._tensors.append(tensor.clone())
         else:
             on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensors.append(on_host.copy_(tensor, non_blocking=True))
-        return Letter(len(self._tensors) - 1)
+        return PendingTensor(len(self._tensors) - 1)
 
     def close(self, device: torch.device) -> None:
         """Note that everything has been asked for."""
@@ -113,5 +113,5 @@ class Inbox:
         if self._arrived is not None:
             self._arrived.synchronize()
 
-    def __getitem__(self, letter: Letter) -> Tensor:
-        return self._tensors[letter.index]
+    def __getitem__(self, pending: PendingTensor) -> Tensor:
+        return self._tensors[pending.index]

@@ -37,7 +37,7 @@ def add_and_normalize_kernel(
 
 
 @triton.jit
-def rotate_kernel(
+def rotary_embedding_kernel(
     rows,
     cos,
     sin,
@@ -84,7 +84,7 @@ def _weights(query_weight, key_weight, is_query, columns, is_column):
 
 
 @triton.jit
-def gate_kernel(gate_up, output, SIZE: tl.constexpr, TILE: tl.constexpr):
+def silu_and_mul_kernel(gate_up, output, SIZE: tl.constexpr, TILE: tl.constexpr):
     """Columns `program_id(1)` * TILE and on of row `program_id(0)`: silu(first half) * second half."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)

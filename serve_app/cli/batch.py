@@ -15,7 +15,7 @@ from serve_app.cli.batch_client import BatchClient, JsonObject, ServerError
 from serve_app.cli.batch_progress import BatchProgress
 
 FINAL = ("completed", "failed", "expired", "cancelled")
-PATIENCE_S = 120.0
+RETRY_LIMIT_S = 120.0
 """How long `wait` goes on asking a server that does not answer, seconds: it may be restarting."""
 _MAX_SHOWN_ERRORS = 10
 
@@ -112,7 +112,7 @@ def _ended(client: BatchClient, batch_id: str, poll_every_s: float) -> JsonObjec
             except ServerError as error:
                 now_s = time.monotonic()
                 silent_since_s = now_s if silent_since_s is None else silent_since_s
-                if not error.may_pass or now_s - silent_since_s > PATIENCE_S:
+                if not error.may_pass or now_s - silent_since_s > RETRY_LIMIT_S:
                     raise
                 progress.show_trouble(error.message)
             else:

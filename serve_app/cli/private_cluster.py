@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import tenacity
 
-from replicas.cpu_sharing import do_not_interrupt_others
+from replicas.cpu_sharing import use_batch_scheduling
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3
@@ -79,7 +79,7 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
     On leaving, every process that descends from this one is gone, and so is the folder. Ray's
     daemons also end when this process is killed outright.
     """
-    _adopt_orphans()
+    _become_subreaper()
     # Short: Ray and HAProxy keep sockets below it (HAProxy's in a folder with a name of 64 characters),
     # and HAProxy takes no socket path longer than 97.
     folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None))
@@ -88,7 +88,7 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
     os.environ.update(private_ray_environment(folder) | _ENVIRONMENT)
     if throughput_profile:
         os.environ.update(_throughput_environment(folder))
-    do_not_interrupt_others()
+    use_batch_scheduling()
     try:
         yield _start_ray(num_cpus, folder)
     finally:
@@ -162,7 +162,7 @@ def end_processes(processes: list[psutil.Process], grace_s: float = 5.0) -> None
         _, processes = psutil.wait_procs(processes, timeout=grace_s)
 
 
-def _adopt_orphans() -> None:
+def _become_subreaper() -> None:
     """Become the parent of every descendant whose own parent ends, so that none can be lost."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

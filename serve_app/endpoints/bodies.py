@@ -12,7 +12,7 @@ from replicas.errors import RequestAborted
 from serve_app.endpoints.exchange import content_length
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.errors import body_too_large, unsupported_media_type, upload_too_slow
-from serve_app.openai.neutral import NeutralValues
+from serve_app.openai.neutral import IgnoredValues
 from serve_app.openai.parsing import BodyT, parse_body, parse_json
 from serve_app.openai.workers import WorkerThreads
 
@@ -29,15 +29,15 @@ class BodyReader:
         self._settings = settings
         self._workers = workers
 
-    async def read(self, request: Request, schema: type[BodyT], neutral: NeutralValues) -> BodyT:
-        """The body as a `schema`; fields in `neutral` are accepted at the values given there.
+    async def read(self, request: Request, schema: type[BodyT], ignored: IgnoredValues) -> BodyT:
+        """The body as a `schema`; fields in `ignored` are accepted at the values given there.
 
         Raises:
             HttpError: it is of another type, too large, or too slow to arrive.
             InvalidRequest: it is no JSON object, or not what the schema says.
             RequestAborted: the client left before it was sent.
         """
-        return await self.convert(request, lambda fields: parse_body(schema, fields, neutral))
+        return await self.convert(request, lambda fields: parse_body(schema, fields, ignored))
 
     async def convert(self, request: Request, make: Callable[[dict[str, object]], ResultT]) -> ResultT:
         """What `make` makes of the body's fields; it runs in a thread where the body is large.

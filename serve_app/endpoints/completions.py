@@ -14,9 +14,9 @@ from serve_app.endpoints.event_stream import EventStream
 from serve_app.endpoints.exchange import caller_of, exchange_of
 from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.settings import IngressSettings
-from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from serve_app.openai.neutral import CHAT_IGNORED, COMPLETION_IGNORED
 from serve_app.openai.schema import ChatBody, CompletionBody
-from serve_app.openai.service import CompletionService, Generation
+from serve_app.openai.service import CompletionService, PreparedCompletion
 from serve_app.openai.validation import Caller
 
 _MIN_WAIT_S = 0.5
@@ -48,28 +48,28 @@ class CompletionEndpoints:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         caller = caller_of(request, self._authenticator.authenticate(request.headers))
-        body = await self._bodies.read(request, ChatBody, CHAT_NEUTRAL)
-        generation = await while_connected(request.receive, self._service.chat(body, caller))
-        return await self._respond(request, generation, caller)
+        body = await self._bodies.read(request, ChatBody, CHAT_IGNORED)
+        prepared = await while_connected(request.receive, self._service.chat(body, caller))
+        return await self._respond(request, prepared, caller)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
         caller = caller_of(request, self._authenticator.authenticate(request.headers))
-        body = await self._bodies.read(request, CompletionBody, COMPLETION_NEUTRAL)
-        generation = await while_connected(request.receive, self._service.completion(body, caller))
-        return await self._respond(request, generation, caller)
+        body = await self._bodies.read(request, CompletionBody, COMPLETION_IGNORED)
+        prepared = await while_connected(request.receive, self._service.completion(body, caller))
+        return await self._respond(request, prepared, caller)
 
-    async def _respond(self, request: Request, generation: Generation, caller: Caller) -> Response:
+    async def _respond(self, request: Request, prepared: PreparedCompletion, caller: Caller) -> Response:
         exchange = exchange_of(request)
-        exchange.generation = generation
-        exchange.headroom = partial(self._service.headroom, generation)
-        if generation.body.stream:
+        exchange.prepared = prepared
+        exchange.headroom = partial(self._service.headroom, prepared)
+        if prepared.body.stream:
             # Half the client's patience, so that something has arrived before it runs out.
-            wait_s = max(_MIN_WAIT_S, (caller.hints.patience_s or float("inf")) / 2)
+            wait_s = max(_MIN_WAIT_S, (caller.hints.sdk_timeout_s or float("inf")) / 2)
             header_wait_s = min(self._settings.max_header_wait_s, wait_s)
             keep_alive_s = min(self._settings.keep_alive_s, wait_s)
-            return EventStream(self._service, generation, exchange, header_wait_s, keep_alive_s)
-        reply = await while_connected(request.receive, self._service.answer(generation))
-        replica_id = generation.progress.replica_id
+            return EventStream(self._service, prepared, exchange, header_wait_s, keep_alive_s)
+        reply = await while_connected(request.receive, self._service.answer(prepared))
+        replica_id = prepared.progress.replica_id
         headers = {} if replica_id is None else {"x-model-replica": replica_id}
         return json_response(reply, headers=headers)

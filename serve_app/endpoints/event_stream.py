@@ -15,7 +15,7 @@ from serve_app.endpoints.connection import end_body, send_part, while_connected
 from serve_app.endpoints.exchange import CLIENT_CLOSED, Exchange, fail
 from serve_app.openai.fan_in import IndexedDelta
 from serve_app.openai.reply import JsonObject
-from serve_app.openai.service import CompletionService, Generation
+from serve_app.openai.service import CompletionService, PreparedCompletion
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 
@@ -40,18 +40,18 @@ class EventStream(Response):
     def __init__(
         self,
         service: CompletionService,
-        generation: Generation,
+        prepared: PreparedCompletion,
         exchange: Exchange,
         header_wait_s: float,
         keep_alive_s: float,
     ) -> None:
         super().__init__()
         self._service = service
-        self._generation = generation
+        self._prepared = prepared
         self._exchange = exchange
         self._header_wait_s = header_wait_s
         self._keep_alive_s = keep_alive_s
-        options = generation.body.stream_options
+        options = prepared.body.stream_options
         self._include_usage = options is not None and options.include_usage
         self._usage_on_every_chunk = options is not None and options.continuous_usage_stats
 
@@ -71,13 +71,13 @@ class EventStream(Response):
             self._exchange.status = CLIENT_CLOSED
 
     async def _run(self, sender: _Sender) -> None:
-        async with self._service.start(self._generation) as deltas:
+        async with self._service.start(self._prepared) as deltas:
             try:
                 async for item in deltas:
-                    self._generation.progress.add(item)
+                    self._prepared.progress.add(item)
                     await sender.send(self._written(item))
                 if self._include_usage:
-                    await sender.send(event(self._generation.format.usage_chunk(self._generation.progress.usage())))
+                    await sender.send(event(self._prepared.format.usage_chunk(self._prepared.progress.usage())))
                 await sender.send(DONE)
             except Exception as error:
                 if not sender.has_begun:
@@ -86,12 +86,12 @@ class EventStream(Response):
                 await sender.send(event(fail(self._exchange, error).body))
 
     def _written(self, item: IndexedDelta) -> bytes:
-        return b"".join(event(self._with_usage(chunk)) for chunk in self._generation.format.chunk(item))
+        return b"".join(event(self._with_usage(chunk)) for chunk in self._prepared.format.chunk(item))
 
     def _with_usage(self, chunk: JsonObject) -> JsonObject:
         """With `include_usage` every chunk has the field, but only the last one says it, unless asked to."""
         if self._usage_on_every_chunk:
-            chunk["usage"] = self._generation.progress.usage()
+            chunk["usage"] = self._prepared.progress.usage()
         elif self._include_usage:
             chunk["usage"] = None
         return chunk
@@ -102,8 +102,8 @@ class EventStream(Response):
         headers["content-type"] = CONTENT_TYPE
         headers["cache-control"] = "no-cache"
         headers["x-accel-buffering"] = "no"
-        if self._generation.progress.replica_id is not None:
-            headers["x-model-replica"] = self._generation.progress.replica_id
+        if self._prepared.progress.replica_id is not None:
+            headers["x-model-replica"] = self._prepared.progress.replica_id
         return message
 
 

@@ -19,10 +19,10 @@ from replicas.clock import Clock
 from router.types import Headroom
 from serve_app.auth import Principal
 from serve_app.endpoints.responses import json_response
-from serve_app.errors import ErrorReply, is_foreseen, reply_to
+from serve_app.errors import ErrorReply, is_expected, reply_to
 from serve_app.errors import Headers as HeaderPairs
 from serve_app.metrics import HttpMetrics
-from serve_app.openai.service import Generation
+from serve_app.openai.service import PreparedCompletion
 from serve_app.openai.urgency import hints_from
 from serve_app.openai.validation import Caller
 
@@ -58,7 +58,7 @@ class Exchange:
     response_bytes: int = 0
     headers_s: float | None = None
     """When the response began, monotonic."""
-    generation: Generation | None = None
+    prepared: PreparedCompletion | None = None
     """What was generated, if it came so far."""
     headroom: Callable[[], Headroom] | None = None
     """What may still wait in the request's band, now; None: it never had one."""
@@ -81,12 +81,12 @@ class Exchange:
             "error_code": None if self.error is None else self.error.code,
             **self.details,
         }
-        if self.generation is not None:
-            first, progress = self.generation.requests[0], self.generation.progress
+        if self.prepared is not None:
+            first, progress = self.prepared.requests[0], self.prepared.progress
             fields |= {
-                "response_id": self.generation.id,
-                "stream": self.generation.body.stream,
-                "num_sequences": len(self.generation.requests),
+                "response_id": self.prepared.id,
+                "stream": self.prepared.body.stream,
+                "num_sequences": len(self.prepared.requests),
                 "tenant": first.tenant,
                 "band": first.band.name.lower(),
                 "replica_id": progress.replica_id,
@@ -122,7 +122,7 @@ def content_length(headers: Headers) -> int:
 
 def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
     """What the client is told of `error`, noted in the exchange; an error nobody foresaw is logged in full."""
-    if not is_foreseen(error):
+    if not is_expected(error):
         logger.error("request failed", extra={"request_id": exchange.request_id}, exc_info=error)
     exchange.error = reply_to(error, exchange.request_id)
     return exchange.error
@@ -157,9 +157,9 @@ class ExchangeMiddleware:
         headers = Headers(scope=scope)
         exchange = self._open(scope, headers)
         scope[_SCOPE_KEY] = exchange
-        response_send = self._watch(exchange, headers, send)
+        response_send = self._counting_send(exchange, headers, send)
         try:
-            await self._app(scope, _hear(exchange, receive), response_send)
+            await self._app(scope, _counting_receive(exchange, receive), response_send)
         except asyncio.CancelledError:
             exchange.status = CLIENT_CLOSED
             raise
@@ -186,11 +186,11 @@ class ExchangeMiddleware:
         logger.log(_log_level(exchange), "request started", extra=fields)
         return exchange
 
-    def _watch(self, exchange: Exchange, request_headers: Headers, send: Send) -> Send:
+    def _counting_send(self, exchange: Exchange, request_headers: Headers, send: Send) -> Send:
         """`send`, which completes the headers and notes what goes through it."""
         is_announced = self._server_sets_request_id and request_headers.get("x-request-id") == exchange.request_id
 
-        async def watched(message: Message) -> None:
+        async def counting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status, exchange.headers_s = message["status"], self._clock.monotonic()
                 headers = MutableHeaders(scope=message)
@@ -203,7 +203,7 @@ class ExchangeMiddleware:
                 exchange.response_bytes += len(message.get("body", b""))
             await send(message)
 
-        return watched
+        return counting_send
 
     def _close(self, exchange: Exchange, scope: Scope) -> None:
         now_s = self._clock.monotonic()
@@ -220,10 +220,10 @@ class ExchangeMiddleware:
         logger.log(_log_level(exchange), "request finished", extra=exchange.describe(now_s))
 
 
-def _hear(exchange: Exchange, receive: Receive) -> Receive:
+def _counting_receive(exchange: Exchange, receive: Receive) -> Receive:
     """`receive`, which counts bytes; a failure to hear the client (Serve cancels the call) is its disconnect."""
 
-    async def received() -> Message:
+    async def counting_receive() -> Message:
         try:
             message = await receive()
         except Exception:
@@ -231,7 +231,7 @@ def _hear(exchange: Exchange, receive: Receive) -> Receive:
         exchange.request_bytes += len(message.get("body", b""))
         return message
 
-    return received
+    return counting_receive
 
 
 def _log_level(exchange: Exchange) -> int:

@@ -11,7 +11,7 @@ from serve_app.endpoints.responses import Routes, json_response
 from serve_app.openai.chat import PromptTokenizer
 from serve_app.openai.dispatcher import KnownModel
 from serve_app.openai.limits import check_model, check_num_tokens, check_token_ids
-from serve_app.openai.neutral import TOKENIZE_NEUTRAL
+from serve_app.openai.neutral import TOKENIZE_IGNORED
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.schema import DetokenizeBody, TokenizeBody
 
@@ -57,7 +57,7 @@ class ModelEndpoints:
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize: of a prompt or of messages."""
         self._authenticator.authenticate(request.headers)
-        body = await self._bodies.read(request, TokenizeBody, TOKENIZE_NEUTRAL)
+        body = await self._bodies.read(request, TokenizeBody, TOKENIZE_IGNORED)
         check_model(body.model, self._model.name)
         card = await self._model.card()
         token_ids = await self._token_ids(body, card.max_model_len)

@@ -8,7 +8,7 @@ from replicas.errors import InvalidRequest
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.records import BatchKind, NewBatch, NewLine
 from serve_app.openai.job_schema import MAX_WINDOW_S, JobOptions
-from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
+from serve_app.openai.neutral import CHAT_IGNORED, COMPLETION_IGNORED
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
@@ -71,10 +71,10 @@ class JobMaker:
             raise InvalidRequest("`prompt` and `messages` are both given; a job has one of them", "prompt")
         body: ChatBody | CompletionBody
         if "messages" in fields:
-            body, endpoint = parse_body(ChatBody, fields, CHAT_NEUTRAL), CHAT_ENDPOINT
+            body, endpoint = parse_body(ChatBody, fields, CHAT_IGNORED), CHAT_ENDPOINT
             self.service.check_chat(body)
         elif "prompt" in fields:
-            body, endpoint = parse_body(CompletionBody, fields, COMPLETION_NEUTRAL), COMPLETION_ENDPOINT
+            body, endpoint = parse_body(CompletionBody, fields, COMPLETION_IGNORED), COMPLETION_ENDPOINT
             self.service.check_completion(body)
         else:
             raise InvalidRequest("`messages` or else `prompt` must be given", "messages", "missing_required_parameter")

@@ -11,9 +11,9 @@ from replicas.errors import InvalidRequest
 from serve_app.endpoints.new_jobs import COMPLETION_ENDPOINT, line_of, window_of
 from serve_app.endpoints.submitter import Submitter
 from serve_app.jobs.records import BatchKind, NewBatch, NewLine
-from serve_app.openai.chat import spaced
+from serve_app.openai.chat import grouped
 from serve_app.openai.job_schema import PromptBatchOptions
-from serve_app.openai.neutral import COMPLETION_NEUTRAL
+from serve_app.openai.neutral import COMPLETION_IGNORED
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.schema import CompletionBody
@@ -67,7 +67,9 @@ class PromptBatchMaker:
         # Each line has what all share, once more.
         num_bytes = len(to_json(request)) * len(options.prompts) + len(to_json(options.prompts))
         if num_bytes > max_bytes:
-            message = f"the requests have {spaced(num_bytes)} bytes together; at most {spaced(max_bytes)} are accepted"
+            message = (
+                f"the requests have {grouped(num_bytes)} bytes together; at most {grouped(max_bytes)} are accepted"
+            )
             raise InvalidRequest(message, "prompts")
         return NewBatch(
             kind=BatchKind.PROMPTS,
@@ -92,7 +94,9 @@ class PromptBatchMaker:
         own = {name: fields[name] for name in PromptBatchOptions.model_fields if name in fields}
         options = parse_body(PromptBatchOptions, own, {})
         if len(options.prompts) > max_prompts:
-            message = f"`prompts` has {spaced(len(options.prompts))} items; at most {spaced(max_prompts)} are accepted"
+            message = (
+                f"`prompts` has {grouped(len(options.prompts))} items; at most {grouped(max_prompts)} are accepted"
+            )
             raise InvalidRequest(message, "prompts")
         return options
 
@@ -104,16 +108,16 @@ class PromptBatchMaker:
 
     def _checked(self, shared: JsonObject) -> CompletionBody:
         """What every prompt gets, which must be right whatever the prompt."""
-        body = parse_body(CompletionBody, shared | {"prompt": _STAND_IN}, COMPLETION_NEUTRAL)
+        body = parse_body(CompletionBody, shared | {"prompt": _STAND_IN}, COMPLETION_IGNORED)
         if body.n > 1:
-            raise InvalidRequest(f"`n` is {spaced(body.n)}; a prompt batch takes 1: repeat the prompt instead", "n")
+            raise InvalidRequest(f"`n` is {grouped(body.n)}; a prompt batch takes 1: repeat the prompt instead", "n")
         self.service.check_completion(body)
         return body
 
 
 def _body_or_refusal(shared: JsonObject, prompt: object) -> CompletionBody | InvalidRequest:
     try:
-        return parse_body(CompletionBody, shared | {"prompt": _alone(prompt)}, COMPLETION_NEUTRAL)
+        return parse_body(CompletionBody, shared | {"prompt": _alone(prompt)}, COMPLETION_IGNORED)
     except InvalidRequest as error:
         return error
 

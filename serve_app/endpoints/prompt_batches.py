@@ -54,7 +54,7 @@ class PromptBatchEndpoints:
         batch = (await self._jobs.service.submit(new)).batch
         exchange_of(request).details |= {"batch_id": batch.id, "tenant": new.tenant, "num_prompts": len(new.lines)}
         headers = {"location": f"/v1/batch/{batch.id}", "retry-after": str(RETRY_AFTER_S)}
-        return json_response({"batch_id": batch.id, "status": _word(batch)}, 202, headers)
+        return json_response({"batch_id": batch.id, "status": _status_name(batch)}, 202, headers)
 
     async def stats(self, request: Request) -> Response:
         """GET /v1/batch/stats: all of the caller's asynchronous work."""
@@ -79,7 +79,7 @@ class PromptBatchEndpoints:
         lines = await self._jobs.service.lines(tenant, batch.id, query.after, query.limit)
         outputs = [prompt_output(line) for line in lines]
         has_more = bool(lines) and lines[-1].index + 1 < batch.counts.total
-        status = _word(batch, is_begun=any(line.status is not LineStatus.QUEUED for line in lines))
+        status = _status_name(batch, has_started=any(line.status is not LineStatus.QUEUED for line in lines))
         return json_response(_batch_object(batch) | {"status": status, "outputs": outputs, "has_more": has_more})
 
     async def cancel(self, request: Request) -> Response:
@@ -92,10 +92,10 @@ class PromptBatchEndpoints:
         return self._authenticator.authenticate(request.headers).tenant
 
 
-def _word(batch: BatchRecord, is_begun: bool = False) -> str:
-    """How far a batch is; `is_begun` when one of its lines is known to run."""
-    is_begun = is_begun or batch.counts.completed + batch.counts.failed > 0
-    if batch.status is BatchStatus.IN_PROGRESS and not is_begun:
+def _status_name(batch: BatchRecord, has_started: bool = False) -> str:
+    """How far a batch is; `has_started` when one of its lines is known to run."""
+    has_started = has_started or batch.counts.completed + batch.counts.failed > 0
+    if batch.status is BatchStatus.IN_PROGRESS and not has_started:
         return "pending"
     return batch.status.summary
 
@@ -105,7 +105,7 @@ def _batch_object(batch: BatchRecord) -> JsonObject:
     num_done = counts.completed + counts.failed
     return {
         "batch_id": batch.id,
-        "status": _word(batch),
+        "status": _status_name(batch),
         "progress": round(num_done / counts.total, 4) if counts.total else 0.0,
         "num_done": num_done,
         "request_counts": counts_object(batch),

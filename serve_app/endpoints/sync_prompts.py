@@ -26,7 +26,7 @@ from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.job_schema import StreamQuery
 from serve_app.openai.parsing import parse_body
 from serve_app.openai.reply import JsonObject
-from serve_app.openai.service import CompletionService, Generation
+from serve_app.openai.service import CompletionService, PreparedCompletion
 from serve_app.openai.validation import Caller
 
 _Arrived = asyncio.Queue[JsonObject | None]
@@ -56,12 +56,12 @@ class PromptRun:
 
         async def output(index: int) -> JsonObject:
             try:
-                generation = await self._generation(index)
-                reply = await self.service.answer(generation)
+                prepared = await self._prepare(index)
+                reply = await self.service.answer(prepared)
             except Exception as error:  # whatever it is, the others go on
                 errors.append(error)
                 return self._failed(index, error)
-            self._count(generation)
+            self._count(prepared)
             return completed_output(index, reply)
 
         outputs = await asyncio.gather(*map(output, range(len(self.prompts.bodies))))
@@ -112,28 +112,28 @@ class PromptRun:
     async def _follow(self, index: int, arrived: _Arrived) -> None:
         """The text of one prompt's completion piece by piece, then how it ended."""
         try:
-            generation = await self._generation(index)
-            async with self.service.start(generation) as deltas:
+            prepared = await self._prepare(index)
+            async with self.service.start(prepared) as deltas:
                 async for item in deltas:
-                    generation.progress.add(item)
-                    for chunk in generation.format.chunk(item):
+                    prepared.progress.add(item)
+                    for chunk in prepared.format.chunk(item):
                         await arrived.put({**chunk["choices"][0], "index": index})
         except Exception as error:  # whatever it is, the others go on
             await arrived.put(self._failed(index, error))
             return
-        self._count(generation)
-        usage = generation.progress.usage()
+        self._count(prepared)
+        usage = prepared.progress.usage()
         await arrived.put({"index": index, "status": "completed", "usage": usage, "error": None})
 
-    async def _generation(self, index: int) -> Generation:
+    async def _prepare(self, index: int) -> PreparedCompletion:
         body = self.prompts.bodies[index]
         if isinstance(body, InvalidRequest):
             raise body
         return await self.service.completion(body, replace(self.caller, request_id=f"{self.caller.request_id}-{index}"))
 
-    def _count(self, generation: Generation) -> None:
+    def _count(self, prepared: PreparedCompletion) -> None:
         self.num_completed += 1
-        self.num_tokens += generation.progress.prompt_tokens + generation.progress.completion_tokens
+        self.num_tokens += prepared.progress.prompt_tokens + prepared.progress.completion_tokens
 
     def _failed(self, index: int, error: Exception) -> JsonObject:
         self.num_failed += 1

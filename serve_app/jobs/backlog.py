@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.scaling_inputs import WaitingWork
-from serve_app.jobs.pace import Pace
+from router.scaling_inputs import BacklogWork
+from serve_app.jobs.pace import ThroughputEstimator
 from serve_app.jobs.queue_rows import Backlog
 
 
 class BacklogView:
-    """Backlog that the newest look found; a `router.scaling_inputs.HeldBack`."""
+    """Backlog that the newest look found; a `router.scaling_inputs.BacklogSource`."""
 
-    def __init__(self, pace: Pace) -> None:
-        self.pace = pace
+    def __init__(self, throughput: ThroughputEstimator) -> None:
+        self.throughput = throughput
         self.waiting: Sequence[Backlog] = ()
         """In the database."""
         self.not_sent: Sequence[Backlog] = ()
@@ -25,12 +25,12 @@ class BacklogView:
 
     def eta_s(self) -> float:
         """Seconds until all of it is done; infinite where nothing moves."""
-        return self.pace.eta_of_all_s(self.waiting)
+        return self.throughput.eta_of_all_s(self.waiting)
 
-    def work(self) -> Sequence[WaitingWork]:
+    def work(self) -> Sequence[BacklogWork]:
         """Tokens that these lines need, by band and deadline."""
-        ratio = self.pace.real_per_expected
+        ratio = self.throughput.actual_per_expected
         return [
-            WaitingWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)
+            BacklogWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)
             for backlog in (*self.waiting, *self.not_sent)
         ]

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, bindparam, select, update
 
 from serve_app.jobs.batch_rows import FINAL, BatchRow, errors_text, get_batch, lock_batches
-from serve_app.jobs.delivery_rows import owe_delivery
+from serve_app.jobs.delivery_rows import enqueue_delivery
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.ids import new_id
@@ -43,12 +43,12 @@ _UNOWNED_TO_CLAIM = _UNOWNED.with_for_update(skip_locked=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Unowned:
+class UnclaimedBatches:
     """Batches in some states that nobody owns."""
 
     statuses: Sequence[BatchStatus]
     model: str
-    but: Sequence[str] = ()
+    excluding: Sequence[str] = ()
     """Ids of those that do not count."""
 
     def any(self, connection: Connection) -> bool:
@@ -66,7 +66,7 @@ class Unowned:
         return connection.execute(claim).one()
 
     def _parameters(self) -> dict[str, object]:
-        return {"statuses": [status.value for status in self.statuses], "model": self.model, "but": self.but}
+        return {"statuses": [status.value for status in self.statuses], "model": self.model, "but": self.excluding}
 
 
 def still_owns(connection: Connection, batch_id: str, owner: str, status: BatchStatus) -> bool:
@@ -75,7 +75,7 @@ def still_owns(connection: Connection, batch_id: str, owner: str, status: BatchS
     return connection.execute(update(batches).where(owned).values(owner=owner)).rowcount == 1
 
 
-def disclaim_batch(connection: Connection, batch_id: str, owner: str) -> None:
+def release_batch(connection: Connection, batch_id: str, owner: str) -> None:
     """Let others have a batch that could not be brought to its next state."""
     connection.execute(_change(batches.c.id == batch_id, batches.c.owner == owner).values(owner=None))
 
@@ -187,7 +187,7 @@ def _make_final(
     ended = connection.execute(_change(*conditions).values(values).returning(batches)).first()
     if ended is None:
         return False
-    owe_delivery(connection, ended, now)
+    enqueue_delivery(connection, ended, now)
     return True
 
 

@@ -22,7 +22,7 @@ _DUE = (
 )
 
 
-def owe_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
+def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
     """Note, where a batch that has just ended has a callback, that its end is to be told."""
     if batch.callback_url is None:
         return

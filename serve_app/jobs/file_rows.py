@@ -1,4 +1,4 @@
-"""Rows of `files`, and of `doomed_files`: bytes that outlived their record."""
+"""Rows of `files`, and of `files_to_delete`: bytes that outlived their record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.jobs.batch_rows import UNFINISHED
 from serve_app.jobs.errors import FileInUse, UnknownFile
 from serve_app.jobs.paging import read_page
 from serve_app.jobs.records import BatchStatus, FileRecord, Page, PageRequest
-from serve_app.jobs.tables import batches, doomed_files, files
+from serve_app.jobs.tables import batches, files, files_to_delete
 
 READING = (BatchStatus.VALIDATING.value,)
 """A batch's lines are copied while it is validated; afterwards it needs the file no more."""
@@ -57,31 +57,31 @@ def forget_file(connection: Connection, tenant: str, file_id: str, now: float) -
     reader = select(batches.c.id).where(batches.c.input_file_id == file_id, batches.c.status.in_(UNFINISHED))
     if (row := connection.execute(reader).first()) is not None:
         raise FileInUse(f"batch `{row.id}` reads file `{file_id}` and has not ended")
-    _doom(connection, [file_id])
+    _schedule_deletion(connection, [file_id])
 
 
-def doom_expired_files(connection: Connection, now: float, limit: int) -> int:
+def expire_files(connection: Connection, now: float, limit: int) -> int:
     """Delete the records of files that have expired and doom their bytes; a file that is read stays for so long."""
     is_read = select(batches.c.id).where(batches.c.input_file_id == files.c.id, batches.c.status.in_(READING)).exists()
     expired = select(files.c.id).where(files.c.expires_unix_s <= now, ~is_read).limit(limit)
-    return _doom(connection, list(connection.execute(expired).scalars()))
+    return _schedule_deletion(connection, list(connection.execute(expired).scalars()))
 
 
-def doomed(connection: Connection, limit: int, but: Collection[str] = ()) -> list[str]:
-    """Some files, none of `but`, whose bytes are to be deleted."""
-    query = select(doomed_files.c.id).where(doomed_files.c.id.not_in(but)).limit(limit)
+def pending_deletion(connection: Connection, limit: int, excluding: Collection[str] = ()) -> list[str]:
+    """Some files, none of `excluding`, whose bytes are to be deleted."""
+    query = select(files_to_delete.c.id).where(files_to_delete.c.id.not_in(excluding)).limit(limit)
     return list(connection.execute(query).scalars())
 
 
 def bytes_deleted(connection: Connection, file_id: str) -> None:
     """Note that a doomed file's bytes are gone."""
-    connection.execute(delete(doomed_files).where(doomed_files.c.id == file_id))
+    connection.execute(delete(files_to_delete).where(files_to_delete.c.id == file_id))
 
 
-def _doom(connection: Connection, file_ids: list[str]) -> int:
+def _schedule_deletion(connection: Connection, file_ids: list[str]) -> int:
     if file_ids:
         connection.execute(delete(files).where(files.c.id.in_(file_ids)))
-        connection.execute(insert(doomed_files), [{"id": file_id} for file_id in file_ids])
+        connection.execute(insert(files_to_delete), [{"id": file_id} for file_id in file_ids])
     return len(file_ids)
 
 

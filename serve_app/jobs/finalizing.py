@@ -14,7 +14,7 @@ from serve_app.jobs.context import JobsContext
 from serve_app.jobs.lease_rows import close_lines, request_id_of
 from serve_app.jobs.line_rows import ended_lines
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
-from serve_app.jobs.validating import CHUNK_LINES, LostBatch, delete_own_lines
+from serve_app.jobs.validating import CHUNK_LINES, OwnershipLost, delete_own_lines
 
 _UNDONE = {
     BatchStatus.EXPIRED.value: (
@@ -50,7 +50,7 @@ class Finalizer:
         """Bring a closing batch that is the owner's to its end.
 
         Raises:
-            LostBatch: it is not the owner's any more.
+            OwnershipLost: it is not the owner's any more.
             OSError: the file store does not answer; the batch is as it was.
         """
         if batch.in_progress_unix_s is None:
@@ -61,7 +61,7 @@ class Finalizer:
         files = await self._write_files(batch) if batch.kind == BatchKind.FILE.value else []
         now = self._clock.unix()
         if not await self._database.write(lambda connection: finish_batch(connection, batch, owner, files, now)):
-            raise LostBatch(batch.id)
+            raise OwnershipLost(batch.id)
 
     async def _close_lines(self, batch: BatchRow) -> None:
         status, error = _UNDONE[batch.ending]
@@ -100,13 +100,13 @@ class Finalizer:
         """All lines of one kind.
 
         Raises:
-            LostBatch: some are gone, since another has ended the batch meanwhile; nobody may see the rest as the file.
+            OwnershipLost: some are gone, as another process has ended the batch; the rest must not pass for the file.
         """
         after = -1
         while num_lines > 0:
             page = await self._page(batch_id, after, is_success)
             if not page:
-                raise LostBatch(batch_id)
+                raise OwnershipLost(batch_id)
             yield b"".join(map(result_line, page))
             after = page[-1].position
             num_lines -= len(page)

@@ -159,17 +159,17 @@ def end_lines(connection: Connection, owner: str, results: Sequence[LineResult],
     The batches whose last lines these were go on to their next state in the same transaction.
     """
     lock_batches(connection, (result.line.batch_id for result in results))
-    news = EndedLines([], [], [])
+    ended = EndedLines([], [], [])
     sums: dict[str, _Sums] = {}
     for result in results:
         if _end_line(connection, owner, result):
             sums.setdefault(result.line.batch_id, _Sums()).add(result)
-            news.counted.append(result)
+            ended.counted.append(result)
     for batch_id, its_sums in sums.items():
         batch = _count(connection, batch_id, its_sums)
         if batch.status == BatchStatus.IN_PROGRESS.value and batch.num_completed + batch.num_failed == batch.num_lines:
-            (news.final_batch_ids if end_batch(connection, batch, now) else news.closing_batch_ids).append(batch_id)
-    return news
+            (ended.final_batch_ids if end_batch(connection, batch, now) else ended.closing_batch_ids).append(batch_id)
+    return ended
 
 
 def _end_line(connection: Connection, owner: str, result: LineResult) -> bool:

@@ -11,7 +11,7 @@ from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
 from serve_app.jobs.records import BatchError, NewLine
 from serve_app.openai.limits import check_model
-from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL, NeutralValues
+from serve_app.openai.neutral import CHAT_IGNORED, COMPLETION_IGNORED, IgnoredValues
 from serve_app.openai.parsing import parse_body, parse_json
 from serve_app.openai.schema import ChatBody, CompletionBody
 
@@ -23,12 +23,12 @@ class Endpoint(NamedTuple):
     """What an endpoint's bodies must be."""
 
     schema: type[ChatBody] | type[CompletionBody]
-    neutral: NeutralValues
+    ignored: IgnoredValues
 
 
 ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(ChatBody, CHAT_NEUTRAL),
-    "/v1/completions": Endpoint(CompletionBody, COMPLETION_NEUTRAL),
+    "/v1/chat/completions": Endpoint(ChatBody, CHAT_IGNORED),
+    "/v1/completions": Endpoint(CompletionBody, COMPLETION_IGNORED),
 }
 """Those that batches may name."""
 
@@ -83,8 +83,8 @@ def parse_line_body(endpoint: str, text: str) -> ChatBody | CompletionBody:
     Raises:
         InvalidRequest: the endpoint would refuse it, or it asks for a stream.
     """
-    schema, neutral = ENDPOINTS[endpoint]
-    parsed = parse_body(schema, from_json(text), neutral)
+    schema, ignored = ENDPOINTS[endpoint]
+    parsed = parse_body(schema, from_json(text), ignored)
     if parsed.stream:
         raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
     return parsed

@@ -10,14 +10,14 @@ from replicas.protocol import Band
 from serve_app.jobs import queue_rows
 from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.context import JobsContext
-from serve_app.jobs.lease_plan import Wanted
+from serve_app.jobs.lease_plan import LeaseRequest
 from serve_app.jobs.lease_rows import LeasedLine, lease_lines, release_lines
 from serve_app.jobs.ownership import Ownership
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
 
 _REFRESH_S = 3.0
 """Longest time between two looks into the database."""
-_REST_SHARE = 5.0
+_REST_FACTOR = 5.0
 """After a look that took t seconds, the next one is at least this many times t later."""
 _BATCHES_PER_TENANT = 64
 """Most batches of a tenant and band that one look finds."""
@@ -60,35 +60,38 @@ class LineQueue:
             )
 
         self.open_batches, self.backlog.waiting, in_progress = await self._context.database.read(read)
-        self.min_period_s = min(_REFRESH_S, _REST_SHARE * (clock.monotonic() - self._looked_s))
-        self.backlog.pace.forget_all_but({*running, *(batch.id for batch in self.open_batches)})
+        self.min_period_s = min(_REFRESH_S, _REST_FACTOR * (clock.monotonic() - self._looked_s))
+        self.backlog.throughput.retain({*running, *(batch.id for batch in self.open_batches)})
         return set(running) - in_progress
 
-    def late_before(self, leased: Iterable[Backlog]) -> float:
+    def late_deadline(self, leased: Iterable[Backlog]) -> float:
         """Unix time; batches with a deadline up to then would miss it, since all work before theirs takes too long."""
-        return self.backlog.pace.late_before((*self.backlog.waiting, *leased), self._context.clock.unix())
+        return self.backlog.throughput.late_deadline((*self.backlog.waiting, *leased), self._context.clock.unix())
 
-    async def lease(self, wanted: Sequence[Wanted]) -> list[tuple[Wanted, list[LeasedLine]]]:
+    async def lease(self, requests: Sequence[LeaseRequest]) -> list[tuple[LeaseRequest, list[LeasedLine]]]:
         """Lease lines for this process; none where it was found dead in the meantime."""
         owner = self._ownership.id
 
         def lease(connection: Connection) -> dict[str, list[LeasedLine]]:
             # All processes lock batches in the same order.
-            by_id = sorted(wanted, key=lambda want: want.batch.id)
-            return {want.batch.id: lease_lines(connection, owner, want.batch.id, want.num_lines) for want in by_id}
+            by_id = sorted(requests, key=lambda request: request.batch.id)
+            return {
+                request.batch.id: lease_lines(connection, owner, request.batch.id, request.num_lines)
+                for request in by_id
+            }
 
         leased = await self._context.database.write(lease)
         if owner != self._ownership.id:
             return []
-        for want in wanted:
-            num_leased = len(leased[want.batch.id])
+        for request in requests:
+            num_leased = len(leased[request.batch.id])
             # Fewer than wanted: other processes have leased the rest, or the batch is closing.
-            want.batch.num_queued = want.batch.num_queued - num_leased if num_leased == want.num_lines else 0
+            request.batch.num_queued = request.batch.num_queued - num_leased if num_leased == request.num_lines else 0
             if num_leased:
-                self.backlog.pace.began(want.batch.id)
+                self.backlog.throughput.began(request.batch.id)
         if not any(batch.num_queued for batch in self.open_batches):
             self.changed_bands.update(Band)
-        return [(want, leased[want.batch.id]) for want in wanted]
+        return [(request, leased[request.batch.id]) for request in requests]
 
     async def release(self, lines: Sequence[LeasedLine]) -> None:
         """Give back leased lines that have not ended."""

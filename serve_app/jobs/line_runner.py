@@ -21,7 +21,7 @@ from serve_app.jobs.line_checker import parse_line_body
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
 from serve_app.jobs.records import LineStatus
 from serve_app.openai.schema import ChatBody, CompletionBody
-from serve_app.openai.service import CompletionService, Generation
+from serve_app.openai.service import CompletionService, PreparedCompletion
 from serve_app.openai.urgency import ClientHints
 from serve_app.openai.validation import Caller
 
@@ -41,7 +41,7 @@ _DELTA_INTERVAL_S = 0.5
 """What is generated in this time is generated again where a replica dies."""
 
 
-class Phase(Enum):
+class LineState(Enum):
     """States of a line that is being run."""
 
     PREPARING = auto()
@@ -51,21 +51,21 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class LineTask:
     """A line that is being run; one task owns it."""
 
     line: LeasedLine
     batch: OpenBatch
     band: Band
-    phase: Phase = Phase.PREPARING
+    state: LineState = LineState.PREPARING
 
 
-def backlog_of(runs: Iterable[Run]) -> list[Backlog]:
+def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
     """Lines that are being run as something that is to be done, by batch."""
     sums: dict[str, tuple[OpenBatch, int, int]] = {}
-    for run in runs:
-        batch, num_lines, tokens = sums.get(run.batch.id, (run.batch, 0, 0))
-        sums[batch.id] = batch, num_lines + 1, tokens + run.line.expected_tokens
+    for line_task in line_tasks:
+        batch, num_lines, tokens = sums.get(line_task.batch.id, (line_task.batch, 0, 0))
+        sums[batch.id] = batch, num_lines + 1, tokens + line_task.line.expected_tokens
     return [Backlog(batch.band, batch.expires_unix_s, *its_sums) for batch, *its_sums in sums.values()]
 
 
@@ -81,17 +81,17 @@ class LineRunner:
         self._rng = rng
         self._clock = clock
 
-    async def run(self, run: Run) -> LineResult:
+    async def run(self, line_task: LineTask) -> LineResult:
         """The line's result; cancelling this aborts it."""
         try:
-            return await self._answer_at_last(run, await _parse(run))
+            return await self._answer_at_last(line_task, await _parse(line_task))
         except ServingError as error:
-            return _failed(run.line, error)
+            return _failed(line_task.line, error)
         except Exception as error:
-            logger.exception("a line failed", extra={"request_id": run.line.request_id})
-            return _failed(run.line, error)
+            logger.exception("a line failed", extra={"request_id": line_task.line.request_id})
+            return _failed(line_task.line, error)
 
-    async def _answer_at_last(self, run: Run, body: _Body) -> LineResult:
+    async def _answer_at_last(self, line_task: LineTask, body: _Body) -> LineResult:
         """Try until the line is answered.
 
         Raises:
@@ -100,38 +100,38 @@ class LineRunner:
         num_tries = num_failures = 0
         while True:
             try:
-                return await self._answer(run, body)
+                return await self._answer(line_task, body)
             except ServingError as error:
-                num_failures += not _is_passing(error)
+                num_failures += not _is_transient(error)
                 if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, body):
                     raise
                 delay_s = self._delay_s(error, num_tries)
             num_tries += 1
-            run.phase = Phase.BACKING_OFF
+            line_task.state = LineState.BACKING_OFF
             await asyncio.sleep(delay_s)
 
-    async def _answer(self, run: Run, body: _Body) -> LineResult:
-        run.phase = Phase.PREPARING
-        caller = self._caller(run)
+    async def _answer(self, line_task: LineTask, body: _Body) -> LineResult:
+        line_task.state = LineState.PREPARING
+        caller = self._caller(line_task)
         if isinstance(body, ChatBody):
-            generation = await self._service.chat(body, caller)
+            prepared = await self._service.chat(body, caller)
         else:
-            generation = await self._service.completion(body, caller)
-        requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in generation.requests)
-        generation = replace(generation, requests=requests)
-        run.phase = Phase.SENT
-        reply = await self._service.answer(generation)
-        return _succeeded(run.line, generation, to_json(reply).decode())
+            prepared = await self._service.completion(body, caller)
+        requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in prepared.requests)
+        prepared = replace(prepared, requests=requests)
+        line_task.state = LineState.SENT
+        reply = await self._service.answer(prepared)
+        return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
-    def _caller(self, run: Run) -> Caller:
+    def _caller(self, line_task: LineTask) -> Caller:
         """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
         now = self._clock.unix()
-        expires = run.batch.expires_unix_s
+        expires = line_task.batch.expires_unix_s
         return Caller(
-            request_id=run.line.request_id,
+            request_id=line_task.line.request_id,
             arrival_unix_s=now,
-            principal=Principal(run.batch.tenant, run.band),
-            hints=ClientHints(band=run.band, timeout_s=None if expires is None else max(0.001, expires - now)),
+            principal=Principal(line_task.batch.tenant, line_task.band),
+            hints=ClientHints(band=line_task.band, timeout_s=None if expires is None else max(0.001, expires - now)),
         )
 
     def _delay_s(self, error: ServingError, num_tries: int) -> float:
@@ -141,14 +141,14 @@ class LineRunner:
         return delay_s
 
 
-async def _parse(run: Run) -> _Body:
-    endpoint, text = run.batch.endpoint, run.line.body
+async def _parse(line_task: LineTask) -> _Body:
+    endpoint, text = line_task.batch.endpoint, line_task.line.body
     if len(text) < _LARGE_BODY_CHARS:
         return parse_line_body(endpoint, text)
     return await asyncio.to_thread(parse_line_body, endpoint, text)
 
 
-def _is_passing(error: ServingError) -> bool:
+def _is_transient(error: ServingError) -> bool:
     """Whether an error says nothing of the line itself: a deadline may be the queue's own bound on waiting."""
     return error.retryable or isinstance(error, DeadlineExceeded)
 
@@ -158,8 +158,8 @@ def _is_too_late(error: ServingError, body: _Body) -> bool:
     return isinstance(error, DeadlineExceeded) and body.deadline_ms is not None
 
 
-def _succeeded(line: LeasedLine, generation: Generation, response: str) -> LineResult:
-    progress = generation.progress
+def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) -> LineResult:
+    progress = prepared.progress
     return LineResult(
         line,
         LineStatus.SUCCEEDED,

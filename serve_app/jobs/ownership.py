@@ -39,33 +39,33 @@ class Ownership:
     async def run(self, on_lost: Callable[[], None], on_freed: Callable[[], None]) -> None:
         """Keep alive until cancelled; `on_lost`: all we held is others'; `on_freed`: something waits again."""
         while True:
-            if not await self.beat():
+            if not await self.heartbeat():
                 on_lost()
-            if await self.bury_dead():
+            if await self.reap_dead():
                 on_freed()
             await asyncio.sleep(self._settings.heartbeat_s)
 
-    async def beat(self) -> bool:
+    async def heartbeat(self) -> bool:
         """Give a sign of life; False: we had been found dead, and have a new name."""
-        if await self._database.write(lambda connection: beat(connection, self.id, self._clock.unix())):
+        if await self._database.write(lambda connection: heartbeat(connection, self.id, self._clock.unix())):
             return True
         logger.warning("this process was taken for dead; what it was doing is done again", extra={"owner": self.id})
         self.id = new_id("owner")
         await self.start()
         return False
 
-    async def bury_dead(self) -> int:
+    async def reap_dead(self) -> int:
         """Take from processes that are silent what they held; gives how many there were."""
-        return await self._database.write(self._bury_dead)
+        return await self._database.write(self._reap_dead)
 
     async def stop(self) -> None:
         """Let others have what is left, at once."""
-        await self._database.write(lambda connection: bury_owner(connection, self.id))
+        await self._database.write(lambda connection: reap_owner(connection, self.id))
 
-    def _bury_dead(self, connection: Connection) -> int:
+    def _reap_dead(self, connection: Connection) -> int:
         dead = dead_owners(connection, self.id, self._clock.unix(), self._settings.job_lease_s)
         for owner in dead:
-            num_lines = bury_owner(connection, owner)
+            num_lines = reap_owner(connection, owner)
             logger.warning("a jobs process was lost", extra={"owner": owner, "num_lines": num_lines})
         return len(dead)
 
@@ -75,7 +75,7 @@ def add_owner(connection: Connection, owner: str, now: float) -> None:
     connection.execute(insert(owners).values(id=owner, heartbeat_unix_s=now))
 
 
-def beat(connection: Connection, owner: str, now: float) -> bool:
+def heartbeat(connection: Connection, owner: str, now: float) -> bool:
     """Note that an owner lives; False: it was found dead before, and has lost everything."""
     alive = update(owners).where(owners.c.id == owner).values(heartbeat_unix_s=now)
     return connection.execute(alive).rowcount == 1
@@ -86,13 +86,13 @@ def is_alive(connection: Connection, owner: str) -> bool:
     return connection.execute(_ALIVE, {"owner": owner}).first() is not None
 
 
-def dead_owners(connection: Connection, but: str, now: float, max_age_s: float) -> list[str]:
+def dead_owners(connection: Connection, excluding: str, now: float, max_age_s: float) -> list[str]:
     """Owners, all but one, whose heartbeat stopped so long ago."""
-    dead = (owners.c.heartbeat_unix_s < now - max_age_s) & (owners.c.id != but)
+    dead = (owners.c.heartbeat_unix_s < now - max_age_s) & (owners.c.id != excluding)
     return list(connection.execute(select(owners.c.id).where(dead)).scalars())
 
 
-def bury_owner(connection: Connection, owner: str) -> int:
+def reap_owner(connection: Connection, owner: str) -> int:
     """Remove an owner and let others have what it held; gives how many lines.
 
     An owner that lives after all has no row any more: none of its results is taken.

@@ -18,7 +18,7 @@ _UNKNOWN_SHARE_S = 300.0
 """While no speed is known, a batch is late when less than this is left to it, seconds."""
 
 
-class Pace:
+class ThroughputEstimator:
     """Measures what ends, in expected tokens of lines: in them also what waits is counted.
 
     A batch is late when all that waits with its deadline or an earlier one, at the speed of all together, would
@@ -33,7 +33,7 @@ class Pace:
         """Output tokens, by tenant."""
         self._batches: dict[str, SlidingRate] = {}
         self._expected = 1.0
-        self._real = 1.0
+        self._actual = 1.0
 
     def began(self, batch_id: str) -> None:
         """A batch's first line, as far as known here, runs."""
@@ -51,7 +51,7 @@ class Pace:
             self._output.setdefault(line.tenant, self._new_rate()).add(result.num_output_tokens, now)
             self._learn_ratio(result)
 
-    def forget_all_but(self, batch_ids: Collection[str]) -> None:
+    def retain(self, batch_ids: Collection[str]) -> None:
         """No other batch has lines that run or wait."""
         self._batches = {batch_id: rate for batch_id, rate in self._batches.items() if batch_id in batch_ids}
 
@@ -72,11 +72,11 @@ class Pace:
         return self._per_s(self._output.get(tenant))
 
     @property
-    def real_per_expected(self) -> float:
+    def actual_per_expected(self) -> float:
         """Tokens that a line really needs for each that it was expected to."""
-        return self._real / self._expected
+        return self._actual / self._expected
 
-    def late_before(self, backlog: Iterable[Backlog], now_unix_s: float) -> float:
+    def late_deadline(self, backlog: Iterable[Backlog], now_unix_s: float) -> float:
         """Batches whose deadline, unix seconds, is not after this are late; -inf: none is."""
         tokens_per_s, tokens, late = self._per_s(self._all), 0, float("-inf")
         for expires_unix_s, its_tokens in _by_deadline(backlog):
@@ -96,10 +96,10 @@ class Pace:
 
     def _learn_ratio(self, result: LineResult) -> None:
         """An average that forgets: the last some hundred lines decide."""
-        real = result.num_prompt_tokens + result.num_output_tokens
-        if real:
+        actual = result.num_prompt_tokens + result.num_output_tokens
+        if actual:
             self._expected = 0.99 * self._expected + result.line.expected_tokens
-            self._real = 0.99 * self._real + real
+            self._actual = 0.99 * self._actual + actual
 
 
 def _by_deadline(backlog: Iterable[Backlog]) -> list[tuple[float, int]]:

@@ -10,7 +10,7 @@ from serve_app.jobs.ownership import Ownership
 from serve_app.wakeup import Wakeup
 
 _MAX_AT_ONCE = 100
-_LOOK_S = 1.0
+_POLL_PERIOD_S = 1.0
 
 
 class ResultWriter:
@@ -37,7 +37,7 @@ class ResultWriter:
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
-            await self._wakeup.wait(_LOOK_S)
+            await self._wakeup.wait(_POLL_PERIOD_S)
             await self.flush()
 
     async def flush(self) -> None:

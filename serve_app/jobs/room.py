@@ -13,14 +13,14 @@ _AHEAD_SHARE = 4
 several lines."""
 
 
-class Room:
+class LineCapacity:
     """Number of lines to lease, by the load of the replicas; flow control decides when each goes to one."""
 
     def __init__(self, load: Callable[[], Sequence[ReplicaView]], queue: FlowQueue) -> None:
         self._load = load
         self._queue = queue
 
-    def for_band(self, band: Band, num_not_sent: int) -> int:
+    def available(self, band: Band, num_not_sent: int) -> int:
         """Lines of this band that may be leased now.
 
         `num_not_sent`: leased lines of this band and above that flow control does not know yet. Without any replica
@@ -31,7 +31,7 @@ class Room:
         num_waiting = sum(self._queue.num_requests(other) for other in Band if other <= band)
         return num_free + self.num_ahead(views) - num_waiting - num_not_sent
 
-    def least(self, band: Band) -> int:
+    def minimum(self, band: Band) -> int:
         """Fewest lines of a band that are worth a lease of their own."""
         return max(1, self.num_ahead(self._load()) // 2) if band is Band.BATCH else 1
 

@@ -21,7 +21,7 @@ from serve_app.jobs.line_queue import LineQueue
 from serve_app.jobs.line_runner import LineRunner
 from serve_app.jobs.ownership import Ownership
 from serve_app.jobs.results import ResultWriter
-from serve_app.jobs.room import Room
+from serve_app.jobs.room import LineCapacity
 from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.sweeper import Sweeper
 from serve_app.jobs.validating import Validator
@@ -42,11 +42,11 @@ class JobsRuntime:
         self,
         context: JobsContext,
         completions: CompletionService,
-        room: Room,
+        capacity: LineCapacity,
         backlog: BacklogView,
         rng: random.Random,
     ) -> None:
-        """`room` and `backlog` are those of the router that `completions` gives its requests to."""
+        """`capacity` and `backlog` are those of the router that `completions` gives its requests to."""
         self._context = context
         self._backlog = backlog
         self.line_counts = LineCounts()
@@ -55,21 +55,21 @@ class JobsRuntime:
             LineQueue(context, self._ownership, backlog),
             self._ownership,
             LineRunner(completions, rng, context.clock),
-            room,
+            capacity,
             ResultWriter(context, self._ownership, self._results_written),
         )
-        self._events = BatchEvents(self._worker.has_news, self._worker.abandon)
+        self._events = BatchEvents(self._worker.notify, self._worker.abandon)
         finalizer = Finalizer(context, self.line_counts.add)
         self._lifecycle = Lifecycle(context, self._ownership, Validator(context), finalizer, self._events)
         self._sweeper = Sweeper(context, self._events.closing)
-        self.service = SqlJobsService(context, self._events, backlog.pace, self._sweeper.delete_doomed_files)
+        self.service = SqlJobsService(context, self._events, backlog.throughput, self._sweeper.delete_pending_files)
         self.outbox = SqlOutbox(context.database, context.clock)
         self._loops: asyncio.Task[None] | None = None
 
     async def start(self, *others: Coroutine[Any, Any, None]) -> None:
         """Take up what there is; `others` are loops that live and fall with ours."""
         await self._ownership.start()
-        await self._ownership.bury_dead()
+        await self._ownership.reap_dead()
         self._loops = asyncio.create_task(self._run(others))
 
     async def _run(self, others: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -106,7 +106,7 @@ class JobsRuntime:
         await asyncio.to_thread(self._context.database.close)
 
     def _results_written(self, ended: EndedLines) -> None:
-        self._backlog.pace.ended(ended.counted)
+        self._backlog.throughput.ended(ended.counted)
         for result in ended.counted:
             self.line_counts.add(result.status)
         for batch_id in ended.final_batch_ids:

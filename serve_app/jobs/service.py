@@ -16,7 +16,7 @@ from serve_app.jobs.context import JobsContext
 from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.ids import new_batch_id
 from serve_app.jobs.line_rows import LineRow, new_row
-from serve_app.jobs.pace import Pace
+from serve_app.jobs.pace import ThroughputEstimator
 from serve_app.jobs.records import (
     BatchKind,
     BatchRecord,
@@ -44,15 +44,15 @@ class SqlJobsService:
         self,
         context: JobsContext,
         events: BatchEvents,
-        pace: Pace,
-        delete_doomed_files: Callable[[], Awaitable[None]],
+        throughput: ThroughputEstimator,
+        delete_pending_files: Callable[[], Awaitable[None]],
     ) -> None:
         self._database = context.database
         self._settings = context.settings
         self._clock = context.clock
         self._events = events
-        self._pace = pace
-        self._delete_doomed_files = delete_doomed_files
+        self._throughput = throughput
+        self._delete_pending_files = delete_pending_files
 
     async def add_file(self, file: FileRecord) -> None:
         """Note a file whose bytes are complete in the store."""
@@ -72,7 +72,7 @@ class SqlJobsService:
         """Forget a file and delete its bytes; those that the store does not delete now are tried again."""
         now = self._clock.unix()
         await self._database.write(lambda c: file_rows.forget_file(c, tenant, file_id, now))
-        await self._delete_doomed_files()
+        await self._delete_pending_files()
 
     async def submit(self, batch: NewBatch, batch_id: str | None = None) -> Submission:
         """Accept a batch; under an id that the caller has drawn it is accepted once, however often it is submitted.
@@ -102,7 +102,7 @@ class SqlJobsService:
         record = batch_record(row)
         if record.status is not BatchStatus.IN_PROGRESS:
             return record
-        return replace(record, eta_s=self._pace.eta_s(batch_id, row.waiting_tokens))
+        return replace(record, eta_s=self._throughput.eta_s(batch_id, row.waiting_tokens))
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
         """The batch once it is final, or as it is after `timeout_s`."""
@@ -136,7 +136,7 @@ class SqlJobsService:
         sums = dict.fromkeys((status.summary for status in BatchStatus), 0)
         for status, number in counts.items():
             sums[status.summary] += number
-        tokens_per_s = self._pace.output_tokens_per_s(tenant)
+        tokens_per_s = self._throughput.output_tokens_per_s(tenant)
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=tokens_per_s)
 
     async def _rows(self, batch: NewBatch, batch_id: str) -> list[LineRow]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from serve_app.jobs.batch_rows import forget_old_batches
 from serve_app.jobs.batch_states import batch_with_old_lines, expire_batches, forget_old_lines, late_batches
 from serve_app.jobs.context import JobsContext
-from serve_app.jobs.file_rows import bytes_deleted, doom_expired_files, doomed
+from serve_app.jobs.file_rows import bytes_deleted, expire_files, pending_deletion
 from serve_app.jobs.line_rows import delete_lines
 from serve_app.jobs.validating import CHUNK_LINES
 
@@ -53,17 +53,17 @@ class Sweeper:
     async def clean(self) -> None:
         """Delete expired and doomed files, and lines whose results are in files."""
         now = self._clock.unix()
-        while await self._database.write(lambda c: doom_expired_files(c, now, _NUM_AT_ONCE)):
+        while await self._database.write(lambda c: expire_files(c, now, _NUM_AT_ONCE)):
             pass
-        await self.delete_doomed_files()
+        await self.delete_pending_files()
         while (batch_id := await self._database.read(batch_with_old_lines)) is not None:
             await self._delete_lines(batch_id)
 
-    async def delete_doomed_files(self) -> None:
+    async def delete_pending_files(self) -> None:
         """Delete the bytes of files that have no record any more; those that the store keeps are tried again."""
         now = self._clock.unix()
         self._kept = {file_id: until for file_id, until in self._kept.items() if until > now}
-        for file_id in await self._database.read(lambda c: doomed(c, _NUM_AT_ONCE, but=self._kept)):
+        for file_id in await self._database.read(lambda c: pending_deletion(c, _NUM_AT_ONCE, excluding=self._kept)):
             try:
                 await self._files.delete(file_id)
             except Exception:  # each file store fails in its own words

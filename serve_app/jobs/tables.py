@@ -34,7 +34,7 @@ files = Table(
     Index("files_by_expiry", "expires_unix_s"),
 )
 
-doomed_files = Table("doomed_files", metadata, Column("id", ID, primary_key=True))
+files_to_delete = Table("doomed_files", metadata, Column("id", ID, primary_key=True))
 """Files without a record whose bytes are still to be deleted."""
 
 owners = Table(

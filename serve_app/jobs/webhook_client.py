@@ -20,7 +20,7 @@ _MAX_READ_S = 1.0
 _HEADERS = {"content-type": "application/json", "user-agent": "Headway-Webhooks", "connection": "close"}
 
 
-class NotDelivered(Exception):
+class DeliveryFailed(Exception):
     """The receiver did not say that it has the webhook; the message says why."""
 
 
@@ -48,7 +48,7 @@ class WebhookClient:
         """Deliver; a status of 2xx says that it was.
 
         Raises:
-            NotDelivered: any other status, redirects too; no connection, or no answer in time.
+            DeliveryFailed: any other status, redirects too; no connection, or no answer in time.
         """
         headers = _HEADERS | self._signer.headers(delivery.id, delivery.body, self._clock.unix())
         try:
@@ -56,12 +56,12 @@ class WebhookClient:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.send(request, stream=True)
         except TimeoutError as error:
-            raise NotDelivered(f"no answer within {self._timeout_s:g} s") from error
+            raise DeliveryFailed(f"no answer within {self._timeout_s:g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NotDelivered(f"{type(error).__name__}: {error}") from error
+            raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
         await _finish(response)
         if not response.is_success:
-            raise NotDelivered(f"status {response.status_code}")
+            raise DeliveryFailed(f"status {response.status_code}")
 
     async def close(self) -> None:
         """Close what is open."""

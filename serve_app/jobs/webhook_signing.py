@@ -24,7 +24,7 @@ def new_secret() -> str:
     return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
-def kept_secret(path: Path) -> str:
+def load_or_create_secret(path: Path) -> str:
     """The secret in a file that only we can read; drawn and written at the first time.
 
     Of several processes that find none together, all use the one that one of them has written.

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Protocol
 
 from replicas.clock import Clock
-from serve_app.jobs.webhook_client import NotDelivered
+from serve_app.jobs.webhook_client import DeliveryFailed
 from serve_app.jobs.webhook_events import Delivery, host_of
 from serve_app.jobs.webhook_retries import next_attempt_unix_s
 from serve_app.wakeup import Wakeup
@@ -58,7 +58,7 @@ class Poster(Protocol):
     """Makes one attempt; `WebhookClient` is one."""
 
     async def post(self, delivery: Delivery) -> None:
-        """Deliver, or raise NotDelivered."""
+        """Deliver, or raise DeliveryFailed."""
         ...
 
 
@@ -149,7 +149,7 @@ class WebhookSender:
     async def _attempt(self, delivery: Delivery) -> None:
         try:
             await self._client.post(delivery)
-        except NotDelivered as error:
+        except DeliveryFailed as error:
             await self._fail(delivery, str(error))
         except Exception as error:  # a mistake of ours must not end all deliveries, nor be repeated at once
             logger.exception("a webhook could not be sent", extra={"delivery_id": delivery.id})

@@ -67,7 +67,7 @@ class PromptTokenizer:
 
         def encode() -> EncodedPrompt:
             text = self._render(messages, add_generation_prompt)
-            self._refuse_hopeless(text, "messages", max_prompt_tokens)
+            self._refuse_oversized(text, "messages", max_prompt_tokens)
             return self._encode(text, add_special_tokens)
 
         return await self._workers.run(encode)
@@ -84,7 +84,7 @@ class PromptTokenizer:
         def encode(prompt: Prompt) -> EncodedPrompt:
             if not isinstance(prompt, str):
                 return EncodedPrompt(tuple(prompt), None)
-            self._refuse_hopeless(prompt, "prompt", max_prompt_tokens)
+            self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
             return self._encode(prompt, add_special_tokens)
 
         return await self._workers.run(lambda: [encode(prompt) for prompt in prompts])
@@ -122,7 +122,7 @@ class PromptTokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return EncodedPrompt(tuple(encoding.ids), text)
 
-    def _refuse_hopeless(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
+    def _refuse_oversized(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
         """Refuse without tokenizing what would be too long even if every token were the longest one."""
         min_tokens = -(-len(text) // self._max_token_chars)
         if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
@@ -131,11 +131,11 @@ class PromptTokenizer:
 
 def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:
     """The refusal of a prompt that leaves no room for a token of output."""
-    count = f"{'at least ' if at_least else ''}{spaced(num_tokens)}"
-    message = f"prompt has {count} tokens; the model accepts {spaced(max_model_len)}, output included"
+    count = f"{'at least ' if at_least else ''}{grouped(num_tokens)}"
+    message = f"prompt has {count} tokens; the model accepts {grouped(max_model_len)}, output included"
     return InvalidRequest(message, param, "context_length_exceeded")
 
 
-def spaced(number: int) -> str:
+def grouped(number: int) -> str:
     """A number with its thousands apart: 9 000."""
     return f"{number:,}".replace(",", " ")

@@ -19,16 +19,16 @@ class ChatFormat:
         self._body = body
         self._prompt_token_ids = prompt_token_ids
         self._token_text = token_text
-        self._begun: set[int] = set()
+        self._started: set[int] = set()
 
     def chunk(self, item: IndexedDelta) -> list[JsonObject]:
         """The role before a choice's first content, then the content, then the reason of its end."""
         delta, chunks = item.delta, []
-        if item.index not in self._begun:
+        if item.index not in self._started:
             chunks.append(self._chunk(item.index, {"role": "assistant", "content": ""}))
-            if self._body.return_token_ids and not self._begun:
+            if self._body.return_token_ids and not self._started:
                 chunks[0]["prompt_token_ids"] = list(self._prompt_token_ids)
-            self._begun.add(item.index)
+            self._started.add(item.index)
         if delta.text or delta.logprobs or (self._body.return_token_ids and delta.token_ids):
             content = self._chunk(item.index, {"content": delta.text})
             content["choices"][0] |= self._tokens_of(delta)
@@ -43,7 +43,7 @@ class ChatFormat:
         """The chunk without choices that ends a stream with usage."""
         return self._head.fields("chat.completion.chunk") | {"choices": [], "usage": usage}
 
-    def whole(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """The whole completion."""
         choices = [
             {

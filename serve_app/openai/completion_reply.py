@@ -32,7 +32,7 @@ class CompletionFormat:
         """One chunk a delta, unless there is nothing to show yet."""
         delta = item.delta
         choice = self._choices[item.index]
-        is_echo = self._body.echo and not choice.is_begun
+        is_echo = self._body.echo and not choice.has_started
         is_shown = is_echo or delta.text or delta.logprobs or delta.prompt_logprobs
         if not (is_shown or delta.finish_reason is not None or (self._body.return_token_ids and delta.token_ids)):
             return []
@@ -42,7 +42,7 @@ class CompletionFormat:
         """The chunk without choices that ends a stream with usage."""
         return self._head.fields("text_completion") | {"choices": [], "usage": usage}
 
-    def whole(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """The whole completion."""
         choices = [choice.render(delta) for choice, delta in zip(self._choices, deltas, strict=True)]
         return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
@@ -57,11 +57,11 @@ class _Choice:
         self._index = index
         self._offsets = _TextOffsets(token_text)
         self._token_text = token_text
-        self.is_begun = False
+        self.has_started = False
 
     def render(self, delta: TokenDelta) -> JsonObject:
         """The choice as this delta continues it; the first comes with the prompt, if that is echoed."""
-        is_first, self.is_begun = not self.is_begun, True
+        is_first, self.has_started = not self.has_started, True
         text = (self._prompt.text or "") + delta.text if is_first and self._body.echo else delta.text
         choice: JsonObject = {
             "index": self._index,

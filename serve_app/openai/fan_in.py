@@ -55,7 +55,7 @@ class Deltas(Protocol):
 
 def read_together(streams: Sequence[DeltaStream]) -> Deltas:
     """Read one stream in the reader's own task, several in a task each."""
-    return SingleStream(streams[0]) if len(streams) == 1 else DeltaFanIn(streams)
+    return SingleStream(streams[0]) if len(streams) == 1 else MergedStreams(streams)
 
 
 class SingleStream(AsyncIterator[IndexedDelta]):
@@ -93,7 +93,7 @@ class SingleStream(AsyncIterator[IndexedDelta]):
         return IndexedDelta(0, delta)
 
 
-class DeltaFanIn(AsyncIterator[IndexedDelta]):
+class MergedStreams(AsyncIterator[IndexedDelta]):
     """Deltas of several streams, each advanced by a task of its own; see `Deltas`."""
 
     def __init__(self, streams: Sequence[DeltaStream]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
-from serve_app.openai.chat import spaced
+from serve_app.openai.chat import grouped
 from serve_app.openai.schema import GenerationBody
 from serve_app.openai.settings import RequestLimits
 
@@ -29,12 +29,12 @@ def check_counts(body: GenerationBody, num_prompts: int, limits: RequestLimits) 
     """
     check_at_most("n", body.n, limits.max_choices)
     if num_prompts > limits.max_prompts:
-        message = f"`prompt` has {spaced(num_prompts)} prompts; at most {spaced(limits.max_prompts)} are accepted"
+        message = f"`prompt` has {grouped(num_prompts)} prompts; at most {grouped(limits.max_prompts)} are accepted"
         raise InvalidRequest(message, "prompt")
     if num_prompts * body.n > limits.max_choices:
         raise InvalidRequest(
-            f"{spaced(num_prompts)} prompts times `n` = {spaced(body.n)} are {spaced(num_prompts * body.n)} "
-            f"choices; at most {spaced(limits.max_choices)} are accepted",
+            f"{grouped(num_prompts)} prompts times `n` = {grouped(body.n)} are {grouped(num_prompts * body.n)} "
+            f"choices; at most {grouped(limits.max_choices)} are accepted",
             "n",
         )
 
@@ -46,7 +46,7 @@ def check_at_most(name: str, value: int, limit: int) -> None:
         InvalidRequest: naming the field, the limit and the value.
     """
     if value > limit:
-        raise InvalidRequest(f"`{name}` is {spaced(value)}; it must be at most {spaced(limit)}", name)
+        raise InvalidRequest(f"`{name}` is {grouped(value)}; it must be at most {grouped(limit)}", name)
 
 
 def check_num_tokens(name: str, token_ids: Sequence[int], max_model_len: int) -> None:
@@ -56,7 +56,7 @@ def check_num_tokens(name: str, token_ids: Sequence[int], max_model_len: int) ->
         InvalidRequest: naming the field, the limit and the value.
     """
     if len(token_ids) > max_model_len:
-        message = f"`{name}` has {spaced(len(token_ids))} tokens; at most {spaced(max_model_len)} are accepted"
+        message = f"`{name}` has {grouped(len(token_ids))} tokens; at most {grouped(max_model_len)} are accepted"
         raise InvalidRequest(message, name, "context_length_exceeded")
 
 

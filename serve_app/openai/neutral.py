@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NeutralValues = Mapping[str, tuple[object, ...]]
+IgnoredValues = Mapping[str, tuple[object, ...]]
 """Field -> the values that are accepted and then ignored; null always is."""
 
-COMMON_NEUTRAL: NeutralValues = {
+COMMON_IGNORED: IgnoredValues = {
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -30,8 +30,8 @@ COMMON_NEUTRAL: NeutralValues = {
     "response_format": ({"type": "text"},),
 }
 
-CHAT_NEUTRAL: NeutralValues = {
-    **COMMON_NEUTRAL,
+CHAT_IGNORED: IgnoredValues = {
+    **COMMON_IGNORED,
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -53,21 +53,21 @@ CHAT_NEUTRAL: NeutralValues = {
     "documents": ([],),
 }
 
-COMPLETION_NEUTRAL: NeutralValues = {
-    **COMMON_NEUTRAL,
+COMPLETION_IGNORED: IgnoredValues = {
+    **COMMON_IGNORED,
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
 }
 
-TOKENIZE_NEUTRAL: NeutralValues = {
+TOKENIZE_IGNORED: IgnoredValues = {
     "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "tools": ([],),
 }
 
-MESSAGE_NEUTRAL: NeutralValues = {
+MESSAGE_IGNORED: IgnoredValues = {
     "refusal": (),
     "annotations": ([],),
     "audio": (),
@@ -80,10 +80,10 @@ MESSAGE_NEUTRAL: NeutralValues = {
 """What the SDKs' own message objects carry when a reply is sent back as history."""
 
 
-def without_neutral(fields: Mapping[str, object], neutral: NeutralValues) -> dict[str, object]:
+def without_ignored(fields: Mapping[str, object], ignored: IgnoredValues) -> dict[str, object]:
     """`fields` without those that are not supported but ask for nothing."""
     return {
         name: value
         for name, value in fields.items()
-        if not (name in neutral and (value is None or value in neutral[name]))
+        if not (name in ignored and (value is None or value in ignored[name]))
     }

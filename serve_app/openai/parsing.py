@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from replicas.errors import InvalidRequest
 from serve_app.errors import shortened
-from serve_app.openai.neutral import NeutralValues, without_neutral
+from serve_app.openai.neutral import IgnoredValues, without_ignored
 from serve_app.openai.schema import CONFLICT, UNSUPPORTED
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -46,16 +46,16 @@ def _from_json(data: bytes) -> object:
             gc.enable()
 
 
-def parse_body(schema: type[BodyT], fields: Mapping[str, object], neutral: NeutralValues) -> BodyT:
-    """`fields` as a `schema`; fields in `neutral` are accepted at the values given there.
+def parse_body(schema: type[BodyT], fields: Mapping[str, object], ignored: IgnoredValues) -> BodyT:
+    """`fields` as a `schema`; fields in `ignored` are accepted at the values given there.
 
     Raises:
         InvalidRequest: a field is unknown, not supported, missing or of a wrong type or value.
     """
-    served = without_neutral(fields, neutral)
+    served = without_ignored(fields, ignored)
     refused = [name for name in served if name not in schema.model_fields]
     if refused:
-        raise _refusal(refused, neutral)
+        raise _refusal(refused, ignored)
     try:
         return schema.model_validate(served)
     except ValidationError as error:
@@ -76,8 +76,8 @@ def invalid_request(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     return InvalidRequest(f"`{param}` {reason}{_shown(error)}", param)
 
 
-def _refusal(names: list[str], neutral: NeutralValues) -> InvalidRequest:
-    known = [name for name in names if name in neutral]
+def _refusal(names: list[str], ignored: IgnoredValues) -> InvalidRequest:
+    known = [name for name in names if name in ignored]
     listed = ", ".join(f"`{shortened(name)}`" for name in names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
         listed += f" and {len(names) - _MAX_NAMES} more"

@@ -51,7 +51,7 @@ class ReplyFormat(Protocol):
         """The last chunk of a stream that tells usage."""
         ...
 
-    def whole(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """The reply that is not streamed; one delta per choice, in order."""
         ...
 

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serve_app.errors import shortened
-from serve_app.openai.neutral import MESSAGE_NEUTRAL, without_neutral
+from serve_app.openai.neutral import MESSAGE_IGNORED, without_ignored
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
@@ -194,8 +194,8 @@ class ChatMessage(StrictBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_neutral_fields(cls, fields: object) -> object:
-        return without_neutral(fields, MESSAGE_NEUTRAL) if isinstance(fields, dict) else fields
+    def _without_ignored_fields(cls, fields: object) -> object:
+        return without_ignored(fields, MESSAGE_IGNORED) if isinstance(fields, dict) else fields
 
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]

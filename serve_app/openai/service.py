@@ -23,7 +23,7 @@ from serve_app.openai.validation import Caller, chat_requests, completion_reques
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class PreparedCompletion:
     """A valid request, ready to be started, and how its reply is written."""
 
     id: str
@@ -71,7 +71,7 @@ class CompletionService:
         check_counts(body, len(body.prompt), self._limits)
         check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
 
-    async def chat(self, body: ChatBody, caller: Caller) -> Generation:
+    async def chat(self, body: ChatBody, caller: Caller) -> PreparedCompletion:
         """A chat completion.
 
         Raises:
@@ -84,9 +84,9 @@ class CompletionService:
         requests = chat_requests(body, prompt, caller, card, self._rng)
         head = self._head(caller, card, requests)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text)
-        return Generation(head.id, body, requests, reply_format, Progress([len(prompt.token_ids)], body.n))
+        return PreparedCompletion(head.id, body, requests, reply_format, Progress([len(prompt.token_ids)], body.n))
 
-    async def completion(self, body: CompletionBody, caller: Caller) -> Generation:
+    async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """A text completion of one or several prompts.
 
         Raises:
@@ -103,28 +103,28 @@ class CompletionService:
         head = self._head(caller, card, requests)
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        return Generation(head.id, body, requests, reply_format, Progress(lengths, body.n))
+        return PreparedCompletion(head.id, body, requests, reply_format, Progress(lengths, body.n))
 
-    def headroom(self, generation: Generation) -> Headroom:
+    def headroom(self, prepared: PreparedCompletion) -> Headroom:
         """What may still wait in the band that it runs in."""
-        return self._dispatcher.headroom(generation.requests[0].band)
+        return self._dispatcher.headroom(prepared.requests[0].band)
 
-    def start(self, generation: Generation) -> Deltas:
+    def start(self, prepared: PreparedCompletion) -> Deltas:
         """The deltas of all its sequences; leaving the context aborts what has not finished."""
-        return read_together(self._dispatcher.start(generation.requests))
+        return read_together(self._dispatcher.start(prepared.requests))
 
-    async def answer(self, generation: Generation) -> JsonObject:
+    async def answer(self, prepared: PreparedCompletion) -> JsonObject:
         """The whole reply; cancelling this aborts the sequences.
 
         Raises:
             ServingError: of the first sequence that failed; the others are aborted.
         """
-        deltas: Sequence[list[TokenDelta]] = [[] for _ in generation.requests]
-        async with self.start(generation) as arriving:
+        deltas: Sequence[list[TokenDelta]] = [[] for _ in prepared.requests]
+        async with self.start(prepared) as arriving:
             async for item in arriving:
-                generation.progress.add(item)
+                prepared.progress.add(item)
                 deltas[item.index].append(item.delta)
-        return generation.format.whole([merge(parts) for parts in deltas], generation.progress.usage())
+        return prepared.format.full_reply([merge(parts) for parts in deltas], prepared.progress.usage())
 
     async def _with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
         if prompt.text is not None:

@@ -34,7 +34,7 @@ class ClientHints:
     """`x-headway-priority`: a band's name or number."""
     timeout_s: float | None = None
     """`request-timeout-ms`: the answer is useless later than this after its arrival, seconds."""
-    patience_s: float | None = None
+    sdk_timeout_s: float | None = None
     """The SDK's own time-out, seconds. It bounds a whole answer that is not streamed; of a stream it
     bounds the time to the first byte and the gaps."""
 
@@ -54,11 +54,11 @@ def hints_from(headers: Mapping[str, str]) -> ClientHints:
     timeout_ms = _positive(headers, "request-timeout-ms")
     # openai-python sends the first, openai-node the second, whole seconds only: "0" is somewhere below one.
     python_s, node_s = (_positive(headers, name) for name in ("x-stainless-read-timeout", "x-stainless-timeout"))
-    patience_s = python_s or node_s
+    sdk_timeout_s = python_s or node_s
     return ClientHints(
         band=None if band_name is None else _BAND_OF_NAME[band_name.lower()],
         timeout_s=None if timeout_ms is None else timeout_ms / 1000,
-        patience_s=None if patience_s == SDK_DEFAULT_TIMEOUT_S else patience_s,
+        sdk_timeout_s=None if sdk_timeout_s == SDK_DEFAULT_TIMEOUT_S else sdk_timeout_s,
     )
 
 
@@ -75,8 +75,8 @@ def band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> B
 
 def background_band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> Band:
     """The band of work that nobody waits for: `batch`, unless the request itself asks for another."""
-    is_asked_for = body.priority is not None or hints.band is not None or body.service_tier is not None
-    return band_of(body, hints, principal) if is_asked_for else Band.BATCH
+    is_explicit = body.priority is not None or hints.band is not None or body.service_tier is not None
+    return band_of(body, hints, principal) if is_explicit else Band.BATCH
 
 
 def tier_of(band: Band) -> str:
@@ -89,7 +89,7 @@ def deadline_of(body: GenerationBody, hints: ClientHints, arrival_unix_s: float)
     limits_s = [
         None if body.deadline_ms is None else body.deadline_ms / 1000,
         hints.timeout_s,
-        None if body.stream else hints.patience_s,
+        None if body.stream else hints.sdk_timeout_s,
     ]
     given_s = [limit_s for limit_s in limits_s if limit_s is not None]
     return arrival_unix_s + min(given_s) if given_s else None

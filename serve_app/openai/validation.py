@@ -11,7 +11,7 @@ from replicas.errors import InvalidRequest
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
 from serve_app.auth import ANONYMOUS, Principal
 from serve_app.errors import shortened
-from serve_app.openai.chat import EncodedPrompt, prompt_too_long, spaced
+from serve_app.openai.chat import EncodedPrompt, grouped, prompt_too_long
 from serve_app.openai.limits import check_token_ids
 from serve_app.openai.schema import MIN_INT64, ChatBody, CompletionBody, GenerationBody, Prompt
 from serve_app.openai.urgency import ClientHints, band_of, deadline_of
@@ -97,7 +97,7 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
 def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> SamplingParams:
     """What both kinds of body say about sampling; the model's generation_config has no part in it."""
     if body.min_tokens > max_tokens:
-        message = f"`min_tokens` is {spaced(body.min_tokens)}; at most {spaced(max_tokens)} tokens can be generated"
+        message = f"`min_tokens` is {grouped(body.min_tokens)}; at most {grouped(max_tokens)} tokens can be generated"
         raise InvalidRequest(message, "min_tokens")
     check_token_ids("stop_token_ids", body.stop_token_ids, card.vocab_size)
     return SamplingParams(
@@ -171,8 +171,8 @@ def _check_room(field: str, max_tokens: int | None, prompt: EncodedPrompt, card:
     num_tokens = len(prompt.token_ids)
     if max_tokens is not None and num_tokens + max_tokens > card.max_model_len:
         raise InvalidRequest(
-            f"prompt has {spaced(num_tokens)} tokens and `{field}` is {spaced(max_tokens)}; "
-            f"the model accepts {spaced(card.max_model_len)} in all",
+            f"prompt has {grouped(num_tokens)} tokens and `{field}` is {grouped(max_tokens)}; "
+            f"the model accepts {grouped(card.max_model_len)} in all",
             field,
             "context_length_exceeded",
         )

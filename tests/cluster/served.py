@@ -98,13 +98,13 @@ class Served:
 
     def add_worker(self) -> str:
         """One more raylet with room for a model replica; its id."""
-        return self._tell("add")
+        return self._command("add")
 
     def kill_worker(self, node_id: str) -> None:
         """Kill a raylet with all that runs on it."""
-        self._tell(f"remove {node_id}")
+        self._command(f"remove {node_id}")
 
-    def _tell(self, command: str) -> str:
+    def _command(self, command: str) -> str:
         assert self.process.stdin is not None
         num_before = len(_answers(self.home))
         self.process.stdin.write(command.encode() + b"\n")

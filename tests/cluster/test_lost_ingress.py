@@ -12,9 +12,9 @@ from tests.serve.instance import wait_for
 
 
 def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(served: Served, clients: Clients):
-    [(doomed, pid), (other, _)] = served.ingress_pids().items()
+    [(victim, pid), (other, _)] = served.ingress_pids().items()
     staying, others = served.open_at(clients, other, body(1500))
-    lost, more = served.open_at(clients, doomed, body(LONG, n=NUM_SLOTS))
+    lost, more = served.open_at(clients, victim, body(LONG, n=NUM_SLOTS))
     for stream in (*others, *more):
         stream.close()
     wait_for(lambda: len(lost.texts) == NUM_SLOTS and staying.texts, "every stream runs")
@@ -32,4 +32,4 @@ def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(serv
     [replacement] = set(served.ingress_pids()) - {other}
     stream, _ = served.open_at(clients, replacement, body(8))
     wait_for(lambda: stream.is_done, "the replacement serves")
-    assert doomed not in served.ingress_pids()
+    assert victim not in served.ingress_pids()

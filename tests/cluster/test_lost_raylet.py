@@ -30,12 +30,12 @@ def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(s
     node_ids = {replica_id: served.node_of(replica_id) for replica_id in served.num_running()}
     streams = start(served, clients)
     wait_for(lambda: all(stream.num_characters > 50 for stream in streams), "every stream is in mid-decode")
-    doomed = streams[0].replica_id
-    assert doomed is not None
-    [staying] = node_ids.keys() - {doomed}
-    served.kill_worker(node_ids[doomed])
-    assert not any(stream.finish_reasons for stream in streams if stream.replica_id == doomed)
-    assert {stream.replica_id for stream in streams} == {doomed, staying}
+    victim = streams[0].replica_id
+    assert victim is not None
+    [staying] = node_ids.keys() - {victim}
+    served.kill_worker(node_ids[victim])
+    assert not any(stream.finish_reasons for stream in streams if stream.replica_id == victim)
+    assert {stream.replica_id for stream in streams} == {victim, staying}
     assert {served.ingress_of(stream) for stream in streams} == set(served.ingress_pids())
     wait_for(lambda: served.num_running().keys() == {staying}, "the lost replica is forgotten")
     wait_for_all(streams)
@@ -45,7 +45,7 @@ def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(s
     # One look: another may be answered by the other ingress, which has yet to hear of it.
     running = wait_for(lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica")
     [new] = set(running) - {staying}
-    assert new != doomed and served.node_of(new) == node_id
+    assert new != victim and served.node_of(new) == node_id
     # Enough that one ingress has two, which it spreads; of each other's newest requests ingresses know nothing.
     later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]
     wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves")

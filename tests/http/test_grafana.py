@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.protocol import Band
 from router.autoscaling import Autoscaler, AutoscalingSettings
 from router.autoscaling_loop import AutoscalingLoop
-from router.flow_queue import BandLimits, FlowQueue, Waiting
+from router.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.held_work import IngressGossip
 from router.latency_targets import LatencyTargets
 from router.load_table import LoadTable
@@ -41,7 +41,7 @@ async def full_page() -> bytes:
     http, table = HttpMetrics("m"), LoadTable(time.monotonic)
     table.record(world.engine.stats())
     queue = FlowQueue({band: BandLimits(10, 10_000) for band in Band}, 30.0)
-    queue.add(Waiting(request(), 7, None, 1), 0.0)
+    queue.add(QueuedRequest(request(), 7, None, 1), 0.0)
     settings = AutoscalingSettings(min_replicas=1, max_replicas=2, num_replicas=1)
     gossip = IngressGossip("ingress")
     load = IngressLoad(queue, table, gossip)

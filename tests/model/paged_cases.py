@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.attention import AttentionCall, AttentionFactory, Scoring
+from replicas.model.attention import AttentionBackend, AttentionCall, Scoring
 from replicas.model.batch_inputs import build_inputs
 from replicas.model.kv_cache import AttentionLayer, KVCache
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -53,7 +53,7 @@ def sequences(lengths: list[int], block_size: int, num_blocks: int) -> list[Sequ
     made = []
     for number, length in enumerate(lengths):
         request = GenerateRequest(f"request-{number}", (1,) * length, SamplingParams(max_tokens=1))
-        sequence = Sequence(request, arrival_s=0.0, deadline_s=None, number=number)
+        sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
         sequence.block_table = [free.pop() for _ in range(-(-length // block_size))]
         made.append(sequence)
     return made
@@ -106,7 +106,7 @@ KINDS = {
 }
 
 
-def largest_error(case: Case, attention: AttentionFactory, device: torch.device) -> float:
+def largest_error(case: Case, attention: AttentionBackend, device: torch.device) -> float:
     """Of any output number, over what it should be, or over 1 if that is less."""
     drawn = [_Drawn.of(case, end, seed, device) for seed, (_, end) in enumerate(case.chunks)]
     scoring = Scoring(case.scale, case.softcap, _draw(99, device, case.heads[0]) if case.has_sinks else None)

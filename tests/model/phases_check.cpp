@@ -6,7 +6,7 @@
 
 #include "phases.h"
 
-using headway::Phases;
+using headway::WorkQueue;
 
 #define CHECK(condition)                                                          \
   do {                                                                            \
@@ -16,14 +16,14 @@ using headway::Phases;
     }                                                                             \
   } while (0)
 
-// A thread that stands still in its part holds up nobody: two phases later somebody lets it go on, and what it gives
+// A thread that stands still in its chunk holds up nobody: two loops later somebody lets it go on, and what it gives
 // then, which is wrong, is not used.
 void nobody_waits_for_a_thread() {
   at::set_num_threads(2);
   std::atomic<int> num_calls{0}, num_stored{0}, value{0}, seen{0};
   std::atomic<bool> may_go_on{false};
-  Phases phases;
-  phases.add({1,
+  WorkQueue queue;
+  queue.add({1,
               [&](int64_t, void* result) {
                 num_stored++;
                 int given;
@@ -39,63 +39,63 @@ void nobody_waits_for_a_thread() {
                 std::memcpy(result, &given, sizeof given);
               },
               sizeof(int)});
-  phases.add({1, [&](int64_t, void*) { seen = value.load(); }});
-  phases.add({1, [&](int64_t, void*) { may_go_on = true; }});
-  phases.run();
+  queue.add({1, [&](int64_t, void*) { seen = value.load(); }});
+  queue.add({1, [&](int64_t, void*) { may_go_on = true; }});
+  queue.run();
   CHECK(num_calls == 2 && num_stored == 1 && value == 7 && seen == 7);
 }
 
-// Random phases, in which each part reads what all parts of the phase before have left. Every part is finished once,
-// whoever is interrupted, and no phase begins before the one before it is over.
+// Random loops, in which each chunk reads what all chunks of the loop before have left. Every chunk is committed once,
+// whoever is interrupted, and no loop begins before the one before it is over.
 void every_part_is_finished_once(int num_threads, unsigned seed) {
   at::set_num_threads(num_threads);
   std::mt19937 random(seed);
   const auto below = [&](int end) { return static_cast<int>(random() % end); };
-  constexpr int kMostParts = 40;
-  std::vector<std::vector<int64_t>> left(1 + 60, std::vector<int64_t>(kMostParts, 0));
-  std::vector<std::vector<std::atomic<int>>> num_finished;
-  std::vector<int64_t> num_parts_of(left.size(), 0);
-  Phases phases;
+  constexpr int kMaxChunks = 40;
+  std::vector<std::vector<int64_t>> left(1 + 60, std::vector<int64_t>(kMaxChunks, 0));
+  std::vector<std::vector<std::atomic<int>>> num_committed;
+  std::vector<int64_t> num_chunks_of(left.size(), 0);
+  WorkQueue queue;
   for (size_t index = 1; index < left.size(); index++) {
-    const int64_t num_parts = below(8) == 0 ? 0 : 1 + below(kMostParts);
+    const int64_t num_chunks = below(8) == 0 ? 0 : 1 + below(kMaxChunks);
     const int loops = below(4) == 0 ? 20'000 : below(300);
-    num_finished.emplace_back(kMostParts);
-    std::atomic<int>* finished = num_finished.back().data();
+    num_committed.emplace_back(kMaxChunks);
+    std::atomic<int>* committed = num_committed.back().data();
     const std::vector<int64_t>& before = left[index - 1];
     std::vector<int64_t>& now = left[index];
-    const auto value_of = [&before, loops](int64_t part) {
-      int64_t value = part + 1;
+    const auto value_of = [&before, loops](int64_t chunk) {
+      int64_t value = chunk + 1;
       for (int64_t each : before) value += each % 1000;
       volatile int spent = 0;
       for (int i = 0; i < loops; i++) spent = spent + 1;
       return value;
     };
     if (below(3) == 0)
-      phases.add({num_parts, [&now, finished, value_of](int64_t part, void*) {
-        finished[part]++;
-        now[part] = value_of(part);
+      queue.add({num_chunks, [&now, committed, value_of](int64_t chunk, void*) {
+        committed[chunk]++;
+        now[chunk] = value_of(chunk);
       }});
     else
-      phases.add({num_parts,
-                  [&now, finished](int64_t part, void* result) {
-                    finished[part]++;
-                    std::memcpy(&now[part], result, sizeof now[part]);
+      queue.add({num_chunks,
+                  [&now, committed](int64_t chunk, void* result) {
+                    committed[chunk]++;
+                    std::memcpy(&now[chunk], result, sizeof now[chunk]);
                   },
-                  [value_of](int64_t part, void* result) {
-                    const int64_t value = value_of(part);
+                  [value_of](int64_t chunk, void* result) {
+                    const int64_t value = value_of(chunk);
                     std::memcpy(result, &value, sizeof value);
                   },
                   sizeof(int64_t)});
-    num_parts_of[index] = num_parts;
+    num_chunks_of[index] = num_chunks;
   }
-  phases.run();
+  queue.run();
   for (size_t index = 1; index < left.size(); index++) {
     int64_t before = 0;
     for (int64_t each : left[index - 1]) before += each % 1000;
-    for (int64_t part = 0; part < kMostParts; part++) {
-      const bool exists = part < num_parts_of[index];
-      CHECK(num_finished[index - 1][part] == exists);
-      CHECK(left[index][part] == (exists ? part + 1 + before : 0));
+    for (int64_t chunk = 0; chunk < kMaxChunks; chunk++) {
+      const bool exists = chunk < num_chunks_of[index];
+      CHECK(num_committed[index - 1][chunk] == exists);
+      CHECK(left[index][chunk] == (exists ? chunk + 1 + before : 0));
     }
   }
 }

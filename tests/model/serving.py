@@ -13,8 +13,8 @@ from replicas.engine.batch import ItemResult, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
-from replicas.model.attention import AttentionFactory
-from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
+from replicas.model.attention import AttentionBackend
+from replicas.model.cuda_graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel, load_model
@@ -22,7 +22,7 @@ from replicas.model.options import Device, Dtype, ModelOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampler import Sampler
 from replicas.model.tokenizer import make_decoder
-from replicas.model.transfers import Inbox, Outbox
+from replicas.model.transfers import DeviceToHostBuffer, HostToDeviceBuffer
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 
 MAX_MODEL_LEN = 256
@@ -51,7 +51,7 @@ def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compil
 def build_engine(
     loaded: LoadedModel,
     sizes: Sizes | None = None,
-    attention: AttentionFactory = GatherAttention,
+    attention: AttentionBackend = GatherAttention,
     planned: PlannedAttention | None = None,
     *,
     is_ahead: bool = False,
@@ -59,7 +59,7 @@ def build_engine(
     """An engine, a step ahead or not, that decodes in fixed buckets where attention is `planned`."""
     sizes = sizes or Sizes()
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
-    decodes = None if planned is None else PaddedDecodes(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
+    decodes = None if planned is None else DecodeGraphRunner(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
@@ -101,12 +101,12 @@ def tokens(engine: Engine, prompts: Iterable[Prompt], params: SamplingParams) ->
 def sample(sampler: Sampler, logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
     """The next token of each sequence, with the log probabilities it asks for, from its row of logits."""
     items = [ScheduledSequence(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
-    outbox, inbox = Outbox(), Inbox()
-    plan = sampler.plan(items, logits.shape[1], outbox)
-    launched = plan.launch(logits, None, outbox.send(logits.device), inbox)
-    inbox.close(logits.device)
-    inbox.wait()
-    return launched.read(inbox)
+    to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
+    plan = sampler.plan(items, logits.shape[1], to_device)
+    launched = plan.launch(logits, None, to_device.send(logits.device), to_host)
+    to_host.close(logits.device)
+    to_host.wait()
+    return launched.read(to_host)
 
 
 def num_preemptions(engine: Engine) -> int:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from replicas.model.cpp_layer_math import CppLayerMath
-from replicas.model.layer_math import HeadLayout, LayerMath, Norm, Rotation, TorchLayerMath
+from replicas.model.cpp_layer_math import CppLayerOps
+from replicas.model.layer_math import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
 from tests.model.compiled import need_kernels
 
 pytestmark = pytest.mark.usefixtures("_kernels")
@@ -39,8 +39,8 @@ def test_add_and_normalize(num_rows: int, size: int, dtype: torch.dtype) -> None
         sums, expected_sums = residual.clone(), residual.float()
         if added is not None:
             expected_sums = (expected_sums + added.float()).to(dtype).float()
-        found = CppLayerMath().add_and_normalize(sums, added, Norm(weight, 1e-5))
-        assert_alike(found, TorchLayerMath().add_and_normalize(expected_sums, None, plain), dtype)
+        found = CppLayerOps().add_and_normalize(sums, added, Norm(weight, 1e-5))
+        assert_alike(found, TorchLayerOps().add_and_normalize(expected_sums, None, plain), dtype)
         assert torch.equal(sums.float(), expected_sums)
 
 
@@ -49,15 +49,15 @@ def test_add_and_normalize(num_rows: int, size: int, dtype: torch.dtype) -> None
 def test_rotate(size: int, has_norms: bool, dtype: torch.dtype) -> None:
     rows = numbers(33, 7 * size, dtype=dtype)
     angles = numbers(33, size // 2, seed=1).repeat(1, 2)
-    rotation = Rotation(angles.cos().to(dtype), angles.sin().to(dtype))
+    cos_sin = RotaryCosSin(angles.cos().to(dtype), angles.sin().to(dtype))
     norms = [Norm(numbers(size, dtype=dtype, seed=seed), 1e-6) if has_norms else None for seed in (2, 3)]
     expected = rows.float()
-    TorchLayerMath().rotate(
+    TorchLayerOps().rotary_embedding(
         expected,
         HeadLayout(3, 2, size, *(norm and Norm(norm.weight.float(), norm.epsilon) for norm in norms)),
-        Rotation(rotation.cos.float(), rotation.sin.float()),
+        RotaryCosSin(cos_sin.cos.float(), cos_sin.sin.float()),
     )
-    CppLayerMath().rotate(rows, HeadLayout(3, 2, size, *norms), rotation)
+    CppLayerOps().rotary_embedding(rows, HeadLayout(3, 2, size, *norms), cos_sin)
     assert_alike(rows, expected, dtype)
     # Values stay as they are.
     assert torch.equal(rows[:, 5 * size :], numbers(33, 7 * size, dtype=dtype)[:, 5 * size :])
@@ -66,22 +66,20 @@ def test_rotate(size: int, has_norms: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_gate(dtype: torch.dtype) -> None:
     rows = torch.cat((numbers(50, 66, seed=1) * 30, numbers(50, 66, seed=2)), dim=1).to(dtype)
-    assert_alike(CppLayerMath().gate(rows), TorchLayerMath().gate(rows.float()), dtype)
+    assert_alike(CppLayerOps().silu_and_mul(rows), TorchLayerOps().silu_and_mul(rows.float()), dtype)
 
 
-@pytest.mark.parametrize("math", [TorchLayerMath(), CppLayerMath()], ids=["torch", "compiled"])
+@pytest.mark.parametrize("ops", [TorchLayerOps(), CppLayerOps()], ids=["torch", "compiled"])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_row_of_nan_stays_one_and_harms_no_other(math: LayerMath, dtype: torch.dtype) -> None:
+def test_a_row_of_nan_stays_one_and_harms_no_other(ops: LayerOps, dtype: torch.dtype) -> None:
     def poisoned(rows: Tensor) -> Tensor:
         rows[1] = torch.nan
         return rows
 
     layout = HeadLayout(2, 1, 16, None, None)
-    rotation = Rotation(numbers(3, 16, dtype=dtype), numbers(3, 16, dtype=dtype))
+    cos_sin = RotaryCosSin(numbers(3, 16, dtype=dtype), numbers(3, 16, dtype=dtype))
     rotated = poisoned(numbers(3, 64, dtype=dtype))
-    math.rotate(rotated, layout, rotation)
-    normalized = math.add_and_normalize(
-        poisoned(numbers(3, 64, dtype=dtype)), None, Norm(numbers(64, dtype=dtype), 0.0)
-    )
-    for result in (rotated, normalized, math.gate(poisoned(numbers(3, 64, dtype=dtype)))):
+    ops.rotary_embedding(rotated, layout, cos_sin)
+    normalized = ops.add_and_normalize(poisoned(numbers(3, 64, dtype=dtype)), None, Norm(numbers(64, dtype=dtype), 0.0))
+    for result in (rotated, normalized, ops.silu_and_mul(poisoned(numbers(3, 64, dtype=dtype)))):
         assert result[1].isnan().all() and result[::2].isfinite().all()

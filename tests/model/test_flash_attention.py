@@ -15,14 +15,14 @@ from torch import Tensor
 
 from replicas.errors import ModelLoadError
 from replicas.model import attention_choice
-from replicas.model.attention import AttentionFactory, AttentionSpec
+from replicas.model.attention import AttentionBackend, AttentionSpec
 from replicas.model.attention_choice import FlashAndTriton, choose_attention
 from replicas.model.batch_inputs import BatchInputs, build_inputs
 from replicas.model.flash_attention import FlashAttention, FlashBackend
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel
-from replicas.model.scratch import scratch_item
+from replicas.model.scratch import dummy_item
 from replicas.protocol import SamplingParams
 from tests.model import flash_stand_in
 from tests.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, largest_error
@@ -76,7 +76,7 @@ class Decodes:
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int], AttentionFactory]:
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int], AttentionBackend]:
     """What is chosen for a device of a capability, where Triton's kernels work and tensors are on the CPU."""
     check = attention_choice.check_attention
     monkeypatch.setattr(
@@ -84,7 +84,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int
     )
     monkeypatch.setattr(attention_choice, "_triton", lambda spec: Decodes())
 
-    def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionFactory:
+    def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
         layer = KINDS["window"].layer
         return choose_attention(AttentionSpec((layer,), 16, dtype, torch.device("cuda")), backend)
@@ -98,7 +98,7 @@ def test_where_it_proves_right_it_gets_the_batches_with_prompts(on_a_gpu: Any) -
         chosen = on_a_gpu(backend, torch.bfloat16, 9)
         assert isinstance(chosen, FlashAndTriton)
         cache = KVCache([KINDS["window"].layer], 8, 16, torch.float32, CPU)
-        items = [scratch_item(0, 5, 16), scratch_item(3, 1, 16)]
+        items = [dummy_item(0, 5, 16), dummy_item(3, 1, 16)]
         assert isinstance(chosen(cache, build_inputs(items, 16, CPU)), FlashAttention)
         assert isinstance(chosen(cache, build_inputs(items[1:], 16, CPU)), GatherAttention)
 

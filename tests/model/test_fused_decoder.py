@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.fast_parts import cpu_parts, speed_up
+from replicas.model.fast_parts import cpu_modules, optimize_model
 from replicas.model.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.probe import probe_attention
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -73,6 +73,6 @@ def test_no_replaced_weight_is_kept(architecture: str) -> None:
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     weights = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
-    speed_up(model, port, layers, cpu_parts(torch.float32, has_kernels=False, quantization="none"))
+    optimize_model(model, port, layers, cpu_modules(torch.float32, has_kernels=False, quantization="none"))
     assert len(weights) == 3 * 7 + 1
     assert [weight() for weight in weights] == [None] * len(weights)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from replicas.model.fused_norm import FusedNorm, replace_norms
-from replicas.model.layer_math import TorchLayerMath
+from replicas.model.layer_math import TorchLayerOps
 from tests.model.tiny import tiny_config
 
 
@@ -27,7 +27,7 @@ class PlainRMSNorm(nn.Module):
 def test_only_what_computes_the_same_is_replaced() -> None:
     model = nn.ModuleDict({"plain": PlainRMSNorm(), "shifted": PlainRMSNorm(offset=1.0), "other": nn.LayerNorm(16)})
     plain = model["plain"]
-    replace_norms(model, TorchLayerMath())
+    replace_norms(model, TorchLayerOps())
     assert isinstance(model["plain"], FusedNorm)
     assert not isinstance(model["shifted"], FusedNorm) and not isinstance(model["other"], FusedNorm)
     hidden = torch.randn(2, 5, 3, 16)[:, :, 1:]
@@ -37,5 +37,5 @@ def test_only_what_computes_the_same_is_replaced() -> None:
 @pytest.mark.parametrize(("architecture", "num_replaced"), [("mixtral", 7), ("gemma2-window", 0), ("qwen3_moe", 13)])
 def test_norms_of_models(architecture: str, num_replaced: int) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
-    replace_norms(model, TorchLayerMath())
+    replace_norms(model, TorchLayerOps())
     assert sum(isinstance(module, FusedNorm) for module in model.modules()) == num_replaced

@@ -20,7 +20,7 @@ from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
-from replicas.model.scratch import scratch_batches
+from replicas.model.scratch import dummy_batches
 from tests.model.tiny import (
     ARCHITECTURES,
     REFUSED,
@@ -215,7 +215,7 @@ def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path: Path, lla
 def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
     loaded = load_model(ModelOptions(str(llama), dtype="float32"))
     runner = TorchModelRunner(loaded, KVCache(loaded.layers, 0, 16, loaded.dtype, loaded.device))
-    batches = scratch_batches(
+    batches = dummy_batches(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=loaded.max_model_len, block_size=16
     )
     assert [batch.num_tokens for batch in batches] == [64, 64, 1 + 3 * 16, 4]

@@ -21,7 +21,7 @@ EOS = 2
 
 
 def sequence(params: SamplingParams, prompt: tuple[int, ...] = (5,), output: tuple[int, ...] = ()) -> Sequence:
-    made = Sequence(GenerateRequest("request", prompt, params), arrival_s=0.0, deadline_s=None, number=0)
+    made = Sequence(GenerateRequest("request", prompt, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
     made.token_ids.extend(output)
     return made
 

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replicas.model.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel
-from replicas.model.triton_layer_kernels import add_and_normalize_kernel, gate_kernel, rotate_kernel
+from replicas.model.triton_layer_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 from replicas.model.triton_shapes import LayerShape, choose_tile
 from replicas.model.triton_write import write_kernel
 
@@ -113,5 +113,5 @@ def test_the_kernels_of_a_layers_small_operations_compile(shape: LayerShape) -> 
     for is_special in (False, True):
         normalize = {"SIZE": 4096, "WIDTH": 4096, "HAS_UPDATE": is_special}
         assert compiled(add_and_normalize_kernel, shape, 90, normalize, num_warps=8).asm["ptx"]
-        assert compiled(rotate_kernel, shape, 90, {**heads, "HAS_NORMS": is_special}).asm["ptx"]
-    assert compiled(gate_kernel, shape, 90, {"SIZE": 14336, "TILE": 1024}).asm["ptx"]
+        assert compiled(rotary_embedding_kernel, shape, 90, {**heads, "HAS_NORMS": is_special}).asm["ptx"]
+    assert compiled(silu_and_mul_kernel, shape, 90, {"SIZE": 14336, "TILE": 1024}).asm["ptx"]

@@ -19,6 +19,7 @@ from serve_app.config_page import page
 ROOT = Path(__file__).resolve().parents[2]
 
 HOMONYMS = {
+    ("Coalescing", "max_stream_chunks_per_s"),  # the setting, decided for the device that was found
     ("EngineConfig", "async_scheduling"),  # the setting, decided for the device that was found
     ("EngineLimits", "max_queued_requests"),  # of the engine's own short queue; the setting is an ingress's
     ("EngineLimits", "max_queued_tokens"),

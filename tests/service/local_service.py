@@ -28,9 +28,9 @@ from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
 from serve_app.jobs.fsspec_store import FsspecStore
-from serve_app.jobs.pace import Pace
+from serve_app.jobs.pace import ThroughputEstimator
 from serve_app.jobs.records import JobsService
-from serve_app.jobs.room import Room
+from serve_app.jobs.room import LineCapacity
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.webhook_addresses import AllowedHosts
@@ -115,8 +115,8 @@ async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir:
     runtime = JobsRuntime(
         JobsContext(database, files, job_settings),
         CompletionService(routing.dispatcher, known, tokenizer, settings.limits, random.Random(0)),
-        Room(routing.dispatcher.load, routing.queue),
-        BacklogView(Pace(Clock())),
+        LineCapacity(routing.dispatcher.load, routing.queue),
+        BacklogView(ThroughputEstimator(Clock())),
         random.Random(0),
     )
     await runtime.start(routing.dispatcher.run(), files.keep_clean())

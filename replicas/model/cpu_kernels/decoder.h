@@ -12,8 +12,8 @@ struct Linear {
   Tensor weight;
   OptionalTensor scales, bias;
   int64_t num_inputs() const { return weight.size(1) * weight.size(3); }
-  void add(Phases& phases, const Tensor& inputs, Tensor& output) const {
-    add_multiplying(phases, inputs, weight, scales, bias, output);
+  void add(WorkQueue& queue, const Tensor& inputs, Tensor& output) const {
+    add_multiplying(queue, inputs, weight, scales, bias, output);
   }
 };
 
@@ -83,23 +83,23 @@ inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
   const Tensor query = some_heads(0, num_query_heads), key = some_heads(num_query_heads, num_kv_heads),
                value = some_heads(num_query_heads + num_kv_heads, num_kv_heads);
   std::shared_ptr<AttentionWork> attention;
-  Phases phases;
+  WorkQueue queue;
   for (size_t index = 0; index < num_layers; index++) {
     if (index) layer = reader.read();
     TORCH_CHECK(keys[index].sizes() == keys[0].sizes() && values[index].sizes() == values[0].sizes(),
                 "all layers must have caches of one size");
-    add_normalizing(phases, residual, index ? &update : nullptr, layer.input_norm, epsilon, hidden);
-    layer.query_key_value.add(phases, hidden, heads);
-    add_rotating(phases, heads, cos, sin, num_query_heads, num_kv_heads, layer.query_norm, layer.key_norm, epsilon);
-    add_paged_attention(phases, query, key, value, keys[index], values[index], slots, chunks, tables, scales[index],
+    add_normalizing(queue, residual, index ? &update : nullptr, layer.input_norm, epsilon, hidden);
+    layer.query_key_value.add(queue, hidden, heads);
+    add_rotating(queue, heads, cos, sin, num_query_heads, num_kv_heads, layer.query_norm, layer.key_norm, epsilon);
+    add_paged_attention(queue, query, key, value, keys[index], values[index], slots, chunks, tables, scales[index],
                         windows[index], 0.0, std::nullopt, attention, attended);
-    layer.output.add(phases, attended, update);
-    add_normalizing(phases, residual, &update, layer.post_attention_norm, epsilon, hidden);
-    layer.gate_up.add(phases, hidden, gate_up);
-    add_gating(phases, gate_up, gated);
-    layer.down.add(phases, gated, update);
+    layer.output.add(queue, attended, update);
+    add_normalizing(queue, residual, &update, layer.post_attention_norm, epsilon, hidden);
+    layer.gate_up.add(queue, hidden, gate_up);
+    add_gating(queue, gate_up, gated);
+    layer.down.add(queue, gated, update);
   }
-  phases.run();
+  queue.run();
   return update;
 }
 

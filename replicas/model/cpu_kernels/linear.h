@@ -12,7 +12,7 @@ namespace headway {
 constexpr int64_t kPanel = 2 * kLanes;
 constexpr int kRows = 12;                       // rows computed together, at most: their sums fill the registers
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // inputs that stay in the cache while panels pass by
-constexpr int64_t kMostPartBytes = 256 * 1024;  // weights of one part of a shared multiplication
+constexpr int64_t kMaxChunkBytes = 256 * 1024;  // weights of one part of a shared multiplication
 constexpr int64_t kBytesAhead = 4096;           // how far ahead weights are fetched that are used once
 
 // How products of rows of X and weights of W are summed, kPair inputs at a time. After kMostSteps a sum may be full.

@@ -1,4 +1,4 @@
-// The kernels over tensors. Functions `add_...` note phases of work over tensors that the caller keeps until they are
+// The kernels over tensors. Functions `add_...` note loops of work over tensors that the caller keeps until they are
 // run; the others do the work.
 #pragma once
 
@@ -39,7 +39,7 @@ inline void check_rows(const Tensor& tensor, const Tensor& like) {
 }
 
 // Stores heads [num_tokens, num_heads, size] in `slots` [num_tokens] of a cache.
-inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots, const Tensor& cache) {
+inline void add_storing(WorkQueue& queue, const Tensor& from, const Tensor& slots, const Tensor& cache) {
   TORCH_CHECK(from.stride(2) == 1 && from.scalar_type() == cache.scalar_type());
   for_type_of(from, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -48,7 +48,7 @@ inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots,
     const T* rows = from.const_data_ptr<T>();
     const int64_t* slot = slots.const_data_ptr<int64_t>();
     T* to = cache.mutable_data_ptr<T>();
-    phases.add_rows(from.size(0), 16, [=](int64_t begin, int64_t end) {
+    queue.add_rows(from.size(0), 16, [=](int64_t begin, int64_t end) {
       for (int64_t token = begin; token < end; token++)
         for (int64_t head = 0; head < num_heads; head++)
           std::memcpy(to + (slot[token] * num_heads + head) * size, rows + token * row_stride + head * head_stride,
@@ -58,7 +58,7 @@ inline void add_storing(Phases& phases, const Tensor& from, const Tensor& slots,
 }
 
 // See `attend_paged`, which gives `output`, and `add_attention`.
-inline void add_paged_attention(Phases& phases, const Tensor& query, const Tensor& key, const Tensor& value,
+inline void add_paged_attention(WorkQueue& queue, const Tensor& query, const Tensor& key, const Tensor& value,
                                 const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& chunks,
                                 const Tensor& tables, double scale, int64_t window, double softcap,
                                 const OptionalTensor& sinks, std::shared_ptr<AttentionWork>& work, Tensor& output) {
@@ -67,11 +67,11 @@ inline void add_paged_attention(Phases& phases, const Tensor& query, const Tenso
   TORCH_CHECK(slots.is_contiguous() && chunks.is_contiguous() && tables.is_contiguous() && query.stride(2) == 1);
   TORCH_CHECK(keys.size(3) % kLanes == 0 && values.size(3) % kLanes == 0, "head sizes must be multiples of ", kLanes);
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == at::kFloat), "sinks must be float32");
-  add_storing(phases, key, slots, keys);
-  add_storing(phases, value, slots, values);
+  add_storing(queue, key, slots, keys);
+  add_storing(queue, value, slots, values);
   for_type_of(query, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    add_attention(phases, AttentionInputs<T>{
+    add_attention(queue, AttentionInputs<T>{
         query.const_data_ptr<T>(), query.stride(0), query.stride(1),
         keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
         reinterpret_cast<const Chunk*>(chunks.const_data_ptr<int64_t>()), chunks.size(0),
@@ -90,16 +90,16 @@ inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor&
                            const Tensor& slots, const Tensor& chunks, const Tensor& tables, double scale,
                            int64_t window, double softcap, const OptionalTensor& sinks) {
   Tensor output = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
-  Phases phases;
+  WorkQueue queue;
   std::shared_ptr<AttentionWork> work;
-  add_paged_attention(phases, query, key, value, keys, values, slots, chunks, tables, scale, window, softcap, sinks,
+  add_paged_attention(queue, query, key, value, keys, values, slots, chunks, tables, scale, window, softcap, sinks,
                       work, output);
-  phases.run();
+  queue.run();
   return output;
 }
 
 // residual [num_tokens, size] += update, if there is one; gives the result normalised.
-inline void add_normalizing(Phases& phases, Tensor& residual, const Tensor* update, const Tensor& weight,
+inline void add_normalizing(WorkQueue& queue, Tensor& residual, const Tensor* update, const Tensor& weight,
                             double epsilon, Tensor& output) {
   check_rows(residual, weight);
   if (update) check_rows(*update, residual);
@@ -110,7 +110,7 @@ inline void add_normalizing(Phases& phases, Tensor& residual, const Tensor* upda
     const T* updates = update ? update->const_data_ptr<T>() : nullptr;
     const T* weights = weight.const_data_ptr<T>();
     T* outputs = output.mutable_data_ptr<T>();
-    phases.add_rows(residual.numel() / size, 8, [=](int64_t begin, int64_t end) {
+    queue.add_rows(residual.numel() / size, 8, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++) {
         if (updates) add(rows + row * size, updates + row * size, size);
         normalize(rows + row * size, weights, size, static_cast<float>(epsilon), outputs + row * size);
@@ -121,15 +121,15 @@ inline void add_normalizing(Phases& phases, Tensor& residual, const Tensor* upda
 
 inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, const Tensor& weight, double epsilon) {
   Tensor output = at::empty_like(residual);
-  Phases phases;
-  add_normalizing(phases, residual, update ? &*update : nullptr, weight, epsilon, output);
-  phases.run();
+  WorkQueue queue;
+  add_normalizing(queue, residual, update ? &*update : nullptr, weight, epsilon, output);
+  queue.run();
   return output;
 }
 
 // Of each row [(num_query_heads + 2 * num_kv_heads) * size] normalises, where there is a norm, and rotates the queries
 // and keys, by cos and sin [num_tokens, size].
-inline void add_rotating(Phases& phases, Tensor& rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
+inline void add_rotating(WorkQueue& queue, Tensor& rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
                          int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
                          double epsilon) {
   check_rows(rows, cos);
@@ -144,7 +144,7 @@ inline void add_rotating(Phases& phases, Tensor& rows, const Tensor& cos, const 
     const T* key_weights = key_norm ? key_norm->const_data_ptr<T>() : nullptr;
     T* first = rows.mutable_data_ptr<T>();
     const T *cosines = cos.const_data_ptr<T>(), *sines = sin.const_data_ptr<T>();
-    phases.add_rows(rows.size(0), 4, [=](int64_t begin, int64_t end) {
+    queue.add_rows(rows.size(0), 4, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         for (int64_t index = 0; index < num_query_heads + num_kv_heads; index++) {
           T* head = first + row * width + index * size;
@@ -159,20 +159,20 @@ inline void add_rotating(Phases& phases, Tensor& rows, const Tensor& cos, const 
 inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
                          int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
                          double epsilon) {
-  Phases phases;
-  add_rotating(phases, rows, cos, sin, num_query_heads, num_kv_heads, query_norm, key_norm, epsilon);
-  phases.run();
+  WorkQueue queue;
+  add_rotating(queue, rows, cos, sin, num_query_heads, num_kv_heads, query_norm, key_norm, epsilon);
+  queue.run();
 }
 
 // silu(first half) * second half of each row.
-inline void add_gating(Phases& phases, const Tensor& gate_up, Tensor& output) {
+inline void add_gating(WorkQueue& queue, const Tensor& gate_up, Tensor& output) {
   check_rows(gate_up, output);
   for_type_of(gate_up, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     const int64_t size = output.size(1);
     const T* from = gate_up.const_data_ptr<T>();
     T* to = output.mutable_data_ptr<T>();
-    phases.add_rows(gate_up.size(0), 4, [=](int64_t begin, int64_t end) {
+    queue.add_rows(gate_up.size(0), 4, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         gate(from + row * 2 * size, from + (row * 2 + 1) * size, size, to + row * size);
     });
@@ -181,58 +181,58 @@ inline void add_gating(Phases& phases, const Tensor& gate_up, Tensor& output) {
 
 inline Tensor gate_rows(const Tensor& gate_up) {
   Tensor output = at::empty({gate_up.size(0), gate_up.size(1) / 2}, gate_up.options());
-  Phases phases;
-  add_gating(phases, gate_up, output);
-  phases.run();
+  WorkQueue queue;
+  add_gating(queue, gate_up, output);
+  queue.run();
   return output;
 }
 
 // Multiplies by panels, `multiply(in, first, end)` by some of them.
 template <typename X, typename W, typename O, typename F>
-inline void add_panels(Phases& phases, const LinearInputs<X, W, O>& in, const F& multiply) {
+inline void add_panels(WorkQueue& queue, const LinearInputs<X, W, O>& in, const F& multiply) {
   if (in.num_rows == 0) return;
   const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W);
-  const bool can_repeat = phases.num_threads() > 1 && column_bytes <= kMostResultBytes;
-  int64_t each = phases.rows_of_part(in.num_panels(), 1);
+  const bool can_repeat = queue.num_threads() > 1 && column_bytes <= kMaxResultBytes;
+  int64_t each = queue.rows_per_chunk(in.num_panels(), 1);
   if (can_repeat)
-    each = std::clamp<int64_t>(std::min(kMostResultBytes / column_bytes, kMostPartBytes / panel_bytes), 1, each);
-  const int64_t num_parts = (in.num_panels() + each - 1) / each;
-  const auto end_of = [=](int64_t part) { return std::min((part + 1) * each, in.num_panels()); };
+    each = std::clamp<int64_t>(std::min(kMaxResultBytes / column_bytes, kMaxChunkBytes / panel_bytes), 1, each);
+  const int64_t num_chunks = (in.num_panels() + each - 1) / each;
+  const auto end_of = [=](int64_t chunk) { return std::min((chunk + 1) * each, in.num_panels()); };
   if (!can_repeat) {
-    phases.add({num_parts, [=](int64_t part, void*) { multiply(in, part * each, end_of(part)); }});
+    queue.add({num_chunks, [=](int64_t chunk, void*) { multiply(in, chunk * each, end_of(chunk)); }});
     return;
   }
-  phases.add({num_parts,
-              [=](int64_t part, void* result) {
-                const int64_t first = part * each * kPanel, end = std::min(end_of(part) * kPanel, in.num_outputs);
+  queue.add({num_chunks,
+              [=](int64_t chunk, void* result) {
+                const int64_t first = chunk * each * kPanel, end = std::min(end_of(chunk) * kPanel, in.num_outputs);
                 const O* from = static_cast<const O*>(result);
-                for (int64_t row = 0; row < in.num_rows; row++, from += (end_of(part) - part * each) * kPanel)
+                for (int64_t row = 0; row < in.num_rows; row++, from += (end_of(chunk) - chunk * each) * kPanel)
                   std::memcpy(in.outputs + row * in.num_outputs + first, from, (end - first) * sizeof(O));
               },
-              [=](int64_t part, void* result) {
-                const int64_t first = part * each, end = end_of(part);
+              [=](int64_t chunk, void* result) {
+                const int64_t first = chunk * each, end = end_of(chunk);
                 multiply(in.only(first, end, static_cast<O*>(result)), first, end);
               },
               each * column_bytes});
 }
 
 template <typename X, typename W, typename O>
-inline void add_product(Phases& phases, const LinearInputs<X, W, O>& in) {
+inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<X, BFloat16> && std::is_same_v<O, BFloat16>)
     if (in.num_rows >= kFewestTileRows && has_tiles()) {
       const TiledRows rows(in.rows, in.num_rows, in.num_inputs,
-                           phases.scratch(TiledRows::num_bytes(in.num_rows, in.num_inputs)));
-      phases.add_rows(rows.num_tiles(), 4, [=](int64_t begin, int64_t end) {
+                           queue.scratch(TiledRows::num_bytes(in.num_rows, in.num_inputs)));
+      queue.add_rows(rows.num_tiles(), 4, [=](int64_t begin, int64_t end) {
         for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
       });
-      add_panels(phases, in, [=](const LinearInputs<X, W, O>& part, int64_t first, int64_t end) {
-        multiply_panels_in_tiles(part, rows, first, end);
+      add_panels(queue, in, [=](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
+        multiply_panels_in_tiles(chunk, rows, first, end);
       });
       return;
     }
 #endif
-  add_panels(phases, in, multiply_panels<X, W, O>);
+  add_panels(queue, in, multiply_panels<X, W, O>);
 }
 
 // Checks a packed weight [num_panels, num_inputs / kPair, kPanel, kPair] for inputs [..., num_inputs].
@@ -250,7 +250,7 @@ inline void check_packed(const Tensor& weight, const Tensor& inputs, int64_t num
 }
 
 // See `multiply_by_weight` and, where there are `scales`, `multiply_by_int8`.
-inline void add_multiplying(Phases& phases, const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales,
+inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales,
                             const OptionalTensor& bias, Tensor& output) {
   const int64_t num_inputs = inputs.size(-1), num_outputs = output.size(-1), num_rows = inputs.numel() / num_inputs;
   for_type_of(inputs, [&](auto* type) {
@@ -261,19 +261,19 @@ inline void add_multiplying(Phases& phases, const Tensor& inputs, const Tensor& 
     if (!scales) {
       check_rows(weight, inputs);
       check_packed<T, T>(weight, inputs, num_outputs, bias);
-      add_product(phases, LinearInputs<T, T, T>{from, weight.const_data_ptr<T>(), biases, num_rows, num_inputs,
+      add_product(queue, LinearInputs<T, T, T>{from, weight.const_data_ptr<T>(), biases, num_rows, num_inputs,
                                                 num_outputs, to});
       return;
     }
     check_packed<int16_t, int8_t>(weight, inputs, num_outputs, bias);
     const int64_t scale_bytes = num_rows * sizeof(float);
-    float* row_scales = static_cast<float*>(phases.scratch(scale_bytes + num_rows * num_inputs * sizeof(int16_t)));
+    float* row_scales = static_cast<float*>(queue.scratch(scale_bytes + num_rows * num_inputs * sizeof(int16_t)));
     int16_t* rows = reinterpret_cast<int16_t*>(row_scales + num_rows);
-    phases.add_rows(num_rows, 8, [=](int64_t begin, int64_t end) {
+    queue.add_rows(num_rows, 8, [=](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; row++)
         row_scales[row] = quantize(from + row * num_inputs, num_inputs, rows + row * num_inputs);
     });
-    add_product(phases, LinearInputs<int16_t, int8_t, T>{rows, weight.const_data_ptr<int8_t>(), biases, num_rows,
+    add_product(queue, LinearInputs<int16_t, int8_t, T>{rows, weight.const_data_ptr<int8_t>(), biases, num_rows,
                                                          num_inputs, num_outputs, to, row_scales,
                                                          scales->const_data_ptr<float>()});
   });
@@ -284,9 +284,9 @@ inline Tensor multiply(const Tensor& inputs, const Tensor& weight, const Optiona
   std::vector<int64_t> shape(inputs.sizes().begin(), inputs.sizes().end());
   shape.back() = num_outputs;
   Tensor output = at::empty(shape, inputs.options());
-  Phases phases;
-  add_multiplying(phases, inputs, weight, scales, bias, output);
-  phases.run();
+  WorkQueue queue;
+  add_multiplying(queue, inputs, weight, scales, bias, output);
+  queue.run();
   return output;
 }
 

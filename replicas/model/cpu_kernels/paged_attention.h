@@ -220,8 +220,8 @@ inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& i
 
 // `work` is that of the layer before, which this one takes over if it has the same window; may be null.
 template <typename T>
-inline void add_attention(Phases& phases, const AttentionInputs<T>& in, std::shared_ptr<AttentionWork>& work) {
-  const int64_t num_threads = phases.num_threads();
+inline void add_attention(WorkQueue& queue, const AttentionInputs<T>& in, std::shared_ptr<AttentionWork>& work) {
+  const int64_t num_threads = queue.num_threads();
   if (!work || work->window != in.window) work = attention_work(in, num_threads);
   const int64_t num_tasks = work->tasks.size();
   const auto state_of = [=](const AttentionTask& task, void* memory) {
@@ -230,7 +230,7 @@ inline void add_attention(Phases& phases, const AttentionInputs<T>& in, std::sha
   const auto part_of = [=, work = work](const AttentionTask& task) {
     return state_of(task, &work->parts[task.part * work->most_floats]);
   };
-  phases.add({num_tasks,
+  queue.add({num_tasks,
               [=, work = work](int64_t index, void* result) {
                 const AttentionTask& task = work->tasks[index];
                 if (task.part < 0)
@@ -247,7 +247,7 @@ inline void add_attention(Phases& phases, const AttentionInputs<T>& in, std::sha
                 attend(in, task, next, state_of(task, result));
               },
               work->most_floats * static_cast<int64_t>(sizeof(float))});
-  phases.add({static_cast<int64_t>(work->shared.size()), [=, work = work](int64_t index, void*) {
+  queue.add({static_cast<int64_t>(work->shared.size()), [=, work = work](int64_t index, void*) {
     const std::vector<const AttentionTask*>& tasks = work->shared[index];
     const AttentionState state = part_of(*tasks.front());
     for (size_t i = 1; i < tasks.size(); i++) merge(state, part_of(*tasks[i]), in.value_size);

@@ -26,13 +26,13 @@ from replicas.model.attention import (
 )
 from replicas.model.attention_check import check_attention
 from replicas.model.attention_choice import choose_attention
-from replicas.model.fast_parts import cuda_parts, speed_up
+from replicas.model.fast_parts import cuda_modules, optimize_model
 from replicas.model.fused_decoder import FusedDecoder
 from replicas.model.kv_cache import AttentionLayer, KVCache
 from replicas.model.loader import LoadedModel
 from replicas.model.probe import probe_attention
 from replicas.model.triton_attention import TritonBackend
-from replicas.model.triton_layer_math import TritonLayerMath, check_layer_math
+from replicas.model.triton_layer_math import TritonLayerOps, check_layer_ops
 from replicas.model.triton_tiles import TileGroup, TilePlan
 from replicas.protocol import SamplingParams
 from tests.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
@@ -149,12 +149,12 @@ def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_small_operations_equal_plain_torch(dtype: torch.dtype) -> None:
-    assert check_layer_math(dtype, CPU) is None
+    assert check_layer_ops(dtype, CPU) is None
 
 
-@pytest.mark.parametrize("operation", ["add_and_normalize", "rotate", "gate"])
+@pytest.mark.parametrize("operation", ["add_and_normalize", "rotary_embedding", "silu_and_mul"])
 def test_a_wrong_small_operation_fails_the_check(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = getattr(TritonLayerMath, operation)
+    right = getattr(TritonLayerOps, operation)
 
     def with_a_wrong_number(*arguments: object) -> torch.Tensor | None:
         result: torch.Tensor | None = right(*arguments)
@@ -163,8 +163,8 @@ def test_a_wrong_small_operation_fails_the_check(operation: str, monkeypatch: py
         changed[-1, 3] += 1
         return result
 
-    monkeypatch.setattr(TritonLayerMath, operation, with_a_wrong_number)
-    fault = check_layer_math(torch.float32, CPU)
+    monkeypatch.setattr(TritonLayerOps, operation, with_a_wrong_number)
+    fault = check_layer_ops(torch.float32, CPU)
     assert fault is not None and operation in fault
 
 
@@ -185,9 +185,9 @@ def on_cpu_as_on_a_gpu(path: Path) -> LoadedModel:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
-    parts = cuda_parts(torch.float32, CPU)
-    assert isinstance(parts.math, TritonLayerMath)
-    speed_up(model, port, layers, parts)
+    modules = cuda_modules(torch.float32, CPU)
+    assert isinstance(modules.ops, TritonLayerOps)
+    optimize_model(model, port, layers, modules)
     plain = load(path)
     return replace(plain, model=model, port=port, layers=layers, has_kernels=False)
 

@@ -65,8 +65,8 @@ def test_the_baselines_take_every_prompt_for_new():
     [
         (LeastRequests(random.Random(0)), Reason.LEAST_LOADED),
         (PowerOfTwo(random.Random(0)), Reason.LEAST_LOADED),
-        (RoundRobin(), Reason.IN_TURN),
-        (Random(random.Random(0)), Reason.DRAWN),
+        (RoundRobin(), Reason.ROUND_ROBIN),
+        (Random(random.Random(0)), Reason.RANDOM),
     ],
 )
 def test_baselines_give_their_only_reason(policy: RoutingPolicy, reason: Reason):

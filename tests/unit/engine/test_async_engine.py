@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.cpu_sharing import do_not_interrupt_others
-from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
+from replicas.cpu_sharing import use_batch_scheduling
+from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
@@ -89,7 +89,7 @@ async def test_deltas_merge_while_the_reader_lags() -> None:
 async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several() -> None:
     runner = GatedRunner(4)
     async with (
-        running(coalescing=Coalescing(Rhythm(interval_s=60.0, num_tokens=4)), runner=runner) as engine,
+        running(coalescing=Coalescing(FlushPolicy(interval_s=60.0, num_tokens=4)), runner=runner) as engine,
         aclosing(engine.generate(request(max_tokens=11))) as stream,
     ):
         runner.gate.release()
@@ -103,7 +103,7 @@ async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several()
 async def test_coalescing_waits_no_longer_than_its_interval() -> None:
     runner = GatedRunner(4)
     async with (
-        running(coalescing=Coalescing(Rhythm(interval_s=0.01, num_tokens=1000)), runner=runner) as engine,
+        running(coalescing=Coalescing(FlushPolicy(interval_s=0.01, num_tokens=1000)), runner=runner) as engine,
         aclosing(engine.generate(request(max_tokens=3))) as stream,
     ):
         for _ in range(2):
@@ -115,38 +115,40 @@ async def test_coalescing_waits_no_longer_than_its_interval() -> None:
 
 async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not_mind_others() -> None:
     runner = GatedRunner(4)
-    coalescing = Coalescing(Rhythm(interval_s=0.5, num_tokens=4), max_deltas_per_s=0.05)
+    coalescing = Coalescing(FlushPolicy(interval_s=0.5, num_tokens=4), max_stream_chunks_per_s=0.05)
     async with running(coalescing=coalescing, runner=runner) as engine, AsyncExitStack() as streams:
-        assert engine.rhythm(Band.BATCH) == coalescing.rhythm
+        assert engine.flush_policy(Band.BATCH) == coalescing.flush_policy
         for number in range(3):
             asked = replace(request(f"request-{number}", max_tokens=12), band=Band.BATCH)
             stream = await streams.enter_async_context(aclosing(engine.generate(asked)))
             runner.gate.release(2)  # of a step that has begun without it, and of its own
             assert len((await anext(stream)).token_ids) >= 1
-        assert [engine.rhythm(band).interval_s for band in Band] == [0.5, 0.5, 60.0]
+        assert [engine.flush_policy(band).interval_s for band in Band] == [0.5, 0.5, 60.0]
         runner.gate.release(100)
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
 
 
 def test_only_streams_that_were_slowed_down_send_together() -> None:
-    coalescing = Coalescing(Rhythm(interval_s=0.5, num_tokens=4), max_deltas_per_s=4.0, slowed_are_common=True)
-    assert [coalescing.rhythm_of(num_streams).is_common for num_streams in (1, 2, 3)] == [False, False, True]
+    coalescing = Coalescing(
+        FlushPolicy(interval_s=0.5, num_tokens=4), max_stream_chunks_per_s=4.0, align_when_throttled=True
+    )
+    assert [coalescing.policy_for(num_streams).is_aligned for num_streams in (1, 2, 3)] == [False, False, True]
 
 
 @given(st.floats(0, 1e6), st.floats(0.01, 100))
 def test_a_common_moment_is_one_for_all_and_about_an_interval_away(last_s: float, interval_s: float) -> None:
-    rhythm = Rhythm(interval_s, 1, is_common=True)
-    due_s = rhythm.due_s(last_s)
-    assert 0.499 < (due_s - last_s) / interval_s < 1.501
-    assert math.isclose(due_s, round(due_s / interval_s) * interval_s)
-    assert rhythm.due_s(-math.inf) == -math.inf, "the first delta waits for nothing"
+    flush_policy = FlushPolicy(interval_s, 1, is_aligned=True)
+    next_flush_s = flush_policy.next_flush_s(last_s)
+    assert 0.499 < (next_flush_s - last_s) / interval_s < 1.501
+    assert math.isclose(next_flush_s, round(next_flush_s / interval_s) * interval_s)
+    assert flush_policy.next_flush_s(-math.inf) == -math.inf, "the first delta waits for nothing"
 
 
 async def test_a_request_that_nobody_watches_has_its_own_interval() -> None:
     runner = GatedRunner(4)
     asked = replace(request(max_tokens=11), delta_interval_s=60.0)
     async with (
-        running(coalescing=Coalescing(Rhythm(interval_s=0.0, num_tokens=1)), runner=runner) as engine,
+        running(coalescing=Coalescing(FlushPolicy(interval_s=0.0, num_tokens=1)), runner=runner) as engine,
         aclosing(engine.generate(asked)) as stream,
     ):
         runner.gate.release()
@@ -229,12 +231,14 @@ class FailingDecoder:
 
 
 async def test_sequence_whose_text_cannot_be_decoded_fails_alone_even_if_its_reader_lags() -> None:
-    def fussy(asked: GenerateRequest) -> IncrementalDecoder:
+    def failing_decoder(asked: GenerateRequest) -> IncrementalDecoder:
         if asked.request_id.startswith("never"):
             raise OverflowError("no decoder")
         return FailingDecoder() if asked.request_id.startswith("bad") else decoders(asked)
 
-    engine = AsyncEngine(Engine(config(), ShadowRunner(4), fussy, IDENTITY), Coalescing(Rhythm(0.05, 100)))
+    engine = AsyncEngine(
+        Engine(config(), ShadowRunner(4), failing_decoder, IDENTITY), Coalescing(FlushPolicy(0.05, 100))
+    )
     engine.start()
     names = ("bad", "good", "never")
     streams = await asyncio.gather(*(collect(engine, request(name, max_tokens=8)) for name in names))
@@ -318,7 +322,7 @@ def test_of_a_process_that_interrupts_nobody_the_engine_alone_may() -> None:
         seen.append(os.sched_getscheduler(0))
 
     def in_thread() -> None:
-        do_not_interrupt_others()
+        use_batch_scheduling()
         asyncio.run(generate())
 
     thread = threading.Thread(target=in_thread)

@@ -69,7 +69,7 @@ class PipelinedRunner(ShadowRunner):
         for item in batch.items:
             num_known = len(item.sequence.token_ids)
             assert item.end <= num_known + 1
-            assert item.end <= num_known or not item.sequence.needs_known_tokens
+            assert item.end <= num_known or not item.sequence.has_penalties
         self._num_sound_launches -= 1
         fails = self._num_sound_launches < 0 and self.rng.random() < self.failure_share
         if fails and self.rng.random() < 0.5:
@@ -120,7 +120,7 @@ def random_request(rng: random.Random, world: World, number: int) -> GenerateReq
         repetition_penalty=1.1 if rng.random() < 0.1 else 1.0,
         frequency_penalty=0.5 if rng.random() < 0.05 else 0.0,
     )  # fmt: skip
-    return replace(made, runs_alone=rng.random() < 0.05)
+    return replace(made, is_isolated=rng.random() < 0.05)
 
 
 def alone(asked: GenerateRequest) -> Outcome:

@@ -43,7 +43,7 @@ def random_request(rng: random.Random, world: World, number: int) -> GenerateReq
     )
     resumes = max_tokens > 1 and not has_scores and rng.random() < 0.2
     output = continuation(prompt, rng.randint(1, max_tokens - 1)) if resumes else ()
-    return replace(new, output_token_ids=output, runs_alone=rng.random() < 0.05)
+    return replace(new, output_token_ids=output, is_isolated=rng.random() < 0.05)
 
 
 def act(rng: random.Random, world: World, requests: dict[str, GenerateRequest], aborted: set[str]) -> None:

@@ -116,7 +116,7 @@ def test_suspect_runs_alone_at_once_and_the_others_resume_unchanged() -> None:
         world.add(request(f"r{number}", prompt(8, number), max_tokens=20))
     for _ in range(3):
         world.step()
-    world.add(replace(request("suspect", prompt(6, 9), max_tokens=5, band=Band.INTERACTIVE), runs_alone=True))
+    world.add(replace(request("suspect", prompt(6, 9), max_tokens=5, band=Band.INTERACTIVE), is_isolated=True))
     world.add(request("urgent", prompt(6, 19), max_tokens=5, band=Band.INTERACTIVE))
     first = len(world.runner.batches)
     world.run()

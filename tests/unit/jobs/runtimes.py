@@ -17,8 +17,8 @@ from router.types import ReplicaView
 from serve_app.jobs.backlog import BacklogView
 from serve_app.jobs.context import JobsContext
 from serve_app.jobs.database import Database
-from serve_app.jobs.pace import Pace
-from serve_app.jobs.room import Room
+from serve_app.jobs.pace import ThroughputEstimator
+from serve_app.jobs.room import LineCapacity
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.settings import JobsSettings
 from serve_app.openai.schema import GenerationBody
@@ -36,7 +36,7 @@ class _Progress:
 
 
 @dataclass
-class _Generation:
+class _Prepared:
     body: Any
     caller: Caller
     requests: tuple[Any, ...] = ()
@@ -55,15 +55,15 @@ class ScriptedCompletions:
     num_running: int = 0
     most_running: int = 0
 
-    async def completion(self, body: GenerationBody, caller: Caller) -> _Generation:
-        return _Generation(body, caller)
+    async def completion(self, body: GenerationBody, caller: Caller) -> _Prepared:
+        return _Prepared(body, caller)
 
     chat = completion
 
-    async def answer(self, generation: _Generation) -> dict[str, Any]:
-        [prompt] = generation.body.prompt
+    async def answer(self, prepared: _Prepared) -> dict[str, Any]:
+        [prompt] = prepared.body.prompt
         self.asked.append(prompt)
-        self.callers.append(generation.caller)
+        self.callers.append(prepared.caller)
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
         try:
@@ -114,8 +114,11 @@ async def jobs_process(
     database = await asyncio.to_thread(Database, database_url)
     context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
-    room, backlog = Room(lambda: [view(completions, num_slots)], flow_queue), BacklogView(Pace(clock))
-    runtime = JobsRuntime(context, cast(CompletionService, completions), room, backlog, random.Random(0))
+    capacity, backlog = (
+        LineCapacity(lambda: [view(completions, num_slots)], flow_queue),
+        BacklogView(ThroughputEstimator(clock)),
+    )
+    runtime = JobsRuntime(context, cast(CompletionService, completions), capacity, backlog, random.Random(0))
     await runtime.start()
     try:
         yield Process(runtime, completions, backlog)

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 from serve_app.jobs.batch_rows import BatchRow, select_batch
-from serve_app.jobs.batch_states import CLOSING, Unowned, begin_batch
+from serve_app.jobs.batch_states import CLOSING, UnclaimedBatches, begin_batch
 from serve_app.jobs.database import Database
-from serve_app.jobs.file_rows import add_file, doom_expired_files, doomed
+from serve_app.jobs.file_rows import add_file, expire_files, pending_deletion
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.lease_rows import end_lines
 from serve_app.jobs.line_rows import add_lines, new_row
-from serve_app.jobs.ownership import bury_owner
+from serve_app.jobs.ownership import reap_owner
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, NewLine
 from serve_app.jobs.sweeper import Sweeper
-from serve_app.jobs.validating import LostBatch
+from serve_app.jobs.validating import OwnershipLost
 from tests.unit.jobs.worlds import MODEL, MemoryFiles, World, body, failure, new_batch, success
 
 OWNER = "owner"
@@ -30,7 +30,7 @@ class ClosingWorld(World):
         await self.add_owner(OWNER)
         await self.write(lambda c: add_file(c, FileRecord("file-1", "acme", "batch", "in.jsonl", 1, self.now)))
         batch_id = (await self.submit(new_batch(kind=BatchKind.FILE, input_file_id="file-1"))).batch.id
-        assert await self.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
+        assert await self.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
         rows = [new_row(batch_id, position, NewLine(f"id-{position}", body())) for position in range(num_lines)]
         tokens = sum(row["expected_tokens"] for row in rows)
 
@@ -46,7 +46,7 @@ class ClosingWorld(World):
         return await self.claim()
 
     async def claim(self) -> BatchRow:
-        claimed = await self.write(lambda c: Unowned(CLOSING, MODEL).claim(c, OWNER))
+        claimed = await self.write(lambda c: UnclaimedBatches(CLOSING, MODEL).claim(c, OWNER))
         assert claimed is not None
         return claimed
 
@@ -66,7 +66,7 @@ def world(database_url: str) -> Iterator[ClosingWorld]:
 
 async def test_whoever_comes_too_late_does_not_replace_the_files(world):
     lost = await world.close(250)
-    await world.write(lambda c: bury_owner(c, OWNER))
+    await world.write(lambda c: reap_owner(c, OWNER))
     await world.add_owner(OWNER)
     await world.finalize(await world.claim())
     final = await world.write(lambda c: select_batch(c, lost.id))
@@ -74,7 +74,7 @@ async def test_whoever_comes_too_late_does_not_replace_the_files(world):
     written = dict(world.files.files)
     assert [len(written[file_id].splitlines()) for file_id in (final.output_file_id, final.error_file_id)] == [249, 1]
     await world.sweeper().clean()  # the lines
-    with pytest.raises(LostBatch):
+    with pytest.raises(OwnershipLost):
         await world.finalize(lost)
     assert world.files.files == written
 
@@ -95,10 +95,10 @@ async def test_files_that_cannot_be_deleted_do_not_keep_others(world):
         world.files.files[name] = b"x"
         record = FileRecord(name, "acme", "batch", "in.jsonl", 1, world.now, expires_unix_s=world.now)
         await world.write(lambda c, record=record: add_file(c, record))
-    while await world.write(lambda c: doom_expired_files(c, world.now, 20)):
+    while await world.write(lambda c: expire_files(c, world.now, 20)):
         pass
     sweeper = world.sweeper()
     for _ in range(4):
-        await sweeper.delete_doomed_files()
+        await sweeper.delete_pending_files()
     assert sorted(world.files.files) == names[:25]
-    assert sorted(await world.write(lambda c: doomed(c, 100))) == names[:25]
+    assert sorted(await world.write(lambda c: pending_deletion(c, 100))) == names[:25]

@@ -12,7 +12,7 @@ from serve_app.jobs.batch_states import cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.jobs_metrics import JobsMetrics, LineCounts
 from serve_app.jobs.line_rows import new_row
-from serve_app.jobs.pace import Pace
+from serve_app.jobs.pace import ThroughputEstimator
 from serve_app.jobs.queue_rows import Backlog
 from serve_app.jobs.records import BatchKind, LineStatus, NewBatch, NewLine
 from serve_app.jobs.settings import JobsSettings
@@ -69,6 +69,6 @@ async def test_counts_are_of_all_tenants(database: Database) -> None:
 
 
 def test_the_eta_is_infinite_only_while_something_waits_that_does_not_move() -> None:
-    pace = Pace(Clock(monotonic=lambda: 0.0))
-    assert pace.eta_of_all_s([]) == 0.0
-    assert pace.eta_of_all_s([Backlog(Band.BATCH, None, 3, 300)]) == float("inf")
+    throughput = ThroughputEstimator(Clock(monotonic=lambda: 0.0))
+    assert throughput.eta_of_all_s([]) == 0.0
+    assert throughput.eta_of_all_s([Backlog(Band.BATCH, None, 3, 300)]) == float("inf")

@@ -15,7 +15,7 @@ from serve_app.jobs.database import Database
 from serve_app.jobs.delivery_rows import SqlOutbox
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.lease_rows import end_lines, release_lines
-from serve_app.jobs.ownership import beat, bury_owner, dead_owners
+from serve_app.jobs.ownership import dead_owners, heartbeat, reap_owner
 from serve_app.jobs.queue_rows import backlog, open_batches
 from serve_app.jobs.records import BatchKind, BatchStatus, LineStatus, NewLine
 from serve_app.jobs.tables import batches
@@ -63,10 +63,10 @@ async def test_a_silent_owner_loses_its_lines_and_its_results(world, owners):
     batch_id = await submit(world, 2)
     lost = await world.lease("a", batch_id)
     world.now += 11
-    await world.write(lambda c: beat(c, "b", world.now))
+    await world.write(lambda c: heartbeat(c, "b", world.now))
     world.now += 11  # so that nobody has been heard of, and yet "b", who asks, is alive
     assert await world.write(lambda c: dead_owners(c, "b", world.now, 10.0)) == ["a"]
-    assert await world.write(lambda c: bury_owner(c, "a")) == 2
+    assert await world.write(lambda c: reap_owner(c, "a")) == 2
     again = await world.lease("b", batch_id)
     assert [line.attempt for line in again] == [2, 2]
     ended = await world.write(lambda c: end_lines(c, "a", [success(line) for line in lost], world.now))
@@ -77,9 +77,9 @@ async def test_a_silent_owner_loses_its_lines_and_its_results(world, owners):
 
 async def test_an_owner_that_was_buried_gets_no_lines(world, owners):
     batch_id = await submit(world, 2)
-    await world.write(lambda c: bury_owner(c, "a"))
+    await world.write(lambda c: reap_owner(c, "a"))
     assert await world.lease("a", batch_id) == []
-    assert not await world.write(lambda c: beat(c, "a", world.now))
+    assert not await world.write(lambda c: heartbeat(c, "a", world.now))
 
 
 async def test_what_is_given_back_can_be_leased_again(world, owners):
@@ -95,8 +95,8 @@ async def test_a_job_whose_request_failed_has_failed_and_its_owner_is_told(world
     [line] = await world.lease("a", batch_id)
     await world.write(lambda c: end_lines(c, "a", [failure(line)], world.now))
     assert await status_of(world, batch_id) is BatchStatus.FAILED
-    [owed] = await SqlOutbox(world.database, world.clock).due_deliveries(world.now, 10)
-    assert (owed.batch_id, owed.event, owed.num_attempts) == (batch_id, "response.failed", 0)
+    [pending] = await SqlOutbox(world.database, world.clock).due_deliveries(world.now, 10)
+    assert (pending.batch_id, pending.event, pending.num_attempts) == (batch_id, "response.failed", 0)
     with pytest.raises(BatchNotCancellable):
         await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))
 

@@ -13,7 +13,7 @@ from serve_app.jobs.lease_plan import plan, raised_band
 from serve_app.jobs.lease_rows import LeasedLine
 from serve_app.jobs.line_size import size_of
 from serve_app.jobs.line_splitter import LineTooLong, split_lines
-from serve_app.jobs.pace import Pace
+from serve_app.jobs.pace import ThroughputEstimator
 from serve_app.jobs.queue_rows import Backlog, OpenBatch
 from tests.unit.jobs.worlds import SetTime, success
 
@@ -73,45 +73,45 @@ def backlog(*parts: tuple[float | None, int], band: Band = Band.BATCH) -> list[B
 
 def test_a_batch_is_late_when_all_before_it_would_take_longer_than_its_time():
     time = SetTime()
-    pace = Pace(time.clock)
+    throughput = ThroughputEstimator(time.clock)
     for _ in range(60):
         time.now += 1
-        pace.ended([success(leased(100))])
+        throughput.ended([success(leased(100))])
     # 100 tokens a second, and 1.3 times as long is planned for.
-    assert pace.late_before(backlog((100.0, 7_000)), NOW) == NEVER
-    assert pace.late_before(backlog((100.0, 8_000)), NOW) == NOW + 100
-    assert pace.late_before(backlog((100.0, 4_000), (101.0, 4_000)), NOW) == NOW + 101
-    assert pace.late_before(backlog((None, 10**9)), NOW) == NEVER
-    assert pace.late_before(backlog((100.0, 8_000), band=Band.STANDARD), NOW) == NEVER
+    assert throughput.late_deadline(backlog((100.0, 7_000)), NOW) == NEVER
+    assert throughput.late_deadline(backlog((100.0, 8_000)), NOW) == NOW + 100
+    assert throughput.late_deadline(backlog((100.0, 4_000), (101.0, 4_000)), NOW) == NOW + 101
+    assert throughput.late_deadline(backlog((None, 10**9)), NOW) == NEVER
+    assert throughput.late_deadline(backlog((100.0, 8_000), band=Band.STANDARD), NOW) == NEVER
 
 
 def test_without_any_speed_a_batch_is_late_in_its_last_minutes():
-    pace = Pace(SetTime().clock)
-    assert pace.late_before(backlog((1000.0, 1)), NOW) == NEVER
-    assert pace.late_before(backlog((200.0, 1)), NOW) == NOW + 200
+    throughput = ThroughputEstimator(SetTime().clock)
+    assert throughput.late_deadline(backlog((1000.0, 1)), NOW) == NEVER
+    assert throughput.late_deadline(backlog((200.0, 1)), NOW) == NOW + 200
 
 
 def test_the_time_to_go_follows_the_batchs_own_speed():
     time = SetTime()
-    pace = Pace(time.clock)
-    assert pace.eta_s("b", 1000) is None
-    pace.began("b")
+    throughput = ThroughputEstimator(time.clock)
+    assert throughput.eta_s("b", 1000) is None
+    throughput.began("b")
     for _ in range(10):
         time.now += 1
-        pace.ended([success(leased(50))])
-    assert pace.eta_s("b", 1000) == pytest.approx(20.0)
-    assert pace.output_tokens_per_s("acme") == pytest.approx(5.0, rel=0.2)
-    assert pace.output_tokens_per_s("other") == 0.0
+        throughput.ended([success(leased(50))])
+    assert throughput.eta_s("b", 1000) == pytest.approx(20.0)
+    assert throughput.output_tokens_per_s("acme") == pytest.approx(5.0, rel=0.2)
+    assert throughput.output_tokens_per_s("other") == 0.0
     time.now += 100
-    assert pace.eta_s("b", 1000) is None
+    assert throughput.eta_s("b", 1000) is None
 
 
 def test_what_lines_really_need_is_learned():
-    pace = Pace(SetTime().clock)
-    assert pace.real_per_expected == 1.0
+    throughput = ThroughputEstimator(SetTime().clock)
+    assert throughput.actual_per_expected == 1.0
     for _ in range(1000):
-        pace.ended([success(leased(80))])
-    assert pace.real_per_expected == pytest.approx(0.1, rel=0.01)
+        throughput.ended([success(leased(80))])
+    assert throughput.actual_per_expected == pytest.approx(0.1, rel=0.01)
 
 
 def test_sizes_order_by_length_and_tell_prompts_that_begin_alike():

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from serve_app.jobs.batch_rows import batch_record, list_lines, select_batch
-from serve_app.jobs.batch_states import CLOSING, Unowned, cancel_batch, expire_batches
+from serve_app.jobs.batch_states import CLOSING, UnclaimedBatches, cancel_batch, expire_batches
 from serve_app.jobs.database import Database
 from serve_app.jobs.errors import BatchNotCancellable
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.finalizing import Finalizer
 from serve_app.jobs.jobs_metrics import LineCounts
 from serve_app.jobs.lease_rows import LeasedLine, LineResult, end_lines, release_lines
-from serve_app.jobs.ownership import beat, bury_owner, dead_owners
+from serve_app.jobs.ownership import dead_owners, heartbeat, reap_owner
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, LineStatus
-from serve_app.jobs.validating import LostBatch, Validator
+from serve_app.jobs.validating import OwnershipLost, Validator
 from tests.seeds import Seeds
 from tests.unit.jobs.worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 
@@ -40,7 +40,7 @@ class RandomWorld(World):
         self.holders: dict[tuple[str, int], tuple[str, int]] = {}
         """Who may end a line: an owner, at an attempt."""
         self.silent: set[str] = set()
-        self.is_calm = False
+        self.has_no_faults = False
         self.ended: Counter[tuple[str, int]] = Counter()
         """How often a result of each line was counted."""
 
@@ -48,16 +48,16 @@ class RandomWorld(World):
         moves = [
             self.new_owner, self.silence, self.submit_lines, self.submit_file, self.take, self.take, self.take,
             self.take, self.end, self.end, self.give_back, self.give_back, self.cancel, self.pass_time, self.pass_time,
-            self.bury, self.expire, self.validate, self.close,
+            self.reap, self.expire, self.validate, self.close,
         ]  # fmt: skip
         for _ in range(num_moves):
             await self.rng.choice(moves)()
 
     async def finish(self) -> None:
         """Let one good owner bring everything to its end."""
-        self.is_calm = True
+        self.has_no_faults = True
         self.now += 2 * LEASE_S
-        await self.bury()
+        await self.reap()
         self.silent |= self.held.keys()
         await self.new_owner()
         owner = self.alive()
@@ -86,7 +86,7 @@ class RandomWorld(World):
 
     def dies(self, owner: str) -> bool:
         """Whether it dies now, with whatever it has in its hands."""
-        is_dead = not self.is_calm and self.rng.random() < 0.3
+        is_dead = not self.has_no_faults and self.rng.random() < 0.3
         if is_dead:
             self.silent.add(owner)
         return is_dead
@@ -177,12 +177,12 @@ class RandomWorld(World):
     async def pass_time(self) -> None:
         self.now += self.rng.uniform(0.0, 6.0)
         for owner in sorted(self.held.keys() - self.silent):
-            if not await self.write(partial(beat, owner=owner, now=self.now)):
+            if not await self.write(partial(heartbeat, owner=owner, now=self.now)):
                 self.silent.add(owner)
 
-    async def bury(self) -> None:
+    async def reap(self) -> None:
         for owner in await self.database.read(lambda c: dead_owners(c, "nobody", self.now, LEASE_S)):
-            await self.write(partial(bury_owner, owner=owner))
+            await self.write(partial(reap_owner, owner=owner))
             self.freed(owner)
 
     async def expire(self) -> None:
@@ -192,19 +192,19 @@ class RandomWorld(World):
         owner = self.alive()
         if owner is None:
             return
-        batch = await self.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, owner))
+        batch = await self.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, owner))
         if batch is None or self.dies(owner):
             return
         try:
             await Validator(self.context).validate(batch, owner)
-        except LostBatch:
+        except OwnershipLost:
             raise AssertionError("nobody else was there") from None
 
     async def close(self) -> None:
         owner = self.alive()
         if owner is None:
             return
-        batch = await self.write(lambda c: Unowned(CLOSING, MODEL).claim(c, owner))
+        batch = await self.write(lambda c: UnclaimedBatches(CLOSING, MODEL).claim(c, owner))
         if batch is None or self.dies(owner):
             return
         finalizer = Finalizer(self.context, LineCounts().add)

@@ -14,8 +14,8 @@ from serve_app.jobs.batch_rows import get_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.endings import BatchEvents
 from serve_app.jobs.errors import FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
-from serve_app.jobs.file_rows import add_file, doom_expired_files, doomed, forget_file, get_file, list_files
-from serve_app.jobs.pace import Pace
+from serve_app.jobs.file_rows import add_file, expire_files, forget_file, get_file, list_files, pending_deletion
+from serve_app.jobs.pace import ThroughputEstimator
 from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, PageRequest
 from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.settings import JobsSettings
@@ -33,7 +33,7 @@ def service_of(world: World) -> SqlJobsService:
     async def nothing() -> None: ...
 
     events = BatchEvents(on_lines=lambda bands: None, on_closing=lambda batch_ids: None)
-    return SqlJobsService(world.context, events, Pace(world.clock), nothing)
+    return SqlJobsService(world.context, events, ThroughputEstimator(world.clock), nothing)
 
 
 def a_file(file_id: str = "file-1", **fields: Any) -> FileRecord:
@@ -126,8 +126,8 @@ async def test_an_expired_file_is_gone_and_its_bytes_are_doomed(world):
     world.now += 5
     with pytest.raises(UnknownFile):
         await world.write(lambda c: get_file(c, "acme", "file-1", world.now))
-    assert await world.write(lambda c: doom_expired_files(c, world.now, 10)) == 1
-    assert await world.write(lambda c: doomed(c, 10)) == ["file-1"]
+    assert await world.write(lambda c: expire_files(c, world.now, 10)) == 1
+    assert await world.write(lambda c: pending_deletion(c, 10)) == ["file-1"]
 
 
 @pytest.mark.parametrize("is_ascending", [False, True])

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from serve_app.jobs.batch_rows import batch_record, list_lines, select_batch
-from serve_app.jobs.batch_states import Unowned, cancel_batch
+from serve_app.jobs.batch_states import UnclaimedBatches, cancel_batch
 from serve_app.jobs.database import Database
 from serve_app.jobs.file_rows import add_file
 from serve_app.jobs.line_rows import delete_lines
-from serve_app.jobs.ownership import bury_owner
+from serve_app.jobs.ownership import reap_owner
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, FileRecord, JsonObject
 from serve_app.jobs.settings import JobsSettings
-from serve_app.jobs.validating import LostBatch, Validator
+from serve_app.jobs.validating import OwnershipLost, Validator
 from tests.unit.jobs.worlds import ENDPOINT, MODEL, MemoryFiles, World, body, new_batch
 
 OWNER = "owner"
@@ -41,7 +41,7 @@ class ValidationWorld(World):
         return await self.go_on(await self.start(data, endpoint))
 
     async def go_on(self, batch_id: str) -> BatchRecord:
-        batch = await self.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
+        batch = await self.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
         assert batch is not None
         await Validator(self.context).validate(batch, OWNER)
         return batch_record(await self.write(lambda c: select_batch(c, batch_id)))
@@ -148,7 +148,7 @@ async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(worl
     data = file_of(*(line(f"{index}") for index in range(450)))
     batch_id = await world.start(data)
     failing = _FailingFiles(world.files.files, after_parts=8)
-    batch = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
+    batch = await world.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
     with pytest.raises(OSError):
         await Validator(replace(world.context, files=failing)).validate(batch, OWNER)
     assert await world.write(lambda c: len(list_lines(c, "acme", batch_id, -1, 1000))) > 0
@@ -158,9 +158,9 @@ async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(worl
 
 async def test_a_batch_that_is_cancelled_meanwhile_is_let_go(world):
     batch_id = await world.start(file_of(line()))
-    batch = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
+    batch = await world.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
     await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))
-    with pytest.raises(LostBatch):
+    with pytest.raises(OwnershipLost):
         await Validator(world.context).validate(batch, OWNER)
 
 
@@ -181,11 +181,11 @@ class _FailingFiles(MemoryFiles):
 
 async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
     batch_id = await world.start(file_of(line("a"), line("b")))
-    claimed = await world.write(lambda c: Unowned((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
-    await world.write(lambda c: bury_owner(c, OWNER))
+    claimed = await world.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, OWNER))
+    await world.write(lambda c: reap_owner(c, OWNER))
     await world.add_owner(OWNER)
     assert (await world.go_on(batch_id)).status is BatchStatus.IN_PROGRESS
-    with pytest.raises(LostBatch):
+    with pytest.raises(OwnershipLost):
         await Validator(world.context).validate(claimed, OWNER)
     assert len(await world.write(lambda c: list_lines(c, "acme", batch_id, -1, 10))) == 2
 

@@ -13,7 +13,7 @@ import pytest
 
 from replicas.errors import InvalidRequest
 from serve_app.jobs.webhook_addresses import AllowedHosts, is_public, literal_address
-from serve_app.jobs.webhook_client import NotDelivered, WebhookClient
+from serve_app.jobs.webhook_client import DeliveryFailed, WebhookClient
 from serve_app.jobs.webhook_events import Delivery
 from serve_app.jobs.webhook_guard import AddressRefused, SystemResolver, WebhookGuard
 from serve_app.jobs.webhook_signing import WebhookSigner, new_secret
@@ -170,7 +170,7 @@ async def test_a_name_that_changes_between_check_and_connection_leads_nowhere_el
         url = f"http://evil.test:{receiver.port}/hook"
         await client.post(delivery(url))
         assert names.asked == ["evil.test"]  # once: what was checked is what was called
-        with pytest.raises(NotDelivered, match=FORBIDDEN):
+        with pytest.raises(DeliveryFailed, match=FORBIDDEN):
             await client.post(delivery(url))
     [request] = receiver.requests
     assert request.address == ALLOWED
@@ -181,7 +181,7 @@ async def test_a_name_that_changes_between_check_and_connection_leads_nowhere_el
 async def test_redirects_are_not_followed(code: int) -> None:
     names = FakeNames(evil_test=[[ALLOWED]])
     async with receiving(status(code, "Location: /elsewhere")) as receiver, calling(names) as client:
-        with pytest.raises(NotDelivered, match=str(code)):
+        with pytest.raises(DeliveryFailed, match=str(code)):
             await client.post(delivery(f"http://evil.test:{receiver.port}/hook"))
     assert [request.path for request in receiver.requests] == ["/hook"]
 
@@ -228,7 +228,7 @@ async def test_tls_is_verified_for_the_name_and_connections_are_not_shared(certi
     async with receiving(status(200), tls=server_tls) as receiver, calling(names, trusting) as client:
         await client.post(delivery(f"https://good.test:{receiver.port}/"))
         await client.post(delivery(f"https://good.test:{receiver.port}/"))
-        with pytest.raises(NotDelivered, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(DeliveryFailed, match="CERTIFICATE_VERIFY_FAILED"):
             await client.post(delivery(f"https://other.test:{receiver.port}/"))
     assert seen == ["good.test", "good.test", "other.test"]
     assert [request.connection for request in receiver.requests] == [1, 2]

@@ -5,25 +5,25 @@ from __future__ import annotations
 import stat
 from concurrent.futures import ThreadPoolExecutor
 
-from serve_app.jobs.webhook_signing import WebhookSigner, kept_secret
+from serve_app.jobs.webhook_signing import WebhookSigner, load_or_create_secret
 
 
 def test_it_is_drawn_once_and_only_we_can_read_it(tmp_path):
     path = tmp_path / "secret"
-    secret = kept_secret(path)
-    assert kept_secret(path) == secret
+    secret = load_or_create_secret(path)
+    assert load_or_create_secret(path) == secret
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [found.name for found in tmp_path.iterdir()] == ["secret"]
-    assert kept_secret(tmp_path / "other") != secret
+    assert load_or_create_secret(tmp_path / "other") != secret
     WebhookSigner(secret)
 
 
 def test_an_operators_own_secret_in_the_file_is_used(tmp_path):
     (tmp_path / "secret").write_text("whsec_mine\n")
-    assert kept_secret(tmp_path / "secret") == "whsec_mine"
+    assert load_or_create_secret(tmp_path / "secret") == "whsec_mine"
 
 
 def test_who_looks_at_the_same_time_finds_the_same(tmp_path):
     with ThreadPoolExecutor(8) as pool:
-        secrets = set(pool.map(lambda _: kept_secret(tmp_path / "secret"), range(8)))
+        secrets = set(pool.map(lambda _: load_or_create_secret(tmp_path / "secret"), range(8)))
     assert len(secrets) == 1

@@ -16,7 +16,7 @@ import pytest
 from replicas.protocol import Band
 from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, RequestCounts
 from serve_app.jobs.webhook_addresses import AllowedHosts
-from serve_app.jobs.webhook_client import NotDelivered, WebhookClient
+from serve_app.jobs.webhook_client import DeliveryFailed, WebhookClient
 from serve_app.jobs.webhook_events import Delivery, event_of, host_of
 from serve_app.jobs.webhook_guard import WebhookGuard
 from serve_app.jobs.webhook_retries import MAX_AGE_S, next_attempt_unix_s
@@ -81,7 +81,7 @@ async def posted(answer: Answer, sent: Delivery, secret: str | None = None, time
         try:
             await client.post(replace(sent, url=f"http://good.test:{receiver.port}/hook?x=1"))
             error = None
-        except NotDelivered as not_delivered:
+        except DeliveryFailed as not_delivered:
             error = str(not_delivered)
         finally:
             await client.close()
@@ -155,9 +155,9 @@ def test_delays_double_up_to_four_hours_and_end_after_72() -> None:
 class MemoryOutbox:
     """An outbox that may be away, and that forgets nothing."""
 
-    def __init__(self, *owed: Delivery) -> None:
-        self.owed = {each.id: each for each in owed}
-        self.next_unix_s: dict[str, float | None] = dict.fromkeys(self.owed, 0.0)
+    def __init__(self, *pending: Delivery) -> None:
+        self.pending = {each.id: each for each in pending}
+        self.next_unix_s: dict[str, float | None] = dict.fromkeys(self.pending, 0.0)
         self.errors: dict[str, str] = {}
         self.done: list[str] = []
         self.num_failing_calls = 0
@@ -167,7 +167,7 @@ class MemoryOutbox:
     ) -> list[Delivery]:
         self._maybe_fail()
         due = [(at, key) for key, at in self.next_unix_s.items() if at is not None and at <= now_unix_s]
-        deliveries = [self.owed[key] for _, key in sorted(due)]
+        deliveries = [self.pending[key] for _, key in sorted(due)]
         return [each for each in deliveries if host_of(each.url) not in without_hosts][:limit]
 
     async def delivered(self, delivery_id: str) -> None:
@@ -177,8 +177,8 @@ class MemoryOutbox:
 
     async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
         self._maybe_fail()
-        made = self.owed[delivery_id]
-        self.owed[delivery_id] = replace(made, num_attempts=made.num_attempts + 1)
+        made = self.pending[delivery_id]
+        self.pending[delivery_id] = replace(made, num_attempts=made.num_attempts + 1)
         self.next_unix_s[delivery_id] = next_attempt_unix_s
         self.errors[delivery_id] = error
 
@@ -196,7 +196,7 @@ class Hosts:
         self.under_way: list[str] = []
         self.most_under_way = 0
         self._num_failures = num_failures
-        self._error = error or NotDelivered("status 500")
+        self._error = error or DeliveryFailed("status 500")
         self._slow = {host: asyncio.Event() for host in slow}
 
     async def post(self, sent: Delivery) -> None:
@@ -245,7 +245,7 @@ async def test_what_is_owed_is_sent_and_noted() -> None:
     outbox = MemoryOutbox(*(delivery(number, f"host-{number}") for number in range(5)))
     async with Sending(outbox, Hosts()) as sending:
         await until(lambda: len(outbox.done) == 5)
-        outbox.owed["evt_9"], outbox.next_unix_s["evt_9"] = delivery(9), 0.0
+        outbox.pending["evt_9"], outbox.next_unix_s["evt_9"] = delivery(9), 0.0
         sending.sender.notify()
         await until(lambda: "evt_9" in outbox.done)
     assert sending.sender.outcomes[AttemptOutcome.DELIVERED] == 6
@@ -255,9 +255,9 @@ async def test_each_attempt_has_the_same_id_until_72_hours_are_over() -> None:
     outbox, hosts = MemoryOutbox(delivery()), Hosts(num_failures=1000)
     async with Sending(outbox, hosts) as sending:
         while True:
-            seen = outbox.owed["evt_1"].num_attempts
+            seen = outbox.pending["evt_1"].num_attempts
             sending.sender.notify()
-            await until(lambda seen=seen: outbox.owed["evt_1"].num_attempts > seen)  # type: ignore[misc]
+            await until(lambda seen=seen: outbox.pending["evt_1"].num_attempts > seen)  # type: ignore[misc]
             if (due := outbox.next_unix_s["evt_1"]) is None:
                 break
             sending.time.now = due

@@ -29,7 +29,7 @@ class Asked:
     """A request that asked for a place, and what it got."""
 
     request: GenerateRequest
-    number: int
+    arrival_index: int
     deadline_s: float | None
     task: asyncio.Task[Placement]
 
@@ -72,16 +72,16 @@ class Flow:
         self.num_asked += 1
         asked = request(f"{band.name.lower()}-{self.num_asked}", band=band, **of_request)
         deadline_s = None if within_s is None else self.clock.now + within_s
-        number = self.controller.admit(asked, deadline_s)
-        task = asyncio.create_task(self._acquire(asked, number, deadline_s, group or SampleGroup()))
-        return Asked(asked, number, deadline_s, task)
+        arrival_index = self.controller.admit(asked, deadline_s)
+        task = asyncio.create_task(self._acquire(asked, arrival_index, deadline_s, group or SampleGroup()))
+        return Asked(asked, arrival_index, deadline_s, task)
 
     def ask_again(self, asked: Asked) -> Asked:
         """Come back after a dispatch."""
         task = asyncio.create_task(
-            self._acquire(asked.request, asked.number, asked.deadline_s, SampleGroup()),
+            self._acquire(asked.request, asked.arrival_index, asked.deadline_s, SampleGroup()),
         )
-        return Asked(asked.request, asked.number, asked.deadline_s, task)
+        return Asked(asked.request, asked.arrival_index, asked.deadline_s, task)
 
     async def ask_many(self, count: int, band: Band = Band.STANDARD, **of_request: Any) -> list[Asked]:
         asked = [self.ask(band, **of_request) for _ in range(count)]
@@ -100,9 +100,9 @@ class Flow:
         self.settle(asked, 0)
 
     async def _acquire(
-        self, of: GenerateRequest, number: int, deadline_s: float | None, group: SampleGroup
+        self, of: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup
     ) -> Placement:
-        placement = await self.controller.acquire(of, number, deadline_s, group)
+        placement = await self.controller.acquire(of, arrival_index, deadline_s, group)
         self.order.append(of.request_id)
         return placement
 
@@ -112,7 +112,7 @@ class Flow:
     def check_idle(self) -> None:
         """Nothing waits, and nothing is counted."""
         self.table.check_invariants()
-        assert len(self.controller.queue) == 0 and not self.controller._waiters
+        assert len(self.controller.queue) == 0 and not self.controller._pending
         assert not self.table._own
 
 

@@ -17,8 +17,8 @@ from router.autoscaling import (
     ScalingDecision,
     ScalingInputs,
 )
-from router.flow_queue import BandLimits, FlowQueue, Waiting
-from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, Work
+from router.flow_queue import BandLimits, FlowQueue, QueuedRequest
+from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, IngressReport, IngressReportBoard, PendingWork
 from router.scaling_inputs import ServedRate, urgent_outstanding, work_in_queue, work_in_replicas
 from tests.unit.router.fakes import request, stats, view
 from tests.unit.router.simulated_time import FakeClock
@@ -29,8 +29,8 @@ SETTINGS = AutoscalingSettings(min_replicas=1, max_replicas=10, num_replicas=1, 
 TICK_S = 0.2
 
 
-def decide(autoscaler: Autoscaler, *work: Work, num_replicas: int = 1, num_requests: int = 1, served: float = 0.0,
-           speeds: tuple[float, ...] = (SPEED,)) -> ScalingDecision:  # fmt: skip
+def decide(autoscaler: Autoscaler, *work: PendingWork, num_replicas: int = 1, num_requests: int = 1,
+           served: float = 0.0, speeds: tuple[float, ...] = (SPEED,)) -> ScalingDecision:  # fmt: skip
     outstanding = sum(waiting.tokens for waiting in work if waiting.due_s <= SETTINGS.target_drain_s)
     inputs = ScalingInputs(num_replicas, num_requests, work, speeds, served, outstanding_tokens=outstanding)
     return autoscaler.decide(inputs)
@@ -40,20 +40,20 @@ def decide(autoscaler: Autoscaler, *work: Work, num_replicas: int = 1, num_reque
     ("num_tokens", "needed"), [(0, 1), (200, 1), (201, 2), (1000, 5), (1001, 6), (2000, 10), (10**6, 10)]
 )
 def test_as_many_as_drain_what_waits_within_the_target(num_tokens, needed):
-    decision = decide(Autoscaler(SETTINGS, FakeClock()), Work(num_tokens, SETTINGS.target_drain_s))
+    decision = decide(Autoscaler(SETTINGS, FakeClock()), PendingWork(num_tokens, SETTINGS.target_drain_s))
     assert decision.desired_replicas == needed
     assert decision.drain_s == num_tokens / SPEED
 
 
 def test_measured_speed_counts_and_is_remembered():
     autoscaler = Autoscaler(SETTINGS, FakeClock())
-    assert decide(autoscaler, Work(1000, 2.0), speeds=()).desired_replicas == 5
-    assert decide(autoscaler, Work(1000, 2.0), speeds=(9999.0, 50.0)).desired_replicas == 10
-    assert decide(autoscaler, Work(1000, 2.0), speeds=()).replica_tokens_per_s == 50.0
+    assert decide(autoscaler, PendingWork(1000, 2.0), speeds=()).desired_replicas == 5
+    assert decide(autoscaler, PendingWork(1000, 2.0), speeds=(9999.0, 50.0)).desired_replicas == 10
+    assert decide(autoscaler, PendingWork(1000, 2.0), speeds=()).replica_tokens_per_s == 50.0
 
 
 def test_work_without_replicas_has_no_drain_time():
-    assert decide(Autoscaler(SETTINGS, FakeClock()), Work(10, 2.0), num_replicas=0, speeds=()).drain_s is None
+    assert decide(Autoscaler(SETTINGS, FakeClock()), PendingWork(10, 2.0), num_replicas=0, speeds=()).drain_s is None
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_work_without_replicas_has_no_drain_time():
     ],
 )
 def test_batch_work_counts_as_far_as_its_deadline_needs(tokens, due_s, needed):
-    assert decide(Autoscaler(SETTINGS, FakeClock()), Work(tokens, due_s)).desired_replicas == needed
+    assert decide(Autoscaler(SETTINGS, FakeClock()), PendingWork(tokens, due_s)).desired_replicas == needed
 
 
 def test_batch_work_adds_to_what_is_due_before_it():
-    work = [Work(150, 2.0), Work(100 * 900, 1000.0)]
+    work = [PendingWork(150, 2.0), PendingWork(100 * 900, 1000.0)]
     assert decide(Autoscaler(SETTINGS, FakeClock()), *work).desired_replicas == 1
-    assert decide(Autoscaler(SETTINGS, FakeClock()), *work, Work(100 * 200, 1000.0)).desired_replicas == 2
+    assert decide(Autoscaler(SETTINGS, FakeClock()), *work, PendingWork(100 * 200, 1000.0)).desired_replicas == 2
 
 
 def test_batch_work_in_the_queue_is_due_before_its_deadline():
@@ -82,17 +82,24 @@ def test_batch_work_in_the_queue_is_due_before_its_deadline():
         (Band.BATCH, 30, 1950.0), (Band.BATCH, 40, 1001.0), (Band.BATCH, 50, 900.0),
     ]  # fmt: skip
     for number, (band, tokens, deadline_s) in enumerate(entries):
-        queue.add(Waiting(request(f"r{number}", band=band), tokens, deadline_s, number), now=1000.0)
+        queue.add(QueuedRequest(request(f"r{number}", band=band), tokens, deadline_s, number), now=1000.0)
     work = work_in_queue(queue, SETTINGS, now=1000.0)
     # 0.8 of 1000 s and of 950 s are both at least 512 s; what is late already is as urgent as chat.
-    assert work == (Work(5 + 7 + 40 + 50, 2.0), Work(20 + 30, 512.0), Work(10, SETTINGS.batch_drain_s))
+    assert work == (
+        PendingWork(5 + 7 + 40 + 50, 2.0),
+        PendingWork(20 + 30, 512.0),
+        PendingWork(10, SETTINGS.batch_drain_s),
+    )
 
 
 def test_only_what_waits_in_a_replica_is_work():
     busy = stats(running=(0, 4, 0), outstanding=800)
     full = stats(running=(0, 4, 0), waiting=(0, 1, 3), outstanding=800)
     assert work_in_replicas([view(of=busy)], SETTINGS) == ()
-    assert work_in_replicas([view(of=full)], SETTINGS) == (Work(100, 2.0), Work(300, SETTINGS.batch_drain_s))
+    assert work_in_replicas([view(of=full)], SETTINGS) == (
+        PendingWork(100, 2.0),
+        PendingWork(300, SETTINGS.batch_drain_s),
+    )
 
 
 def served(replica_id: str, **tokens: int) -> ReplicaStats:
@@ -135,11 +142,11 @@ def test_served_rate_rises_at_once():
 def test_more_at_once_and_fewer_only_after_the_delay_to_the_most_that_was_needed_meanwhile():
     clock = FakeClock()
     autoscaler = Autoscaler(SETTINGS, clock)
-    assert decide(autoscaler, Work(1600, 2.0)).desired_replicas == 8
+    assert decide(autoscaler, PendingWork(1600, 2.0)).desired_replicas == 8
     clock.now += 27
-    assert decide(autoscaler, Work(600, 2.0), num_replicas=8).desired_replicas == 8
+    assert decide(autoscaler, PendingWork(600, 2.0), num_replicas=8).desired_replicas == 8
     clock.now += 3
-    assert decide(autoscaler, Work(600, 2.0), num_replicas=8, served=180.0).desired_replicas == 8
+    assert decide(autoscaler, PendingWork(600, 2.0), num_replicas=8, served=180.0).desired_replicas == 8
     clock.now += 30
     assert decide(autoscaler, num_replicas=8).desired_replicas == 8
     clock.now += 1
@@ -159,7 +166,7 @@ def test_a_backlog_that_stands_keeps_the_replicas_it_asked_for():
     clock = FakeClock()
     autoscaler = Autoscaler(SETTINGS, clock)
     for _ in range(500):
-        decision = decide(autoscaler, Work(1000, 2.0), served=100.0)
+        decision = decide(autoscaler, PendingWork(1000, 2.0), served=100.0)
         clock.now += TICK_S
     assert decision.needed_replicas == decision.desired_replicas == 5
 
@@ -210,7 +217,7 @@ def test_full_slots_that_are_kept_up_with_ask_for_nothing():
 
 def test_what_runs_counts_as_outstanding_save_batch_work():
     busy = view(by_band=(1, 3, 4), outstanding=800)
-    waiting = (Work(7, SETTINGS.target_drain_s), Work(1000, SETTINGS.batch_drain_s))
+    waiting = (PendingWork(7, SETTINGS.target_drain_s), PendingWork(1000, SETTINGS.batch_drain_s))
     assert urgent_outstanding(waiting, [busy, view()], SETTINGS) == 7 + 400
 
 
@@ -245,15 +252,15 @@ def test_to_zero_when_idle_and_back_with_the_first_request():
     assert idle_s == pytest.approx(SETTINGS.scale_to_zero_delay_s, abs=1.0)
     clock.now += 10_000
     assert decide(autoscaler, num_replicas=0, num_requests=0).desired_replicas == 0
-    assert decide(autoscaler, Work(1, 2.0), num_replicas=0, num_requests=1).desired_replicas == 1
-    assert decide(autoscaler, Work(900, 2.0), num_replicas=0, num_requests=9).desired_replicas == 5
+    assert decide(autoscaler, PendingWork(1, 2.0), num_replicas=0, num_requests=1).desired_replicas == 1
+    assert decide(autoscaler, PendingWork(900, 2.0), num_replicas=0, num_requests=9).desired_replicas == 5
 
 
 def test_batch_work_alone_keeps_one_replica():
     clock = FakeClock()
     autoscaler = Autoscaler(replace(SETTINGS, min_replicas=0), clock)
     for _ in range(10_000):
-        decision = decide(autoscaler, Work(100, 86_400.0))
+        decision = decide(autoscaler, PendingWork(100, 86_400.0))
         clock.now += TICK_S
     assert decision.desired_replicas == 1
 
@@ -282,15 +289,15 @@ class Simulation:
             self.waiting_tokens -= done
             recent = [*recent, done][-15:]
             decision = decide(
-                autoscaler, Work(int(self.waiting_tokens), 2.0), num_replicas=self.num_replicas,
+                autoscaler, PendingWork(int(self.waiting_tokens), 2.0), num_replicas=self.num_replicas,
                 num_requests=int(self.waiting_tokens + done), served=sum(recent) / 3.0,
             )  # fmt: skip
             self.longest_drain_s = max(self.longest_drain_s, self.waiting_tokens / SPEED / max(1, self.num_replicas))
             self.desired.append((now, decision.desired_replicas))
-            self._obey(decision.desired_replicas, now)
+            self._scale_to(decision.desired_replicas, now)
             self.clock.now += TICK_S
 
-    def _obey(self, desired: int, now: float) -> None:
+    def _scale_to(self, desired: int, now: float) -> None:
         while self.starting_s and self.starting_s[0] <= now:
             self.starting_s.pop(0)
             self.num_replicas += 1
@@ -359,15 +366,15 @@ def poisson(rng: random.Random, mean: float) -> int:
 
 def test_ingresses_hear_of_each_other_and_the_most_that_one_asks_for_is_reported():
     clock = FakeClock()
-    board = HeldWorkBoard(clock)
-    a, b = HeldWork("a", (Work(5, 2.0),), 1, 2), HeldWork("b", (), 0, 3)
+    board = IngressReportBoard(clock)
+    a, b = IngressReport("a", (PendingWork(5, 2.0),), 1, 2), IngressReport("b", (), 0, 3)
     assert board.autoscaling_stats() == {}
-    assert board.exchange(a) == ()
-    assert board.exchange(b) == (a,)
-    assert board.exchange(a) == (b,)
+    assert board.publish(a) == ()
+    assert board.publish(b) == (a,)
+    assert board.publish(a) == (b,)
     assert board.autoscaling_stats() == {DESIRED_REPLICAS: 3.0}
     clock.now += MAX_REPORT_AGE_S
-    board.exchange(a)
+    board.publish(a)
     clock.now += 1
     assert board.autoscaling_stats() == {DESIRED_REPLICAS: 2.0}
-    assert board.exchange(None) == (a,)
+    assert board.publish(None) == (a,)

@@ -34,7 +34,7 @@ def test_the_holder_of_the_prefix_has_no_room():
     policy.placed(wanted, "full")
     assert policy.rank(wanted, [view("cold")]).reason is Reason.PREFIX_OVERRIDDEN
     policy.forget("full")
-    assert policy.rank(wanted, [view("cold")]).reason is Reason.ONLY_ONE
+    assert policy.rank(wanted, [view("cold")]).reason is Reason.SINGLE_CANDIDATE
 
 
 @pytest.mark.parametrize("affinity_key", [None, "session"])
@@ -50,15 +50,15 @@ def test_it_has_the_least_to_do():
 
 
 def test_it_was_drawn_and_no_key_chose():
-    assert least_tokens().rank(routing(), EQUAL).reason is Reason.DRAWN
-    assert least_tokens().rank(routing(), EQUAL[:1]).reason is Reason.ONLY_ONE
+    assert least_tokens().rank(routing(), EQUAL).reason is Reason.RANDOM
+    assert least_tokens().rank(routing(), EQUAL[:1]).reason is Reason.SINGLE_CANDIDATE
 
 
 def test_a_ranking_is_led_only_by_one_that_is_in_it():
-    ranking = Ranking(["b", "a", "c"], Reason.DRAWN)
-    assert ranking.led_by("c", Reason.SAME_PROMPT) == Ranking(["c", "b", "a"], Reason.SAME_PROMPT)
-    assert ranking.led_by("gone", Reason.SAME_PROMPT) is ranking
-    assert ranking.led_by(None, Reason.SAME_PROMPT) is ranking
+    ranking = Ranking(["b", "a", "c"], Reason.RANDOM)
+    assert ranking.with_first("c", Reason.SAME_PROMPT) == Ranking(["c", "b", "a"], Reason.SAME_PROMPT)
+    assert ranking.with_first("gone", Reason.SAME_PROMPT) is ranking
+    assert ranking.with_first(None, Reason.SAME_PROMPT) is ranking
 
 
 async def test_every_dispatch_is_told_with_its_reason():
@@ -78,4 +78,4 @@ async def test_what_waits_has_had_no_decision():
     flow = Flow()
     flow.report(stats(slots=1))
     await flow.ask_many(3)
-    assert flow.observer.decisions == [Reason.ONLY_ONE]
+    assert flow.observer.decisions == [Reason.SINGLE_CANDIDATE]

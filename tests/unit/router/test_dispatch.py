@@ -59,7 +59,7 @@ async def test_replicas_are_told_what_output_is_expected():
     for number in range(2):
         await read(world.stream(request(str(number), max_tokens=5)))
         await read(world.stream(request(f"long-{number}", max_tokens=500)))
-    lengths = [told.expected_output_tokens for told in world.replicas[0].started]
+    lengths = [received.expected_output_tokens for received in world.replicas[0].started]
     assert lengths[:2] == [5, 5]
     assert all(length is not None and length <= 500 for length in lengths)
 

@@ -75,7 +75,7 @@ async def test_a_stream_goes_on_behind_a_death_as_if_nothing_had_happened(after_
 async def test_the_prompts_scores_are_not_asked_for_again_behind_output():
     world = World(FakeReplica("a"), FakeReplica("b"))
     (await read_through(world, SCORED, [1.5])).check(SCORED)
-    [second] = [told for replica in world.replicas for told in replica.started if told.output_token_ids]
+    [second] = [received for replica in world.replicas for received in replica.started if received.output_token_ids]
     assert second.params.prompt_logprobs is None
     assert world.observer.migrations == {"resumed": 1}
 
@@ -91,9 +91,9 @@ async def test_scores_given_before_a_death_are_not_repeated():
 async def test_a_request_present_at_two_deaths_runs_alone_on_its_third_replica():
     world = World(*(FakeReplica(name) for name in "abcd"))
     (await read_through(world, LONG, [0.3, 0.5])).check(LONG)
-    told = [told for replica in world.replicas for told in replica.started]
-    by_progress = sorted(told, key=lambda t: len(t.output_token_ids))
-    assert [t.runs_alone for t in by_progress] == [False, False, True]
+    received = [received for replica in world.replicas for received in replica.started]
+    by_progress = sorted(received, key=lambda t: len(t.output_token_ids))
+    assert [t.is_isolated for t in by_progress] == [False, False, True]
 
 
 async def test_a_third_death_quarantines():
@@ -118,7 +118,7 @@ async def test_a_graceful_stop_is_never_a_death():
     world = World(*(FakeReplica(name) for name in "abcdefg"))
     outcome = await read_through(world, LONG, [0.3] * 6, how="stop")
     outcome.check(LONG)
-    assert not any(told.runs_alone for replica in world.replicas for told in replica.started)
+    assert not any(received.is_isolated for replica in world.replicas for received in replica.started)
     assert world.observer.migrations == {"resumed": 6}
 
 
@@ -140,7 +140,7 @@ async def test_a_replica_that_just_ends_the_stream_is_lost():
     for replica, outstanding in zip(world.replicas, (0, 1000), strict=True):
         world.table.record(stats(replica.replica_id, outstanding=outstanding))
     (await read(world.stream(LONG))).check(LONG)
-    assert [len(told.output_token_ids) for told in world.replicas[1].started] == [3]
+    assert [len(received.output_token_ids) for received in world.replicas[1].started] == [3]
 
 
 async def test_moves_are_bounded():
@@ -149,7 +149,7 @@ async def test_moves_are_bounded():
         world.table.record(stats(replica.replica_id))
     outcome = await read(world.stream(LONG))
     assert isinstance(outcome.error, ReplicaLost)
-    assert sum(len(replica.started) for replica in world.replicas) == module._MAX_MOVES + 1
+    assert sum(len(replica.started) for replica in world.replicas) == module._MAX_MIGRATIONS + 1
     assert world.observer.migrations["failed"] == 1
     world.check_idle()
 
@@ -185,7 +185,7 @@ async def test_a_request_refused_by_a_draining_replica_goes_elsewhere():
     world.table.record(stats("old"))
     polling = asyncio.create_task(world.dispatcher.run())
     (await read(world.stream(LONG))).check(LONG)
-    assert not any(told.runs_alone for told in world.replicas[1].started)
+    assert not any(received.is_isolated for received in world.replicas[1].started)
     polling.cancel()
 
 
@@ -242,12 +242,12 @@ async def test_a_refused_request_keeps_its_place_and_its_tenant_pays_nothing():
     wanted = [request("first", prompt, 4, tenant="x"), request("second", prompt, 4, tenant="y")]
     reading = asyncio.create_task(world.read_all(wanted))
     await settle_down()
-    assert [told.request_id for told in world.replicas[0].started] == ["first"]
+    assert [received.request_id for received in world.replicas[0].started] == ["first"]
     world.replicas[0].death = None
     await world.dispatcher.refresh()
     for outcome, of in zip(await reading, wanted, strict=True):
         outcome.check(of)
-    assert [told.request_id for told in world.replicas[0].started] == ["first", "first", "second"]
+    assert [received.request_id for received in world.replicas[0].started] == ["first", "first", "second"]
     assert [wait for _, wait, _ in world.observer.waits] == [Wait.DISPATCHED] * 3
 
 

@@ -12,7 +12,7 @@ import pytest
 import router.flow_queue as module
 from replicas.errors import Overloaded
 from replicas.protocol import Band
-from router.flow_queue import BandLimits, FlowQueue, Waiting
+from router.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from tests.unit.router.fakes import request
 
 NOW = 50.0
@@ -28,14 +28,14 @@ class Line:
     def add(
         self, band: Band = Band.STANDARD, tenant: str = "t", tokens: int = 100, deadline_s: float | None = None,
         now: float = NOW,
-    ) -> Waiting:  # fmt: skip
+    ) -> QueuedRequest:  # fmt: skip
         self.num_added += 1
         name = f"{tenant}{self.num_added}"
-        waiting = Waiting(request(name, band=band, tenant=tenant), tokens, deadline_s, self.num_added)
+        waiting = QueuedRequest(request(name, band=band, tenant=tenant), tokens, deadline_s, self.num_added)
         self.queue.add(waiting, now)
         return waiting
 
-    def dispatch_next(self, now: float = NOW) -> Waiting:
+    def dispatch_next(self, now: float = NOW) -> QueuedRequest:
         waiting = next(self.queue.in_order(self.starved(now)))
         self.queue.dispatch(waiting)
         self.queue.served(waiting.request.band, now)
@@ -44,11 +44,11 @@ class Line:
     def starved(self, now: float) -> set[Band]:
         return {band for band in Band if self.queue.is_starved(band, now)}
 
-    def dispatch_all(self, now: float = NOW) -> list[Waiting]:
+    def dispatch_all(self, now: float = NOW) -> list[QueuedRequest]:
         return [self.dispatch_next(now) for _ in range(len(self.queue))]
 
 
-def tenants(waiting: Sequence[Waiting]) -> str:
+def tenants(waiting: Sequence[QueuedRequest]) -> str:
     return "".join(entry.request.tenant for entry in waiting)
 
 
@@ -99,7 +99,7 @@ def test_ten_to_one_offered_load_gives_equal_served_tokens(seed: int):
     next_arrival = {"heavy": 0.0, "light": 0.0}
     gap_s = {"heavy": 0.05, "light": 0.5}
     served: Counter[str] = Counter()
-    running: list[tuple[float, int, Waiting, int]] = []
+    running: list[tuple[float, int, QueuedRequest, int]] = []
     while now <= 500:
         now = min(*next_arrival.values(), running[0][0] if running else float("inf"))
         for tenant in [tenant for tenant, when in next_arrival.items() if when <= now]:
@@ -112,7 +112,7 @@ def test_ten_to_one_offered_load_gives_equal_served_tokens(seed: int):
         while len(running) < 8 and len(line.queue):
             waiting = line.dispatch_next(now)
             cost = max(1, int(rng.lognormvariate(5, 1.2)))
-            heapq.heappush(running, (now + cost / 100, waiting.number, waiting, cost))
+            heapq.heappush(running, (now + cost / 100, waiting.arrival_index, waiting, cost))
     assert line.queue.num_by_tenant(Band.STANDARD).keys() == {"heavy", "light"}, "both are held back"
     assert 0.9 <= served["heavy"] / served["light"] <= 1.1
 
@@ -238,7 +238,7 @@ def test_a_request_that_comes_back_stands_where_it_stood():
 def test_counts_are_the_sums_over_what_waits_in_random_histories(seed: int):
     rng = random.Random(seed)
     line = Line(promote_after_s=5.0)
-    waiting: list[Waiting] = []
+    waiting: list[QueuedRequest] = []
     now = 0.0
     for _ in range(400):
         now += rng.random()
@@ -261,4 +261,6 @@ def test_counts_are_the_sums_over_what_waits_in_random_histories(seed: int):
             by_tenant = Counter(entry.request.tenant for entry in mine)
             assert line.queue.num_by_tenant(band) == dict(by_tenant)
             firsts = [min((e for e in mine if e.request.tenant == t), key=lambda e: e.order) for t in by_tenant]
-            assert {entry.number for entry in heads if entry.request.band is band} == {e.number for e in firsts}
+            assert {entry.arrival_index for entry in heads if entry.request.band is band} == {
+                e.arrival_index for e in firsts
+            }

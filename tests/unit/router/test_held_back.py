@@ -13,9 +13,9 @@ from replicas.protocol import Band
 from router.autoscaling import Autoscaler, AutoscalingSettings
 from router.autoscaling_loop import AutoscalingLoop
 from router.flow_queue import BandLimits, FlowQueue
-from router.held_work import HeldWork, IngressGossip, Work
+from router.held_work import IngressGossip, IngressReport, PendingWork
 from router.load_table import LoadTable
-from router.scaling_inputs import IngressLoad, WaitingWork, work_held_back
+from router.scaling_inputs import BacklogWork, IngressLoad, work_in_backlog
 from tests.unit.router.fakes import stats
 from tests.unit.router.simulated_time import FakeClock
 
@@ -31,12 +31,12 @@ SETTINGS = AutoscalingSettings(
 class Lines:
     """What a jobs process holds back."""
 
-    waiting: list[WaitingWork] = field(default_factory=list)
+    waiting: list[BacklogWork] = field(default_factory=list)
 
     def num_requests(self) -> int:
         return len(self.waiting)
 
-    def work(self) -> Sequence[WaitingWork]:
+    def work(self) -> Sequence[BacklogWork]:
         return self.waiting
 
 
@@ -71,23 +71,23 @@ class Scaled:
     ],
 )
 def test_it_is_due_as_far_as_its_band_and_deadline_need(band, left_s, due_s):
-    waiting = WaitingWork(band, 500, None if left_s is None else NOW + left_s)
-    assert work_held_back([waiting, waiting], SETTINGS, NOW) == (Work(1000, due_s),)
+    waiting = BacklogWork(band, 500, None if left_s is None else NOW + left_s)
+    assert work_in_backlog([waiting, waiting], SETTINGS, NOW) == (PendingWork(1000, due_s),)
 
 
 def test_it_asks_for_replicas_and_others_are_told():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     assert scaled.desired() == 1
-    scaled.lines.waiting = [WaitingWork(Band.BATCH, 64_000, NOW + 160.0)]
+    scaled.lines.waiting = [BacklogWork(Band.BATCH, 64_000, NOW + 160.0)]
     assert scaled.desired() == 5
-    assert scaled.gossip.own == HeldWork("jobs", (Work(64_000, 128.0),), num_requests=1, desired_replicas=5)
+    assert scaled.gossip.own == IngressReport("jobs", (PendingWork(64_000, 128.0),), num_requests=1, desired_replicas=5)
 
 
 def test_a_batch_with_all_the_time_in_the_world_keeps_one_replica():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
-    scaled.lines.waiting = [WaitingWork(Band.BATCH, 1_000_000, None)]
+    scaled.lines.waiting = [BacklogWork(Band.BATCH, 1_000_000, None)]
     scaled.clock.now += 1000.0
     assert scaled.desired() == 1
     scaled.lines.waiting = []
@@ -100,7 +100,7 @@ async def test_it_wakes_a_deployment_that_has_gone_to_zero():
     scaled.table.record(stats("replica"))
     scaled.desired()
     scaled.table.forget("replica")
-    scaled.lines.waiting = [WaitingWork(Band.BATCH, 10, None)]
+    scaled.lines.waiting = [BacklogWork(Band.BATCH, 10, None)]
 
     async def refresh() -> None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.held_work import IngressWatch
+from router.held_work import IngressLiveness
 
 
 class Clock:
@@ -14,32 +14,32 @@ class Clock:
 
 def test_an_ingress_is_lost_when_others_were_heard_of_for_long_enough_without_it():
     clock = Clock()
-    watch = IngressWatch(10.0, clock)
-    watch.heard_of("gone")
+    liveness = IngressLiveness(10.0, clock)
+    liveness.heartbeat("gone")
     for _ in range(10):
         clock.now += 1.0
-        watch.heard_of("there")
-        assert not watch.is_lost("gone")
+        liveness.heartbeat("there")
+        assert not liveness.is_lost("gone")
     clock.now += 1.0
-    watch.heard_of("there")
-    assert watch.is_lost("gone") and not watch.is_lost("there")
+    liveness.heartbeat("there")
+    assert liveness.is_lost("gone") and not liveness.is_lost("there")
 
 
 def test_nobody_is_lost_where_nobody_is_heard_of():
     clock = Clock()
-    watch = IngressWatch(10.0, clock)
-    watch.heard_of("a")
-    watch.heard_of("b")
+    liveness = IngressLiveness(10.0, clock)
+    liveness.heartbeat("a")
+    liveness.heartbeat("b")
     clock.now += 1000.0
-    assert not watch.is_lost("a") and not watch.is_lost("b")
+    assert not liveness.is_lost("a") and not liveness.is_lost("b")
 
 
 def test_an_ingress_that_comes_back_is_not_lost():
     clock = Clock()
-    watch = IngressWatch(10.0, clock)
-    watch.heard_of("a")
+    liveness = IngressLiveness(10.0, clock)
+    liveness.heartbeat("a")
     clock.now += 20.0
-    watch.heard_of("b")
-    assert watch.is_lost("a")
-    watch.heard_of("a")
-    assert not watch.is_lost("a")
+    liveness.heartbeat("b")
+    assert liveness.is_lost("a")
+    liveness.heartbeat("a")
+    assert not liveness.is_lost("a")

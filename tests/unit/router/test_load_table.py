@@ -181,9 +181,9 @@ def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
         report(replica_id)
     for view in table.views():
         replica_id = view.stats.replica_id
-        owed = sum(f.outstanding_tokens for f in ours if f.replica_id == replica_id)
+        outstanding = sum(f.outstanding_tokens for f in ours if f.replica_id == replica_id)
         assert sum(view.num_by_band) == view.num_in_flight + sum(foreign[replica_id])
-        assert view.outstanding_tokens == owed + 100 * sum(foreign[replica_id])
+        assert view.outstanding_tokens == outstanding + 100 * sum(foreign[replica_id])
     while ours:
         table.end(ours.pop())
     for view in table.views():

@@ -57,7 +57,7 @@ class RandomWorld:
         self.everywhere.append(self.world.client.add(replica))
 
     async def run(self) -> None:
-        background = [asyncio.create_task(self.world.dispatcher.run()), asyncio.create_task(self.misfortunes())]
+        background = [asyncio.create_task(self.world.dispatcher.run()), asyncio.create_task(self.inject_faults())]
         await asyncio.gather(*(self.one_client(number) for number in range(self.rng.randrange(5, 30))))
         for task in background:
             task.cancel()
@@ -82,7 +82,7 @@ class RandomWorld:
         if not reading.cancelled():
             self.outcomes[wanted] = reading.result()
 
-    async def misfortunes(self) -> None:
+    async def inject_faults(self) -> None:
         num_deaths = 0
         while True:
             await asyncio.sleep(self.rng.random() * 0.4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from replicas.protocol import Band, ReplicaStats, TenantTokens
-from router.served_account import ServedAccount
+from router.served_account import UsageReconciler
 from tests.unit.router.fakes import stats
 
 BAND = Band.STANDARD
@@ -17,45 +17,45 @@ def served(replica_id: str = "a", **tokens: int) -> ReplicaStats:
 
 
 def test_what_others_asked_for_is_charged_and_ones_own_is_not_charged_twice() -> None:
-    account = ServedAccount()
-    account.corrections([served(x=0, y=0)])
-    account.charged("a", BAND, "x", 100)
-    assert account.corrections([served(x=100, y=70)]) == {("y", BAND): 70}
-    assert account.corrections([served(x=100, y=70)]) == {}
+    reconciler = UsageReconciler()
+    reconciler.corrections([served(x=0, y=0)])
+    reconciler.record("a", BAND, "x", 100)
+    assert reconciler.corrections([served(x=100, y=70)]) == {("y", BAND): 70}
+    assert reconciler.corrections([served(x=100, y=70)]) == {}
 
 
 def test_request_reported_before_it_is_charged_comes_out_right() -> None:
-    account = ServedAccount()
-    account.corrections([served(x=0)])
-    corrections = account.corrections([served(x=60)])
-    account.charged("a", BAND, "x", 100)
-    later = account.corrections([served(x=100)])
+    reconciler = UsageReconciler()
+    reconciler.corrections([served(x=0)])
+    corrections = reconciler.corrections([served(x=60)])
+    reconciler.record("a", BAND, "x", 100)
+    later = reconciler.corrections([served(x=100)])
     assert corrections["x", BAND] + later["x", BAND] == 0
 
 
 def test_prefix_hits_lower_what_was_charged() -> None:
-    account = ServedAccount()
-    account.corrections([served(x=0)])
-    account.charged("a", BAND, "x", 100)
-    assert account.corrections([served(x=30)]) == {("x", BAND): -70}
+    reconciler = UsageReconciler()
+    reconciler.corrections([served(x=0)])
+    reconciler.record("a", BAND, "x", 100)
+    assert reconciler.corrections([served(x=30)]) == {("x", BAND): -70}
 
 
 def test_history_of_a_replica_and_its_restart_charge_nobody() -> None:
-    account = ServedAccount()
-    assert account.corrections([served("a", x=1000)]) == {}
-    assert account.corrections([served("a", x=1000), served("b", x=500)]) == {}
-    assert account.corrections([served("b", x=520)]) == {("x", BAND): 20}
+    reconciler = UsageReconciler()
+    assert reconciler.corrections([served("a", x=1000)]) == {}
+    assert reconciler.corrections([served("a", x=1000), served("b", x=500)]) == {}
+    assert reconciler.corrections([served("b", x=520)]) == {("x", BAND): 20}
 
 
 def test_totals_of_several_replicas_add_up() -> None:
-    account = ServedAccount()
-    account.corrections([served("a", x=0), served("b", x=0)])
-    assert account.corrections([served("a", x=10), served("b", x=5)]) == {("x", BAND): 15}
+    reconciler = UsageReconciler()
+    reconciler.corrections([served("a", x=0), served("b", x=0)])
+    assert reconciler.corrections([served("a", x=10), served("b", x=5)]) == {("x", BAND): 15}
 
 
 def test_replica_that_misses_a_poll_is_settled_when_it_is_back() -> None:
-    account = ServedAccount()
-    account.corrections([served("a", x=0), served("b", x=0)])
-    account.charged("a", BAND, "x", 1000)
-    assert account.corrections([served("b", x=0)]) == {}
-    assert account.corrections([served("a", x=1000), served("b", x=0)]) == {}
+    reconciler = UsageReconciler()
+    reconciler.corrections([served("a", x=0), served("b", x=0)])
+    reconciler.record("a", BAND, "x", 1000)
+    assert reconciler.corrections([served("b", x=0)]) == {}
+    assert reconciler.corrections([served("a", x=1000), served("b", x=0)]) == {}

@@ -97,6 +97,6 @@ class World:
         """Nothing waits, and nothing is counted."""
         self.table.check_invariants()
         assert not self.table._own
-        assert len(self.flow.queue) == 0 and not self.flow._waiters
+        assert len(self.flow.queue) == 0 and not self.flow._pending
         assert all(self.flow.queue.num_tokens(band) == 0 for band in Band)
         assert all(not replica.running and not replica.waiting for replica in self.replicas)
