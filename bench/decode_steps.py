@@ -22,14 +22,14 @@ from bench.record import write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
-from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.attention.probe import probe_attention
 from replicas.model.build import build_runner
-from replicas.model.fast_parts import cpu_modules, optimize_model
-from replicas.model.kernel_build import load_kernels
-from replicas.model.linears import choose_linears, replace_linears
-from replicas.model.loader import LoadedModel
-from replicas.model.options import DEFAULT_KERNEL_CACHE_DIR, RunnerOptions
-from replicas.model.probe import probe_attention
+from replicas.model.hardware.kernel_build import load_kernels
+from replicas.model.layers.linear import choose_linears, replace_linears
+from replicas.model.layers.optimize import cpu_modules, optimize_model
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, SamplingParams
 

@@ -32,12 +32,12 @@ from replicas.protocol import (
     TokenDelta,
     Usage,
 )
+from router.balancing.load_table import LoadTable
+from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
-from router.flow_control import FlowController, FlowLimits
-from router.flow_queue import BandLimits
+from router.flow.flow_control import FlowController, FlowLimits
+from router.flow.flow_queue import BandLimits
 from router.latency_targets import LatencyTargets
-from router.load_table import LoadTable
-from router.policy import LeastTokens
 from serve_app.config import HeadwayConfig
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.metrics import HttpMetrics

@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from bench.record import write
-from bench.timed_runner import StepShape, StepTimes, shape_of
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loader import load_model
-from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model.loading.loader import load_model
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, SamplingParams
+from testkit.engine.timed_runner import StepShape, StepTimes, shape_of
 
 DECODES = (0, 1, 2, 4, 8, 16, 24, 32)
 CONTEXTS = (32, 256, 1024)

@@ -19,26 +19,22 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.utils import logging
 
 from bench.gpu.ahead_checks import ARCHITECTURES as AHEAD_ARCHITECTURES
 from bench.gpu.ahead_checks import check_ahead
 from bench.gpu.check import Check
+from bench.models import LLAMA_1B, random_model
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
-from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.attention_choice import choose_attention
+from replicas.model.attention.select import choose_attention
 from replicas.model.build import build_runner
-from replicas.model.fast_parts import cuda_modules, optimize_model
-from replicas.model.loader import LoadedModel
-from replicas.model.options import Device, RunnerOptions
-from replicas.model.probe import probe_attention
+from replicas.model.loading.options import Device, RunnerOptions
 from replicas.model.runner import TorchModelRunner
-from replicas.model.sampler import Sampler
+from replicas.model.sampling.sampler import Sampler
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
-from tests.model.serving import (
+from testkit.model.engine_runs import (
     Sizes,
     build_engine,
     load,
@@ -48,7 +44,7 @@ from tests.model.serving import (
     sample,
     tokens,
 )
-from tests.model.tiny import write_checkpoint
+from testkit.model.tiny_checkpoints import write_checkpoint
 
 ARCHITECTURES = (
     "llama",
@@ -66,17 +62,6 @@ COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
 # Two logits this close may change places between two orders of summation in float32.
 NEAR_TIE = 1e-3
 NUM_ITERATIONS = 20
-LLAMA_1B = LlamaConfig(
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    vocab_size=128_256,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,29 +124,6 @@ def check_sampler(device: str) -> Check:
     on_device = [result.token_id for result in sample(sampler, logits.to(device), sequences)]
     num_different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True))
     return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
-
-
-def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> LoadedModel:
-    """A model with random weights, made on the device."""
-    register_attention()
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
-    port = AttentionPort(model)
-    layers = probe_attention(model, port)
-    if device != "cpu":
-        optimize_model(model, port, layers, cuda_modules(dtype, torch.device(device)))
-    return LoadedModel(
-        model_id="random",
-        model=model,
-        port=port,
-        layers=layers,
-        tokenizer=None,
-        max_model_len=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
-        eos_token_ids=frozenset(),
-        dtype=dtype,
-        device=torch.device(device),
-    )
 
 
 def measure_decode(runner: TorchModelRunner, num_seqs: int, context: int, params: SamplingParams) -> StepTime:

@@ -20,11 +20,11 @@ from replicas.demo.corpus import load_corpus, standard_library
 from replicas.demo.tokenization import END_OF_TEXT
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.attention_choice import choose_attention
-from replicas.model.batch_inputs import build_inputs
-from replicas.model.kv_cache import KVCache
-from replicas.model.loader import LoadedModel, load_model
-from replicas.model.options import ModelOptions
+from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.select import choose_attention
+from replicas.model.batch.inputs import build_inputs
+from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 
 _DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"

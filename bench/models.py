@@ -11,7 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.attention.probe import probe_attention
+from replicas.model.layers.optimize import cuda_modules, optimize_model
+from replicas.model.loading.loader import LoadedModel
 
 _DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -76,3 +90,37 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+LLAMA_1B = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> LoadedModel:
+    """A model with random weights, made on the device."""
+    register_attention()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
+    port = AttentionPort(model)
+    layers = probe_attention(model, port)
+    if device != "cpu":
+        optimize_model(model, port, layers, cuda_modules(dtype, torch.device(device)))
+    return LoadedModel(
+        model_id="random",
+        model=model,
+        port=port,
+        layers=layers,
+        tokenizer=None,
+        max_model_len=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
+        eos_token_ids=frozenset(),
+        dtype=dtype,
+        device=torch.device(device),
+    )

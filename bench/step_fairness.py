@@ -18,10 +18,10 @@ from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.engine.interfaces import IncrementalDecoder
 from replicas.model.build import build_runner
-from replicas.model.loader import LoadedModel, load_model
-from replicas.model.options import Dtype, ModelOptions, RunnerOptions
+from replicas.model.loading.loader import LoadedModel, load_model
+from replicas.model.loading.options import Dtype, ModelOptions, RunnerOptions
+from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.tokenizer import make_decoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 
 NUM_DECODING = 8

@@ -15,12 +15,11 @@ from pydantic import Field, model_validator
 from ray import serve
 
 from bench.routing.baselines import POLICIES, BaselineFlow
-from bench.step_times import STEP_TIMES
-from bench.timed_runner import StepTimes, TimedRunner
 from replicas.engine.interfaces import IncrementalDecoder
 from replicas.protocol import GenerateRequest
 from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
+from testkit.engine.timed_runner import STEP_TIMES, StepTimes, TimedRunner, read_step_times
 
 if TYPE_CHECKING:
     from replicas.model_replica import Backend
@@ -33,7 +32,7 @@ class TimedConfig(HeadwayConfig):
     num_blocks: int = Field(default=8192, ge=1)
     """KV blocks of a replica."""
     step_times: str = "gpu-8b"
-    """How long steps take: a name in `bench.step_times`, or a result file of `bench.fit_step_times`."""
+    """How long steps take: a name in `testkit.engine.timed_runner`, or a result file of `bench.fit_step_times`."""
     detokenize: bool = True
     """true: replicas turn tokens into text; false: they leave it out, to spare the processor with many replicas."""
     baseline_policy: str | None = None
@@ -61,13 +60,6 @@ def build(config: TimedConfig) -> serve.Application:
     return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.num_bound_early))
 
 
-def read_step_times(name: str) -> StepTimes:
-    """The step times of a preset, or those fitted in a result file."""
-    if name in STEP_TIMES:
-        return STEP_TIMES[name]
-    return StepTimes(**json.loads(Path(name).read_text())["step_times"])
-
-
 class _SilentDecoder:
     def push(self, token_id: int) -> str:
         return ""
@@ -87,7 +79,7 @@ class TimedBackendLoader:
 
     def __call__(self, options: "ReplicaOptions") -> "Backend":
         """A `TimedRunner` with the vocabulary, the context length and the tokenizer of the model named."""
-        from replicas.model.tokenizer import make_decoder
+        from replicas.model.loading.tokenizer import make_decoder
         from replicas.model_replica import Backend
         from replicas.tokenizer_files import load_tokenizer
 

@@ -1,1 +1,4 @@
-"""One model on one device: the engine, the model code, and the replica that wraps them."""
+"""A model, the engine that schedules its requests, and the replica around both.
+
+Read `protocol.py` first, then `engine/`.
+"""

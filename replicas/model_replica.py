@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.generation import DecoderFactory
 from replicas.engine.interfaces import ModelRunner
+from replicas.engine.output_processor import DecoderFactory
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loader import load_model
-from replicas.model.tokenizer import make_decoder
+from replicas.model.loading.loader import load_model
+from replicas.model.loading.tokenizer import make_decoder
 from replicas.options import ReplicaOptions
 from replicas.protocol import (
     ModelCard,

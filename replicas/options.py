@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from replicas.engine.config import EngineLimits
-from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.settings import check_bounds, setting
 
 

@@ -1,1 +1,4 @@
-"""When a request is served and where: ordinary Python, no Ray but in `serve_router`."""
+"""Flow control, load balancing and autoscaling: ordinary Python; Ray only in `serve_router.py`.
+
+Read `types.py` first, then `dispatch.py`.
+"""

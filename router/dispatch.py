@@ -19,8 +19,8 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.flow_control import FlowController, SampleGroup
-from router.served_account import Placement
+from router.flow.flow_control import FlowController, SampleGroup
+from router.flow.usage import Placement
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)

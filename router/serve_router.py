@@ -6,13 +6,12 @@ import asyncio
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from typing import Any
 
 import grpc
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.config import AutoscalingContext
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
@@ -24,7 +23,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, IngressGossip, PollReply
+from router.scaling.ingress_reports import IngressGossip, PollReply
 
 _WAKE_S = 1.0
 HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
@@ -46,40 +45,6 @@ class RankedRouter(RequestRouter):
         unranked = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranks = [[unranked.pop(replica_id)] for replica_id in ranking if replica_id in unranked]
         return [*ranks, list(unranked.values())] if unranked else ranks
-
-
-_MODEL_DEPLOYMENT = "Model"
-
-
-def deployment_autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Autoscaling policy of the model's deployment: as many replicas as the ingresses have told its replicas.
-
-    Where nothing is known, as while there is no replica, the number stays as it is; from zero, a call that waits for
-    a replica starts the first one.
-    """
-    asked = _desired_replicas([context])
-    return context.target_num_replicas if asked is None else asked, {}
-
-
-def application_autoscaling_policy(contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
-    """Autoscaling policy of the application: as many model replicas as the ingresses ask for.
-
-    The other deployments stay as they are, and so does the model where no ingress has reported lately.
-    """
-    asked = _desired_replicas(contexts.values())
-    models = [key for key, context in contexts.items() if context.deployment_name == _MODEL_DEPLOYMENT]
-    return {} if asked is None else dict.fromkeys(models, asked), {}
-
-
-def _desired_replicas(contexts: Iterable[AutoscalingContext]) -> int | None:
-    """The most that any replica of any of these deployments has lately reported."""
-    newest = [
-        (context.current_time - series[-1].timestamp, int(series[-1].value))
-        for context in contexts
-        for series in context.raw_metrics.get(DESIRED_REPLICAS, {}).values()
-        if series
-    ]
-    return max((number for age_s, number in newest if age_s <= MAX_REPORT_AGE_S), default=None)
 
 
 class ServeReplicaClient:

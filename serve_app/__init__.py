@@ -1,1 +1,4 @@
-"""The Ray Serve application: HTTP in, wiring, configuration."""
+"""The Ray Serve application: HTTP, deployments, and asynchronous jobs.
+
+Read `app.py` first.
+"""

@@ -21,18 +21,18 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from replicas.engine.config import EngineLimits
-from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from replicas.protocol import Band
 from replicas.settings import settings_of
-from router.autoscaling import AutoscalingSettings
-from router.flow_control import FlowLimits
-from router.flow_queue import BandLimits
+from router.flow.flow_control import FlowLimits
+from router.flow.flow_queue import BandLimits
 from router.latency_targets import LatencyTargets
-from serve_app.endpoints.settings import IngressSettings
-from serve_app.jobs.settings import JobsSettings
-from serve_app.jobs.webhook_addresses import AllowedHosts
-from serve_app.openai.settings import RequestLimits
+from router.scaling.autoscaling import AutoscalingSettings
+from serve_app.http.settings import IngressSettings
+from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.webhooks.addresses import AllowedHosts
+from serve_app.openai.request.settings import RequestLimits
 
 Part = TypeVar("Part")
 

@@ -16,12 +16,9 @@ from starlette.responses import Response
 from replicas.clock import Clock
 from replicas.errors import ServingError
 from serve_app.auth import Authenticator
-from serve_app.endpoints.allowed_hosts import AllowedHostsMiddleware
 from serve_app.endpoints.backends import Backends
 from serve_app.endpoints.batches import BatchEndpoints
-from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.completions import CompletionEndpoints
-from serve_app.endpoints.exchange import ExchangeMiddleware, error_response, exchange_of
 from serve_app.endpoints.files import FileEndpoints
 from serve_app.endpoints.jobs import JobEndpoints
 from serve_app.endpoints.models import ModelEndpoints
@@ -29,15 +26,18 @@ from serve_app.endpoints.new_jobs import JobMaker
 from serve_app.endpoints.new_prompts import PromptBatchMaker
 from serve_app.endpoints.operations import OperationsEndpoints
 from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
-from serve_app.endpoints.settings import IngressSettings
 from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
+from serve_app.http.allowed_hosts import AllowedHostsMiddleware
+from serve_app.http.bodies import BodyReader
+from serve_app.http.exchange import ExchangeMiddleware, error_response, exchange_of
+from serve_app.http.settings import IngressSettings
 from serve_app.metrics import HttpMetrics
-from serve_app.openai.chat import PromptTokenizer
-from serve_app.openai.dispatcher import KnownModel
-from serve_app.openai.parsing import invalid_request
+from serve_app.openai.known_model import KnownModel
+from serve_app.openai.request.parsing import invalid_request
 from serve_app.openai.service import CompletionService
-from serve_app.openai.workers import WorkerThreads
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+from serve_app.openai.tokenize.workers import WorkerThreads
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -12,6 +11,7 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
+from serve_app.jobs.api.records import JobsCounts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -101,14 +101,6 @@ class EngineCollector(Collector):
                 family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
                 _add_histogram(family, histogram, labels)
         yield from families.values()
-
-
-@dataclass(frozen=True, slots=True)
-class JobsCounts:
-    """What the jobs deployment counts: of its own work, and as one more ingress of the router."""
-
-    own: tuple[Metric, ...] = ()
-    router: tuple[Family, ...] = ()
 
 
 class JobsCollector(Collector):

@@ -10,10 +10,10 @@ from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from replicas.protocol import Band
-from router.autoscaling_loop import AutoscalingLoop
-from router.flow_queue import FlowQueue
+from router.balancing.load_table import LoadTable
+from router.flow.flow_queue import FlowQueue
 from router.latency_targets import LatencyTargets, Slo
-from router.load_table import LoadTable
+from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import Outcome, Reason
 
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -10,7 +10,7 @@ from xdist.workermanage import WorkerController
 
 pytest_plugins = ["tests.durations", "tests.seeds"]
 
-_RAY = ("tests/cluster/", "tests/serve/")
+_RAY = "tests/ray/"
 _INTERPRETED = "tests/model/interpreted/"
 _MODEL = "tests/model/"
 

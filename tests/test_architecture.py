@@ -1,116 +1,31 @@
-"""DESIGN.md's import table: a module imports only from lower rows, and the pure ones run without Ray or torch."""
+"""The folders are the architecture: each says in its `__init__` what it may import, and nothing goes up or round.
+
+A folder's docstring ends with "May import" and names in backticks; a name covers the folders within it, and a folder
+may import those within itself. Modules directly in a top package stand for themselves. The product knows no test kit,
+the test kit no benchmarks, the benchmarks no tests.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.limits import LIMIT_S
+from testkit.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("serve_app", "router", "replicas")
-
-# A module's row, and its place within the row, are those of the longest prefix that names it. It may import
-# whatever stands lower, and the other modules of its own prefix.
-ROWS = {
-    "serve_app.cli": (8, 0),
-    "serve_app.cluster_gpus": (6, 0),
-    "serve_app.app": (7, 0),
-    "serve_app.jobs_deployment": (6, 3),
-    "serve_app.routing": (6, 1),
-    "serve_app.jobs.serve_client": (6, 1),
-    "serve_app.ingress": (6, 1),
-    "serve_app.endpoints": (6, 0),
-    "serve_app.jobs": (5, 3),
-    "serve_app.jobs.settings": (4, 0),
-    "serve_app.jobs.webhook_addresses": (4, 0),
-    "serve_app.process_setup": (4, 0),
-    "serve_app.wakeup": (4, 0),
-    "router.serve_router": (6, 0),
-    "serve_app.openai": (5, 2),
-    "serve_app.auth": (5, 1),
-    "serve_app.errors": (5, 0),
-    "serve_app.router_metrics": (5, 1),
-    "serve_app.metrics": (5, 0),
-    "serve_app.config": (5, 0),
-    "serve_app.config_page": (5, 1),
-    "serve_app.endpoints.settings": (4, 1),
-    "serve_app.openai.settings": (4, 0),
-    "router.autoscaling_loop": (4, 0),
-    "router.dispatch": (4, 0),
-    "replicas.model_replica": (4, 0),
-    "replicas.options": (3, 1),
-    "router.scaling_inputs": (3, 2),
-    "router.admission": (3, 1),
-    "router.autoscaling": (3, 1),
-    "router.flow_control": (3, 2),
-    "router.policy": (3, 1),
-    "router.flow_queue": (3, 0),
-    "router.held_work": (3, 0),
-    "router.latency_targets": (3, 0),
-    "router.load_table": (3, 0),
-    "router.output_lengths": (3, 0),
-    "router.prefix_index": (3, 0),
-    "router.served_account": (3, 1),
-    "router.slots": (3, 0),
-    "replicas.engine.async_engine": (3, 0),
-    "replicas.model": (3, 0),
-    "router.types": (2, 0),
-    "replicas.engine.engine": (2, 0),
-    "replicas.engine.intake": (1, 4),
-    "replicas.engine.load_report": (1, 4),
-    "replicas.engine.pipeline": (1, 4),
-    "replicas.engine.generation": (1, 4),
-    "replicas.engine.scheduler": (1, 3),
-    "replicas.engine.detokenizer": (1, 3),
-    "replicas.engine.block_manager": (1, 2),
-    "replicas.engine.deadlines": (1, 2),
-    "replicas.engine.stats": (1, 2),
-    "replicas.engine.latency_controller": (1, 2),
-    "replicas.engine.step_plan": (1, 2),
-    "replicas.engine.waiting_queue": (1, 2),
-    "replicas.engine.interfaces": (1, 2),
-    "replicas.engine.batch": (1, 1),
-    "replicas.engine.sequence": (1, 0),
-    "replicas.engine.config": (1, 0),
-    "replicas.protocol": (0, 1),
-    "replicas.clock": (0, 0),
-    "replicas.errors": (0, 0),
-    "replicas.rates": (0, 0),
-    "replicas.block_hash": (0, 0),
-    "replicas.cpu_sharing": (0, 0),
-    "replicas.settings": (0, 0),
-    "replicas.tokenizer_files": (0, 0),
-}
-# Scripts that nothing imports.
-APART = ("replicas.demo",)
-
-# Prefixes of the project's modules that a part may see; a part that is not listed is bound by the rows alone.
-VISIBLE = {
-    "router": (
-        "router",
-        "replicas.protocol",
-        "replicas.errors",
-        "replicas.block_hash",
-        "replicas.rates",
-        "replicas.settings",
-    ),
+PRODUCT = ("replicas", "router", "serve_app")
+# A package sees itself and those before it.
+TOPS = (*PRODUCT, "testkit", "bench", "tests")
+# Parts that see less than their packages and folders do.
+MAY_SEE = {
     "replicas": ("replicas",),
-    "replicas.engine": (
-        "replicas.engine",
-        "replicas.clock",
-        "replicas.protocol",
-        "replicas.errors",
-        "replicas.block_hash",
-        "replicas.cpu_sharing",
-        "replicas.rates",
-        "replicas.settings",
-    ),
     "replicas.model": (
         "replicas.model",
         "replicas.engine.batch",
@@ -123,67 +38,62 @@ VISIBLE = {
         "replicas.settings",
         "replicas.tokenizer_files",
     ),
+    "router": (
+        "router",
+        "replicas.protocol",
+        "replicas.errors",
+        "replicas.block_hash",
+        "replicas.clock",
+        "replicas.rates",
+        "replicas.settings",
+    ),
 }
+# Scripts that nothing imports.
+APART = ("replicas.demo",)
+MAX_ROOT_FILES = 8
 
-# Third-party packages, and the only modules that may import them.
+# Third-party packages, and the only folders that may import them.
 CONFINED = {
     "ray": (
+        "router.serve_router",
         "serve_app.app",
         "serve_app.cli",
-        "serve_app.cluster_gpus",
-        "serve_app.jobs.serve_client",
-        "serve_app.jobs_deployment",
-        "serve_app.routing",
-        "router.serve_router",
+        "serve_app.deployments",
+        "serve_app.jobs.client",
     ),
-    "sqlalchemy": ("serve_app.jobs",),
-    "alembic": ("serve_app.jobs",),
-    "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.cluster_gpus"),
+    "sqlalchemy": (
+        "serve_app.jobs.storage",
+        "serve_app.jobs.lifecycle",
+        "serve_app.jobs.execution",
+        "serve_app.jobs.service",
+    ),
+    "alembic": ("serve_app.jobs.storage",),
+    "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.deployments.gpus"),
     "transformers": (
         "replicas.model",
-        "replicas.model_replica",
         "replicas.demo",
         "replicas.tokenizer_files",
-        "serve_app",
+        "serve_app.openai.tokenize",
     ),
-    "triton": (
-        "replicas.model.triton_kernels",
-        "replicas.model.triton_layer_kernels",
-        "replicas.model.triton_layer_math",
-        "replicas.model.triton_shapes",
-        "replicas.model.triton_write",
-    ),
-    "fastapi": ("serve_app",),
+    "triton": ("replicas.model.attention", "replicas.model.layers"),
+    "fastapi": ("serve_app.deployments.ingress", "serve_app.endpoints", "serve_app.ingress"),
     "starlette": ("serve_app",),
     "pydantic": ("serve_app",),
 }
 STDLIB_ONLY = (
     "replicas.engine",
-    "replicas.clock",
     "replicas.protocol",
     "replicas.errors",
-    "replicas.rates",
     "replicas.block_hash",
-    "replicas.cpu_sharing",
-    "replicas.model.options",
-    "replicas.options",
+    "replicas.clock",
+    "replicas.rates",
     "replicas.settings",
-    "router.types",
-    "router.autoscaling",
-    "router.autoscaling_loop",
-    "router.flow_control",
-    "router.flow_queue",
-    "router.held_work",
-    "router.latency_targets",
-    "router.load_table",
-    "router.output_lengths",
-    "router.policy",
-    "router.prefix_index",
-    "router.served_account",
-    "router.slots",
-    "router.scaling_inputs",
-    "router.dispatch",
+    "replicas.options",
+    "replicas.model.loading.options",
+    "replicas.cpu_scheduling",
+    "router",
 )
+NOT_STDLIB_ONLY = ("router.serve_router",)
 
 
 def is_in(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -192,7 +102,7 @@ def is_in(module: str, prefixes: tuple[str, ...]) -> bool:
 
 def module_files() -> dict[str, Path]:
     files: dict[str, Path] = {}
-    for package in PACKAGES:
+    for package in TOPS:
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).with_suffix("").parts
             files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
@@ -200,16 +110,13 @@ def module_files() -> dict[str, Path]:
 
 
 FILES = module_files()
-
-
-def is_package_root(module: str) -> bool:
-    """Whether a module is the (empty) `__init__` of a package that has no row of its own."""
-    return module in FILES and FILES[module].name == "__init__.py" and module not in ROWS
+# All read now: CPython 3.11's `ast` fails now and then in a process where other threads run.
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 
 def read_imports(module: str) -> Iterator[str]:
     """Absolute names of what a module imports; `from package import module` counts as the module."""
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in ast.walk(TREES[module]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -220,79 +127,97 @@ def read_imports(module: str) -> Iterator[str]:
                 yield inner if inner in FILES else node.module
 
 
-def own_imports(module: str) -> list[str]:
-    return [name for name in IMPORTS[module] if name.split(".")[0] in PACKAGES]
-
-
-def part(module: str) -> str:
-    """The prefix in ROWS that a module belongs to."""
-    prefix = max((prefix for prefix in ROWS if is_in(module, (prefix,))), key=len, default=None)
-    assert prefix is not None, f"{module} is in no row; give it one in ROWS"
-    return prefix
-
-
-# All read now: CPython 3.11's `ast` fails now and then in a process where other threads run.
 IMPORTS = {module: tuple(read_imports(module)) for module in FILES}
-CHECKED = [module for module in FILES if not is_in(module, APART) and not is_package_root(module)]
+IN_PRODUCT = [module for module in FILES if is_in(module, PRODUCT) and not is_in(module, APART)]
 
 
-@pytest.mark.parametrize("module", CHECKED)
-def test_a_module_imports_only_from_lower_rows(module: str) -> None:
-    mine = part(module)
-    for imported in own_imports(module):
-        if not is_package_root(imported) and part(imported) != mine:
-            assert ROWS[part(imported)] < ROWS[mine], f"{module} {ROWS[mine]} imports {imported} {ROWS[part(imported)]}"
+def own_imports(module: str) -> list[str]:
+    return [name for name in IMPORTS[module] if name.split(".")[0] in TOPS]
 
 
-@pytest.mark.parametrize("module", CHECKED)
-def test_a_part_sees_only_what_the_table_lists(module: str) -> None:
-    for prefix, visible in VISIBLE.items():
-        if is_in(module, (prefix,)) and module != "replicas.model_replica":
-            hidden = [name for name in own_imports(module) if name != prefix and not is_in(name, visible)]
-            assert not hidden, f"{module} must not import {hidden}"
+def is_package(module: str) -> bool:
+    return module in FILES and FILES[module].name == "__init__.py"
 
 
-@pytest.mark.parametrize("module", CHECKED)
-def test_libraries_stay_where_they_belong(module: str) -> None:
-    for library, allowed in CONFINED.items():
-        if not is_in(module, allowed):
-            assert not any(is_in(name, (library,)) for name in IMPORTS[module]), f"{module} must not import {library}"
+def folder(module: str) -> str:
+    """The part of the architecture that a module belongs to: its folder, or in a top package the module itself."""
+    parent = module.rpartition(".")[0]
+    return module if is_package(module) or not parent or parent in TOPS else parent
 
 
-@pytest.mark.parametrize("module", [module for module in CHECKED if is_in(module, STDLIB_ONLY)])
-def test_pure_modules_import_only_the_standard_library(module: str) -> None:
-    foreign = [
-        name
-        for name in IMPORTS[module]
-        if name.split(".")[0] not in sys.stdlib_module_names and name.split(".")[0] not in PACKAGES
-    ]
-    assert not foreign, f"{module} must not import {foreign}"
+FOLDERS = sorted({folder(module) for module in IN_PRODUCT} - set(PRODUCT))
+DOCUMENTED = [name for name in FOLDERS if is_package(name)]
 
 
-def test_no_import_cycles() -> None:
-    done: set[str] = set()
+def used_folders(name: str) -> set[str]:
+    modules = [module for module in FILES if folder(module) == name]
+    return {folder(imported) for module in modules for imported in own_imports(module)} - {name}
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"import cycle: {' -> '.join([*path, module])}"
-        if module not in done:
-            for imported in own_imports(module):
-                if imported != module and imported in FILES:
-                    visit(imported, (*path, module))
-            done.add(module)
 
+def allowed_folders(name: str) -> set[str]:
+    text = ast.get_docstring(TREES[name]) or ""
+    _, found, allowed = text.partition("May import ")
+    assert found, f"{name}/__init__.py does not say what the folder may import"
+    return set(re.findall(r"`([a-z_.]+)`", allowed))
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_folder_imports_what_its_docstring_says(name: str) -> None:
+    used, allowed = used_folders(name), allowed_folders(name)
+    upward = {other for other in used if not is_in(other, (name, *allowed))}
+    assert not upward, f"{name} must not import {sorted(upward)}"
+    unused = {other for other in allowed if not any(is_in(one, (other,)) for one in used)}
+    assert not unused, f"{name} may import {sorted(unused)} and does not: shorten its docstring"
+
+
+def test_no_import_goes_round_between_folders() -> None:
+    try:
+        TopologicalSorter({name: used_folders(name) for name in {folder(module) for module in FILES}}).prepare()
+    except CycleError as error:
+        pytest.fail(f"folders import each other: {' <- '.join(error.args[1])}")
+
+
+def test_no_import_goes_round_between_modules() -> None:
+    try:
+        TopologicalSorter({module: own_imports(module) for module in FILES}).prepare()
+    except CycleError as error:
+        pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_packages_see_only_those_below() -> None:
+    hidden = []
     for module in FILES:
-        visit(module, ())
+        tops = {module.split(".")[0]: TOPS[: TOPS.index(module.split(".")[0]) + 1]}
+        for prefix, visible in {**tops, **MAY_SEE}.items():
+            if is_in(module, (prefix,)):
+                hidden += [(module, name) for name in own_imports(module) if not is_in(name, visible)]
+    assert not hidden, f"upward imports: {hidden}"
+
+
+@pytest.mark.parametrize("name", ["serve_app/jobs", "replicas/model"])
+def test_the_root_of_a_large_folder_stays_small(name: str) -> None:
+    files = [path.name for path in (ROOT / name).iterdir() if path.is_file()]
+    assert len(files) <= MAX_ROOT_FILES, f"{name} has {sorted(files)}; which folder of it do they belong to?"
+
+
+@pytest.mark.parametrize("library", list(CONFINED))
+def test_libraries_stay_where_they_belong(library: str) -> None:
+    elsewhere = [module for module in IN_PRODUCT if not is_in(module, CONFINED[library])]
+    wrong = [module for module in elsewhere if any(is_in(name, (library,)) for name in IMPORTS[module])]
+    assert not wrong, f"{wrong} must not import {library}"
+
+
+PURE = [module for module in IN_PRODUCT if is_in(module, STDLIB_ONLY) and not is_in(module, NOT_STDLIB_ONLY)]
+
+
+def test_pure_modules_import_only_the_standard_library() -> None:
+    known = (*sys.stdlib_module_names, *PRODUCT)
+    foreign = [(module, name) for module in PURE for name in IMPORTS[module] if name.split(".")[0] not in known]
+    assert not foreign, f"neither the standard library nor ours: {foreign}"
 
 
 def test_pure_modules_import_without_ray_or_torch() -> None:
-    pure = [module for module in CHECKED if is_in(module, STDLIB_ONLY)]
-    import_without(("ray", "torch", "transformers", "fastapi", "pydantic", "numpy"), pure)
-
-
-def test_a_replica_or_ingress_imports_no_library_of_the_jobs_process() -> None:
-    """Each process of the application reads `serve_app.app`; libraries come in with what a process constructs."""
-    heavy = ("sqlalchemy", "alembic", "aiohttp", "transformers", "torch")
-    import_without((), ["serve_app.app"], f"assert not [name for name in {heavy!r} if name in sys.modules]")
+    import_without(("ray", "torch", "transformers", "fastapi", "pydantic", "numpy"), PURE)
 
 
 def test_processes_without_a_model_import_no_torch() -> None:
@@ -300,6 +225,21 @@ def test_processes_without_a_model_import_no_torch() -> None:
     modules = ["serve_app.app", "serve_app.cli.main", "serve_app.ingress", "serve_app.jobs.runtime"]
     load = f"from replicas.tokenizer_files import load_tokenizer; load_tokenizer({str(ROOT / 'replicas' / 'demo')!r})"
     import_without((), modules, f"{load}; assert 'torch' not in sys.modules")
+
+
+HEAVY = ("sqlalchemy", "alembic", "aiohttp", "transformers", "torch")
+DEPLOYMENTS = ("serve_app.deployments.model", "serve_app.deployments.ingress", "serve_app.deployments.jobs")
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS)
+def test_a_process_imports_its_own_deployment_alone(deployment: str) -> None:
+    """Serve imports the module of a deployment's class in each of its processes. Libraries come with construction."""
+    unwanted = [*HEAVY, "serve_app.app", *(other for other in DEPLOYMENTS if other != deployment)]
+    import_without((), [deployment], f"found = set({unwanted!r}) & set(sys.modules); assert not found, found")
+
+
+def test_building_the_application_imports_no_library_of_one_process() -> None:
+    import_without((), ["serve_app.app"], f"found = set({HEAVY!r}) & set(sys.modules); assert not found, found")
 
 
 def import_without(blocked: tuple[str, ...], modules: list[str], afterwards: str = "") -> None:

@@ -30,10 +30,10 @@ from bench.record import write
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loader import load_model
-from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model.loading.loader import load_model
+from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import ReplicaIdentity
 
 _GENERATE = "transformers generate(), fixed size"

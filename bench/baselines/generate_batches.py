@@ -9,7 +9,7 @@ from bench.baselines.engine_batches import TokenTimes
 from bench.baselines.trace import TraceRequest
 from bench.peers.transformers_generate import StaticGenerate
 from bench.peers.workload import PeerRequest
-from replicas.model.precision import choose_device, choose_dtype
+from replicas.model.hardware.device import choose_device, choose_dtype
 
 _TORCH_NAMES = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
 

@@ -10,12 +10,12 @@ from bench.gpu.device_time import num_graphs
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model.build import build_runner
-from replicas.model.loader import LoadedModel
-from replicas.model.options import Device, RunnerOptions
-from replicas.model.tokenizer import make_decoder
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import Device, RunnerOptions
+from replicas.model.loading.tokenizer import make_decoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
-from tests.model.serving import load, random_prompts, run
-from tests.model.tiny import write_checkpoint
+from testkit.model.engine_runs import load, random_prompts, run
+from testkit.model.tiny_checkpoints import write_checkpoint
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3")
 _MAX_NUM_SEQS = 12

@@ -18,16 +18,17 @@ import torch
 
 from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share, num_graphs
 from bench.gpu.mixed_trace import measure_trace, plain_model
+from bench.models import LLAMA_1B, random_model
 from bench.record import percentile, write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loader import LoadedModel
-from replicas.model.options import RunnerOptions
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import RunnerOptions
+from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 
 MANY_SEQS, CONTEXT = 64, 512
@@ -165,8 +166,6 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("host_gap needs a CUDA device, and torch finds none here", file=sys.stderr)
         return 1
-    from bench.gpu_check import LLAMA_1B, random_model
-
     figures = run(
         lambda: random_model(LLAMA_1B, torch.bfloat16, "cuda"), lambda: plain_model(LLAMA_1B, torch.bfloat16, "cuda")
     )

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from bench.gpu.check import Check
 from replicas.errors import ModelLoadError
-from replicas.model.attention import AttentionCall, AttentionSpec, Scoring
-from replicas.model.attention_check import LONG_SCHEDULE, check_attention
-from replicas.model.flash_attention import FlashBackend
-from replicas.model.kv_cache import KVCache
-from replicas.model.triton_attention import TritonBackend
-from replicas.model.triton_layer_math import check_layer_ops
-from replicas.model.triton_tiles import TileGroup, TilePlan
-from tests.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
+from replicas.model.attention.flash import FlashBackend
+from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
+from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.selfcheck import LONG_SCHEDULE, check_attention
+from replicas.model.attention.tiles import TileGroup, TilePlan
+from replicas.model.attention.triton import TritonBackend
+from replicas.model.layers.triton_ops import check_layer_ops
+from testkit.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 LAYERS = {

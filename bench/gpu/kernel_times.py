@@ -12,14 +12,14 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from bench.gpu.device_time import CudaMark
 from replicas.engine.config import EngineLimits
-from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.attention.interface import AttentionCall, Scoring
+from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per_block
+from replicas.model.attention.tiles import TileGroup, TilePlan
+from replicas.model.attention.triton import TritonBackend
 from replicas.model.build import build_runner
-from replicas.model.kv_cache import AttentionLayer, KVCache, bytes_per_block
-from replicas.model.loader import LoadedModel
-from replicas.model.options import RunnerOptions
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
-from replicas.model.triton_attention import TritonBackend
-from replicas.model.triton_tiles import TileGroup, TilePlan
 
 CONTEXT = 1024
 BATCH_SIZES = (1, 64, 256)

@@ -20,10 +20,10 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loader import LoadedModel
-from replicas.model.options import RunnerOptions
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import RunnerOptions
+from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
-from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 
 NUM_REQUESTS, CONCURRENCY = 256, 64

@@ -89,7 +89,7 @@ class Stream(_Spec):
     max_tokens: int | None = None
     """None: `max_tokens` is the drawn output length, and `ignore_eos` makes it exact. Otherwise this is
     declared instead, and the drawn length is known to nobody but a `TimedRunner`, which ends the sequence
-    after it (see `bench.timed_runner`)."""
+    after it (see `testkit.engine.timed_runner`)."""
     temperature: float = Field(default=0.0, ge=0)
 
 

@@ -30,7 +30,7 @@ from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.report import Bar, Options, ratio, read_options, report
 from bench.routing.watch import Seen, watching
 from bench.serving import Served
-from bench.timed_app import read_step_times
+from testkit.engine.timed_runner import read_step_times
 
 NUM_REPLICAS = 4
 OURS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_two, bound when it comes"

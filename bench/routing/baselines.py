@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from replicas.protocol import Band, GenerateRequest
-from router.flow_control import FlowController
-from router.load_table import LoadTable
+from router.balancing.load_table import LoadTable
+from router.flow.flow_control import FlowController
 from router.types import Ranking, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
 from serve_app.config import HeadwayConfig
 

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bench.timed_runner import StepShape, StepTimes
+from testkit.engine.timed_runner import StepShape, StepTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 from replicas.clock import Clock
-from replicas.cpu_sharing import use_normal_scheduling
+from replicas.cpu_scheduling import use_normal_scheduling
 from replicas.engine.engine import Engine
 from replicas.errors import EngineDead, ServingError
 from replicas.protocol import (

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from replicas.clock import Clock
+from replicas.engine.admission import AdmissionControl
 from replicas.engine.batch import CollectedStep, ItemResult, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.deadlines import Deadlines
-from replicas.engine.generation import DecoderFactory, OutputProcessor
-from replicas.engine.intake import AdmissionControl
 from replicas.engine.interfaces import ModelRunner
 from replicas.engine.load_report import LoadReport
+from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus

@@ -1,1 +1,4 @@
-"""One model on one device: loading, the paged KV cache, attention over it, sampling, decoding to text."""
+"""One model on one device: runs scheduled batches.
+
+Read `runner.py` first. May import `replicas.engine`, `replicas.errors`, `replicas.protocol`.
+"""

@@ -9,14 +9,14 @@ import torch
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
-from replicas.model.attention import AttentionBackend
-from replicas.model.attention_choice import choose_attention
-from replicas.model.cuda_graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
-from replicas.model.kv_cache import KVCache, bytes_per_block
-from replicas.model.loader import LoadedModel
-from replicas.model.options import RunnerOptions
+from replicas.model.attention.interface import AttentionBackend
+from replicas.model.attention.kv_cache import KVCache, bytes_per_block
+from replicas.model.attention.select import choose_attention
+from replicas.model.batch.dummy import dummy_batches, dummy_item
+from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
-from replicas.model.scratch import dummy_batches, dummy_item
 
 
 def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
-from replicas.model.attention import AttentionBackend
-from replicas.model.batch_inputs import BatchInputs, InputPlan, LastSampledTokens, wants_prompt_logprobs
-from replicas.model.cuda_graphs import DecodeGraphRunner
-from replicas.model.gather_attention import GatherAttention
-from replicas.model.kv_cache import KVCache
-from replicas.model.launched_step import PendingPart, PendingScores, TorchStep
-from replicas.model.loader import LoadedModel
-from replicas.model.logprobs import launch_logprobs
-from replicas.model.sampler import PendingTokens, Sampler
-from replicas.model.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.attention.gather import GatherAttention
+from replicas.model.attention.interface import AttentionBackend
+from replicas.model.attention.kv_cache import KVCache
+from replicas.model.batch.inputs import BatchInputs, InputPlan, LastSampledTokens, wants_prompt_logprobs
+from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.decode_graphs.graphs import DecodeGraphRunner
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.sampling.logprobs import launch_logprobs
+from replicas.model.sampling.sampler import PendingTokens, Sampler
+from replicas.model.step import PendingPart, PendingScores, TorchStep
 
 # Bounds the logits held at once for a prompt that is scored.
 _MAX_SCORED_TOKENS = 256

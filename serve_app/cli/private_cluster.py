@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import tenacity
 
-from replicas.cpu_sharing import use_batch_scheduling
+from replicas.cpu_scheduling import use_batch_scheduling
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3

@@ -1,1 +1,6 @@
-"""The HTTP endpoints: each turns requests into calls of the parts below and results into responses."""
+"""Routes of the HTTP API: each turns a request into calls and results into a response.
+
+Read `completions.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.protocol`, `router.dispatch`,
+`router.scaling`, `router.types`, `serve_app.auth`, `serve_app.errors`, `serve_app.http`, `serve_app.jobs`,
+`serve_app.metrics`, `serve_app.openai`.
+"""

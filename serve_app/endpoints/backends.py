@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.autoscaling_loop import AutoscalingLoop
 from router.dispatch import Dispatcher
+from router.scaling.autoscaling_loop import AutoscalingLoop
 from serve_app.jobs.access import JobsAccess
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve_app.jobs.records import BatchRecord, FileRecord
-from serve_app.openai.reply import JsonObject
+from serve_app.jobs.api.records import BatchRecord, FileRecord
+from serve_app.openai.reply.format import JsonObject
 
 _UNITS = (("h", 3600), ("m", 60), ("s", 1))
 

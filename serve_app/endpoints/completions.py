@@ -8,16 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
-from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.connection import while_connected
-from serve_app.endpoints.event_stream import EventStream
-from serve_app.endpoints.exchange import caller_of, exchange_of
-from serve_app.endpoints.responses import Routes, json_response
-from serve_app.endpoints.settings import IngressSettings
-from serve_app.openai.neutral import CHAT_IGNORED, COMPLETION_IGNORED
-from serve_app.openai.schema import ChatBody, CompletionBody
+from serve_app.http.bodies import BodyReader
+from serve_app.http.connection import while_connected
+from serve_app.http.event_stream import EventStream
+from serve_app.http.exchange import caller_of, exchange_of
+from serve_app.http.responses import Routes, json_response
+from serve_app.http.settings import IngressSettings
+from serve_app.openai.request.ignored_fields import CHAT_IGNORED, COMPLETION_IGNORED
+from serve_app.openai.request.schema import ChatBody, CompletionBody
+from serve_app.openai.request.validation import Caller
 from serve_app.openai.service import CompletionService, PreparedCompletion
-from serve_app.openai.validation import Caller
 
 _MIN_WAIT_S = 0.5
 """Shortest wait that a client's read time-out makes of a stream's, seconds: a stream of comments is work too."""

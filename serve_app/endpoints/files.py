@@ -10,16 +10,16 @@ from starlette.responses import Response
 from replicas.clock import Clock
 from serve_app.auth import Authenticator
 from serve_app.endpoints.batch_objects import file_object, list_object
-from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.byte_stream import ByteStream
-from serve_app.endpoints.exchange import content_length, exchange_of
-from serve_app.endpoints.responses import Routes, json_response
-from serve_app.endpoints.upload import FORM_BYTES, Upload, boundary_of
 from serve_app.errors import body_too_large
+from serve_app.http.bodies import BodyReader
+from serve_app.http.byte_stream import ByteStream
+from serve_app.http.exchange import content_length, exchange_of
+from serve_app.http.responses import Routes, json_response
+from serve_app.http.upload import FORM_BYTES, Upload, boundary_of
 from serve_app.jobs.access import JobsAccess, checked_file_id
-from serve_app.jobs.records import FileRecord, PageRequest
-from serve_app.openai.job_schema import FileListQuery, UploadForm
-from serve_app.openai.parsing import parse_body
+from serve_app.jobs.api.records import FileRecord, PageRequest
+from serve_app.openai.request.job_schema import FileListQuery, UploadForm
+from serve_app.openai.request.parsing import parse_body
 
 BATCH_FILE_KEPT_S = 30 * 86_400.0
 """How long a batch's input is kept when its upload does not say, seconds, as at OpenAI; other files stay."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from serve_app.endpoints.batch_objects import unix_second
-from serve_app.jobs.records import BatchRecord, BatchStatus, LineRecord, LineStatus
-from serve_app.openai.reply import JsonObject
-from serve_app.openai.urgency import tier_of
+from serve_app.jobs.api.records import BatchRecord, BatchStatus, LineRecord, LineStatus
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.priority import tier_of
 
 _STATUS_OF_LINE = {
     LineStatus.QUEUED: "queued",

@@ -8,18 +8,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
-from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.connection import while_connected
-from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.job_objects import job_object, job_status, status_object
 from serve_app.endpoints.new_jobs import JobMaker
-from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
+from serve_app.http.bodies import BodyReader
+from serve_app.http.connection import while_connected
+from serve_app.http.exchange import exchange_of
+from serve_app.http.responses import Routes, json_response
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.records import BatchKind, BatchRecord, LineRecord, NewBatch, Submission
-from serve_app.openai.job_schema import WaitQuery
-from serve_app.openai.parsing import parse_body
-from serve_app.openai.reply import JsonObject
+from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, NewBatch, Submission
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.job_schema import WaitQuery
+from serve_app.openai.request.parsing import parse_body
 
 RETRY_AFTER_S = 1
 """When a client that does not wait for the end should ask again, seconds."""

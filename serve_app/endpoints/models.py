@@ -6,14 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.auth import Authenticator
-from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.responses import Routes, json_response
-from serve_app.openai.chat import PromptTokenizer
-from serve_app.openai.dispatcher import KnownModel
-from serve_app.openai.limits import check_model, check_num_tokens, check_token_ids
-from serve_app.openai.neutral import TOKENIZE_IGNORED
-from serve_app.openai.reply import JsonObject
-from serve_app.openai.schema import DetokenizeBody, TokenizeBody
+from serve_app.http.bodies import BodyReader
+from serve_app.http.responses import Routes, json_response
+from serve_app.openai.known_model import KnownModel
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.ignored_fields import TOKENIZE_IGNORED
+from serve_app.openai.request.limits import check_model, check_num_tokens, check_token_ids
+from serve_app.openai.request.schema import DetokenizeBody, TokenizeBody
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 
 
 class ModelEndpoints:

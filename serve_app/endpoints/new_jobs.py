@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from replicas.errors import InvalidRequest
 from serve_app.endpoints.submitter import Submitter
-from serve_app.jobs.records import BatchKind, NewBatch, NewLine
-from serve_app.openai.job_schema import MAX_WINDOW_S, JobOptions
-from serve_app.openai.neutral import CHAT_IGNORED, COMPLETION_IGNORED
-from serve_app.openai.parsing import parse_body
-from serve_app.openai.reply import JsonObject
-from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
+from serve_app.jobs.api.records import BatchKind, NewBatch, NewLine
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.ignored_fields import CHAT_IGNORED, COMPLETION_IGNORED
+from serve_app.openai.request.job_schema import MAX_WINDOW_S, JobOptions
+from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.priority import background_band_of
+from serve_app.openai.request.schema import ChatBody, CompletionBody, GenerationBody
 from serve_app.openai.service import CompletionService
-from serve_app.openai.urgency import background_band_of
 
 CHAT_ENDPOINT, COMPLETION_ENDPOINT = "/v1/chat/completions", "/v1/completions"
 

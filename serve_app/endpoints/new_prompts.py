@@ -10,15 +10,15 @@ from pydantic_core import to_json
 from replicas.errors import InvalidRequest
 from serve_app.endpoints.new_jobs import COMPLETION_ENDPOINT, line_of, window_of
 from serve_app.endpoints.submitter import Submitter
-from serve_app.jobs.records import BatchKind, NewBatch, NewLine
-from serve_app.openai.chat import grouped
-from serve_app.openai.job_schema import PromptBatchOptions
-from serve_app.openai.neutral import COMPLETION_IGNORED
-from serve_app.openai.parsing import parse_body
-from serve_app.openai.reply import JsonObject
-from serve_app.openai.schema import CompletionBody
+from serve_app.jobs.api.records import BatchKind, NewBatch, NewLine
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.ignored_fields import COMPLETION_IGNORED
+from serve_app.openai.request.job_schema import PromptBatchOptions
+from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.priority import background_band_of
+from serve_app.openai.request.schema import CompletionBody
 from serve_app.openai.service import CompletionService
-from serve_app.openai.urgency import background_band_of
+from serve_app.openai.tokenize.prompt_tokenizer import grouped
 
 _STAND_IN = "a"
 """Stands for the prompts while the fields that they share are checked."""

@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band, EngineMetrics
-from router.autoscaling_loop import AutoscalingLoop
+from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
 from serve_app.endpoints.backends import Backends
-from serve_app.endpoints.responses import Routes, json_response
-from serve_app.metrics import CONTENT_TYPE, HttpMetrics, JobsCounts, exposition
-from serve_app.openai.dispatcher import KnownModel
-from serve_app.openai.reply import JsonObject
+from serve_app.http.responses import Routes, json_response
+from serve_app.jobs.api.records import JobsCounts
+from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
+from serve_app.openai.known_model import KnownModel
+from serve_app.openai.reply.format import JsonObject
 
 _JOBS_LIMIT_S = 2.0
 """Longest that a scrape waits for the jobs deployment, seconds."""

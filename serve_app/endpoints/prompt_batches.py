@@ -9,18 +9,18 @@ from starlette.responses import Response
 
 from serve_app.auth import Authenticator
 from serve_app.endpoints.batch_objects import counts_object, unix_second
-from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.exchange import exchange_of
 from serve_app.endpoints.job_objects import prompt_output
 from serve_app.endpoints.jobs import RETRY_AFTER_S
 from serve_app.endpoints.new_prompts import PromptBatchMaker
-from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.submitter import Submitter
+from serve_app.http.bodies import BodyReader
+from serve_app.http.exchange import exchange_of
+from serve_app.http.responses import Routes, json_response
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.records import BatchKind, BatchRecord, BatchStatus, LineStatus
-from serve_app.openai.job_schema import OutputsQuery
-from serve_app.openai.parsing import parse_body
-from serve_app.openai.reply import JsonObject
+from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, LineStatus
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.job_schema import OutputsQuery
+from serve_app.openai.request.parsing import parse_body
 
 
 class PromptBatchEndpoints:

@@ -12,8 +12,8 @@ from starlette.requests import Request
 
 from replicas.errors import InvalidRequest
 from serve_app.auth import Authenticator, Principal
-from serve_app.endpoints.exchange import exchange_of
-from serve_app.openai.urgency import ClientHints, hints_from
+from serve_app.http.exchange import exchange_of
+from serve_app.openai.request.priority import ClientHints, hints_from
 
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 

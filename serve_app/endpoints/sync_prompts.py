@@ -15,19 +15,19 @@ from starlette.responses import Response
 from replicas.clock import Clock
 from replicas.errors import InvalidRequest
 from serve_app.auth import Authenticator
-from serve_app.endpoints.bodies import BodyReader
-from serve_app.endpoints.byte_stream import ByteStream
-from serve_app.endpoints.connection import while_connected
-from serve_app.endpoints.exchange import Exchange, caller_of, exchange_of, fail
 from serve_app.endpoints.job_objects import completed_output, unfinished_output
 from serve_app.endpoints.new_prompts import PromptBatchMaker, SyncPrompts
-from serve_app.endpoints.responses import Routes, json_response
-from serve_app.endpoints.settings import IngressSettings
-from serve_app.openai.job_schema import StreamQuery
-from serve_app.openai.parsing import parse_body
-from serve_app.openai.reply import JsonObject
+from serve_app.http.bodies import BodyReader
+from serve_app.http.byte_stream import ByteStream
+from serve_app.http.connection import while_connected
+from serve_app.http.exchange import Exchange, caller_of, exchange_of, fail
+from serve_app.http.responses import Routes, json_response
+from serve_app.http.settings import IngressSettings
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.job_schema import StreamQuery
+from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.validation import Caller
 from serve_app.openai.service import CompletionService, PreparedCompletion
-from serve_app.openai.validation import Caller
 
 _Arrived = asyncio.Queue[JsonObject | None]
 """Events as they come; None: there are no more."""

@@ -1,7 +1,5 @@
-"""Asynchronous jobs and batches: accepted once, kept in a database, never lost.
+"""Asynchronous batches and jobs, stored in SQL. A job is a batch of one line.
 
-Everything asynchronous is a batch of lines; a job is a batch of one. Read `records.py` for what there is, `tables.py`,
-`batch_states.py` and `lease_rows.py` for how it stays true whatever dies, and `runtime.py` for the parts that work:
-`lifecycle.py` (validating and closing), `worker.py` (running lines), `sweeper.py` (what is late or not needed).
-Modules named `..._rows` are parts of transactions: their functions take a connection, and do not wait.
+Read `api/records.py` first, then `runtime.py`. May import `replicas.errors`, `replicas.protocol`,
+`router.serve_router`, `serve_app.openai`.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from serve_app.jobs.errors import UnknownBatch, UnknownFile, UnknownJob
-from serve_app.jobs.file_store import FileStore
-from serve_app.jobs.records import BatchKind, BatchRecord, JobsService
-from serve_app.jobs.settings import JobsSettings
-from serve_app.jobs.webhook_guard import WebhookGuard
+from serve_app.jobs.api.errors import UnknownBatch, UnknownFile, UnknownJob
+from serve_app.jobs.api.records import BatchKind, BatchRecord, JobsService
+from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.files.store import FileStore
+from serve_app.jobs.webhooks.guard import WebhookGuard
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """No other text is anything's id; a database may not even take it."""

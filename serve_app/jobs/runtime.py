@@ -9,23 +9,23 @@ import random
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from serve_app.jobs.backlog import BacklogView
-from serve_app.jobs.context import JobsContext
-from serve_app.jobs.delivery_rows import SqlOutbox
-from serve_app.jobs.endings import BatchEvents
-from serve_app.jobs.finalizing import Finalizer
-from serve_app.jobs.jobs_metrics import LineCounts
-from serve_app.jobs.lease_rows import EndedLines
-from serve_app.jobs.lifecycle import Lifecycle
-from serve_app.jobs.line_queue import LineQueue
-from serve_app.jobs.line_runner import LineRunner
-from serve_app.jobs.ownership import Ownership
-from serve_app.jobs.results import ResultWriter
-from serve_app.jobs.room import LineCapacity
+from serve_app.jobs.execution.backlog import BacklogView
+from serve_app.jobs.execution.capacity import LineCapacity
+from serve_app.jobs.execution.line_queue import LineQueue
+from serve_app.jobs.execution.line_runner import LineRunner
+from serve_app.jobs.execution.result_writer import ResultWriter
+from serve_app.jobs.execution.worker import Worker
+from serve_app.jobs.lifecycle.finalizer import Finalizer
+from serve_app.jobs.lifecycle.state_loops import Lifecycle
+from serve_app.jobs.lifecycle.sweeper import Sweeper
+from serve_app.jobs.lifecycle.validator import Validator
+from serve_app.jobs.metrics import LineCounts
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.sweeper import Sweeper
-from serve_app.jobs.validating import Validator
-from serve_app.jobs.worker import Worker
+from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.deliveries import SqlOutbox
+from serve_app.jobs.storage.leases import EndedLines
+from serve_app.jobs.storage.notify import BatchEvents
+from serve_app.jobs.storage.ownership import Ownership
 from serve_app.openai.service import CompletionService
 
 logger = logging.getLogger(__name__)

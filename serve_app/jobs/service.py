@@ -9,15 +9,8 @@ from dataclasses import replace
 from sqlalchemy.exc import IntegrityError
 
 from replicas.errors import InvalidRequest, ServingError
-from serve_app.jobs import batch_rows, file_rows
-from serve_app.jobs.batch_rows import batch_record, get_batch
-from serve_app.jobs.batch_states import cancel_batch
-from serve_app.jobs.context import JobsContext
-from serve_app.jobs.endings import BatchEvents
-from serve_app.jobs.ids import new_batch_id
-from serve_app.jobs.line_rows import LineRow, new_row
-from serve_app.jobs.pace import ThroughputEstimator
-from serve_app.jobs.records import (
+from serve_app.jobs.api.ids import new_batch_id
+from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,
     BatchStats,
@@ -29,7 +22,15 @@ from serve_app.jobs.records import (
     PageRequest,
     Submission,
 )
-from serve_app.jobs.submission import accepted_before, submit_batch
+from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.storage import batches as batch_rows
+from serve_app.jobs.storage import files as file_rows
+from serve_app.jobs.storage.batch_states import cancel_batch
+from serve_app.jobs.storage.batches import batch_record, get_batch
+from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.lines import LineRow, new_row
+from serve_app.jobs.storage.notify import BatchEvents
+from serve_app.jobs.storage.submission import accepted_before, submit_batch
 
 _FEW_LINES = 8
 """Rows of so many lines are made at once; of more, in a thread."""

@@ -1,1 +1,4 @@
-"""OpenAI's request and response shapes, and the way between them and the engine's types."""
+"""OpenAI's API over the engine's types, without HTTP.
+
+Read `service.py` first. May import `replicas.errors`, `replicas.protocol`, `router.dispatch`, `router.types`.
+"""

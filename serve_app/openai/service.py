@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from router.dispatch import Dispatcher
 from router.types import Headroom
-from serve_app.openai.chat import EncodedPrompt, PromptTokenizer
-from serve_app.openai.chat_reply import ChatFormat
-from serve_app.openai.completion_reply import CompletionFormat
-from serve_app.openai.dispatcher import KnownModel
-from serve_app.openai.fan_in import Deltas, read_together
-from serve_app.openai.limits import check_at_most, check_counts, check_model
-from serve_app.openai.reply import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
-from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
-from serve_app.openai.settings import RequestLimits
-from serve_app.openai.urgency import tier_of
-from serve_app.openai.validation import Caller, chat_requests, completion_requests, refuse_unusable_prompts
+from serve_app.openai.known_model import KnownModel
+from serve_app.openai.reply.chat import ChatFormat
+from serve_app.openai.reply.completion import CompletionFormat
+from serve_app.openai.reply.fan_in import Deltas, read_together
+from serve_app.openai.reply.format import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
+from serve_app.openai.request.limits import check_at_most, check_counts, check_model
+from serve_app.openai.request.priority import tier_of
+from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
+from serve_app.openai.request.settings import RequestLimits
+from serve_app.openai.request.validation import Caller, chat_requests, completion_requests, refuse_unusable_prompts
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 
 
 @dataclass(frozen=True, slots=True)

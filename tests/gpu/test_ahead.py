@@ -8,10 +8,10 @@ from transformers import LlamaConfig
 
 from bench.gpu import host_gap, mixed_trace
 from bench.gpu.ahead_checks import ARCHITECTURES, check_ahead
-from bench.gpu_check import random_model
+from bench.models import random_model
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
-from replicas.model.options import RunnerOptions
+from replicas.model.loading.options import RunnerOptions
 
 SMALL = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192,

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from bench import gpu_check
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
-from replicas.model.options import RunnerOptions
+from replicas.model.loading.options import RunnerOptions
 from replicas.protocol import SamplingParams
 
 SMALL = LlamaConfig(

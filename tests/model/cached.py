@@ -15,9 +15,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.model import serving, tiny
-from tests.model.serving import Prompt, reference_model, reference_tokens
-from tests.model.tiny import write_checkpoint
+from testkit.model import engine_runs as serving
+from testkit.model import tiny_checkpoints as tiny
+from testkit.model.engine_runs import Prompt, reference_model, reference_tokens
+from testkit.model.tiny_checkpoints import write_checkpoint
 
 _ROOT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "tiny"
 

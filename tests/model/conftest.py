@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from tests.model.compiled import need_kernels, with_threads
+from testkit.model.compiled_kernels import need_kernels, with_threads
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from tests.serve.instance import wait_for
+from testkit.serving.make_serve import wait_for
 
 MODEL_NAME = "tiny-llama"
 

@@ -13,10 +13,10 @@ import torch
 
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.config import EngineLimits
-from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
-from tests.model.tiny import write_checkpoint
+from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.service.local_service import local_service
 
 MODEL = "tiny"

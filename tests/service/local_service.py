@@ -16,32 +16,32 @@ from replicas.engine.async_engine import AsyncEngine
 from replicas.model_replica import ModelReplica
 from replicas.options import ReplicaOptions
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.balancing.load_table import LoadTable
+from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
-from router.flow_control import FlowController, FlowLimits
-from router.flow_queue import BandLimits
+from router.flow.flow_control import FlowController, FlowLimits
+from router.flow.flow_queue import BandLimits
 from router.latency_targets import LatencyTargets
-from router.load_table import LoadTable
-from router.policy import LeastTokens
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.backlog import BacklogView
-from serve_app.jobs.context import JobsContext
-from serve_app.jobs.database import Database
-from serve_app.jobs.fsspec_store import FsspecStore
-from serve_app.jobs.pace import ThroughputEstimator
-from serve_app.jobs.records import JobsService
-from serve_app.jobs.room import LineCapacity
+from serve_app.jobs.api.records import JobsService
+from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.execution.backlog import BacklogView
+from serve_app.jobs.execution.capacity import LineCapacity
+from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.files.fsspec import FsspecStore
 from serve_app.jobs.runtime import JobsRuntime
-from serve_app.jobs.settings import JobsSettings
-from serve_app.jobs.webhook_addresses import AllowedHosts
-from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
+from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.database import Database
+from serve_app.jobs.webhooks.addresses import AllowedHosts
+from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics
-from serve_app.openai.chat import PromptTokenizer
-from serve_app.openai.dispatcher import KnownModel
+from serve_app.openai.known_model import KnownModel
 from serve_app.openai.service import CompletionService
-from serve_app.openai.workers import WorkerThreads
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+from serve_app.openai.tokenize.workers import WorkerThreads
 from serve_app.router_metrics import RouterMetrics
-from tests.http.conftest import serving
+from testkit.http.api import serving
 
 _POLL_PERIOD_S = 0.2
 

@@ -16,13 +16,13 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 
 from replicas.engine.config import EngineLimits
-from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
-from tests.fakes import key_digest
-from tests.limits import LIMIT_S
-from tests.model.tiny import write_checkpoint
-from tests.serve.instance import ROOT, wait_for
+from testkit.http.scripted_dispatcher import key_digest
+from testkit.limits import LIMIT_S
+from testkit.model.tiny_checkpoints import write_checkpoint
+from testkit.serving.make_serve import ROOT, wait_for
 from tests.service.batches import MODEL_NAME, chat_body, ended, line, look, results, submit
 from tests.service.local_service import local_service
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 
-from tests.limits import LIMIT_S
+from testkit.limits import LIMIT_S
 from tests.service.conftest import MODEL, Service
 
 NUM_CONNECTIONS = 2000

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from tests.model.serving import random_prompts, reference_model, reference_tokens
+from testkit.model.engine_runs import random_prompts, reference_model, reference_tokens
 from tests.service.conftest import MODEL, Service
 
 NUM_TOKENS = 24

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.limits import LIMIT_S
+from testkit.limits import LIMIT_S
 from tests.seeds import groups
 
 ROOT = Path(__file__).resolve().parents[2]

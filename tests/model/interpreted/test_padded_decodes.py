@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from replicas.model.triton_attention import TritonBackend
+from replicas.model.attention.triton import TritonBackend
 from replicas.protocol import GenerateRequest, SamplingParams
-from tests.model.serving import Sizes, build_engine, load, num_preemptions, random_prompts, run
-from tests.model.test_async_scheduling import check_same
-from tests.model.tiny import write_checkpoint
+from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, run
+from testkit.model.tiny_checkpoints import write_checkpoint
+from tests.model.decode_graphs.test_steps_ahead import check_same
 
 PARAMS = (
     SamplingParams(max_tokens=14, temperature=0.0),

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from bench.gpu.kernel_checks import check_layer
-from replicas.model import triton_attention
-from replicas.model.attention import (
+from replicas.model.attention import triton as triton_attention
+from replicas.model.attention.interface import (
     ATTENTION_NAME,
     AttentionCall,
     AttentionPort,
@@ -24,20 +24,28 @@ from replicas.model.attention import (
     Scoring,
     register_attention,
 )
-from replicas.model.attention_check import check_attention
-from replicas.model.attention_choice import choose_attention
-from replicas.model.fast_parts import cuda_modules, optimize_model
-from replicas.model.fused_decoder import FusedDecoder
-from replicas.model.kv_cache import AttentionLayer, KVCache
-from replicas.model.loader import LoadedModel
-from replicas.model.probe import probe_attention
-from replicas.model.triton_attention import TritonBackend
-from replicas.model.triton_layer_math import TritonLayerOps, check_layer_ops
-from replicas.model.triton_tiles import TileGroup, TilePlan
+from replicas.model.attention.kv_cache import AttentionLayer, KVCache
+from replicas.model.attention.probe import probe_attention
+from replicas.model.attention.select import choose_attention
+from replicas.model.attention.selfcheck import check_attention
+from replicas.model.attention.tiles import TileGroup, TilePlan
+from replicas.model.attention.triton import TritonBackend
+from replicas.model.layers.fused_decoder import FusedDecoder
+from replicas.model.layers.optimize import cuda_modules, optimize_model
+from replicas.model.layers.triton_ops import TritonLayerOps, check_layer_ops
+from replicas.model.loading.loader import LoadedModel
 from replicas.protocol import SamplingParams
-from tests.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
-from tests.model.serving import Sizes, build_engine, load, random_prompts, reference_model, reference_tokens, tokens
-from tests.model.tiny import write_checkpoint
+from testkit.model.engine_runs import (
+    Sizes,
+    build_engine,
+    load,
+    random_prompts,
+    reference_model,
+    reference_tokens,
+    tokens,
+)
+from testkit.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
+from testkit.model.tiny_checkpoints import write_checkpoint
 
 CPU = torch.device("cpu")
 

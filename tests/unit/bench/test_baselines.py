@@ -12,11 +12,11 @@ from bench.baselines.policies import Adaptive, FixedSize, LengthBucketed, Memory
 from bench.baselines.serving_loop import serve_continuously, serve_in_batches
 from bench.baselines.timeline import Timeline
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
-from bench.timed_runner import StepTimes, TimedRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.protocol import Band
-from tests.unit.engine.worlds import IDENTITY, FakeClock, decoders
+from testkit.engine.shadow_runner import IDENTITY, FakeClock, decoders
+from testkit.engine.timed_runner import StepTimes, TimedRunner
 
 # Kernels whose time hardly depends on the batch, as on a device that reads its weights in every step.
 STEP_TIMES = StepTimes(base_s=20e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.1e-3)

@@ -15,7 +15,7 @@ from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
 from bench.routing.report import Bar, ratio, read_options
 from bench.routing.watch import Seen
-from bench.timed_runner import StepTimes
+from testkit.engine.timed_runner import StepTimes
 
 
 def row(

@@ -9,8 +9,8 @@ import pytest
 from bench.gpu.device_time import MarkedRunner, covered_share
 from bench.gpu.host_gap import summarise
 from bench.gpu.mixed_trace import left_padded, make_trace
-from bench.timed_runner import FinishedStep
 from replicas.engine.batch import ScheduledBatch
+from testkit.engine.timed_runner import FinishedStep
 
 
 @dataclass

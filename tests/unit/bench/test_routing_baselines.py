@@ -10,13 +10,13 @@ import pytest
 
 from bench.routing.baselines import BaselineFlow, EarlyBinding, LeastRequests, PowerOfTwo, Random, RoundRobin
 from replicas.protocol import Band
-from router.flow_control import SampleGroup
-from router.load_table import LoadTable
+from router.balancing.load_table import LoadTable
+from router.flow.flow_control import SampleGroup
 from router.types import Reason, RoutingPolicy
 from serve_app.config import HeadwayConfig
-from tests.unit.router.fakes import FakeObserver, request, routing, stats, view
-from tests.unit.router.simulated_time import FakeClock
-from tests.unit.router.test_policy import PROMPT, with_prefix
+from testkit.router.simulated_replicas import FakeObserver, request, routing, stats, view
+from testkit.router.simulated_time import FakeClock
+from tests.unit.router.balancing.test_policy import PROMPT, with_prefix
 
 
 def test_least_requests_counts_requests_and_not_their_length():

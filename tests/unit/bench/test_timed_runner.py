@@ -6,13 +6,13 @@ import time
 
 import pytest
 
-from bench.timed_runner import StepShape, StepTimes, TimedRunner, TimedStep, shape_of
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
 from replicas.protocol import Band, FinishReason, GenerateRequest
-from tests.unit.engine.worlds import IDENTITY, Outcome, config, decoders, request
+from testkit.engine.shadow_runner import IDENTITY, Outcome, config, decoders, request
+from testkit.engine.timed_runner import StepShape, StepTimes, TimedRunner, TimedStep, shape_of
 
 VOCABULARY, EOS = 4096, 2
 STEP_TIMES = StepTimes(base_s=5e-3, per_decode_s=1e-3, per_prefill_token_s=1e-4, per_context_token_s=1e-5)

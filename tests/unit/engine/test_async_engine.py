@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas.cpu_sharing import use_batch_scheduling
+from replicas.cpu_scheduling import use_batch_scheduling
 from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
@@ -23,8 +23,8 @@ from replicas.engine.engine import Engine
 from replicas.engine.interfaces import IncrementalDecoder
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
-from tests.limits import LIMIT_S
-from tests.unit.engine.worlds import IDENTITY, ShadowRunner, config, continuation, decoders, request
+from testkit.engine.shadow_runner import IDENTITY, ShadowRunner, config, continuation, decoders, request
+from testkit.limits import LIMIT_S
 
 
 @asynccontextmanager

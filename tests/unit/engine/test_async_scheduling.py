@@ -15,12 +15,12 @@ from replicas.engine.config import EngineConfig
 from replicas.engine.interfaces import LaunchedStep
 from replicas.errors import DeadlineExceeded, Overloaded
 from replicas.protocol import Band, FinishReason, GenerateRequest
+from testkit.engine.shadow_runner import FakeClock, Outcome, ShadowRunner, World, config, continuation, request
 from tests.seeds import Seeds
 from tests.unit.engine import test_waste
 from tests.unit.engine.test_async_engine import collect, running, until_idle
-from tests.unit.engine.test_random_worlds import random_config
+from tests.unit.engine.test_random_schedules import random_config
 from tests.unit.engine.test_waste import num_computed, prompt_of, wasted
-from tests.unit.engine.worlds import FakeClock, Outcome, ShadowRunner, World, config, continuation, request
 
 EOS = frozenset({3, 31, 59})
 _GARBAGE = -1

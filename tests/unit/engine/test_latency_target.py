@@ -8,11 +8,11 @@ from statistics import fmean
 
 import pytest
 
-from bench.timed_runner import StepTimes, TimedRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.protocol import Band
-from tests.unit.engine.worlds import IDENTITY, FakeClock, decoders, request
+from testkit.engine.shadow_runner import IDENTITY, FakeClock, decoders, request
+from testkit.engine.timed_runner import StepTimes, TimedRunner
 
 TARGET_MS = 50.0
 # A small model on two processor cores: 20 ms with one sequence, 46 ms with 32; a token of a prompt costs 0.8 ms.

@@ -10,7 +10,7 @@ import pytest
 from replicas.engine.detokenizer import Detokenizer
 from replicas.errors import SequenceFailed
 from replicas.protocol import FinishReason, TokenDelta, Usage, merge
-from tests.unit.engine.worlds import World, config, continuation, request
+from testkit.engine.shadow_runner import World, config, continuation, request
 
 
 class Spelling:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicas.errors import Overloaded
-from tests.unit.engine.worlds import World, config, request
+from testkit.engine.shadow_runner import World, config, request
 
 
 def test_what_an_engine_gives_back_is_counted_by_limit() -> None:

@@ -9,7 +9,7 @@ import pytest
 from replicas.engine.config import KVPressurePolicy
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, FinishReason
-from tests.unit.engine.worlds import World, config, continuation, request
+from testkit.engine.shadow_runner import World, config, continuation, request
 
 
 def prompt(num_tokens: int, first: int = 1) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.engine.worlds import World, config, request
+from testkit.engine.shadow_runner import World, config, request
 
 
 def test_steps_count_what_padding_would_have_cost_and_the_slots_used():

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from testkit.engine.shadow_runner import World, config, request
 from tests.seeds import Seeds
-from tests.unit.engine.worlds import World, config, request
 
 
 def wasted(world: World) -> dict[str, float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.postgresql import NOT_INSTALLED, PostgreSQL, find_binaries, postgresql
+from testkit.jobs.postgresql import NOT_INSTALLED, PostgreSQL, find_binaries, postgresql
 
 
 @pytest.fixture(scope="session")

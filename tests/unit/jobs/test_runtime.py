@@ -12,8 +12,8 @@ import pytest
 from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import Band
-from serve_app.jobs.errors import UnknownFile
-from serve_app.jobs.records import (
+from serve_app.jobs.api.errors import UnknownFile
+from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,
     BatchStatus,
@@ -23,10 +23,10 @@ from serve_app.jobs.records import (
     NewBatch,
     PageRequest,
 )
-from serve_app.jobs.settings import JobsSettings
-from tests.limits import LIMIT_S
-from tests.unit.jobs.runtimes import Process, ScriptedCompletions, jobs_process, until
-from tests.unit.jobs.worlds import ENDPOINT, MODEL, MemoryFiles, body, new_batch
+from serve_app.jobs.api.settings import JobsSettings
+from testkit.jobs.database_worlds import ENDPOINT, MODEL, MemoryFiles, body, new_batch
+from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process, until
+from testkit.limits import LIMIT_S
 
 TENANT = "acme"
 NOW = 1_000_000.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tests.unit.router.simulated_time import SimulatedLoop
+from testkit.router.simulated_time import SimulatedLoop
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], SimulatedLoop]]:

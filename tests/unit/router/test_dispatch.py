@@ -11,10 +11,10 @@ import pytest
 
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, ReplicaLost, SequenceFailed, ServingError
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
-from tests.unit.router.fakes import FakeReplica, request, stats, undisturbed
-from tests.unit.router.flows import limits
-from tests.unit.router.simulated_time import settle_down
-from tests.unit.router.worlds import Outcome, World, read
+from testkit.router.dispatch_worlds import Outcome, World, read
+from testkit.router.flow_worlds import limits
+from testkit.router.simulated_replicas import FakeReplica, request, stats, undisturbed
+from testkit.router.simulated_time import settle_down
 
 
 async def test_a_stream_is_the_whole_output_in_order():

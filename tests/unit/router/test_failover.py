@@ -12,9 +12,9 @@ import router.dispatch as module
 from replicas.errors import EngineDead, Overloaded, ReplicaLost, RequestQuarantined, ServingError
 from replicas.protocol import Band, GenerateRequest, TokenDelta
 from router.types import Outcome as Wait
-from tests.unit.router.fakes import FakeReplica, request, stats, undisturbed
-from tests.unit.router.simulated_time import settle_down
-from tests.unit.router.worlds import Outcome, World, read
+from testkit.router.dispatch_worlds import Outcome, World, read
+from testkit.router.simulated_replicas import FakeReplica, request, stats, undisturbed
+from testkit.router.simulated_time import settle_down
 
 
 def long(name: str, prompt_logprobs: int | None = None) -> GenerateRequest:

@@ -1,0 +1,58 @@
+"""Attention over the paged cache in the compiled kernel, on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from replicas.model.attention.interface import AttentionCall, with_dense_heads
+from replicas.model.attention.kv_cache import AttentionLayer, KVCache
+from replicas.model.batch.inputs import BatchInputs
+
+# Attention reads keys and values in pieces of this many numbers.
+_HEAD_SIZE_UNIT = 16
+
+
+def can_attend(layers: Sequence[AttentionLayer]) -> bool:
+    """Whether `CppAttention` computes the attention of such layers."""
+    return all(size % _HEAD_SIZE_UNIT == 0 for layer in layers for size in (layer.key_size, layer.value_size))
+
+
+class CppAttention:
+    """Attention of one forward pass straight over the cache's blocks; needs the kernels and `can_attend`.
+
+    Reads no slot but those that a token sees, so that blocks need not be cleared.
+    """
+
+    def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
+        self.cache = cache
+        self.slots = inputs.slots
+        """[num_tokens] int64"""
+        chunks: list[tuple[int, int, int, int]] = []
+        tables: list[int] = []
+        for chunk in inputs.chunks:
+            chunks.append((chunk.row, chunk.start, chunk.end, len(tables)))
+            tables.extend(chunk.block_table)
+        self.chunks = torch.tensor(chunks, dtype=torch.int64)
+        """[num_chunks, 4]: first row, first position, end position, start in `tables`"""
+        self.tables = torch.tensor(tables, dtype=torch.int64)
+        """The block tables of all chunks, one after the other."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
+        layer, scoring = self.cache[call.layer], call.scoring
+        output: Tensor = torch.ops.headway.attend_paged.default(
+            *map(with_dense_heads, (call.query, call.key, call.value)),
+            layer.keys,
+            layer.values,
+            self.slots,
+            self.chunks,
+            self.tables,
+            scoring.scale,
+            call.window or 0,
+            scoring.softcap or 0.0,
+            None if scoring.sinks is None else scoring.sinks.float(),
+        )
+        return output

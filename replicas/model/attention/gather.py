@@ -1,0 +1,188 @@
+"""Attention over the paged cache in plain torch: gather blocks, then scaled dot product. Runs on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from replicas.model.attention.dense import attend_dense
+from replicas.model.attention.interface import AttentionCall
+from replicas.model.attention.kv_cache import KVCache, LayerCache
+from replicas.model.batch.inputs import BatchInputs, Chunk
+
+# Bounds the copy of keys and values that one group of decodes makes, in slots.
+_MAX_GATHERED_SLOTS = 1 << 17
+# Sequences within this many blocks share a group whatever their lengths: a call costs more than the padding.
+_SHORT_BLOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Decodes:
+    """Single-token chunks of similar length whose blocks are gathered together."""
+
+    rows: Tensor
+    """[num_chunks] int64: their rows in the flat batch."""
+    table: Tensor
+    """[num_chunks * max_blocks] int64"""
+    mask: Tensor
+    """[num_chunks, 1, 1, max_blocks * block_size] bool: which gathered slots the token sees; at least its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """One chunk of several tokens. Without a table, its own keys and values are all it sees, causally."""
+
+    rows: slice
+    table: Tensor | None
+    """[num_blocks] int64"""
+    mask: Tensor | None
+    """[num_tokens, num_slots] bool; None: causal."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    decodes: tuple[_Decodes, ...]
+    prefills: tuple[_Prefill, ...]
+
+
+class GatherAttention:
+    """Attention of one forward pass. What layers share (tables, masks) is built once per window size."""
+
+    def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
+        self._cache = cache
+        self._inputs = inputs
+        self._plans: dict[int | None, _Plan] = {}
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
+        layer = self._cache[call.layer]
+        if self._inputs.partial_blocks is not None:
+            layer.clear(self._inputs.partial_blocks)
+        layer.write(self._inputs.slots, call.key, call.value)
+        if call.window not in self._plans:
+            self._plans[call.window] = self._plan(call.window)
+        plan = self._plans[call.window]
+        num_tokens, num_heads, _ = call.query.shape
+        output = call.query.new_empty(num_tokens, num_heads, call.value.shape[2])
+        for decodes in plan.decodes:
+            output.index_copy_(0, decodes.rows, _attend_decodes(call, layer, decodes))
+        for prefill in plan.prefills:
+            output[prefill.rows] = _attend_prefill(call, layer, prefill)
+        return output
+
+    def _plan(self, window: int | None) -> _Plan:
+        singles = [chunk for chunk in self._inputs.chunks if chunk.num_tokens == 1]
+        return _Plan(
+            tuple(self._decodes(group, window) for group in self._group(singles, window)),
+            tuple(self._prefill(chunk, window) for chunk in self._inputs.chunks if chunk.num_tokens > 1),
+        )
+
+    def _group(self, chunks: list[Chunk], window: int | None) -> list[list[Chunk]]:
+        """Chunks in groups whose members fill at least half of the padded length, longest first."""
+        groups: list[list[Chunk]] = []
+        longest = 0
+        for chunk in sorted(chunks, key=lambda chunk: -len(self._blocks(chunk, window))):
+            num_blocks = len(self._blocks(chunk, window))
+            num_slots = longest * self._cache.block_size * (len(groups[-1]) + 1) if groups else 0
+            is_similar = 2 * num_blocks >= longest or longest <= _SHORT_BLOCKS
+            if not groups or not is_similar or num_slots > _MAX_GATHERED_SLOTS:
+                groups.append([])
+                longest = num_blocks
+            groups[-1].append(chunk)
+        return groups
+
+    def _decodes(self, chunks: list[Chunk], window: int | None) -> _Decodes:
+        tables = [self._blocks(chunk, window) for chunk in chunks]
+        num_blocks = len(tables[0])
+        # Padded with a block of its own: whatever a sequence reads, masked or not, is its own.
+        padded = [table + table[-1:] * (num_blocks - len(table)) for table in tables]
+        block_size = self._cache.block_size
+        firsts = [self._first_block(chunk, window) * block_size for chunk in chunks]
+        # Relative to the first gathered slot: what a token sees is [low, high).
+        lows = [_first_visible(chunk, window) - first for chunk, first in zip(chunks, firsts, strict=True)]
+        highs = [chunk.end - first for chunk, first in zip(chunks, firsts, strict=True)]
+        bounds = self._tensor([[chunk.row for chunk in chunks], lows, highs])
+        slots = torch.arange(num_blocks * block_size, device=bounds.device)
+        mask = (slots >= bounds[1, :, None]) & (slots < bounds[2, :, None])
+        return _Decodes(bounds[0], self._tensor(padded).flatten(), mask[:, None, None])
+
+    def _prefill(self, chunk: Chunk, window: int | None) -> _Prefill:
+        rows = slice(chunk.row, chunk.row + chunk.num_tokens)
+        if chunk.start == 0 and (window is None or chunk.end <= window):
+            return _Prefill(rows, None, None)
+        table = self._tensor(self._blocks(chunk, window))
+        first = self._first_block(chunk, window) * self._cache.block_size
+        keys = torch.arange(first, first + len(table) * self._cache.block_size, device=table.device)
+        queries = torch.arange(chunk.start, chunk.end, device=table.device)[:, None]
+        mask = keys <= queries
+        if window is not None:
+            mask &= keys > queries - window
+        return _Prefill(rows, table, mask)
+
+    def _first_block(self, chunk: Chunk, window: int | None) -> int:
+        return _first_visible(chunk, window) // self._cache.block_size
+
+    def _blocks(self, chunk: Chunk, window: int | None) -> list[int]:
+        """The blocks that some token of the chunk sees."""
+        num_blocks = -(-chunk.end // self._cache.block_size)
+        return chunk.block_table[self._first_block(chunk, window) : num_blocks]
+
+    def _tensor(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._inputs.slots.device, non_blocking=True)
+
+
+def _first_visible(chunk: Chunk, window: int | None) -> int:
+    """The earliest position that the chunk's first token sees."""
+    return 0 if window is None else max(0, chunk.start + 1 - window)
+
+
+def _attend_decodes(call: AttentionCall, layer: LayerCache, decodes: _Decodes) -> Tensor:
+    """The group's output, [num_chunks, num_query_heads, value_size]."""
+    query = call.query.index_select(0, decodes.rows)
+    num_chunks, num_heads, key_size = query.shape
+    keys = layer.keys.index_select(0, decodes.table).view(num_chunks, -1, *layer.keys.shape[2:]).transpose(1, 2)
+    values = layer.values.index_select(0, decodes.table).view(num_chunks, -1, *layer.values.shape[2:]).transpose(1, 2)
+    if _needs_dense(call):
+        output = attend_dense(query[:, :, None], keys, values, decodes.mask, call.scoring)
+    else:
+        # The query heads of one KV head are packed as query rows, so that keys are not repeated.
+        packed = query.view(num_chunks, keys.shape[1], -1, key_size)
+        output = functional.scaled_dot_product_attention(
+            packed, keys, values, attn_mask=decodes.mask, scale=call.scoring.scale
+        )
+    return output.reshape(num_chunks, num_heads, -1)
+
+
+def _attend_prefill(call: AttentionCall, layer: LayerCache, prefill: _Prefill) -> Tensor:
+    """The chunk's output, [num_tokens, num_query_heads, value_size]."""
+    query = call.query[prefill.rows].transpose(0, 1)[None]
+    if prefill.table is None:
+        keys, values = call.key[prefill.rows], call.value[prefill.rows]
+    else:
+        keys = layer.keys.index_select(0, prefill.table).flatten(0, 1)
+        values = layer.values.index_select(0, prefill.table).flatten(0, 1)
+    keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    if _needs_dense(call):
+        output = attend_dense(query, keys, values, prefill.mask, call.scoring)
+    else:
+        # Repeated, not `enable_gqa`: CUDA's kernels that take a mask lack it, and torch would write all scores out.
+        group_size = query.shape[1] // keys.shape[1]
+        output = functional.scaled_dot_product_attention(
+            query,
+            keys.repeat_interleave(group_size, dim=1),
+            values.repeat_interleave(group_size, dim=1),
+            attn_mask=prefill.mask,
+            is_causal=prefill.mask is None,
+            scale=call.scoring.scale,
+        )
+    return output[0].transpose(0, 1)
+
+
+def _needs_dense(call: AttentionCall) -> bool:
+    """Whether torch's fused attention cannot compute the call (or would, in unbounded memory)."""
+    return (
+        call.scoring.softcap is not None or call.scoring.sinks is not None or call.query.shape[2] != call.value.shape[2]
+    )

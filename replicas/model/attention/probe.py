@@ -1,0 +1,129 @@
+"""Learning a model's attention layers, and whether it can be served, from dry forward passes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from replicas.errors import UnsupportedModel
+from replicas.model.attention.interface import AttentionCall, AttentionPort
+from replicas.model.attention.kv_cache import AttentionLayer
+
+# Arguments that transformers passes along and that change nothing about the attention of a causal decoder.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
+)
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+class _Recorder:
+    """Attention that notes each call and answers zeros, so that no position learns about another."""
+
+    def __init__(self) -> None:
+        self.layers: list[AttentionLayer] = []
+        self.extras: set[str] = set()
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        num_tokens, num_query_heads, key_size = call.query.shape
+        self.layers.append(
+            AttentionLayer(
+                index=call.layer,
+                num_query_heads=num_query_heads,
+                num_kv_heads=call.key.shape[1],
+                key_size=key_size,
+                value_size=call.value.shape[2],
+                window=call.window,
+                softcap=call.scoring.softcap,
+                has_sinks=call.scoring.sinks is not None,
+            )
+        )
+        self.extras |= call.extras
+        return call.value.new_zeros(num_tokens, num_query_heads, call.value.shape[2])
+
+
+def refuse_config(config: PretrainedConfig) -> None:
+    """Refuse what the config alone shows to be impossible, before any weight is read.
+
+    Raises:
+        UnsupportedModel: always with the model type and the reason.
+    """
+    if config.is_encoder_decoder:
+        raise UnsupportedModel(config.model_type, "it is an encoder-decoder, not a decoder")
+    text_config = config.get_text_config(decoder=True)
+    unknown = set(getattr(text_config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    if unknown:
+        raise UnsupportedModel(config.model_type, f"it has layers of type {', '.join(sorted(unknown))}")
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        raise UnsupportedModel(config.model_type, "its layers share one another's keys and values")
+
+
+def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[AttentionLayer, ...]:
+    """The model's attention layers in order of index.
+
+    Raises:
+        UnsupportedModel: not exactly one call per layer, or positions mix outside attention.
+    """
+    model_type = model.config.model_type
+    recorder, logits = dry_forward(model, port, [3, 4, 5, 6])
+    _, changed = dry_forward(model, port, [7, 4, 5, 6])
+    _check_calls(model.config, recorder)
+    difference = (logits - changed).abs().amax(dim=-1)  # [4]
+    tolerance = math.sqrt(torch.finfo(model.dtype).eps) * float(difference[0])
+    if float(difference[1:].max()) > tolerance:
+        raise UnsupportedModel(
+            model_type, "positions influence one another outside attention (recurrent state, convolution or the like)"
+        )
+    return tuple(sorted(recorder.layers, key=lambda layer: layer.index))
+
+
+def dry_forward(model: PreTrainedModel, port: AttentionPort, token_ids: list[int]) -> tuple[_Recorder, Tensor]:
+    """What attention was asked for, and the logits [num_tokens, vocab_size] float32, with attention replaced by 0.
+
+    Raises:
+        UnsupportedModel: the model's code fails.
+    """
+    recorder = _Recorder()
+    num_tokens = len(token_ids)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    with torch.inference_mode(), port.using(recorder):
+        try:
+            logits: Tensor = model(
+                input_ids=torch.tensor([[token_id % vocab_size for token_id in token_ids]], device=model.device),
+                position_ids=torch.arange(num_tokens, device=model.device)[None],
+                use_cache=False,
+                logits_to_keep=torch.arange(num_tokens, device=model.device),
+            ).logits
+        except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedModel(
+                model.config.model_type, f"its code does not accept a flat batch ({type(error).__name__}: {error})"
+            ) from error
+    return recorder, logits[0].float()
+
+
+def _check_calls(config: PretrainedConfig, recorder: _Recorder) -> None:
+    num_layers = config.get_text_config(decoder=True).num_hidden_layers
+    indices = [layer.index for layer in recorder.layers]
+    if not indices:
+        raise UnsupportedModel(config.model_type, "its code does not use transformers' attention interface")
+    if len(indices) != num_layers or len(set(indices)) != num_layers:
+        raise UnsupportedModel(
+            config.model_type,
+            f"{len(set(indices))} of its {num_layers} layers called attention, {len(indices)} calls in all; "
+            "exactly one call per layer is needed (the others keep state outside the KV cache)",
+        )
+    unknown = recorder.extras - _HARMLESS
+    if unknown:
+        raise UnsupportedModel(config.model_type, f"its attention takes {', '.join(sorted(unknown))}")

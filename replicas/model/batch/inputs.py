@@ -1,0 +1,146 @@
+"""The tensors and numbers that one forward pass over a flat batch needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one sequence in the flat batch, for attention: rows [row, row + num_tokens), positions [start, end)."""
+
+    row: int
+    start: int
+    end: int
+    block_table: list[int]
+    """The sequence's own list; block_table[p // block_size] holds position p."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed in this pass."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInputs:
+    """One forward pass: sequences laid end to end in one row, so that no token is padding."""
+
+    input_ids: Tensor
+    """[1, num_tokens] int64"""
+    position_ids: Tensor
+    """[1, num_tokens] int64"""
+    slots: Tensor
+    """[num_tokens] int64: where each token's key and value go."""
+    partial_blocks: Tensor | None
+    """[num_blocks] int64: blocks that this pass begins and does not fill; None: there are none.
+
+    What a former owner left in them is read, although masked, and a NaN times 0 would still be a NaN.
+    """
+    logits_rows: Tensor
+    """[num_rows] int64: tokens whose logits are wanted, in order of the items."""
+    chunks: tuple[Chunk, ...]
+    """One per item, host values only: attention makes of them what it needs."""
+
+
+def wants_prompt_logprobs(item: ScheduledSequence) -> bool:
+    """Whether some prompt token's log probabilities come out of this item."""
+    return item.sequence.request.params.prompt_logprobs is not None and item.start < item.sequence.num_prompt_tokens - 1
+
+
+def num_logits_rows(item: ScheduledSequence) -> int:
+    """Rows of logits that the item needs: every position to score its prompt, the last one to sample."""
+    return item.num_tokens if wants_prompt_logprobs(item) else int(item.samples)
+
+
+def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
+    """Lay `items`, whose tokens are all known, end to end on `device`."""
+    to_device = HostToDeviceBuffer()
+    plan = InputPlan(items, block_size, LastSampledTokens.none(device), to_device)
+    return plan.place(to_device.send(device))
+
+
+@dataclass(frozen=True, slots=True)
+class LastSampledTokens:
+    """The tokens that the step launched last samples; the host need not know them."""
+
+    tokens: Tensor
+    """[num_rows] int64, on the device"""
+    row_by_sequence: dict[Sequence, int]
+
+    @classmethod
+    def none(cls, device: torch.device) -> LastSampledTokens:
+        """Before the first step."""
+        return cls(torch.empty(0, dtype=torch.int64, device=device), {})
+
+
+class InputPlan:
+    """Where a flat batch's inputs lie among the numbers that travel to the device."""
+
+    def __init__(
+        self,
+        items: Items[ScheduledSequence],
+        block_size: int,
+        last_sampled: LastSampledTokens,
+        to_device: HostToDeviceBuffer,
+    ) -> None:
+        input_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        partial_blocks: list[int] = []
+        logits_rows: list[int] = []
+        placeholders: list[tuple[int, int]] = []
+        chunks: list[Chunk] = []
+        for item in items:
+            chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
+            input_ids.extend(item.sequence.token_ids[item.start : item.end])
+            if len(input_ids) < chunk.row + chunk.num_tokens:
+                placeholders.append((len(input_ids), last_sampled.row_by_sequence[item.sequence]))
+                input_ids.append(0)
+            positions.extend(range(item.start, item.end))
+            _extend_slots(slots, chunk, block_size)
+            if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start:
+                partial_blocks.append(chunk.block_table[chunk.end // block_size])
+            logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
+            chunks.append(chunk)
+        self._chunks = tuple(chunks)
+        self._last_sampled = last_sampled
+        self._input_ids, self._positions = to_device.ints(input_ids), to_device.ints(positions)
+        self._slots, self._partial_blocks = to_device.ints(slots), to_device.ints(partial_blocks)
+        self._logits_rows = to_device.ints(logits_rows)
+        self._placeholder_rows = to_device.ints(row for row, _ in placeholders)
+        self._placeholder_sources = to_device.ints(row for _, row in placeholders)
+
+    def place(self, on_device: DeviceBuffer) -> BatchInputs:
+        """The inputs, once they are on their way."""
+        input_ids = on_device.ints(self._input_ids)
+        if len(self._placeholder_rows) > 0:
+            input_ids[on_device.ints(self._placeholder_rows)] = self._last_sampled.tokens[
+                on_device.ints(self._placeholder_sources)
+            ]
+        return BatchInputs(
+            input_ids=input_ids[None],
+            position_ids=on_device.ints(self._positions)[None],
+            slots=on_device.ints(self._slots),
+            partial_blocks=on_device.ints(self._partial_blocks) if len(self._partial_blocks) > 0 else None,
+            logits_rows=on_device.ints(self._logits_rows),
+            chunks=self._chunks,
+        )
+
+
+def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
+    """Append the chunk's slots, a block at a time."""
+    position = chunk.start
+    while position < chunk.end:
+        index, offset = divmod(position, block_size)
+        length = min(block_size - offset, chunk.end - position)
+        first = chunk.block_table[index] * block_size + offset
+        slots.extend(range(first, first + length))
+        position += length

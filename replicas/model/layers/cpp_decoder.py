@@ -1,0 +1,99 @@
+"""All layers of a fused decoder in one call of the compiled kernels, on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from replicas.model.attention.cpp import CppAttention
+from replicas.model.layers.cpp_linear import CompiledLinear
+from replicas.model.layers.fused_decoder import FusedDecoder, FusedLayer
+from replicas.model.layers.interface import Norm, RotaryCosSin
+
+
+class CppDecoder(FusedDecoder):
+    """`FusedDecoder` with all layers in one call, during which other threads have Python to themselves.
+
+    Needs the kernels. A decoder with other linear layers than compiled ones, and a step with other attention, goes the
+    way of `FusedDecoder`.
+    """
+
+    @cached_property
+    def _stack(self) -> _Stack | None:
+        return _stack(self._layers)
+
+    def _run_layers(self, residual: Tensor, cos_sin: RotaryCosSin) -> Tensor | None:
+        attention, stack = self._port.context, self._stack
+        if stack is None or not isinstance(attention, CppAttention):
+            return super()._run_layers(residual, cos_sin)
+        caches = [attention.cache[index] for index in stack.indices]
+        update: Tensor = torch.ops.headway.run_layers.default(
+            residual,
+            cos_sin.cos,
+            cos_sin.sin,
+            stack.parts,
+            stack.num_query_heads,
+            stack.epsilon,
+            [cache.keys for cache in caches],
+            [cache.values for cache in caches],
+            attention.slots,
+            attention.chunks,
+            attention.tables,
+            stack.scales,
+            stack.windows,
+        )
+        return update
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """What the kernels are told of all layers together."""
+
+    parts: list[Tensor | None]
+    """Of each layer what `LayerReader` in decoder.h reads."""
+    num_query_heads: int
+    epsilon: float
+    indices: list[int]
+    scales: list[float]
+    windows: list[int]
+    """0: none."""
+
+
+def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
+    """None where the layers are more than the kernels can be told."""
+    parts: list[Tensor | None] = []
+    sizes: set[tuple[object, ...]] = set()
+    for layer in layers:
+        modules = (layer.query_key_value, layer.output, layer.gate_up, layer.down)
+        linears = [module for module in modules if isinstance(module, CompiledLinear)]
+        if len(linears) < len(modules):
+            return None
+        query_key_value, output, gate_up, down = (linear.parts() for linear in linears)
+        norms = (_weight(layer.heads.query_norm), _weight(layer.heads.key_norm))
+        parts += [layer.input_norm.weight, *query_key_value, *norms, *output]
+        parts += [layer.post_attention_norm.weight, *gate_up, *down]
+        sizes.add((layer.heads.num_query_heads, layer.heads.num_kv_heads, *(each.packed.shape for each in linears)))
+    epsilons = {norm.epsilon for layer in layers for norm in _norms(layer)}
+    if len(epsilons) != 1 or len(sizes) != 1:
+        return None
+    return _Stack(
+        parts,
+        layers[0].heads.num_query_heads,
+        epsilons.pop(),
+        [layer.spec.index for layer in layers],
+        [layer.scoring.scale for layer in layers],
+        [layer.spec.window or 0 for layer in layers],
+    )
+
+
+def _weight(norm: Norm | None) -> Tensor | None:
+    return None if norm is None else norm.weight
+
+
+def _norms(layer: FusedLayer) -> list[Norm]:
+    all_norms = (layer.input_norm, layer.post_attention_norm, layer.heads.query_norm, layer.heads.key_norm)
+    return [norm for norm in all_norms if norm is not None]

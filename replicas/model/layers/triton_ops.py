@@ -1,0 +1,118 @@
+"""A layer's small operations in Triton's kernels: one launch each, where plain torch takes several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+
+from replicas.model.hardware.selfcheck import find_fault, relative_error
+from replicas.model.layers.interface import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
+from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
+
+# Numbers that a program computes at once.
+_TILE_NUMBERS = 1024
+_EXACT = TorchLayerOps()
+
+
+class TritonLayerOps:
+    """`LayerOps` in Triton's kernels, over tensors whose numbers lie side by side."""
+
+    def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """See `LayerOps`."""
+        assert residual.is_contiguous() and (update is None or update.is_contiguous())
+        output = torch.empty_like(residual)
+        num_rows, size = residual.shape
+        if num_rows:
+            width = int(triton.next_power_of_2(size))
+            add_and_normalize_kernel[(num_rows,)](
+                residual,
+                residual if update is None else update,
+                norm.weight,
+                output,
+                norm.epsilon,
+                SIZE=size,
+                WIDTH=width,
+                HAS_UPDATE=update is not None,
+                num_warps=min(16, max(1, width // 512)),
+            )
+        return output
+
+    def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
+        """See `LayerOps`."""
+        cos, sin = cos_sin.cos.contiguous(), cos_sin.sin.contiguous()
+        assert rows.is_contiguous()
+        assert (layout.query_norm is None) == (layout.key_norm is None), "both parts are normalised, or none is"
+        half_width = int(triton.next_power_of_2(layout.size // 2))
+        tile_heads = max(1, _TILE_NUMBERS // 2 // half_width)
+        num_rotated = layout.num_query_heads + layout.num_kv_heads
+        if len(rows):
+            rotary_embedding_kernel[(len(rows), triton.cdiv(num_rotated, tile_heads))](
+                rows,
+                cos,
+                sin,
+                rows if layout.query_norm is None else layout.query_norm.weight,
+                rows if layout.key_norm is None else layout.key_norm.weight,
+                0.0 if layout.query_norm is None else layout.query_norm.epsilon,
+                NUM_QUERY_HEADS=layout.num_query_heads,
+                NUM_KV_HEADS=layout.num_kv_heads,
+                SIZE=layout.size,
+                HALF_WIDTH=half_width,
+                TILE_HEADS=tile_heads,
+                HAS_NORMS=layout.query_norm is not None,
+            )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        assert gate_up.is_contiguous()
+        num_rows, size = len(gate_up), gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_rows, size)
+        if num_rows:
+            grid = (num_rows, triton.cdiv(size, _TILE_NUMBERS))
+            silu_and_mul_kernel[grid](gate_up, output, SIZE=size, TILE=_TILE_NUMBERS)
+        return output
+
+
+def check_layer_ops(dtype: torch.dtype, device: torch.device, ops: LayerOps | None = None) -> str | None:
+    """Return what is wrong with the kernels, or with `ops`, in words; None: nothing. Sizes are of no power of two."""
+    return find_fault(_errors(ops or TritonLayerOps(), dtype, device), dtype)
+
+
+@torch.inference_mode()
+def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, float]]:
+    """Errors of each operation against plain torch in float32 over the same numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    norm = Norm(draw(96), 1e-5)
+    residual, update = draw(5, 96), draw(5, 96)
+    sums = (residual.float() + update.float()).to(dtype).float()
+    normalized = ops.add_and_normalize(residual, update, norm)
+    yield "add_and_normalize", relative_error(residual.float(), sums)
+    yield "add_and_normalize", relative_error(normalized.float(), _EXACT.add_and_normalize(sums, None, _exact(norm)))
+    angles = draw(5, 12).float().repeat(1, 2)
+    cos_sin = RotaryCosSin(angles.cos().to(dtype), angles.sin().to(dtype))
+    plain = HeadLayout(5, 2, 24, None, None)
+    with_norms = replace(plain, query_norm=Norm(draw(24), 1e-6), key_norm=Norm(draw(24), 1e-6))
+    for name, layout in (("rotate", plain), ("normalize and rotate", with_norms)):
+        yield name, _rotation_error(ops, draw(5, 9 * 24), layout, cos_sin)
+    gate_up = draw(5, 2 * 1100)
+    yield "gate", relative_error(ops.silu_and_mul(gate_up).float(), _EXACT.silu_and_mul(gate_up.float()))
+
+
+def _rotation_error(ops: LayerOps, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> float:
+    expected = rows.to(torch.float32, copy=True)
+    norms = (norm and _exact(norm) for norm in (layout.query_norm, layout.key_norm))
+    exact_layout = HeadLayout(layout.num_query_heads, layout.num_kv_heads, layout.size, *norms)
+    _EXACT.rotary_embedding(expected, exact_layout, RotaryCosSin(cos_sin.cos.float(), cos_sin.sin.float()))
+    ops.rotary_embedding(rows, layout, cos_sin)
+    return relative_error(rows.float(), expected)
+
+
+def _exact(norm: Norm) -> Norm:
+    return Norm(norm.weight.float(), norm.epsilon)

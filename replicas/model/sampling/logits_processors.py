@@ -1,0 +1,131 @@
+"""Changes that sampling parameters make to logits before a token is drawn, touching only the tokens concerned."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import Sequence
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Where entries travel."""
+
+    rows: Span
+    token_ids: Span
+    values: Span
+
+    def index(self, on_device: DeviceBuffer) -> tuple[Tensor, Tensor]:
+        """Rows and token ids, each [num_entries] int64."""
+        return on_device.ints(self.rows), on_device.ints(self.token_ids)
+
+    def numbers(self, on_device: DeviceBuffer) -> Tensor:
+        """Values [num_entries] float32."""
+        return on_device.floats(self.values).float()
+
+
+@dataclass(slots=True)
+class _Entries:
+    """Single logits, and a number for each."""
+
+    rows: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    def add(self, row: int, token_ids: Items[int], values: Items[float]) -> None:
+        self.rows.extend([row] * len(token_ids))
+        self.token_ids.extend(token_ids)
+        self.values.extend(values)
+
+    def send(self, to_device: HostToDeviceBuffer) -> _Spans | None:
+        """None where there are none."""
+        if not self.rows:
+            return None
+        return _Spans(to_device.ints(self.rows), to_device.ints(self.token_ids), to_device.floats(self.values))
+
+
+class LogitsProcessors:
+    """The edits of one step's rows, in the order in which they apply.
+
+    1. Repetition: logits of tokens in prompt or output are divided (if positive) or multiplied by the penalty.
+    2. Presence and frequency: subtracted for tokens in the output, once and per occurrence.
+    3. Logit bias: added.
+    4. Stop tokens cannot be drawn before `min_tokens`.
+    """
+
+    def __init__(
+        self,
+        items: Items[ScheduledSequence],
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        to_device: HostToDeviceBuffer,
+    ) -> None:
+        self._vocab_size = vocab_size
+        repetition, added, forbidden = _Entries(), _Entries(), _Entries()
+        for row, item in enumerate(items):
+            self._penalize_repetition(repetition, row, item.sequence)
+            self._add_offsets(added, row, item.sequence)
+            self._forbid_stops(forbidden, row, item, eos_token_ids)
+        self._repetition = repetition.send(to_device)
+        self._added = added.send(to_device)
+        self._forbidden = forbidden.send(to_device)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no logit changes."""
+        return self._repetition is None and self._added is None and self._forbidden is None
+
+    def apply(self, logits: Tensor, on_device: DeviceBuffer) -> Tensor:
+        """A changed copy of `logits` [num_rows, vocab_size] float32, or `logits` itself where nothing changes."""
+        if self.is_empty:
+            return logits
+        logits = logits.clone()
+        if self._repetition is not None:
+            index, penalty = self._repetition.index(on_device), self._repetition.numbers(on_device)
+            before = logits[index]
+            logits[index] = torch.where(before > 0, before / penalty, before * penalty)
+        if self._added is not None:
+            logits.index_put_(self._added.index(on_device), self._added.numbers(on_device), accumulate=True)
+        if self._forbidden is not None:
+            logits[self._forbidden.index(on_device)] = self._forbidden.numbers(on_device)
+        return logits
+
+    def _penalize_repetition(self, entries: _Entries, row: int, sequence: Sequence) -> None:
+        penalty = sequence.request.params.repetition_penalty
+        if penalty != 1.0:
+            seen = self._known(set(sequence.token_ids))
+            entries.add(row, seen, [penalty] * len(seen))
+
+    def _add_offsets(self, entries: _Entries, row: int, sequence: Sequence) -> None:
+        """One entry per token, so that sums do not depend on the order in which a device adds."""
+        params = sequence.request.params
+        offsets: dict[int, float] = defaultdict(float)
+        if params.presence_penalty or params.frequency_penalty:
+            for token_id, count in Counter(sequence.token_ids[sequence.num_prompt_tokens :]).items():
+                offsets[token_id] = -params.presence_penalty - params.frequency_penalty * count
+        for entry in params.logit_bias:
+            offsets[entry.token_id] += entry.bias
+        token_ids = self._known(offsets)
+        entries.add(row, token_ids, [offsets[token_id] for token_id in token_ids])
+
+    def _forbid_stops(
+        self, entries: _Entries, row: int, item: ScheduledSequence, eos_token_ids: frozenset[int]
+    ) -> None:
+        params = item.sequence.request.params
+        if item.output_index >= params.min_tokens:
+            return
+        stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        token_ids = self._known(stops)
+        entries.add(row, token_ids, [float("-inf")] * len(token_ids))
+
+    def _known(self, token_ids: Iterable[int]) -> list[int]:
+        """Those that the model has a logit for."""
+        return [token_id for token_id in token_ids if token_id < self._vocab_size]

@@ -1,0 +1,58 @@
+"""Log probabilities of tokens, from the model's own logits: before temperature, penalties and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replicas.model.batch.transfers import DeviceToHostBuffer, PendingTensor
+from replicas.protocol import PositionLogprobs, TokenLogprob
+
+# Bounds the float32 copies made at once.
+_MAX_SLICE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PendingLogprobs:
+    """Log probabilities on their way to the host: each row's chosen token's, then those of the likeliest."""
+
+    values: PendingTensor
+    """[num_rows, 1 + most wanted] float32"""
+    top_ids: PendingTensor
+    """[num_rows, most wanted] int64"""
+
+    def read(self, to_host: DeviceToHostBuffer, token_ids: Items[int], num_top: Items[int]) -> list[PositionLogprobs]:
+        """One per row, whose chosen token and number of likeliest ones wanted are given."""
+        return [
+            PositionLogprobs(
+                TokenLogprob(token_id, row_values[0]),
+                tuple(map(TokenLogprob, row_ids[:count], row_values[1 : 1 + count])),
+            )
+            for token_id, count, row_values, row_ids in zip(
+                token_ids, num_top, to_host[self.values].tolist(), to_host[self.top_ids].tolist(), strict=True
+            )
+        ]
+
+
+def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: DeviceToHostBuffer) -> PendingLogprobs:
+    """Ask for the log probabilities of one token per row and of the `max_top` likeliest.
+
+    Args:
+        logits: [num_rows, vocab_size], any float type.
+        chosen_ids: [num_rows] int64
+        max_top: possibly 0.
+        to_host: where they arrive.
+    """
+    max_top = min(max_top, logits.shape[1])
+    values, top_ids = [], []
+    for first in range(0, len(chosen_ids), _MAX_SLICE_ROWS):
+        rows = slice(first, first + _MAX_SLICE_ROWS)
+        some = logits[rows].float()
+        top = some.topk(max_top, dim=-1)
+        wanted = torch.cat([some.gather(1, chosen_ids[rows, None]), top.values], dim=1)
+        values.append(wanted - some.logsumexp(dim=-1, keepdim=True))
+        top_ids.append(top.indices)
+    return PendingLogprobs(to_host.add(torch.cat(values)), to_host.add(torch.cat(top_ids)))

@@ -1,0 +1,154 @@
+"""From logits to the next token of each sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ItemResult, ScheduledSequence
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor
+from replicas.model.sampling.logits_processors import LogitsProcessors
+from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
+from replicas.model.sampling.multinomial import (
+    SentSamplingTensors,
+    is_truncated,
+    sample_full,
+    sample_truncated,
+    send_sampling_tensors,
+    uniform,
+)
+from replicas.protocol import SamplingParams
+
+# Below this temperature every token but the likeliest has weight 0 in float32, or the division overflows.
+_GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token per row, on the device."""
+
+    tokens: Tensor
+    """[num_rows] int64"""
+    is_finite: Tensor
+    """[num_rows] bool: whether the row's logits are numbers; elsewhere the token is any that exists."""
+
+
+def sample_greedy(logits: Tensor) -> SampledTokens:
+    """The greedy choice from logits [num_rows, vocab_size] float32."""
+    tokens = logits.argmax(dim=-1)
+    # argmax finds a NaN before any number, so that the value found shows whether the row is sound.
+    return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
+
+
+class Sampler:
+    """Chooses tokens as the sequences' params say.
+
+    A row's token depends on its own logits, params, tokens and output index only, never on the other rows.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def plan(self, items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer) -> SamplingPlan:
+        """Plan the tokens that `items` sample, one per row of logits; what the device must know goes to `to_device`."""
+        logits_processors = LogitsProcessors(items, self._eos_token_ids, vocab_size, to_device)
+        return SamplingPlan(items, logits_processors, vocab_size, to_device)
+
+
+class SamplingPlan:
+    """How the tokens of one step are chosen."""
+
+    def __init__(
+        self,
+        items: Items[ScheduledSequence],
+        logits_processors: LogitsProcessors,
+        vocab_size: int,
+        to_device: HostToDeviceBuffer,
+    ) -> None:
+        self._logits_processors = logits_processors
+        self._params = [item.sequence.request.params for item in items]
+        random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
+        self._truncated, self._full = (
+            self._send([row for row in random if is_truncated(self._params[row], vocab_size) is is_selected], items,
+                       vocab_size, to_device)
+            for is_selected in (True, False)
+        )  # fmt: skip
+        self._scored = [row for row, params in enumerate(self._params) if params.logprobs is not None]
+        self._scored_span = to_device.ints(self._scored) if self._scored else None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes the likeliest token of its logits as they are."""
+        return self._logits_processors.is_empty and self._truncated is None and self._full is None
+
+    def launch(
+        self, logits: Tensor, greedy: SampledTokens | None, on_device: DeviceBuffer, to_host: DeviceToHostBuffer
+    ) -> PendingTokens:
+        """Choose, without waiting for anything.
+
+        Args:
+            logits: [num_rows, vocab_size], any float type; not changed.
+            greedy: the greedy choice, where it is known already.
+            on_device: what the plan sent.
+            to_host: where the tokens arrive.
+        """
+        if greedy is None or not self.is_greedy:
+            greedy = self._choose(logits, on_device)
+        logprobs = None
+        if self._scored_span is not None:
+            logprobs = self._score(logits, greedy.tokens, on_device.ints(self._scored_span), to_host)
+        pending = to_host.add(torch.stack([greedy.tokens, greedy.is_finite.long()]))
+        return PendingTokens(greedy.tokens, pending, self._params, self._scored, logprobs)
+
+    def _choose(self, logits: Tensor, on_device: DeviceBuffer) -> SampledTokens:
+        processed = self._logits_processors.apply(logits.float(), on_device)
+        sampled = sample_greedy(processed)
+        for sampling, sample in ((self._full, sample_full), (self._truncated, sample_truncated)):
+            if sampling is not None:
+                rows = on_device.ints(sampling.rows)
+                some = processed if len(rows) == len(processed) else processed[rows]
+                sampled.tokens[rows] = sample(some, sampling.place(on_device))
+        return sampled
+
+    def _score(self, logits: Tensor, tokens: Tensor, rows: Tensor, to_host: DeviceToHostBuffer) -> PendingLogprobs:
+        max_top = max(self._params[row].logprobs or 0 for row in self._scored)
+        return launch_logprobs(logits[rows], tokens[rows], max_top, to_host)
+
+    def _send(
+        self, rows: list[int], items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer
+    ) -> SentSamplingTensors | None:
+        if not rows:
+            return None
+        params = [self._params[row] for row in rows]
+        uniforms = [uniform(row.seed, items[number].output_index) for number, row in zip(rows, params, strict=True)]
+        return send_sampling_tensors(rows, params, uniforms, vocab_size, to_device)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTokens:
+    """The tokens of one step's rows: on the device now, on the host once they have arrived."""
+
+    tokens: Tensor
+    """[num_rows] int64, on the device"""
+    _pending: PendingTensor
+    _params: list[SamplingParams]
+    _scored: list[int]
+    _logprobs: PendingLogprobs | None
+
+    def read(self, to_host: DeviceToHostBuffer) -> list[ItemResult]:
+        """One result per row, once the inbox is complete."""
+        tokens, finite = to_host[self._pending].tolist()
+        results = [
+            ItemResult(token_id=token) if is_finite else ItemResult(error="the model's logits are not finite numbers")
+            for token, is_finite in zip(tokens, finite, strict=True)
+        ]
+        if self._logprobs is not None:
+            chosen = [tokens[row] for row in self._scored]
+            wanted = [self._params[row].logprobs or 0 for row in self._scored]
+            for row, logprobs in zip(self._scored, self._logprobs.read(to_host, chosen, wanted), strict=True):
+                if finite[row]:
+                    results[row] = ItemResult(token_id=tokens[row], logprobs=logprobs)
+        return results

@@ -1,0 +1,201 @@
+"""How many model replicas there should be. Pure: the standard library only, and time is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median_low
+
+from replicas.rates import SlidingRate
+from replicas.settings import check_bounds, setting
+from router.scaling.ingress_reports import PendingWork
+
+_FILL = 0.85
+"""Share of its measured speed that a replica is counted on for when replicas are given back."""
+_FILLING = 0.5
+"""Share of the slots from which on it counts how fast they fill."""
+_MAX_EXCESS = 1.5
+"""Most replicas that urgent work asks for, over those that what comes needs."""
+_GROWTH_WINDOW_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class AutoscalingSettings:
+    """Bounds and speed of the change in the number of model replicas; cross-field rules raise on construction."""
+
+    min_replicas: int
+    max_replicas: int
+    num_replicas: int
+    """Replicas to start with."""
+    target_drain_s: float = setting(2.0, gt=0)
+    """Target for the time until all waiting work except batch work is done, seconds; replicas are added to meet it."""
+    batch_drain_s: float = setting(86_400.0, gt=0)
+    """The same target for batch work without a deadline, seconds. Batch work with a deadline is due before it."""
+    downscale_delay_s: float = setting(60.0, ge=0)
+    """Seconds for which fewer replicas must have been enough before the others are given back."""
+    scale_to_zero_delay_s: float = setting(300.0, ge=0)
+    """Seconds without any request before the last replica is given back, if longer than `downscale_delay_s`; needs
+    `min_replicas=0`."""
+    replica_tokens_per_s: float = setting(1000.0, gt=0)
+    """Assumed speed of a replica, prompt and output tokens per second, until one has been measured under load."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if not self.min_replicas <= self.num_replicas <= self.max_replicas:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}), to start with, must be at least min_replicas "
+                f"({self.min_replicas}) and at most max_replicas ({self.max_replicas})"
+            )
+        if self.batch_drain_s < self.target_drain_s:
+            raise ValueError(
+                f"batch_drain_s ({self.batch_drain_s:g}) must be at least target_drain_s ({self.target_drain_s:g})"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingInputs:
+    """All that the number of replicas depends on, at one moment."""
+
+    num_replicas: int
+    """That serve now; those that drain are not counted."""
+    num_requests: int
+    """Anywhere: waiting or running, in ingresses or replicas."""
+    work: tuple[PendingWork, ...]
+    """What waits, in ingresses and in replicas."""
+    saturated_tokens_per_s: tuple[float, ...]
+    """Of each replica that has been measured."""
+    served_tokens_per_s: float
+    """What all replicas together have lately computed, save batch work."""
+    num_running: int = 0
+    """Requests that run, save batch work."""
+    num_slots: int = 1
+    """Of one replica."""
+    outstanding_tokens: int = 0
+    """What all urgent requests anywhere, waiting or running, are expected to need still."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingDecision:
+    """How many replicas there should be, and why."""
+
+    desired_replicas: int
+    needed_replicas: int
+    """By the load of this moment alone."""
+    replica_tokens_per_s: float
+    drain_s: float | None
+    """Until the present replicas have computed all that waits save batch work; None: there is work and no replica."""
+    inputs: ScalingInputs
+
+
+def urgent_tokens(work: Iterable[PendingWork], settings: AutoscalingSettings) -> int:
+    """Tokens of the work that is due as soon as any is."""
+    return sum(waiting.tokens for waiting in work if waiting.due_s <= settings.target_drain_s)
+
+
+class Autoscaler:
+    """Decides how many replicas there should be.
+
+    1. A replica's speed is the (lower) median of those that have been measured, in steps that had more work than
+       they could take; when there are none, the last one known; before any, `replica_tokens_per_s`.
+    2. Work that waits is due in `target_drain_s`. Batch work is due in 0.8 of the time to its deadline, or in
+       `batch_drain_s` where it has none.
+    3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
+       the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
+       tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
+       Once half of all slots run urgent work, enough are needed to keep up with what comes: what is computed a
+       second plus what the urgent work that waits or runs has grown by in the last 3 s, divided by a replica's
+       speed. Beyond what was decided, urgent work asks for at most 1.5 times what would do so at 0.85 of that
+       speed: what gathers while new replicas start asks for no more of them.
+    4. Needed for what runs, save batch work: tokens computed a second over the last 3 s or 10 s, whichever is
+       more, divided by 0.85 of a replica's speed, and requests that run, divided by 0.85 of its slots; the larger,
+       rounded up. This keeps replicas and never adds any: it counts up to those that are there and were decided.
+    5. While there is a request anywhere at least one, and after it until, with 8., `scale_to_zero_delay_s` have passed.
+    6. Before any replica was seen, `num_replicas`, those to start with: an ingress learns from them what is served.
+    7. The number is kept within the bounds.
+    8. Decided is the largest number needed at any moment of the last `downscale_delay_s`: more at once, fewer
+       only when fewer were enough for so long, and then as many as that time's worst moment needed. The
+       replicas found at the first look count as needed then, so that a new ingress gives none back early.
+    """
+
+    def __init__(self, settings: AutoscalingSettings, clock: Callable[[], float]) -> None:
+        """`clock` gives monotonic seconds."""
+        self.settings = settings
+        self._clock = clock
+        self._speed = settings.replica_tokens_per_s
+        self._has_seen_replicas = False
+        self._busy_s = clock()
+        self._growth = SlidingRate(_GROWTH_WINDOW_S)
+        self._outstanding_tokens = 0
+        self._decided_s = clock()
+        self._needs: deque[tuple[float, int]] = deque()
+        """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
+
+    def decide(self, inputs: ScalingInputs) -> ScalingDecision:
+        """The number of replicas for the load of this moment and of the time before it."""
+        now = self._clock()
+        self._learn(inputs, now)
+        needed = self._needed(inputs, now)
+        self._remember(needed, now)
+        return ScalingDecision(self._needs[0][1], needed, self._speed, self._drain_s(inputs), inputs)
+
+    def _learn(self, inputs: ScalingInputs, now: float) -> None:
+        if inputs.saturated_tokens_per_s:
+            self._speed = median_low(inputs.saturated_tokens_per_s)
+        if inputs.num_requests:
+            self._busy_s = now
+        if inputs.num_replicas and not self._has_seen_replicas:
+            self._has_seen_replicas = True
+            self._busy_s = now
+            self._remember(self._bounded(inputs.num_replicas), now)
+
+    def _needed(self, inputs: ScalingInputs, now: float) -> int:
+        if not self._has_seen_replicas:
+            return self._bounded(max(self.settings.num_replicas, self._for_waiting(inputs, now, decided=0)))
+        decided = self._needs[0][1]
+        kept = min(self._for_running(inputs), inputs.num_replicas, decided)
+        needed = max(self._for_waiting(inputs, now, decided), kept)
+        if now - self._busy_s <= max(0.0, self.settings.scale_to_zero_delay_s - self.settings.downscale_delay_s):
+            needed = max(needed, 1)
+        return self._bounded(needed)
+
+    def _for_waiting(self, inputs: ScalingInputs, now: float, decided: int) -> int:
+        tokens = urgent_tokens(inputs.work, self.settings)
+        coming = self._coming_tokens_per_s(inputs, now)
+        most = max(decided * self._speed, _MAX_EXCESS * coming / _FILL)
+        tokens_per_s = min(tokens / self.settings.target_drain_s, most)
+        if inputs.num_running >= _FILLING * inputs.num_slots * inputs.num_replicas:
+            tokens_per_s = max(tokens_per_s, coming)
+        for work in sorted(inputs.work, key=lambda work: work.due_s):
+            if work.due_s > self.settings.target_drain_s:
+                tokens += work.tokens
+                tokens_per_s = max(tokens_per_s, tokens / work.due_s)
+        return math.ceil(tokens_per_s / self._speed)
+
+    def _coming_tokens_per_s(self, inputs: ScalingInputs, now: float) -> float:
+        grown_by = inputs.outstanding_tokens - self._outstanding_tokens
+        self._growth.add(grown_by, now, now - self._decided_s)
+        self._outstanding_tokens, self._decided_s = inputs.outstanding_tokens, now
+        return max(0.0, inputs.served_tokens_per_s + self._growth.per_s(now))
+
+    def _for_running(self, inputs: ScalingInputs) -> int:
+        by_tokens = inputs.served_tokens_per_s / (_FILL * self._speed)
+        by_slots = inputs.num_running / (_FILL * inputs.num_slots)
+        return math.ceil(max(by_tokens, by_slots))
+
+    def _remember(self, needed: int, now: float) -> None:
+        while self._needs and self._needs[-1][1] <= needed:
+            self._needs.pop()
+        self._needs.append((now, needed))
+        while now - self._needs[0][0] > self.settings.downscale_delay_s:
+            self._needs.popleft()
+
+    def _bounded(self, number: int) -> int:
+        return min(self.settings.max_replicas, max(self.settings.min_replicas, number))
+
+    def _drain_s(self, inputs: ScalingInputs) -> float | None:
+        tokens = urgent_tokens(inputs.work, self.settings)
+        if tokens == 0:
+            return 0.0
+        return tokens / (inputs.num_replicas * self._speed) if inputs.num_replicas else None

@@ -1,0 +1,98 @@
+"""The deployment of the model's replicas.
+
+No `from __future__ import annotations` here: Serve inspects the classes of deployments.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import ray
+from ray import serve
+
+from replicas.errors import ReplicaLost
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from router.scaling.ingress_reports import (
+    MAX_REPORT_AGE_S,
+    IngressLiveness,
+    IngressReport,
+    IngressReportBoard,
+    PollReply,
+)
+from serve_app.config import HeadwayConfig
+from serve_app.deployments.process_setup import freeze_heap, log_through_serve
+
+if TYPE_CHECKING:
+    from replicas.model_replica import LoadBackend
+
+
+class Model:
+    """The Serve deployment around one model's engine."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
+    ) -> None:
+        from replicas import model_replica  # brings torch: seconds that only a replica should spend
+
+        log_through_serve()
+        self._board = IngressReportBoard(time.monotonic)
+        self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
+        context = serve.get_replica_context()
+        replica = await asyncio.to_thread(
+            model_replica.ModelReplica,
+            config.replica_options(),
+            context.replica_id.unique_id,
+            ray.get_runtime_context().get_node_id(),
+            load_backend or model_replica.load_torch_backend,
+        )
+        self._card = replica.card
+        self._engine = replica.start()
+        freeze_heap()
+
+    async def generate(
+        self, request: GenerateRequest, ranking: list[str], ingress_id: str
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """The deltas of one request; `ranking` is for `RankedRouter`, which has obeyed it by now.
+
+        Raises:
+            ReplicaLost: the ingress is lost; should it be there after all, the request goes on elsewhere.
+        """
+        self._ingresses.heartbeat(ingress_id)
+        async with aclosing(self._engine.generate(request)) as deltas:
+            async for delta in deltas:
+                if self._ingresses.is_lost(ingress_id):
+                    raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
+                yield delta
+
+    async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
+        """The present load, and what other ingresses hold; `report` is what the one that asks does.
+
+        `ranking` is for `RankedRouter`.
+        """
+        if report is not None:
+            self._ingresses.heartbeat(report.ingress_id)
+        return PollReply(self._engine.stats(), self._board.publish(report))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve: what `deployment_autoscaling_policy` obeys."""
+        return self._board.autoscaling_stats()
+
+    async def metrics(self) -> EngineMetrics:
+        """Everything the engine counts."""
+        return self._engine.metrics()
+
+    async def describe(self) -> ModelCard:
+        """What is served."""
+        return self._card
+
+    async def check_health(self) -> None:
+        """Raise where the engine is dead, so that Serve replaces the replica."""
+        self._engine.check_alive()
+
+    async def __del__(self) -> None:
+        """Called by Serve once no request is left or the graceful shut-down is over."""
+        if hasattr(self, "_engine"):
+            await self._engine.drain()
+            await self._engine.stop()

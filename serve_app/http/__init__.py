@@ -1,0 +1,5 @@
+"""HTTP exchanges: bodies, uploads, streams, disconnects, time-outs and headers.
+
+Read `exchange.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.settings`, `router.types`,
+`serve_app.auth`, `serve_app.errors`, `serve_app.metrics`, `serve_app.openai`.
+"""

@@ -1,0 +1,158 @@
+"""A generation as a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from pydantic_core import to_json
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from replicas.errors import RequestAborted
+from serve_app.http.connection import end_body, send_part, while_connected
+from serve_app.http.exchange import CLIENT_CLOSED, Exchange, fail
+from serve_app.openai.reply.fan_in import IndexedDelta
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.service import CompletionService, PreparedCompletion
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+DONE = b"data: [DONE]\n\n"
+"""Says that the stream is complete; only after success."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients ignore; it resets their read time-outs."""
+
+
+class EventStream(Response):
+    """Runs a generation while its client listens.
+
+    The status waits for the first delta, at most `header_wait_s`, so that what fails early has a status of its own;
+    what fails later is one error event. After `keep_alive_s` without an event a comment is sent. `[DONE]` is sent
+    only after success. When the client leaves, at whatever moment, the sequences are aborted.
+
+    The task that writes the events waits for deltas without a time limit; the task of the response, which waits for
+    it, sends the comments. Invariant: one part is sent at a time.
+    """
+
+    def __init__(
+        self,
+        service: CompletionService,
+        prepared: PreparedCompletion,
+        exchange: Exchange,
+        header_wait_s: float,
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._prepared = prepared
+        self._exchange = exchange
+        self._header_wait_s = header_wait_s
+        self._keep_alive_s = keep_alive_s
+        options = prepared.body.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._usage_on_every_chunk = options is not None and options.continuous_usage_stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as an ASGI application.
+
+        Raises:
+            ServingError: the generation failed before the response began.
+        """
+        sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s)
+        try:
+            await while_connected(receive, self._run(sender), sender.keep_alive)
+            await end_body(send)
+        except RequestAborted:
+            if not self._exchange.status:
+                raise
+            self._exchange.status = CLIENT_CLOSED
+
+    async def _run(self, sender: _Sender) -> None:
+        async with self._service.start(self._prepared) as deltas:
+            try:
+                async for item in deltas:
+                    self._prepared.progress.add(item)
+                    await sender.send(self._written(item))
+                if self._include_usage:
+                    await sender.send(event(self._prepared.format.usage_chunk(self._prepared.progress.usage())))
+                await sender.send(DONE)
+            except Exception as error:
+                if not sender.has_begun:
+                    raise
+                # The status has been sent, so the stream itself must say whatever went wrong.
+                await sender.send(event(fail(self._exchange, error).body))
+
+    def _written(self, item: IndexedDelta) -> bytes:
+        return b"".join(event(self._with_usage(chunk)) for chunk in self._prepared.format.chunk(item))
+
+    def _with_usage(self, chunk: JsonObject) -> JsonObject:
+        """With `include_usage` every chunk has the field, but only the last one says it, unless asked to."""
+        if self._usage_on_every_chunk:
+            chunk["usage"] = self._prepared.progress.usage()
+        elif self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _start_message(self) -> Message:
+        message: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        headers = MutableHeaders(scope=message)
+        headers["content-type"] = CONTENT_TYPE
+        headers["cache-control"] = "no-cache"
+        headers["x-accel-buffering"] = "no"
+        if self._prepared.progress.replica_id is not None:
+            headers["x-model-replica"] = self._prepared.progress.replica_id
+        return message
+
+
+class _Sender:
+    """The response of a stream: the first part begins it, and a comment breaks each long silence.
+
+    Invariant: one part is sent at a time, in the order in which they were given.
+    """
+
+    def __init__(
+        self, send: Send, start_message: Callable[[], Message], header_wait_s: float, keep_alive_s: float
+    ) -> None:
+        self._send = send
+        self._start_message = start_message
+        self._keep_alive_s = keep_alive_s
+        self._max_silence_s = header_wait_s
+        self._now = asyncio.get_running_loop().time
+        self._sent_s = self._now()
+        self._sending = asyncio.Lock()
+        self.has_begun = False
+
+    async def send(self, data: bytes) -> None:
+        """Send a part of the body, and the headers before the first.
+
+        Raises:
+            RequestAborted: the client left.
+        """
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun, self._max_silence_s = True, self._keep_alive_s
+                await self._send(self._start_message())
+            await send_part(self._send, data)
+            self._sent_s = self._now()
+
+    async def keep_alive(self) -> float:
+        """Send a comment if nothing has been sent for too long; return after how many seconds to look again.
+
+        Raises:
+            RequestAborted: the client left.
+        """
+        left_s = self._sent_s + self._max_silence_s - self._now()
+        if left_s > 0:
+            return min(left_s, self._keep_alive_s)
+        # A client that does not read what is being sent needs no comment.
+        if not self._sending.locked():
+            await self.send(KEEP_ALIVE)
+        return self._keep_alive_s
+
+
+def event(payload: JsonObject) -> bytes:
+    """One event that carries a JSON object."""
+    return b"data: " + to_json(payload) + b"\n\n"

@@ -1,0 +1,180 @@
+"""Running of one line, tried again until it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from pydantic_core import to_json
+
+from replicas.clock import Clock
+from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
+from replicas.protocol import Band
+from serve_app.auth import Principal
+from serve_app.errors import reply_to
+from serve_app.jobs.api.records import LineStatus
+from serve_app.jobs.jsonl.checker import parse_line_body
+from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
+from serve_app.jobs.storage.leases import LeasedLine, LineResult
+from serve_app.openai.request.priority import ClientHints
+from serve_app.openai.request.schema import ChatBody, CompletionBody
+from serve_app.openai.request.validation import Caller
+from serve_app.openai.service import CompletionService, PreparedCompletion
+
+_Body = ChatBody | CompletionBody
+
+logger = logging.getLogger(__name__)
+
+_FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
+"""Errors that trying again does not change."""
+_MAX_FAILURES = 3
+"""Of a kind that should not have happened, before the line is answered with it."""
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 5.0
+_MAX_RETRY_AFTER_S = 10.0
+_LARGE_BODY_CHARS = 2**16
+_DELTA_INTERVAL_S = 0.5
+"""What is generated in this time is generated again where a replica dies."""
+
+
+class LineState(Enum):
+    """States of a line that is being run."""
+
+    PREPARING = auto()
+    SENT = auto()
+    """In line for a replica, or on one."""
+    BACKING_OFF = auto()
+
+
+@dataclass(slots=True, eq=False)
+class LineTask:
+    """A line that is being run; one task owns it."""
+
+    line: LeasedLine
+    batch: OpenBatch
+    band: Band
+    state: LineState = LineState.PREPARING
+
+
+def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
+    """Lines that are being run as something that is to be done, by batch."""
+    sums: dict[str, tuple[OpenBatch, int, int]] = {}
+    for line_task in line_tasks:
+        batch, num_lines, tokens = sums.get(line_task.batch.id, (line_task.batch, 0, 0))
+        sums[batch.id] = batch, num_lines + 1, tokens + line_task.line.expected_tokens
+    return [Backlog(batch.band, batch.expires_unix_s, *its_sums) for batch, *its_sums in sums.values()]
+
+
+class LineRunner:
+    """Caller of the completion service that answers lines as the endpoints would.
+
+    A retryable error, such as a full queue or a model without replicas, has no limit of attempts: the deadline of
+    the batch ends the line.
+    """
+
+    def __init__(self, service: CompletionService, rng: random.Random, clock: Clock) -> None:
+        self._service = service
+        self._rng = rng
+        self._clock = clock
+
+    async def run(self, line_task: LineTask) -> LineResult:
+        """The line's result; cancelling this aborts it."""
+        try:
+            return await self._answer_at_last(line_task, await _parse(line_task))
+        except ServingError as error:
+            return _failed(line_task.line, error)
+        except Exception as error:
+            logger.exception("a line failed", extra={"request_id": line_task.line.request_id})
+            return _failed(line_task.line, error)
+
+    async def _answer_at_last(self, line_task: LineTask, body: _Body) -> LineResult:
+        """Try until the line is answered.
+
+        Raises:
+            ServingError: trying again does not help.
+        """
+        num_tries = num_failures = 0
+        while True:
+            try:
+                return await self._answer(line_task, body)
+            except ServingError as error:
+                num_failures += not _is_transient(error)
+                if isinstance(error, _FINAL) or num_failures >= _MAX_FAILURES or _is_too_late(error, body):
+                    raise
+                delay_s = self._delay_s(error, num_tries)
+            num_tries += 1
+            line_task.state = LineState.BACKING_OFF
+            await asyncio.sleep(delay_s)
+
+    async def _answer(self, line_task: LineTask, body: _Body) -> LineResult:
+        line_task.state = LineState.PREPARING
+        caller = self._caller(line_task)
+        if isinstance(body, ChatBody):
+            prepared = await self._service.chat(body, caller)
+        else:
+            prepared = await self._service.completion(body, caller)
+        requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in prepared.requests)
+        prepared = replace(prepared, requests=requests)
+        line_task.state = LineState.SENT
+        reply = await self._service.answer(prepared)
+        return _succeeded(line_task.line, prepared, to_json(reply).decode())
+
+    def _caller(self, line_task: LineTask) -> Caller:
+        """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
+        now = self._clock.unix()
+        expires = line_task.batch.expires_unix_s
+        return Caller(
+            request_id=line_task.line.request_id,
+            arrival_unix_s=now,
+            principal=Principal(line_task.batch.tenant, line_task.band),
+            hints=ClientHints(band=line_task.band, timeout_s=None if expires is None else max(0.001, expires - now)),
+        )
+
+    def _delay_s(self, error: ServingError, num_tries: int) -> float:
+        delay_s = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(num_tries, 10)) * self._rng.uniform(0.5, 1.5)
+        if isinstance(error, Overloaded):
+            return max(delay_s, min(_MAX_RETRY_AFTER_S, error.retry_after_s))
+        return delay_s
+
+
+async def _parse(line_task: LineTask) -> _Body:
+    endpoint, text = line_task.batch.endpoint, line_task.line.body
+    if len(text) < _LARGE_BODY_CHARS:
+        return parse_line_body(endpoint, text)
+    return await asyncio.to_thread(parse_line_body, endpoint, text)
+
+
+def _is_transient(error: ServingError) -> bool:
+    """Whether an error says nothing of the line itself: a deadline may be the queue's own bound on waiting."""
+    return error.retryable or isinstance(error, DeadlineExceeded)
+
+
+def _is_too_late(error: ServingError, body: _Body) -> bool:
+    """Whether a deadline of the line's own has passed; when its batch's has, the batch ends the line."""
+    return isinstance(error, DeadlineExceeded) and body.deadline_ms is not None
+
+
+def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) -> LineResult:
+    progress = prepared.progress
+    return LineResult(
+        line,
+        LineStatus.SUCCEEDED,
+        200,
+        response,
+        None,
+        progress.prompt_tokens,
+        progress.completion_tokens,
+        progress.cached_tokens,
+    )
+
+
+def _failed(line: LeasedLine, error: Exception) -> LineResult:
+    """The error as the endpoint would answer it, whole and its inner object alone."""
+    reply = reply_to(error, line.request_id)
+    return LineResult(
+        line, LineStatus.FAILED, reply.status, to_json(reply.body).decode(), to_json(reply.body["error"]).decode()
+    )

@@ -1,0 +1,123 @@
+"""Runs the lines of batches on the slots that urgent work leaves free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+
+from replicas.protocol import Band
+from serve_app.jobs.execution.capacity import LineCapacity
+from serve_app.jobs.execution.line_queue import LineQueue
+from serve_app.jobs.execution.line_runner import LineRunner, LineState, LineTask, backlog_of
+from serve_app.jobs.execution.planning import plan, raised_band
+from serve_app.jobs.execution.result_writer import ResultWriter
+from serve_app.jobs.storage.ownership import Ownership
+from serve_app.wakeup import Wakeup
+
+_POLL_PERIOD_S = 0.25
+"""Between two looks at the replicas without any news."""
+_GATHER_S = 0.01
+"""News within it is looked at together; clients that submit are answered first."""
+
+
+class Worker:
+    """Tasks that run leased lines, as many as there is room for.
+
+    Invariant: a line that is leased by this process runs in exactly one task, or its result waits to be written, or
+    it is being given back.
+    """
+
+    def __init__(
+        self, queue: LineQueue, ownership: Ownership, runner: LineRunner, capacity: LineCapacity, results: ResultWriter
+    ) -> None:
+        self._queue = queue
+        self._ownership = ownership
+        self._runner = runner
+        self._capacity = capacity
+        self._results = results
+        self._wakeup = Wakeup()
+        self._line_tasks: dict[asyncio.Task[None], LineTask] = {}
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._results.run())
+            tasks.create_task(self._fill_slots())
+
+    def notify(self, bands: Iterable[Band] = Band) -> None:
+        """Look for new lines of these bands."""
+        self._queue.changed_bands.update(bands)
+        self._wakeup.set()
+
+    def abandon(self, batch_ids: Iterable[str] | None = None) -> None:
+        """Stop running the lines of these batches, or all; somebody else ends them."""
+        gone = None if batch_ids is None else set(batch_ids)
+        for task, line_task in self._line_tasks.items():
+            if gone is None or line_task.batch.id in gone:
+                task.cancel()
+
+    async def stop(self) -> None:
+        """Stop all that runs, write what has come of it, and give the rest back."""
+        line_tasks = dict(self._line_tasks)
+        self.abandon()
+        await asyncio.gather(*line_tasks, return_exceptions=True)
+        await self._results.flush()
+        await self._queue.release([line_task.line for line_task in line_tasks.values()])
+
+    async def _fill_slots(self) -> None:
+        while True:
+            if self._queue.is_look_due(self._can_take_more()):
+                self.abandon(await self._queue.look({line_task.batch.id for line_task in self._line_tasks.values()}))
+            await self._fill()
+            await self._wakeup.wait(self._queue.min_period_s if self._can_take_more() else _POLL_PERIOD_S)
+            if self._can_take_more():
+                await asyncio.sleep(_GATHER_S)
+
+    def _can_take_more(self) -> bool:
+        """Whether lines might be leased that the queue has not seen yet."""
+        return any(self._capacity_for(band) > 0 for band in self._queue.changed_bands)
+
+    async def _fill(self) -> None:
+        line_tasks = self._line_tasks.values()
+        self._queue.backlog.not_sent = backlog_of(
+            line_task for line_task in line_tasks if line_task.state is not LineState.SENT
+        )
+        late_deadline = self._queue.late_deadline(backlog_of(line_tasks))
+        self._raise_late_lines(late_deadline)
+        wanted = plan(self._queue.open_batches, late_deadline, self._capacity_for, self._num_running())
+        for want, lines in await self._queue.lease(wanted) if wanted else ():
+            for line in lines:
+                self._start(LineTask(line, want.batch, want.band))
+
+    def _raise_late_lines(self, late_deadline: float) -> None:
+        """Begin lines of late batches again in the band in which new ones run: in the old one they might never end."""
+        for task, line_task in list(self._line_tasks.items()):
+            band = raised_band(line_task.batch, late_deadline)
+            if band < line_task.band and not task.cancelling():
+                task.cancel()
+                self._start(LineTask(line_task.line, line_task.batch, band))
+
+    def _capacity_for(self, band: Band) -> int:
+        num_not_sent = sum(
+            line_task.state is not LineState.SENT and line_task.band <= band for line_task in self._line_tasks.values()
+        )
+        capacity = self._capacity.available(band, num_not_sent)
+        return capacity if capacity >= self._capacity.minimum(band) else 0
+
+    def _num_running(self) -> Counter[tuple[str, Band]]:
+        return Counter((line_task.batch.tenant, line_task.band) for line_task in self._line_tasks.values())
+
+    def _start(self, line_task: LineTask) -> None:
+        task = asyncio.create_task(self._run_line(line_task, self._ownership.id))
+        self._line_tasks[task] = line_task
+        task.add_done_callback(self._ended)
+
+    async def _run_line(self, line_task: LineTask, owner: str) -> None:
+        result = await self._runner.run(line_task)
+        if owner == self._ownership.id:
+            self._results.add(result)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._line_tasks[task]
+        self._wakeup.set()

@@ -1,0 +1,200 @@
+"""Files in a directory, or in any store that fsspec knows by URL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from replicas.clock import Clock
+from serve_app.jobs.api.errors import UnknownFile
+from serve_app.jobs.files.durable import make_directory, sync_directory, sync_file
+
+PART_BYTES = 2**20
+"""Most bytes that are read or written at once."""
+
+_FILE_ID = re.compile(r"[A-Za-z0-9_-]{1,200}")
+_CLEAN_PERIOD_S = 3600.0
+_MAX_WRITE_S = 86_400.0
+"""What has been unfinished for longer never will be finished."""
+_UNFINISHED = ".unfinished"
+"""Folder of what is not whole yet; no id has a dot."""
+
+logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
+
+
+class FsspecStore:
+    """A `FileStore`.
+
+    What is being written has a name of its own until it is whole; on a local disk it is made durable first.
+    Everything that may block runs in worker threads.
+    """
+
+    def __init__(self, url: str, clock: Clock | None = None) -> None:
+        """`url`: a local path, or what fsspec takes, such as `s3://bucket/folder`.
+
+        Raises:
+            ImportError, ValueError: nothing that is installed knows such URLs.
+        """
+        self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        self._root = root.rstrip("/")
+        self._clock = clock or Clock()
+
+    async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
+        """Store a file whole or not at all; gives its size in bytes. A file of that name is replaced.
+
+        Raises:
+            UnknownFile: no file can have this id.
+        """
+        path = self._path(file_id)
+        name = f"{int(self._clock.unix())}.{file_id}.{uuid.uuid4().hex}"
+        unfinished = _UnfinishedFile(self._fs, f"{self._root}/{_UNFINISHED}/{name}")
+        num_bytes = 0
+        try:
+            async with contextlib.aclosing(in_parts_of(PART_BYTES, parts)) as equal_parts:
+                async for part in equal_parts:
+                    await _run_to_its_end(partial(unfinished.append, part))
+                    num_bytes += len(part)
+            await _run_to_its_end(partial(unfinished.move_to, path))
+        except BaseException:
+            await _run_to_its_end(unfinished.discard)
+            raise
+        return num_bytes
+
+    async def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
+        """The bytes [start, start + num_bytes), or up to the end, in parts of at most 1 MiB.
+
+        Raises:
+            UnknownFile: there is none.
+        """
+        parts = self._parts(self._path(file_id), start, num_bytes)
+        while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            yield part
+
+    async def delete(self, file_id: str) -> None:
+        """Delete a file; one that is not there is deleted already."""
+        path = self._path(file_id)
+        with contextlib.suppress(FileNotFoundError):
+            await asyncio.to_thread(self._fs.rm_file, path)
+
+    async def keep_clean(self) -> None:
+        """Delete what never will be finished, now and then, until cancelled."""
+        while True:
+            try:
+                await self.delete_unfinished(_MAX_WRITE_S)
+            except Exception:  # each store's library has errors of its own, and there is a next time
+                logger.warning("unfinished files could not be deleted", exc_info=True)
+            await asyncio.sleep(_CLEAN_PERIOD_S)
+
+    async def delete_unfinished(self, older_than_s: float) -> int:
+        """Delete what processes that died left half written so long ago; gives how many."""
+        return await asyncio.to_thread(self._delete_unfinished, self._clock.unix() - older_than_s)
+
+    def _path(self, file_id: str) -> str:
+        if not _FILE_ID.fullmatch(file_id):
+            raise UnknownFile(f"there is no file {file_id[:100]!r}")
+        return f"{self._root}/{file_id}"
+
+    def _parts(self, path: str, start: int, num_bytes: int | None) -> Iterator[bytes]:
+        """Each part is a read of its own: some stores give all readers of a file one common position."""
+        try:
+            size = self._fs.info(path)["size"]
+            end = size if num_bytes is None else min(size, start + num_bytes)
+            for at in range(start, end, PART_BYTES):
+                yield self._fs.cat_file(path, start=at, end=min(end, at + PART_BYTES))
+        except FileNotFoundError as error:
+            raise UnknownFile(f"there is no file {path.rsplit('/', 1)[1]!r}") from error
+
+    def _delete_unfinished(self, before_unix_s: float) -> int:
+        num_deleted = 0
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._fs.ls(f"{self._root}/{_UNFINISHED}", detail=False):
+                begun_unix_s, _, _ = path.rsplit("/", 1)[1].partition(".")
+                if begun_unix_s.isdecimal() and int(begun_unix_s) < before_unix_s:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(path)
+                        num_deleted += 1
+        return num_deleted
+
+
+class _UnfinishedFile:
+    """A file that is being written; ends with `move_to` or `discard`. Used by one thread at a time."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._is_local = isinstance(fs, LocalFileSystem)
+        self._file: Any = None
+
+    def append(self, part: bytes) -> None:
+        self._open().write(part)
+
+    def move_to(self, path: str) -> None:
+        """Give the file its name, in place of any other; from then on it is whole for everybody."""
+        file = self._open()
+        if self._is_local:
+            sync_file(file)
+        file.close()
+        self._fs.mv(self._path, path)
+        if self._is_local:
+            sync_directory(Path(path).parent)
+
+    def discard(self) -> None:
+        """Delete what was written, as far as the store lets us: `delete_unfinished` finds the rest."""
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path)
+        except Exception:  # each store's library has errors of its own; what went wrong before must be heard
+            logger.warning("an unfinished file could not be deleted", exc_info=True, extra={"path": self._path})
+
+    def _open(self) -> Any:
+        if self._file is None:
+            parent = self._path.rsplit("/", 1)[0]
+            if self._is_local:
+                make_directory(Path(parent))
+                Path(self._path).touch(mode=0o600)
+            else:
+                self._fs.makedirs(parent, exist_ok=True)
+            self._file = self._fs.open(self._path, "wb")
+        return self._file
+
+
+async def in_parts_of(num_bytes: int, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The same bytes in parts of `num_bytes`, the last one shorter; none is empty."""
+    buffer = bytearray()
+    async for part in parts:
+        for at in range(0, len(part), num_bytes):
+            buffer += part[at : at + num_bytes]
+            if len(buffer) >= num_bytes:
+                yield bytes(buffer[:num_bytes])
+                del buffer[:num_bytes]
+    if buffer:
+        yield bytes(buffer)
+
+
+async def _run_to_its_end(work: Callable[[], ResultT]) -> ResultT:
+    """Run `work` in a thread; who is cancelled leaves once it has ended, for until then it holds the file."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait([running])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()  # heard, though no longer of interest
+        raise cancelled
+    return running.result()

@@ -1,0 +1,125 @@
+"""Takes batches from state to state, whatever state they are found in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from serve_app.jobs.api.records import BatchStatus
+from serve_app.jobs.lifecycle.finalizer import Finalizer
+from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
+from serve_app.jobs.storage.batch_states import CLOSING, UnclaimedBatches, release_batch
+from serve_app.jobs.storage.batches import BatchRow
+from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.notify import BatchEvents
+from serve_app.jobs.storage.ownership import Ownership
+from serve_app.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+_NUM_AT_ONCE = 2
+"""Of each kind: a small batch need not wait for a huge one."""
+_POLL_PERIOD_S = 5.0
+"""Between two looks without news, which come of all that this process does: for what others left."""
+_MAX_DELAY_S = 60.0
+
+
+class StateLoop:
+    """Loop that takes the batches in some states on, one after the other, and waits while there are none.
+
+    A batch that fails, as when the file store does not answer, is tried again, each time a little later.
+    """
+
+    def __init__(
+        self,
+        context: JobsContext,
+        ownership: Ownership,
+        statuses: Sequence[BatchStatus],
+        process: Callable[[BatchRow, str], Awaitable[None]],
+        wakeup: Wakeup,
+    ) -> None:
+        self._context = context
+        self._ownership = ownership
+        self._statuses = statuses
+        self._process = process
+        self._wakeup = wakeup
+        self._postponed: dict[str, tuple[float, float]] = {}
+        """Batch id -> (not before, last delay)."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            if not await self.process_next():
+                await self._wakeup.wait(self._idle_s())
+
+    async def process_next(self) -> bool:
+        """Do one batch, if there is any."""
+        owner, database = self._ownership.id, self._context.database
+        now = self._context.clock.monotonic()
+        late = [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
+        unclaimed = UnclaimedBatches(self._statuses, self._context.settings.model_name, late)
+        # Read first: a write transaction takes the database's only write lock.
+        if not await database.read(unclaimed.any):
+            return False
+        batch = await database.write(lambda connection: unclaimed.claim(connection, owner))
+        if batch is None:
+            return False
+        try:
+            await self._process(batch, owner)
+            self._postponed.pop(batch.id, None)
+        except OwnershipLost:
+            logger.info("a batch went on elsewhere", extra={"batch_id": batch.id})
+        except Exception:  # each file store fails in its own words, and no other batch may suffer
+            logger.exception("a batch is tried again later", extra={"batch_id": batch.id, "state": batch.status})
+            self._postpone(batch.id)
+            await database.write(lambda connection: release_batch(connection, batch.id, owner))
+        return True
+
+    def _idle_s(self) -> float:
+        """How long there is nothing to do without news, as far as is known."""
+        now = self._context.clock.monotonic()
+        delays = (not_before - now for not_before, _ in self._postponed.values() if not_before > now)
+        return min((_POLL_PERIOD_S, *delays))
+
+    def _postpone(self, batch_id: str) -> None:
+        _, last_delay_s = self._postponed.get(batch_id, (0.0, 0.5))
+        delay_s = min(_MAX_DELAY_S, 2 * last_delay_s)
+        self._postponed[batch_id] = (self._context.clock.monotonic() + delay_s, delay_s)
+
+
+class Lifecycle:
+    """Validates batches that came with a file, and closes those that are complete, expired or cancelled."""
+
+    def __init__(
+        self,
+        context: JobsContext,
+        ownership: Ownership,
+        validator: Validator,
+        finalizer: Finalizer,
+        events: BatchEvents,
+    ) -> None:
+        self._validator = validator
+        self._finalizer = finalizer
+        self._events = events
+        self._loops = (
+            StateLoop(context, ownership, (BatchStatus.VALIDATING,), self._validate, events.to_validate),
+            StateLoop(context, ownership, CLOSING, self._close, events.to_close),
+        )
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for loop in self._loops:
+                for _ in range(_NUM_AT_ONCE):
+                    tasks.create_task(loop.run())
+
+    async def _validate(self, batch: BatchRow, owner: str) -> None:
+        try:
+            await self._validator.validate(batch, owner)
+        finally:
+            self._events.validated(batch.id)
+
+    async def _close(self, batch: BatchRow, owner: str) -> None:
+        await self._finalizer.finalize(batch, owner)
+        self._events.ended(batch.id)

@@ -1,0 +1,90 @@
+"""Does what nobody asks for: ends what is late, deletes what is not needed any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from serve_app.jobs.lifecycle.validator import CHUNK_LINES
+from serve_app.jobs.storage.batch_states import batch_with_old_lines, expire_batches, forget_old_lines, late_batches
+from serve_app.jobs.storage.batches import forget_old_batches
+from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.files import bytes_deleted, expire_files, pending_deletion
+from serve_app.jobs.storage.lines import delete_lines
+
+logger = logging.getLogger(__name__)
+
+_EXPIRE_PERIOD_S = 3.0
+_CLEAN_PERIOD_S = 10.0
+_FORGET_PERIOD_S = 600.0
+_NUM_AT_ONCE = 20
+_KEPT_S = 60.0
+
+
+class Sweeper:
+    """Its parts are repeated until they find nothing, and none of them minds a crash: what is left is found again."""
+
+    def __init__(self, context: JobsContext, on_expired: Callable[[str], None]) -> None:
+        """`on_expired`: called for each batch that is to be closed because its time is over."""
+        self._database = context.database
+        self._files = context.files
+        self._settings = context.settings
+        self._clock = context.clock
+        self._on_expired = on_expired
+        self._kept: dict[str, float] = {}
+        """Files that the store would not delete, and until when they are left alone; others come first meanwhile."""
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_repeat(self.expire, _EXPIRE_PERIOD_S))
+            tasks.create_task(_repeat(self.clean, _CLEAN_PERIOD_S))
+            tasks.create_task(_repeat(self.forget, _FORGET_PERIOD_S))
+
+    async def expire(self) -> None:
+        """Begin to close every batch whose time is over."""
+        now, model = self._clock.unix(), self._settings.model_name
+        if not await self._database.read(lambda c: late_batches(c, model, now)):
+            return  # as mostly: to write for nothing would hold up others
+        for batch_id in await self._database.write(lambda c: expire_batches(c, model, now)):
+            self._on_expired(batch_id)
+
+    async def clean(self) -> None:
+        """Delete expired and doomed files, and lines whose results are in files."""
+        now = self._clock.unix()
+        while await self._database.write(lambda c: expire_files(c, now, _NUM_AT_ONCE)):
+            pass
+        await self.delete_pending_files()
+        while (batch_id := await self._database.read(batch_with_old_lines)) is not None:
+            await self._delete_lines(batch_id)
+
+    async def delete_pending_files(self) -> None:
+        """Delete the bytes of files that have no record any more; those that the store keeps are tried again."""
+        now = self._clock.unix()
+        self._kept = {file_id: until for file_id, until in self._kept.items() if until > now}
+        for file_id in await self._database.read(lambda c: pending_deletion(c, _NUM_AT_ONCE, excluding=self._kept)):
+            try:
+                await self._files.delete(file_id)
+            except Exception:  # each file store fails in its own words
+                logger.warning("a file could not be deleted yet", exc_info=True, extra={"file_id": file_id})
+                self._kept[file_id] = now + _KEPT_S
+                continue
+            await self._database.write(lambda c, file_id=file_id: bytes_deleted(c, file_id))  # type: ignore[misc]
+
+    async def forget(self) -> None:
+        """Forget jobs and prompt batches that ended long ago."""
+        before = self._clock.unix() - self._settings.keep_results_s
+        while await self._database.write(lambda c: forget_old_batches(c, before, _NUM_AT_ONCE)):
+            pass
+
+    async def _delete_lines(self, batch_id: str) -> None:
+        while await self._database.write(lambda c: delete_lines(c, batch_id, CHUNK_LINES)):
+            pass
+        await self._database.write(lambda c: forget_old_lines(c, batch_id))
+
+
+async def _repeat(work: Callable[[], Awaitable[None]], period_s: float) -> None:
+    while True:
+        await work()
+        await asyncio.sleep(period_s)

@@ -1,1 +1,0 @@
-"""How the database came to have its present tables."""

@@ -1,0 +1,93 @@
+"""What waits in the database: which batches have lines to lease, and how much work that is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import BigInteger, Connection, Select, bindparam, cast, func, select
+
+from replicas.protocol import Band
+from serve_app.jobs.api.records import BatchStatus
+from serve_app.jobs.storage.tables import batches
+
+_DEADLINE_STEP_S = 64.0
+"""Deadlines so near to each other are told as the earliest of them."""
+
+
+@dataclass(slots=True)
+class OpenBatch:
+    """A batch in progress with lines that wait."""
+
+    id: str
+    tenant: str
+    endpoint: str
+    band: Band
+    band_ceiling: Band
+    """The most urgent band that it may be raised to."""
+    expires_unix_s: float | None
+    num_queued: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """Lines that wait in batches with about the same deadline."""
+
+    band: Band
+    expires_unix_s: float | None
+    """The earliest."""
+    num_lines: int
+    tokens: int
+    """What they are expected to need."""
+
+
+def open_batches(connection: Connection, model: str, limit_per_tenant: int) -> list[OpenBatch]:
+    """Batches with lines that wait, most urgent band first, then by deadline; of each tenant and band only some."""
+    rows = connection.execute(_SOONEST, {"model": model, "max_place": limit_per_tenant})
+    return [
+        OpenBatch(
+            row.id, row.tenant, row.endpoint, Band(row.band), Band(row.band_ceiling), row.expires_unix_s, row.num_queued
+        )
+        for row in rows
+    ]
+
+
+def backlog(connection: Connection, model: str) -> list[Backlog]:
+    """Everything that waits, however many batches that are."""
+    return [
+        Backlog(Band(band), expires, int(num_lines), int(num_tokens))
+        for band, expires, num_lines, num_tokens in connection.execute(_BACKLOG, {"model": model})
+    ]
+
+
+def still_in_progress(connection: Connection, batch_ids: Collection[str]) -> set[str]:
+    """Those of these batches whose lines may run."""
+    return set(connection.execute(_IN_PROGRESS, {"batch_ids": list(batch_ids)}).scalars())
+
+
+def _soonest_batches() -> Select[Any]:
+    soonest = (batches.c.band, batches.c.expires_unix_s.is_(None), batches.c.expires_unix_s, batches.c.created_unix_s)
+    place = func.row_number().over(partition_by=(batches.c.tenant, batches.c.band), order_by=soonest[1:])
+    columns = (
+        "id", "tenant", "endpoint", "band", "band_ceiling", "expires_unix_s", "num_queued", "created_unix_s"
+    )  # fmt: skip
+    ranked = select(*(batches.c[name] for name in columns), place.label("place")).where(_WAITS).subquery()
+    order = (ranked.c.band, ranked.c.expires_unix_s.is_(None), ranked.c.expires_unix_s, ranked.c.created_unix_s)
+    return select(ranked).where(ranked.c.place <= bindparam("max_place")).order_by(*order)
+
+
+def _backlog() -> Select[Any]:
+    undone = batches.c.num_lines - batches.c.num_completed - batches.c.num_failed
+    tokens = batches.c.waiting_tokens * batches.c.num_queued / undone
+    step = cast(batches.c.expires_unix_s / _DEADLINE_STEP_S, BigInteger)
+    sums = (func.min(batches.c.expires_unix_s), func.sum(batches.c.num_queued), func.sum(tokens))
+    return select(batches.c.band, *sums).where(_WAITS).group_by(batches.c.band, step)
+
+
+# Made once: to put a statement together takes as long as to carry it out.
+_IS_IN_PROGRESS = batches.c.status == BatchStatus.IN_PROGRESS.value
+_WAITS = _IS_IN_PROGRESS & (batches.c.num_queued > 0) & (batches.c.model == bindparam("model"))
+_SOONEST = _soonest_batches()
+_BACKLOG = _backlog()
+_IN_PROGRESS = select(batches.c.id).where(batches.c.id.in_(bindparam("batch_ids", expanding=True)), _IS_IN_PROGRESS)

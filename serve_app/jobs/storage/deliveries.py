@@ -1,0 +1,72 @@
+"""Rows of `deliveries`, the outbox of webhooks."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, bindparam, insert, select, update
+
+from replicas.clock import Clock
+from serve_app.jobs.api.ids import new_id
+from serve_app.jobs.storage.batches import BatchRow, batch_record
+from serve_app.jobs.storage.database import Database
+from serve_app.jobs.storage.tables import deliveries
+from serve_app.jobs.webhooks.events import Delivery, event_of, host_of
+
+_COLUMNS = ("id", "batch_id", "event", "url", "body", "num_attempts", "created_unix_s")
+# Made once: to put a statement together takes as long as to carry it out.
+_DUE = (
+    select(*(deliveries.c[name] for name in _COLUMNS))
+    .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
+    .where(deliveries.c.host.not_in(bindparam("hosts", expanding=True)))
+    .order_by(deliveries.c.next_attempt_unix_s)
+    .limit(bindparam("limit"))
+)
+
+
+def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
+    """Note, where a batch that has just ended has a callback, that its end is to be told."""
+    if batch.callback_url is None:
+        return
+    delivery_id = new_id("evt")
+    event = event_of(batch_record(batch), delivery_id)
+    connection.execute(
+        insert(deliveries).values(
+            id=delivery_id,
+            batch_id=batch.id,
+            event=event.type,
+            url=batch.callback_url,
+            host=host_of(batch.callback_url),
+            body=event.body,
+            num_attempts=0,
+            created_unix_s=now,
+            next_attempt_unix_s=now,
+        )
+    )
+
+
+class SqlOutbox:
+    """An `Outbox`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    async def due_deliveries(
+        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
+    ) -> list[Delivery]:
+        """Deliveries whose next attempt is due, the longest due first; none to `without_hosts`."""
+        parameters = {"now": now_unix_s, "hosts": list(without_hosts), "limit": limit}
+        rows = await self._database.read(lambda connection: connection.execute(_DUE, parameters).all())
+        return [Delivery(*row) for row in rows]
+
+    async def delivered(self, delivery_id: str) -> None:
+        """Note that the receiver has it."""
+        await self._attempted(delivery_id, next_attempt_unix_s=None, delivered_unix_s=self._clock.unix(), error=None)
+
+    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+        """Note an attempt that failed; None: there is no next, it is dead."""
+        await self._attempted(delivery_id, next_attempt_unix_s=next_attempt_unix_s, error=error)
+
+    async def _attempted(self, delivery_id: str, **values: object) -> None:
+        values["num_attempts"] = deliveries.c.num_attempts + 1
+        noted = update(deliveries).where(deliveries.c.id == delivery_id).values(values)
+        await self._database.write(lambda connection: connection.execute(noted))

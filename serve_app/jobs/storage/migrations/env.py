@@ -1,0 +1,8 @@
+"""Run by Alembic, on the connection that `schema.upgrade` gives it."""
+
+from alembic import context
+
+from serve_app.jobs.storage.tables import metadata
+
+context.configure(connection=context.config.attributes["connection"], target_metadata=metadata)
+context.run_migrations()

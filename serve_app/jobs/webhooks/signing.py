@@ -1,0 +1,70 @@
+"""Signatures of webhooks, as Standard Webhooks wants them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import os
+import secrets
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+from standardwebhooks import Webhook
+
+from serve_app.jobs.files.durable import sync_directory
+
+_PREFIX = "whsec_"
+_MIN_SECRET_BYTES = 24
+
+
+def new_secret() -> str:
+    """A secret that nobody knows yet."""
+    return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+
+
+def load_or_create_secret(path: Path) -> str:
+    """The secret in a file that only we can read; drawn and written at the first time.
+
+    Of several processes that find none together, all use the one that one of them has written.
+    """
+    if not path.exists():
+        own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(new_secret() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)  # unlike a rename it replaces nothing
+        own.unlink()
+        sync_directory(path.parent)
+    return path.read_text().strip()
+
+
+class WebhookSigner:
+    """Signs with one secret, which receivers know too."""
+
+    def __init__(self, secret: str) -> None:
+        """`secret`: `whsec_` and base64 of at least 24 bytes; other forms mean different keys to different receivers.
+
+        Raises:
+            ValueError: it is of another form; the message does not repeat it.
+        """
+        try:
+            key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+        except binascii.Error:
+            key = b""
+        if not secret.startswith(_PREFIX) or len(key) < _MIN_SECRET_BYTES:
+            raise ValueError(f"a webhook secret is {_PREFIX} and base64 of at least {_MIN_SECRET_BYTES} bytes")
+        self._webhook = Webhook(key)
+
+    def headers(self, message_id: str, body: str, now_unix_s: float) -> dict[str, str]:
+        """The headers that prove that `body` is ours, and sent now."""
+        moment = datetime.fromtimestamp(int(now_unix_s), UTC)
+        return {
+            "webhook-id": message_id,
+            "webhook-timestamp": str(int(now_unix_s)),
+            "webhook-signature": self._webhook.sign(message_id, moment, body),
+        }

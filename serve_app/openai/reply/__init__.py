@@ -1,0 +1,5 @@
+"""Replies, whole and streamed, made of the engine's deltas.
+
+Read `format.py` first. May import `replicas.errors`, `replicas.protocol`, `serve_app.openai.request`,
+`serve_app.openai.tokenize`.
+"""

@@ -1,0 +1,154 @@
+"""The bodies and queries of files, batches and jobs: names, types and fixed bounds."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from serve_app.openai.request.schema import StrictBody
+
+MAX_WINDOW_S = 30 * 86_400
+"""Longest completion window, seconds."""
+
+MAX_WAIT_S = 60.0
+"""Longest that a poll may wait, seconds: clients and proxies give up on silence not much later."""
+
+_SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+_MAX_METADATA_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
+
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
+
+UploadPurpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data", "vision"]
+
+
+def _window_s(text: object) -> float:
+    found = _WINDOW.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        raise PydanticCustomError("window", "must be a duration such as 24h, 30m or 90s")
+    window_s = int(found[1]) * _SECONDS_OF_UNIT[found[2]]
+    if window_s > MAX_WINDOW_S:
+        raise PydanticCustomError("window", "must be at most {limit} s", {"limit": MAX_WINDOW_S})
+    return float(window_s)
+
+
+def _web_address(url: str) -> str:
+    """A URL of the form that callbacks have; whether its host may be called is another question."""
+    try:
+        parts = urlsplit(url)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or not url.isascii() or any(char <= " " for char in url):
+        raise PydanticCustomError("callback_url", "must be an http or https URL with a host")
+    if parts.username is not None or parts.password is not None:
+        raise PydanticCustomError("callback_url", "must not hold a user name or password")
+    return url
+
+
+def _small_metadata(pairs: dict[str, str]) -> dict[str, str]:
+    if len(pairs) > _MAX_METADATA_PAIRS:
+        message = "has {num_pairs} pairs; at most {limit} are accepted"
+        raise PydanticCustomError("too_long", message, {"num_pairs": len(pairs), "limit": _MAX_METADATA_PAIRS})
+    for key, value in pairs.items():
+        for what, text, limit in (("key", key, _MAX_KEY_CHARS), ("value", value, _MAX_VALUE_CHARS)):
+            if len(text) > limit:
+                message = "has a {what} of {num_chars} characters; at most {limit} are accepted"
+                raise PydanticCustomError("too_long", message, {"what": what, "num_chars": len(text), "limit": limit})
+    return pairs
+
+
+Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\z")]
+"""Of a file or a batch; a purpose is such a word, too."""
+CallbackUrl = Annotated[str, Field(max_length=2048), AfterValidator(_web_address)]
+Metadata = Annotated[dict[str, str], AfterValidator(_small_metadata)]
+CompletionWindow = Annotated[float, BeforeValidator(_window_s)]
+"""Seconds; on the wire a number with a unit."""
+
+
+class ExpiresAfter(StrictBody):
+    """How long a file is kept after it was made."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(strict=False, ge=3600, le=2_592_000)]
+    """1 hour to 30 days; a form can only send it as text."""
+
+
+class BatchBody(StrictBody):
+    """Body of POST /v1/batches."""
+
+    input_file_id: Id
+    endpoint: BatchEndpoint
+    completion_window: CompletionWindow
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+    callback_url: CallbackUrl | None = None
+    """Ours."""
+
+
+class UploadForm(StrictBody):
+    """The fields that come with an uploaded file."""
+
+    purpose: UploadPurpose
+    expires_after: ExpiresAfter | None = None
+
+
+class JobOptions(StrictBody):
+    """What a job's body has beside the endpoint's own fields."""
+
+    callback_url: CallbackUrl | None = None
+
+
+class PromptBatchOptions(StrictBody):
+    """What the body of a prompt batch has beside the fields that all its prompts share."""
+
+    prompts: Annotated[list[Any], Field(min_length=1)]
+    """Each is checked by itself, so that a bad one does not fail the others."""
+    stream: bool = False
+    callback_url: CallbackUrl | None = None
+
+
+class Query(BaseModel):
+    """What every query is: numbers are written as text, and unknown names are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class BatchListQuery(Query):
+    """Which part of a list of batches."""
+
+    after: Id | None = None
+    limit: int = Field(20, ge=1, le=100)
+
+
+class FileListQuery(Query):
+    """Which part of a list of files."""
+
+    after: Id | None = None
+    limit: int = Field(10_000, ge=1, le=10_000)
+    order: Literal["asc", "desc"] = "desc"
+    purpose: Id | None = None
+
+
+class WaitQuery(Query):
+    """How long a poll waits for the end of a job, seconds."""
+
+    wait: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+
+
+class StreamQuery(Query):
+    """Whether outputs are sent as they come."""
+
+    stream: bool = False
+
+
+class OutputsQuery(Query):
+    """Which outputs of a prompt batch."""
+
+    after: int = Field(-1, ge=-1, le=2**31)
+    """Index of the last output that is known already."""
+    limit: int = Field(1000, ge=1, le=1000)

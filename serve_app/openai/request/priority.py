@@ -1,0 +1,109 @@
+"""How urgent a request is and how long its client waits, as clients already say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from replicas.errors import InvalidRequest
+from replicas.protocol import Band
+from serve_app.auth import Principal
+from serve_app.errors import shortened
+from serve_app.openai.request.schema import GenerationBody
+
+SDK_DEFAULT_TIMEOUT_S = 600.0
+"""What the OpenAI SDKs send when nobody chose a time-out; it means none."""
+
+_BAND_OF_TIER = {
+    "priority": Band.INTERACTIVE,
+    "fast": Band.INTERACTIVE,
+    "auto": Band.STANDARD,
+    "default": Band.STANDARD,
+    "scale": Band.STANDARD,
+    "flex": Band.BATCH,
+}
+_TIER_OF_BAND = {Band.INTERACTIVE: "priority", Band.STANDARD: "default", Band.BATCH: "flex"}
+_BAND_OF_NAME = {band.name.lower(): band for band in Band} | {str(band.value): band for band in Band}
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHints:
+    """What a request's headers say of urgency; None: nothing."""
+
+    band: Band | None = None
+    """`x-headway-priority`: a band's name or number."""
+    timeout_s: float | None = None
+    """`request-timeout-ms`: the answer is useless later than this after its arrival, seconds."""
+    sdk_timeout_s: float | None = None
+    """The SDK's own time-out, seconds. It bounds a whole answer that is not streamed; of a stream it
+    bounds the time to the first byte and the gaps."""
+
+
+def hints_from(headers: Mapping[str, str]) -> ClientHints:
+    """What the headers of a request say.
+
+    Raises:
+        InvalidRequest: a header has a value it cannot have.
+    """
+    band_name = headers.get("x-headway-priority")
+    if band_name is not None and band_name.lower() not in _BAND_OF_NAME:
+        raise InvalidRequest(
+            f"header `x-headway-priority` is `{shortened(band_name)}`; it must be one of {', '.join(_BAND_OF_NAME)}",
+            "x-headway-priority",
+        )
+    timeout_ms = _positive(headers, "request-timeout-ms")
+    # openai-python sends the first, openai-node the second, whole seconds only: "0" is somewhere below one.
+    python_s, node_s = (_positive(headers, name) for name in ("x-stainless-read-timeout", "x-stainless-timeout"))
+    sdk_timeout_s = python_s or node_s
+    return ClientHints(
+        band=None if band_name is None else _BAND_OF_NAME[band_name.lower()],
+        timeout_s=None if timeout_ms is None else timeout_ms / 1000,
+        sdk_timeout_s=None if sdk_timeout_s == SDK_DEFAULT_TIMEOUT_S else sdk_timeout_s,
+    )
+
+
+def band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> Band:
+    """The band a request runs in: `priority`, else the header, else `service_tier`, but no more urgent than allowed."""
+    if body.priority is not None:
+        wanted = Band(body.priority)
+    elif hints.band is not None:
+        wanted = hints.band
+    else:
+        wanted = _BAND_OF_TIER[body.service_tier or "auto"]
+    return max(wanted, principal.band_ceiling)
+
+
+def background_band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> Band:
+    """The band of work that nobody waits for: `batch`, unless the request itself asks for another."""
+    is_explicit = body.priority is not None or hints.band is not None or body.service_tier is not None
+    return band_of(body, hints, principal) if is_explicit else Band.BATCH
+
+
+def tier_of(band: Band) -> str:
+    """OpenAI's word for a band."""
+    return _TIER_OF_BAND[band]
+
+
+def deadline_of(body: GenerationBody, hints: ClientHints, arrival_unix_s: float) -> float | None:
+    """When the answer becomes useless, unix seconds: the earliest moment that anything in the request names."""
+    limits_s = [
+        None if body.deadline_ms is None else body.deadline_ms / 1000,
+        hints.timeout_s,
+        None if body.stream else hints.sdk_timeout_s,
+    ]
+    given_s = [limit_s for limit_s in limits_s if limit_s is not None]
+    return arrival_unix_s + min(given_s) if given_s else None
+
+
+def _positive(headers: Mapping[str, str], name: str) -> float | None:
+    """The number in a header; None where there is none or it is 0 or infinite."""
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not value >= 0:
+        raise InvalidRequest(f"header `{name}` is `{shortened(text)}`; it must be a number, 0 or more", name)
+    return value if 0 < value < float("inf") else None

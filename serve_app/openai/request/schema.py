@@ -1,0 +1,278 @@
+"""The bodies of requests, as OpenAI and vLLM define them: names, types and fixed bounds.
+
+Types are strict: "5" is no number, 5.0 no token count. Null means "not given" in every object (it is
+dropped), hence fields with a default are not optional here. Bounds that depend on the model or on
+configuration are `validation`'s.
+
+A body may hold millions of items, and the GIL is held while pydantic goes through a list of them. Hence
+long lists are checked in Python, which lets other threads run, and searched only to the first bad item.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from serve_app.errors import shortened
+from serve_app.openai.request.ignored_fields import MESSAGE_IGNORED, without_ignored
+
+MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+
+UNSUPPORTED = "unsupported"
+"""Type of a schema error that means: OpenAI knows this, we do not support it."""
+
+CONFLICT = "conflict"
+"""Type of a schema error between fields; its context names the field to blame as `param`."""
+
+Prompt = str | list[int]
+"""Text, or token ids."""
+
+ServiceTier = Literal["auto", "default", "scale", "flex", "priority", "fast"]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _joined_text(content: object) -> object:
+    """The text of a message: a string, or the text parts of a list joined by newlines, as vLLM does."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise PydanticCustomError(
+                UNSUPPORTED, "only text parts are supported; got a part of type {kind}", {"kind": shortened(repr(kind))}
+            )
+        given = {name for name, value in part.items() if value is not None}
+        if given != {"type", "text"} or not isinstance(part["text"], str):
+            raise PydanticCustomError("text_part", "a text part is an object with `type` and a string `text`")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _is_token_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _as_prompts(value: object) -> list[Prompt]:
+    """OpenAI's four forms of `prompt` as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_token_ids(value):
+            return [value]
+        if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
+            return list(value)
+    raise PydanticCustomError(
+        "prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
+    )
+
+
+def _served_role(role: object) -> object:
+    if role in ("tool", "function"):
+        raise PydanticCustomError(UNSUPPORTED, "messages with the role {role} are not supported", {"role": repr(role)})
+    return role
+
+
+def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
+    if not isinstance(value, list):
+        raise PydanticCustomError("list_type", "should be a list of token ids")
+    for index, item in enumerate(value):
+        if type(item) is not int:
+            raise PydanticCustomError("int_type", "should be a token id", {"param": f"{info.field_name}[{index}]"})
+    return value
+
+
+def _no_longer_than(limit: int) -> BeforeValidator:
+    """Looks at the size before anything looks at the items."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > limit:
+            message = "has {num_items} items; at most {limit} are accepted"
+            raise PydanticCustomError("too_long", message, {"num_items": len(value), "limit": limit})
+        return value
+
+    return BeforeValidator(check)
+
+
+StopStrings = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    _no_longer_than(16),
+    BeforeValidator(_as_list),
+]
+LogitBiases = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    _no_longer_than(1024),
+]
+TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids)]
+
+
+class StrictBody(BaseModel):
+    """What every body is: of strict types, without unknown fields, null meaning "not given"."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: object) -> object:
+        """The fields that are not null; of the unknown ones, null or not, the first, as pydantic would report each."""
+        if not isinstance(fields, dict):
+            return fields
+        first_unknown = next((name for name in fields if name not in cls.model_fields), None)
+        return {
+            name: value
+            for name, value in fields.items()
+            if (value is not None and name in cls.model_fields) or name == first_unknown
+        }
+
+
+class StreamOptions(StrictBody):
+    """What a stream tells beside its tokens."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: usage on every chunk."""
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationBody(StrictBody):
+    """What chat and text completions have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=MAX_INT64)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, le=MAX_INT64)
+    """0 and -1 are off, as in vLLM."""
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0)
+    seed: int | None = Field(None, ge=MIN_INT64, le=MAX_INT64)
+    min_tokens: int = Field(0, ge=0, le=MAX_INT64)
+    stop: StopStrings = []
+    stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = []
+    ignore_eos: bool = False
+    logit_bias: LogitBiases = {}
+    return_token_ids: bool = False
+    priority: int | None = Field(None, ge=0, le=2)
+    service_tier: ServiceTier | None = None
+    deadline_ms: int | None = Field(None, ge=1, le=MAX_INT64)
+    user: Annotated[str, Field(max_length=512)] | None = None
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
+    """Accepted for the SDKs' sake; nothing is stored."""
+
+    @model_validator(mode="after")
+    def _options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(CONFLICT, "is only for requests with `stream` true", {"param": "stream_options"})
+        return self
+
+
+class ChatMessage(StrictBody):
+    """One turn of a conversation."""
+
+    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_served_role)]
+    content: Annotated[str, BeforeValidator(_joined_text)]
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ignored_fields(cls, fields: object) -> object:
+        return without_ignored(fields, MESSAGE_IGNORED) if isinstance(fields, dict) else fields
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+
+
+class ChatBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError(CONFLICT, "is only for requests with `logprobs` true", {"param": "top_logprobs"})
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise PydanticCustomError(
+                CONFLICT,
+                "is {new} but `max_tokens`, its old name, is {old}; send one of them",
+                {"new": self.max_completion_tokens, "old": self.max_tokens, "param": "max_completion_tokens"},
+            )
+        return self
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
+    logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
+    echo: bool = False
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != self.n:
+            raise PydanticCustomError(UNSUPPORTED, "is not supported, unless it equals `n`", {"param": "best_of"})
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError(
+                CONFLICT, "is 0; it must be at least 1 unless `echo` is true", {"param": "max_tokens"}
+            )
+        return self
+
+
+class TokenizeBody(StrictBody):
+    """Body of POST /tokenize, as in vLLM."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    """None: true for a prompt, false for messages, whose template writes them."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_input(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError(CONFLICT, "or else `messages` must be given", {"param": "prompt"})
+        return self
+
+
+class DetokenizeBody(StrictBody):
+    """Body of POST /detokenize, as in vLLM."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """One prompt as the model reads it."""
+
+    token_ids: tuple[int, ...]
+    text: str | None
+    """As the client wrote it; None where it sent token ids."""

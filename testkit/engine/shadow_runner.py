@@ -1,0 +1,215 @@
+"""Fakes with behaviour for the engine: a runner that remembers every slot, and a clock that stands still."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from replicas.clock import Clock
+from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.engine.interfaces import IncrementalDecoder, LaunchedStep
+from replicas.engine.sequence import Sequence
+from replicas.protocol import (
+    Band,
+    FinishReason,
+    GenerateRequest,
+    PositionLogprobs,
+    ReplicaIdentity,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprob,
+)
+from testkit.engine.timed_runner import FinishedStep
+
+IDENTITY = ReplicaIdentity("replica-0", "node-0", 1)
+VOCABULARY = 97
+
+
+def prefix_hash(parent: int, token_id: int) -> int:
+    """A number that stands for all tokens up to and including this one."""
+    return hash((parent, token_id))
+
+
+def next_token(prefix: int) -> int:
+    """The deterministic model: the token after a prefix."""
+    return prefix % VOCABULARY
+
+
+def continuation(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """What the deterministic model says after `prompt`, computed without any cache."""
+    prefix = 0
+    for token_id in prompt:
+        prefix = prefix_hash(prefix, token_id)
+    output: list[int] = []
+    for _ in range(num_tokens):
+        output.append(next_token(prefix))
+        prefix = prefix_hash(prefix, output[-1])
+    return tuple(output)
+
+
+class FakeClock:
+    """Monotonic and unix time that move only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def clock(self) -> Clock:
+        """The clock to hand to the engine."""
+        return Clock(monotonic=lambda: self.now, unix=lambda: self.now + 1e9)
+
+    def unix(self, monotonic_s: float) -> float:
+        """The unix time of a moment of this clock."""
+        return monotonic_s + 1e9
+
+
+class ShadowRunner:
+    """Remembers which prefix was written to each slot; fails on a stale read or a write to scratch.
+
+    It works when a step is launched, as if its device were done at once, and gives the results when they are
+    collected; a token that nobody has collected yet it takes from the step before, as a device does.
+
+    `fail_on` names token ids whose presence among a scheduled item's tokens makes the whole
+    batch raise, as a device does that cannot say whose fault it was.
+    """
+
+    def __init__(self, block_size: int, step_s: float = 0.0, clock: FakeClock | None = None) -> None:
+        self._block_size = block_size
+        self._slots: dict[tuple[int, int], int] = {}
+        self._step_s, self._clock = step_s, clock
+        self.fail_on: frozenset[int] = frozenset()
+        self.batches: list[ScheduledBatch] = []
+        self._sampled: dict[Sequence, int] = {}
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        results = self.execute(batch)
+        self._sampled = {
+            item.sequence: result.token_id
+            for item, result in zip(batch.items, results, strict=True)
+            if result.token_id is not None
+        }
+        return FinishedStep(results)
+
+    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
+        self.batches.append(batch)
+        if self._clock is not None:
+            self._clock.now += self._step_s
+        for item in batch.items:
+            if self.fail_on & set(self._known(item)[item.start :]):
+                raise RuntimeError("the device failed")
+        return [self._compute(item) for item in batch.items]
+
+    def _known(self, item: ScheduledSequence) -> list[int]:
+        """The item's tokens and those before it; the last may be what the step before sampled."""
+        known = item.sequence.token_ids[: item.end]
+        return known if len(known) == item.end else [*known, self._sampled[item.sequence]]
+
+    def _compute(self, item: ScheduledSequence) -> ItemResult:
+        sequence, prefix = item.sequence, 0
+        prompt_logprobs = []
+        for position, token_id in enumerate(self._known(item)):
+            prefix = prefix_hash(prefix, token_id)
+            block = sequence.block_table[position // self._block_size]
+            slot = (block, position % self._block_size)
+            assert block > 0, "wrote to the scratch block"
+            if position >= item.start:
+                self._slots[slot] = prefix
+                if sequence.request.params.prompt_logprobs is not None and position + 1 < sequence.num_prompt_tokens:
+                    following = sequence.token_ids[position + 1]
+                    prompt_logprobs.append(PositionLogprobs(TokenLogprob(following, -float(position + 1)), ()))
+            assert self._slots.get(slot) == prefix, f"stale read of {slot} by {sequence.request_id} at {position}"
+        sampled = next_token(prefix) if item.samples else None
+        return ItemResult(token_id=sampled, prompt_logprobs=tuple(prompt_logprobs))
+
+
+class LetterDecoder:
+    """Each token is one letter, or half of a two-token letter for ids divisible by 5."""
+
+    def __init__(self) -> None:
+        self._half = False
+
+    def push(self, token_id: int) -> str:
+        if token_id % 5 == 0 and not self._half:
+            self._half = True
+            return ""
+        self._half = False
+        return chr(ord("a") + token_id % 26)
+
+
+def decoders(_: GenerateRequest) -> IncrementalDecoder:
+    return LetterDecoder()
+
+
+@dataclass
+class Outcome:
+    """All that one request's deltas said."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    last: TokenDelta | None = None
+    prompt_logprobs: list[PositionLogprobs] = field(default_factory=list)
+
+    def read(self, delta: TokenDelta) -> None:
+        assert self.finish_reason is None, "a delta after the last"
+        assert delta.start == len(self.token_ids)
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.finish_reason, self.last = delta.finish_reason, delta
+        assert (delta.error is not None) == (delta.finish_reason is FinishReason.ERROR)
+
+
+class World:
+    """An engine over a shadow runner, and what came of every request."""
+
+    def __init__(
+        self, config: EngineConfig, step_s: float = 0.0, make_runner: type[ShadowRunner] = ShadowRunner
+    ) -> None:
+        self.config = config
+        self.clock = FakeClock()
+        self.runner = make_runner(config.block_size, step_s, self.clock)
+        self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
+        self.outcomes: dict[str, Outcome] = {}
+        self.num_steps = 0
+
+    def add(self, request: GenerateRequest) -> None:
+        self.engine.add(request)
+        self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
+
+    def step(self) -> None:
+        for delta in self.engine.step():
+            self.outcomes[delta.request_id].read(delta)
+        self.num_steps += 1
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                break
+            self.step()
+            self.engine.check_invariants()
+        assert not self.engine.has_work, "the engine makes no progress"
+        assert self.engine.stats().num_free_blocks == self.config.num_blocks
+
+    def steps_until_first_token(self, request_id: str, max_steps: int = 1000) -> int:
+        for step in range(1, max_steps):
+            self.step()
+            if self.outcomes[request_id].token_ids:
+                return step
+        raise AssertionError(f"{request_id} got no token in {max_steps} steps")
+
+
+def config(**changes: object) -> EngineConfig:
+    values: dict[str, object] = {
+        "num_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32,
+    }  # fmt: skip
+    return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def request(
+    request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4, band: Band = Band.STANDARD,
+    deadline_unix_s: float | None = None, **params: object,
+) -> GenerateRequest:  # fmt: skip
+    sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+    return GenerateRequest(request_id, prompt, sampling, band, deadline_unix_s=deadline_unix_s)

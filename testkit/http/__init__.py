@@ -1,0 +1,1 @@
+"""The HTTP application over a scripted replica and jobs in memory."""

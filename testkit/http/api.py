@@ -1,0 +1,177 @@
+"""The application over a fake dispatcher, in process or behind a real server, and the stock client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+import httpx2
+import openai
+import pytest
+import uvicorn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from replicas.protocol import ModelCard
+from router.dispatch import Dispatcher
+from serve_app.ingress import Backends, IngressSettings, create_api
+from testkit.http.memory_jobs import MemoryJobs, memory_access
+from testkit.http.scripted_dispatcher import FakeDispatcher, FakeReplica, ScriptedToken
+from testkit.limits import LIMIT_S
+
+MODEL = "tiny"
+REPLY = "hello wörld 👋, how are you today?"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}"
+    "{{ raise_exception('the user speaks first') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 320 tokens, with a chat template, saved in `name_or_path`."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
+    )
+    backend.train_from_iterator(["hello world, how are you today? the quick brown fox jumps over it"] * 8, trainer)
+    directory = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", chat_template=TEMPLATE)
+    fast.save_pretrained(directory)
+    fast.name_or_path = str(directory)
+    return fast
+
+
+@pytest.fixture(scope="session")
+def script(tokenizer: PreTrainedTokenizerFast) -> list[ScriptedToken]:
+    """`REPLY`, token by token; text of half a character shows with its last token, as in the engine."""
+    tokens: list[ScriptedToken] = []
+    token_ids = tokenizer.backend_tokenizer.encode(REPLY).ids
+    shown = ""
+    for index, token_id in enumerate(token_ids):
+        text = tokenizer.backend_tokenizer.decode(token_ids[: index + 1])
+        text = shown if text.endswith("\ufffd") else text
+        tokens.append(ScriptedToken(token_id, text[len(shown) :]))
+        shown = text
+    return tokens
+
+
+@dataclass
+class Api:
+    """An application under test, and ways to talk to it."""
+
+    replica: FakeReplica
+    dispatcher: FakeDispatcher
+    app: Any
+    http: httpx.AsyncClient
+    openai: Any
+    """The stock client; its overloads are too strict for tables of options."""
+    jobs: MemoryJobs
+
+    async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.http.post(
+                path, json=body, headers={key.replace("_", "-"): v for key, v in headers.items()}
+            )
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.post("/v1/completions", {"model": MODEL, "prompt": "the quick", **fields})
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hello"}]
+        return await self.post("/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+
+
+MakeApi = Callable[..., Api]
+
+
+@pytest.fixture
+async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToken]) -> AsyncIterator[MakeApi]:
+    """Makes applications; keyword arguments are FakeReplica's, the others those of what they name."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(
+            *,
+            settings: dict[str, Any] | None = None,
+            dispatcher: dict[str, Any] | None = None,
+            job_limits: dict[str, int] | None = None,
+            has_jobs: bool = True,
+            **replica: Any,
+        ) -> Api:
+            fake = FakeReplica(**{"script": script, **replica})
+            front = FakeDispatcher(fake, **{"card": card_of(tokenizer), **(dispatcher or {})})
+            options = {"model": tokenizer.name_or_path, "served_model_name": MODEL, **(settings or {})}
+            memory = MemoryJobs()
+            access = memory_access(memory, **(job_limits or {})) if has_jobs else None
+            app = create_api(
+                IngressSettings(**options), Backends(cast("Dispatcher", front), jobs=access), rng=random.Random(0)
+            )
+            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            http = httpx.AsyncClient(transport=transport, base_url="http://test")
+            stack.push_async_callback(http.aclose)
+            sdk_http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
+            stack.push_async_callback(sdk_http.aclose)
+            client = openai.AsyncOpenAI(
+                api_key="secret", base_url="http://test/v1", http_client=sdk_http, max_retries=0
+            )
+            return Api(fake, front, app, http, client, memory)
+
+        yield make
+
+
+@pytest.fixture
+def api(make_api: MakeApi) -> Api:
+    """An application with every default."""
+    return make_api()
+
+
+def card_of(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 256) -> ModelCard:
+    return ModelCard(
+        model_id=tokenizer.name_or_path,
+        max_model_len=max_model_len,
+        vocab_size=len(tokenizer),
+        block_size=16,
+        num_blocks=100,
+        max_num_seqs=8,
+        dtype="float32",
+        device="cpu",
+    )
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any) -> AsyncIterator[str]:
+    """The application behind a real server on a free port; gives its base URL."""
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=5)
+    )
+    task = asyncio.create_task(server.serve())
+    try:
+        await until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Return once `is_true`; fail after `limit_s`."""
+    async with asyncio.timeout(limit_s):
+        while not is_true():
+            await asyncio.sleep(0.002)
+
+
+def events(text: str) -> list[str]:
+    """The data of a stream's events."""
+    return [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]

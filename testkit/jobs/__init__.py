@@ -1,0 +1,1 @@
+"""Databases, a jobs process without Ray, and receivers of webhooks."""

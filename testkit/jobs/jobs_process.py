@@ -1,0 +1,145 @@
+"""A jobs process without Ray, over completions that do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from replicas.clock import Clock
+from replicas.errors import ServingError
+from replicas.protocol import Band, ReplicaStats
+from router.flow.flow_queue import BandLimits, FlowQueue
+from router.types import ReplicaView
+from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.execution.backlog import BacklogView
+from serve_app.jobs.execution.capacity import LineCapacity
+from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.runtime import JobsRuntime
+from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.database import Database
+from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request.validation import Caller
+from serve_app.openai.service import CompletionService
+from testkit.jobs.database_worlds import MODEL, MemoryFiles
+from testkit.limits import LIMIT_S
+
+
+@dataclass
+class _Progress:
+    prompt_tokens: int = 3
+    completion_tokens: int = 4
+    cached_tokens: int = 2
+
+
+@dataclass
+class _Prepared:
+    body: Any
+    caller: Caller
+    requests: tuple[Any, ...] = ()
+    progress: _Progress = field(default_factory=_Progress)
+
+
+@dataclass
+class ScriptedCompletions:
+    """Answers with the prompt; holds answers back while the gate is closed, and fails where it is told to."""
+
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    errors: dict[str, list[ServingError]] = field(default_factory=dict)
+    """Prompt -> what is raised, one after the other, before it is answered."""
+    asked: list[str] = field(default_factory=list)
+    callers: list[Caller] = field(default_factory=list)
+    num_running: int = 0
+    most_running: int = 0
+
+    async def completion(self, body: GenerationBody, caller: Caller) -> _Prepared:
+        return _Prepared(body, caller)
+
+    chat = completion
+
+    async def answer(self, prepared: _Prepared) -> dict[str, Any]:
+        [prompt] = prepared.body.prompt
+        self.asked.append(prompt)
+        self.callers.append(prepared.caller)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            await self.gate.wait()
+            if errors := self.errors.get(prompt):
+                raise errors.pop(0)
+            return {"text": prompt}
+        finally:
+            self.num_running -= 1
+
+
+def view(completions: ScriptedCompletions, num_slots: int) -> ReplicaView:
+    """A replica of so many slots, of which the completions that run hold theirs."""
+    stats = ReplicaStats(
+        replica_id="replica", node_id="node", pid=1, taken_unix_s=0.0, num_slots=num_slots, num_blocks=100,
+        num_free_blocks=100, num_running_by_band=(0, 0, 0), num_waiting_by_band=(0, 0, 0), waiting_tokens=0,
+        generated_tokens_per_s=0.0, is_draining=False,
+    )  # fmt: skip
+    return ReplicaView(stats, 0.0, num_by_band=(0, 0, completions.num_running))
+
+
+@dataclass
+class Process:
+    """A running jobs process."""
+
+    runtime: JobsRuntime
+    completions: ScriptedCompletions
+    backlog: BacklogView
+
+    @property
+    def service(self) -> Any:
+        return self.runtime.service
+
+
+@contextlib.asynccontextmanager
+async def jobs_process(
+    database_url: str,
+    files: MemoryFiles,
+    completions: ScriptedCompletions,
+    *,
+    num_slots: int = 4,
+    settings: JobsSettings | None = None,
+    clock: Clock | None = None,
+    is_killed: bool = False,
+) -> AsyncIterator[Process]:
+    """A jobs process for as long as the context lasts; one that is killed leaves everything as it stands."""
+    clock = clock or Clock()
+    database = await asyncio.to_thread(Database, database_url)
+    context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
+    flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
+    capacity, backlog = (
+        LineCapacity(lambda: [view(completions, num_slots)], flow_queue),
+        BacklogView(ThroughputEstimator(clock)),
+    )
+    runtime = JobsRuntime(context, cast(CompletionService, completions), capacity, backlog, random.Random(0))
+    await runtime.start()
+    try:
+        yield Process(runtime, completions, backlog)
+    finally:
+        if is_killed:
+            kill(runtime)
+        await runtime.stop()
+
+
+def kill(runtime: JobsRuntime) -> None:
+    """Let the process write nothing more, not even that it stops."""
+
+    async def nothing() -> None:
+        return None
+
+    runtime._worker.stop = nothing  # type: ignore[method-assign]
+    runtime._ownership.stop = nothing  # type: ignore[method-assign]
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Return once `is_true`."""
+    async with asyncio.timeout(LIMIT_S):
+        while not is_true():
+            await asyncio.sleep(0.005)

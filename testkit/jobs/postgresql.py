@@ -1,0 +1,116 @@
+"""A PostgreSQL server of our own, with nothing in it, that nobody else can reach."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from testkit.limits import LIMIT_S, START_LIMIT_S
+
+NOT_INSTALLED = "there is no PostgreSQL server on this machine (initdb and postgres)"
+
+_ROLE = "headway"
+_POLL_PERIOD_S = 0.05
+_SETTINGS = ("listen_addresses=", "fsync=off", "max_connections=100", "shared_buffers=32MB")
+
+
+class PostgreSQL:
+    """A running server, which listens on a socket in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_databases = 0
+
+    def url(self, database: str) -> str:
+        """For SQLAlchemy."""
+        return f"postgresql+psycopg://{_ROLE}@/{database}?host={self._folder}"
+
+    def connect(self, database: str = "postgres") -> psycopg.Connection[Any]:
+        return psycopg.connect(host=str(self._folder), user=_ROLE, dbname=database, autocommit=True)
+
+    @contextmanager
+    def fresh_database(self) -> Iterator[str]:
+        """The URL of an empty database; it is dropped afterwards, whoever is still connected."""
+        self._num_databases += 1
+        name = f"test_{self._num_databases}"
+        with self.connect() as connection:
+            connection.execute(f"CREATE DATABASE {name}")
+        try:
+            yield self.url(name)
+        finally:
+            with self.connect() as connection:
+                connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def find_binaries() -> Path | None:
+    """The folder of `initdb` and `postgres`, of the newest version; None: not installed."""
+    folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
+    folders.sort(key=lambda folder: [int(part) for part in folder.parent.name.split(".")])
+    if (on_path := shutil.which("initdb")) is not None:
+        folders.append(Path(on_path).resolve().parent)
+    return next((folder for folder in reversed(folders) if (folder / "postgres").exists()), None)
+
+
+@contextmanager
+def postgresql(binaries: Path) -> Iterator[PostgreSQL]:
+    """A server for as long as the context lasts; nothing of it is left afterwards."""
+    account = _account()
+    folder = Path(tempfile.mkdtemp(prefix="hw-pg-"))
+    try:
+        os.chown(folder, account.get("user", -1), account.get("group", -1))
+        data = folder / "data"
+        initdb = [str(binaries / "initdb"), "-D", str(data), "-U", _ROLE, "--auth=trust", "--no-sync"]
+        subprocess.run(
+            [*initdb, "--locale=C", "--encoding=UTF8"], cwd=folder, check=True, capture_output=True, **account
+        )
+        options = [part for setting in _SETTINGS for part in ("-c", setting)]
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [str(binaries / "postgres"), "-D", str(data), "-k", str(folder), *options],
+                cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **account,
+            )  # fmt: skip
+        try:
+            server = PostgreSQL(folder)
+            _wait_until_ready(server, process, folder / "log")
+            yield server
+        finally:
+            process.send_signal(signal.SIGINT)  # "fast": it does not wait for clients
+            try:
+                process.wait(LIMIT_S)
+            finally:
+                process.kill()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _account() -> dict[str, Any]:
+    """For subprocess: who the server runs as, since it refuses to be root."""
+    if os.geteuid() != 0:
+        return {}
+    names = {entry.pw_name: entry for entry in pwd.getpwall()}
+    entry = names.get("postgres") or names["nobody"]
+    return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+
+
+def _wait_until_ready(server: PostgreSQL, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            server.connect().close()
+        except psycopg.OperationalError:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"PostgreSQL did not start:\n{log.read_text(errors='replace')}") from None
+            time.sleep(_POLL_PERIOD_S)
+        else:
+            return

@@ -1,0 +1,1 @@
+"""Simulated replicas, requests and time."""

@@ -1,0 +1,125 @@
+"""A flow controller whose replicas are reports in a table, and requests that ask it for a place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicas.protocol import Band, GenerateRequest, ReplicaStats
+from router.balancing.load_table import LoadTable
+from router.balancing.policy import LeastTokens
+from router.flow.flow_control import FlowController, FlowLimits, SampleGroup
+from router.flow.flow_queue import BandLimits
+from router.flow.usage import Placement
+from testkit.router.simulated_replicas import FakeObserver, request, stats
+from testkit.router.simulated_time import settle_down, simulated_clock
+
+
+def limits(
+    max_requests: int = 1000, max_tokens: int = 10**9, max_predicted_wait_s: float | None = None, **changes: Any
+) -> FlowLimits:
+    bands = {band: BandLimits(max_requests, max_tokens, max_predicted_wait_s) for band in Band}
+    return FlowLimits(bands, **{"promote_after_s": 22.5, **changes})
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that asked for a place, and what it got."""
+
+    request: GenerateRequest
+    arrival_index: int
+    deadline_s: float | None
+    task: asyncio.Task[Placement]
+
+    @property
+    def has_place(self) -> bool:
+        return self.task.done() and not self.task.cancelled() and self.task.exception() is None
+
+    @property
+    def replica_id(self) -> str:
+        return self.task.result().in_flight.replica_id
+
+
+@dataclass(eq=False)
+class Flow:
+    """The controller under test; made inside the simulated loop."""
+
+    limits: FlowLimits = field(default_factory=limits)
+    num_asked: int = 0
+    order: list[str] = field(default_factory=list)
+    """Request ids in the order of their dispatch."""
+
+    def __post_init__(self) -> None:
+        self.clock = simulated_clock()
+        self.table = LoadTable(self.clock)
+        self.observer = FakeObserver()
+        self.policy = LeastTokens(random.Random(0))
+        self.controller = FlowController(self.limits, self.table, self.policy, self.observer)
+
+    def report(self, *reported: ReplicaStats) -> None:
+        """Hear of replicas."""
+        for report in reported or (stats(),):
+            self.table.record(report)
+        self.controller.notify()
+
+    def ask(
+        self, band: Band = Band.STANDARD, *, within_s: float | None = None, group: SampleGroup | None = None,
+        **of_request: Any,
+    ) -> Asked:  # fmt: skip
+        """Ask for a place, in a task of its own; it is in line once the task has run."""
+        self.num_asked += 1
+        asked = request(f"{band.name.lower()}-{self.num_asked}", band=band, **of_request)
+        deadline_s = None if within_s is None else self.clock.now + within_s
+        arrival_index = self.controller.admit(asked, deadline_s)
+        task = asyncio.create_task(self._acquire(asked, arrival_index, deadline_s, group or SampleGroup()))
+        return Asked(asked, arrival_index, deadline_s, task)
+
+    def ask_again(self, asked: Asked) -> Asked:
+        """Come back after a dispatch."""
+        task = asyncio.create_task(
+            self._acquire(asked.request, asked.arrival_index, asked.deadline_s, SampleGroup()),
+        )
+        return Asked(asked.request, asked.arrival_index, asked.deadline_s, task)
+
+    async def ask_many(self, count: int, band: Band = Band.STANDARD, **of_request: Any) -> list[Asked]:
+        asked = [self.ask(band, **of_request) for _ in range(count)]
+        await settle_down()
+        return asked
+
+    def settle(self, asked: Asked, num_output_tokens: int = 8) -> None:
+        """End a request that has a place."""
+        if num_output_tokens:
+            self.controller.progressed(asked.task.result(), asked.request, num_output_tokens)
+        self.controller.settle(asked.task.result(), asked.request, num_output_tokens)
+
+    def refuse(self, asked: Asked) -> None:
+        """The replica has no room after all."""
+        self.controller.refused(asked.task.result(), asked.request)
+        self.settle(asked, 0)
+
+    async def _acquire(
+        self, of: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup
+    ) -> Placement:
+        placement = await self.controller.acquire(of, arrival_index, deadline_s, group)
+        self.order.append(of.request_id)
+        return placement
+
+    def in_flight(self) -> dict[str, int]:
+        return {view.stats.replica_id: view.num_in_flight for view in self.table.views()}
+
+    def check_idle(self) -> None:
+        """Nothing waits, and nothing is counted."""
+        self.table.check_invariants()
+        assert len(self.controller.queue) == 0 and not self.controller._pending
+        assert not self.table._own
+
+
+async def raised_by(waits: asyncio.Task[Any]) -> Exception | None:
+    """How something ended."""
+    try:
+        await waits
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,1 @@
+"""Applications on Ray in processes of their own."""

@@ -1,0 +1,42 @@
+"""A private one-node Ray cluster with a GPU that it only claims to have: `python -m testkit.serving.gpu_cluster PORT`.
+
+Serve listens on PORT. Ray's environment is that of the caller. Prints the address and the dashboard's URL, then lives
+until its input ends.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+
+import ray
+from ray import serve
+
+from serve_app.cli.private_cluster import free_port
+
+
+def main() -> None:
+    folder = tempfile.mkdtemp(prefix="hwt-", dir="/tmp")
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=8,
+            num_gpus=1,
+            object_store_memory=128 * 2**20,
+            include_dashboard=True,
+            dashboard_port=free_port("127.0.0.1"),
+            namespace="serve",
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
+        print(context.address_info["gcs_address"], f"http://{context.dashboard_url}", flush=True)
+        sys.stdin.read()
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

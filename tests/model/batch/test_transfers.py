@@ -1,0 +1,42 @@
+"""Numbers travel to a device together and come back when asked for."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+
+CPU = torch.device("cpu")
+
+
+def test_numbers_arrive_as_they_were_sent() -> None:
+    to_device = HostToDeviceBuffer()
+    odd, nothing, real, large = (
+        to_device.ints([3]),
+        to_device.ints([]),
+        to_device.floats([0.1, -math.inf, 1e300]),
+        to_device.ints(iter([2**62, -5])),
+    )
+    on_device = to_device.send(CPU)
+    assert on_device.ints(odd).tolist() == [3]
+    assert on_device.ints(nothing).tolist() == []
+    assert on_device.floats(real).tolist() == [0.1, -math.inf, 1e300]
+    assert on_device.ints(large).tolist() == [2**62, -5]
+    assert all(span.start % 2 == 0 for span in (odd, nothing, real, large))
+
+
+def test_nothing_can_be_sent() -> None:
+    to_device = HostToDeviceBuffer()
+    span = to_device.ints([])
+    assert to_device.send(CPU).ints(span).shape == (0,)
+
+
+def test_what_was_asked_for_is_what_the_tensor_was_then() -> None:
+    to_host, tensor = DeviceToHostBuffer(), torch.tensor([1, 2])
+    pending = to_host.add(tensor)
+    tensor.zero_()
+    to_host.close(CPU)
+    to_host.wait()
+    assert to_host[pending].tolist() == [1, 2]

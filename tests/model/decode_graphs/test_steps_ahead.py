@@ -1,0 +1,171 @@
+"""A step ahead, and in padded batches of fixed sizes, real models give the tokens that they give in plain steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.gpu.ahead_checks import check_ahead
+from replicas.engine.config import EngineLimits
+from replicas.model.attention.dense import attend_dense
+from replicas.model.attention.interface import AttentionCall
+from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.tiles import TilePlan
+from replicas.model.decode_graphs.graphs import PlannedAttention, bucket_sizes
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.tokenizer import SilentDecoder
+from replicas.model_replica import Backend, _engine_config
+from replicas.options import ReplicaOptions
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from testkit.engine.timed_runner import StepTimes, TimedRunner
+from testkit.model.engine_runs import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
+from tests.model.cached import cached_checkpoint
+
+ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
+ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
+PARAMS = (
+    SamplingParams(max_tokens=16, temperature=0.0),
+    SamplingParams(max_tokens=14, top_p=0.9, seed=3),
+    SamplingParams(max_tokens=16, temperature=0.0, logprobs=3),
+    SamplingParams(max_tokens=12, temperature=1.3, top_k=40, min_p=0.01, seed=5, logprobs=1),
+    SamplingParams(max_tokens=15, seed=6, logit_bias=(LogitBias(9, 4.0), LogitBias(20, -100.0))),
+    SamplingParams(max_tokens=13, temperature=0.0, prompt_logprobs=2, logprobs=0),
+    SamplingParams(max_tokens=16, temperature=0.8, seed=8, stop=("e", "th"), min_tokens=3),
+    SamplingParams(max_tokens=20, seed=9, stop_token_ids=tuple(range(40, 80)), min_tokens=2),
+)
+LOOKING_BACK = SamplingParams(max_tokens=12, seed=7, repetition_penalty=1.3, frequency_penalty=0.4)
+
+
+class PlannedGather:
+    """Attention of decodes by the tensors of their plan alone, over every slot that its tables name."""
+
+    def __init__(self, cache: KVCache, slots: Tensor, plan: TilePlan) -> None:
+        assert plan.decodes is not None
+        self._cache, self._slots, self._decodes = cache, slots, plan.decodes
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        layer, tiles = self._cache[call.layer], self._decodes.tiles
+        layer.write(self._slots, call.key, call.value)
+        lengths = torch.where(tiles[:, 2] > 0, tiles[:, 1] + 1, 0).clamp(min=1)[:, None]
+        tables = self._decodes.tables[tiles[:, 3]].long()
+        keys, values = layer.keys[tables].flatten(1, 2), layer.values[tables].flatten(1, 2)
+        positions = torch.arange(keys.shape[1])
+        visible = (positions < lengths) & (positions >= lengths - (call.window or keys.shape[1]))
+        # What a row does not see is nobody's promise to be a number.
+        keys, values = (some.masked_fill(~visible[:, :, None, None], 0.0).transpose(1, 2) for some in (keys, values))
+        return attend_dense(call.query[:, :, None], keys, values, visible[:, None, None], call.scoring)[:, :, 0]
+
+
+@dataclass(frozen=True)
+class Case:
+    loaded: LoadedModel
+    prompts: list[Prompt]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(
+        load(cached_checkpoint(request.param, with_tokenizer=True)), random_prompts((5, 33, 60, 41, 17, 25, 9, 48))
+    )
+
+
+def requests_for(case: Case, params: tuple[SamplingParams, ...] = PARAMS) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(f"request-{number}", prompt, params[number % len(params)])
+        for number, prompt in enumerate(case.prompts)
+    ]
+
+
+def check_same(outputs: list[TokenDelta], expected: list[TokenDelta]) -> None:
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.error is None
+        assert output.token_ids == other.token_ids
+        assert (output.text, output.finish_reason, output.stop_reason) == (
+            other.text, other.finish_reason, other.stop_reason,
+        )  # fmt: skip
+        for some, others in (
+            (output.logprobs, other.logprobs),
+            (output.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert len(some) == len(others)
+            for one, two in zip(some, others, strict=True):
+                assert one.chosen.token_id == two.chosen.token_id
+                assert one.chosen.logprob == pytest.approx(two.chosen.logprob, abs=1e-3)
+                assert len(one.top) == len(two.top)
+
+
+@pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
+@pytest.mark.parametrize("sizes", [ROOMY, TIGHT], ids=["roomy", "tight"])
+def test_tokens_are_those_of_plain_steps(case: Case, sizes: Sizes, planned: PlannedAttention | None) -> None:
+    expected = run(build_engine(case.loaded, ROOMY), requests_for(case))
+    assert len({token for output in expected for token in output.token_ids}) >= 20
+    engine = build_engine(case.loaded, sizes, planned=planned, is_ahead=True)
+    for _ in range(2):  # The second time with prefix hits.
+        check_same(run(engine, requests_for(case)), expected)
+    assert (num_preemptions(engine) > 0) == (sizes is TIGHT)
+
+
+def test_sequences_that_look_back_are_served_beside_the_others(case: Case) -> None:
+    requests = requests_for(case, (*PARAMS[:3], LOOKING_BACK))
+    expected = run(build_engine(case.loaded), requests)
+    check_same(run(build_engine(case.loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aborts_and_late_arrivals_change_nobody_elses_tokens(case: Case, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = requests_for(case) + [
+        replace(request, request_id=f"late-{number}") for number, request in enumerate(requests_for(case))
+    ]
+    expected = {output.request_id: output for output in run(build_engine(case.loaded), requests)}
+    engine = build_engine(
+        case.loaded, Sizes(num_blocks=60, block_size=4, max_num_seqs=5), planned=PlannedGather, is_ahead=True
+    )
+    outputs: dict[str, TokenDelta] = {}
+    waiting, aborted = list(requests), set()
+    while waiting or engine.has_work:
+        if waiting and rng.random() < 0.4:
+            engine.add(waiting.pop(0))
+        if rng.random() < 0.05:
+            aborted.add(rng.choice(requests).request_id)
+            for request_id in aborted:
+                engine.abort(request_id)
+        for delta in engine.step():
+            earlier = outputs.get(delta.request_id)
+            outputs[delta.request_id] = delta if earlier is None else merge([earlier, delta])
+        engine.check_invariants()
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    whole = [request.request_id for request in requests if request.request_id not in aborted]
+    check_same([outputs[name] for name in whole], [expected[name] for name in whole])
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 32, 64, 100, 256, 1024])
+def test_buckets_are_few_and_waste_at_most_a_fifth_of_large_batches(max_num_seqs: int) -> None:
+    sizes = bucket_sizes(max_num_seqs)
+    assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes)) and len(sizes) <= 40
+    for size, following in itertools.pairwise(sizes):
+        assert following - size <= max(8, size / 4)
+
+
+def test_the_check_for_gpus_runs_on_the_cpu() -> None:
+    check = check_ahead("llama", "cpu")
+    assert check.passed and check.detail == "0 of 14 sequences differ, 0 graphs"
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "is_ahead"),
+    [("cpu", None, False), ("cuda:0", None, True), ("cpu", True, True), ("cuda:0", False, False)],
+)
+def test_steps_are_launched_ahead_on_gpus_unless_somebody_says_otherwise(
+    device: str, asked: bool | None, is_ahead: bool
+) -> None:
+    backend = Backend(TimedRunner(StepTimes(0.0, 0.0, 0.0), 512, 2), lambda _: SilentDecoder(), 64, 256, 512,
+                      frozenset(), "float32", device)  # fmt: skip
+    options = ReplicaOptions(ModelOptions("m"), limits=EngineLimits(async_scheduling=asked))
+    assert _engine_config(options, backend).async_scheduling is is_ahead

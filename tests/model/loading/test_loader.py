@@ -1,0 +1,235 @@
+"""What a model directory and its options turn into, and which are refused with what words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from replicas.engine.config import EngineLimits
+from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.model.attention.kv_cache import KVCache, bytes_per_block
+from replicas.model.attention.probe import probe_attention
+from replicas.model.batch.dummy import dummy_batches
+from replicas.model.build import build_runner, warm_up
+from replicas.model.hardware.device import choose_device, choose_dtype
+from replicas.model.loading.loader import load_model
+from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.runner import TorchModelRunner
+from testkit.model.tiny_checkpoints import (
+    ARCHITECTURES,
+    REFUSED,
+    tiny_config,
+    tiny_tokenizer,
+    write_checkpoint,
+    write_refused_checkpoint,
+)
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+def edit_json(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_loaded_model_describes_itself(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "llama", eos_token_id=2)
+    loaded = load_model(ModelOptions(str(path), dtype="float32"))
+    assert (loaded.max_model_len, loaded.vocab_size) == (512, 512)
+    assert (loaded.eos_token_ids, loaded.dtype, loaded.device) == (frozenset({2}), torch.float32, CPU)
+    assert loaded.tokenizer is not None and loaded.tokenizer.decode([3]) == tiny_tokenizer().decode([3])
+    assert [layer.index for layer in loaded.layers] == [0, 1, 2]
+    layer = loaded.layers[0]
+    assert (layer.num_query_heads, layer.num_kv_heads, layer.key_size, layer.value_size) == (4, 2, 16, 16)
+    assert (layer.window, layer.softcap, layer.has_sinks) == (None, None, False)
+
+
+def test_probe_finds_windows_caps_sinks_and_unequal_heads(tmp_path: Path) -> None:
+    def layers(architecture: str):
+        return load_model(ModelOptions(str(write_checkpoint(tmp_path / architecture, architecture)))).layers
+
+    assert {layer.window for layer in layers("gemma2-window")} == {24, None}
+    assert layers("gemma2-window")[0].softcap == 5.0
+    assert all(layer.has_sinks for layer in layers("gpt_oss-window"))
+    assert (layers("deepseek_v3")[0].key_size, layers("deepseek_v3")[0].value_size) == (48, 32)
+
+
+@pytest.mark.parametrize("eos", [2, [2, 7]])
+def test_generation_config_decides_the_end_tokens(tmp_path: Path, eos: int | list[int]) -> None:
+    path = write_checkpoint(tmp_path, eos_token_id=5)
+    edit_json(path / "generation_config.json", eos_token_id=eos)
+    assert load_model(ModelOptions(str(path))).eos_token_ids == ({2, 7} if isinstance(eos, list) else {2})
+    (path / "generation_config.json").unlink()
+    assert load_model(ModelOptions(str(path))).eos_token_ids == {5}
+
+
+def test_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, with_tokenizer=False)
+    loaded = load_model(ModelOptions(str(path)))
+    assert loaded.tokenizer is None and loaded.eos_token_ids == frozenset()
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_architecture_that_cannot_be_served_is_refused_by_name(tmp_path: Path, model_type: str) -> None:
+    path = write_refused_checkpoint(tmp_path, model_type)
+    with pytest.raises(UnsupportedModel, match=REFUSED[model_type][1]) as caught:
+        load_model(ModelOptions(str(path), max_model_len=128))
+    assert repr(model_type) in str(caught.value)
+
+
+def build_tiny(architecture: str = "llama") -> nn.Module:
+    register_attention()
+    return AutoModelForCausalLM.from_config(tiny_config(architecture), attn_implementation=ATTENTION_NAME).eval()
+
+
+class _MixesPositions(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        return self.inner(hidden_states + 0.01 * hidden_states.roll(1, dims=1), **kwargs)
+
+
+def test_positions_that_mix_outside_attention_are_refused() -> None:
+    model = build_tiny()
+    model.model.layers[1].mlp = _MixesPositions(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModel, match="outside attention"):
+        probe_attention(model, AttentionPort(model))
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    model = build_tiny()
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(UnsupportedModel, match="is_causal=False"):
+        probe_attention(model, AttentionPort(model))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss-window", "gemma3_text-window"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_probe_accepts_rounding_in_half_precision(tmp_path: Path, architecture: str, dtype: str) -> None:
+    loaded = load_model(ModelOptions(str(write_checkpoint(tmp_path, architecture)), dtype=dtype))
+    assert len(loaded.layers) == ARCHITECTURES[architecture]["num_hidden_layers"]
+
+
+def test_max_model_len_is_the_configs_or_the_asked(llama: Path, tmp_path: Path) -> None:
+    assert load_model(ModelOptions(str(llama), max_model_len=100)).max_model_len == 100
+    with pytest.raises(ModelLoadError, match=r"513.* 512"):
+        load_model(ModelOptions(str(llama), max_model_len=513))
+    with pytest.raises(ModelLoadError, match="max_model_len is 1"):
+        load_model(ModelOptions(str(llama), max_model_len=1))
+
+
+def test_position_encoding_that_changes_with_length_keeps_to_its_original_length(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
+    path = write_checkpoint(tmp_path)
+    edit_json(path / "config.json", rope_parameters=rope)
+    assert load_model(ModelOptions(str(path))).max_model_len == 256
+    with pytest.raises(ModelLoadError, match=r"300.* 256"):
+        load_model(ModelOptions(str(path), max_model_len=300))
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"nowhere.*no such directory"):
+        load_model(ModelOptions(str(tmp_path / "nowhere")))
+    with pytest.raises(ModelLoadError, match="config"):
+        load_model(ModelOptions(str(tmp_path)))
+
+
+def test_only_safetensors_are_read(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    (path / "model.safetensors").unlink()
+    torch.save({}, path / "pytorch_model.bin")
+    with pytest.raises(ModelLoadError, match=r"safetensors only.*model\.safetensors"):
+        load_model(ModelOptions(str(path)))
+
+
+def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    ran = tmp_path / "ran"
+    (path / "custom.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
+    auto_map = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
+    edit_json(path / "config.json", auto_map=auto_map)
+    load_model(ModelOptions(str(path)))  # transformers' own code for a type that it knows
+    edit_json(path / "config.json", model_type="custom")
+    with pytest.raises(ModelLoadError, match="config of model"):
+        load_model(ModelOptions(str(path)))
+    assert not ran.exists()
+
+
+def test_broken_tokenizer_is_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, with_tokenizer=False)
+    (path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="tokenizer of model"):
+        load_model(ModelOptions(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu avx2 avx512f avx512_bf16", torch.bfloat16),
+        ("fpu amx_bf16 amx_tile", torch.bfloat16),
+        ("fpu avx2 avx512f", torch.float32),
+    ],
+)
+def test_auto_dtype_is_bfloat16_where_the_cpu_has_it(tmp_path: Path, flags: str, expected: torch.dtype) -> None:
+    cpu_info = tmp_path / "cpuinfo"
+    cpu_info.write_text(f"processor\t: 0\nmodel name\t: x\nflags\t\t: {flags}\n")
+    assert choose_dtype("auto", CPU, cpu_info) is expected
+    assert choose_dtype("auto", CPU, tmp_path / "absent") is torch.float32
+    assert choose_dtype("float16", CPU, cpu_info) is torch.float16
+
+
+def test_unknown_dtype_and_device_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelLoadError, match="'int8'"):
+        choose_dtype("int8", CPU)
+    with pytest.raises(ModelLoadError, match="'tpu'"):
+        choose_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == CPU
+    with pytest.raises(ModelLoadError, match="no CUDA device"):
+        choose_device("cuda")
+
+
+def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path: Path, llama: Path) -> None:
+    first = load_model(ModelOptions(str(llama), dtype="float32"))
+    second = load_model(ModelOptions(str(write_checkpoint(tmp_path, "qwen3")), dtype="float32"))
+    plain = AutoModelForCausalLM.from_pretrained(llama)
+    assert plain.config._attn_implementation != ATTENTION_NAME
+    assert first.port is not second.port
+    limits = EngineLimits(max_num_batched_tokens=64)
+    for loaded in (first, second, first):
+        warm_up(build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=2**20)), limits)
+
+
+def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
+    loaded = load_model(ModelOptions(str(llama), dtype="float32"))
+    runner = TorchModelRunner(loaded, KVCache(loaded.layers, 0, 16, loaded.dtype, loaded.device))
+    batches = dummy_batches(
+        max_num_seqs=4, max_num_batched_tokens=64, max_model_len=loaded.max_model_len, block_size=16
+    )
+    assert [batch.num_tokens for batch in batches] == [64, 64, 1 + 3 * 16, 4]
+    assert {batches[index].items[0].end for index in (0, 2, 3)} == {loaded.max_model_len}
+    for batch in batches:
+        assert all(result.token_id is not None for result in runner.execute(batch))
+
+
+def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:
+    loaded = load_model(ModelOptions(str(llama), dtype="float32"))
+    # 3 layers x 16 slots x 2 KV heads x (16 + 16) x 4 bytes
+    block_bytes = bytes_per_block(loaded.layers, 16, torch.float32)
+    assert block_bytes == 12_288
+    runner = build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=10 * block_bytes + 5))
+    assert (runner.num_blocks, runner.block_size, runner.max_model_len) == (9, 16, 512)
+    with pytest.raises(ModelLoadError, match=f"kv_cache_bytes is 20000.* {2 * block_bytes}"):
+        build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=20_000))

@@ -1,0 +1,72 @@
+"""One application for all tests of this folder: two ingresses on the head, two model replicas, each on a raylet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from testkit.model.tiny_checkpoints import write_checkpoint
+from testkit.serving.make_serve import wait_for
+from testkit.serving.on_raylets import Served, serving
+from testkit.serving.streams import Clients
+from testkit.serving.streams import clients as open_clients
+
+NUM_REPLICAS = 2
+NUM_SLOTS = 4
+"""Sequences that run together in each replica."""
+NUM_INGRESSES = 2
+LONG = 30_000
+"""Output tokens that no test waits for."""
+MODEL_NAME = "tiny-llama"
+
+
+def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
+    """A greedy streamed completion of this length."""
+    return {
+        "model": MODEL_NAME,
+        "prompt": "the quick brown fox",
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        **fields,
+    }
+
+
+@pytest.fixture(scope="package")
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    checkpoint = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
+    checkpoint.mkdir()
+    with serving(
+        tmp_path_factory.mktemp("home"),
+        model=write_checkpoint(checkpoint, max_position_embeddings=32768),
+        dtype="float32",
+        num_replicas=NUM_REPLICAS,
+        num_ingress_replicas=NUM_INGRESSES,
+        max_num_seqs=NUM_SLOTS,
+        kv_cache_bytes="128MiB",
+        load_poll_period_s=0.2,
+    ) as served:
+        yield served
+
+
+@pytest.fixture
+def served(application: Served) -> Iterator[Served]:
+    """The application, whole and idle; a test leaves it idle."""
+
+    def is_whole() -> bool:
+        return len(application.num_running()) == NUM_REPLICAS and len(application.ingress_pids()) == NUM_INGRESSES
+
+    wait_for(is_whole, "all ingresses and replicas are there")
+    application.wait_until_idle()
+    yield application
+    application.wait_until_idle()
+
+
+@pytest.fixture
+def clients(served: Served) -> Iterator[Clients]:
+    """Clients that go away before `served` is looked at again."""
+    with open_clients(served.url) as many:
+        yield many

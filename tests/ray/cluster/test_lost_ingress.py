@@ -1,0 +1,35 @@
+"""An ingress is killed: what was sent through it ends, and nothing else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from testkit.serving.make_serve import wait_for
+from testkit.serving.on_raylets import Served
+from testkit.serving.streams import Clients
+from tests.ray.cluster.conftest import LONG, NUM_INGRESSES, NUM_SLOTS, body
+
+
+def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(served: Served, clients: Clients):
+    [(victim, pid), (other, _)] = served.ingress_pids().items()
+    staying, others = served.open_at(clients, other, body(1500))
+    lost, more = served.open_at(clients, victim, body(LONG, n=NUM_SLOTS))
+    for stream in (*others, *more):
+        stream.close()
+    wait_for(lambda: len(lost.texts) == NUM_SLOTS and staying.texts, "every stream runs")
+    os.kill(pid, signal.SIGKILL)
+    # Nobody can give a client back the connection that its ingress held.
+    wait_for(lambda: lost.is_over, "the client of the killed ingress hears of it")
+    assert lost.error is not None and not lost.finish_reasons
+
+    asked = [clients.open(body(8, prompt=f"request {index}")) for index in range(2 * NUM_SLOTS)]
+    wait_for(lambda: all(stream.is_over for stream in (*asked, staying)), "all others are answered")
+    assert all(stream.is_done and stream.error is None for stream in (*asked, staying))
+    served.wait_until_idle()
+
+    wait_for(lambda: len(served.ingress_pids()) == NUM_INGRESSES, "there is another ingress")
+    [replacement] = set(served.ingress_pids()) - {other}
+    stream, _ = served.open_at(clients, replacement, body(8))
+    wait_for(lambda: stream.is_done, "the replacement serves")
+    assert victim not in served.ingress_pids()

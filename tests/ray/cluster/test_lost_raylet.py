@@ -1,0 +1,51 @@
+"""A raylet is killed: the streams of its model replica go on elsewhere, and a new raylet takes its place."""
+
+from __future__ import annotations
+
+from testkit.serving.make_serve import wait_for
+from testkit.serving.on_raylets import Served
+from testkit.serving.streams import Clients, Stream
+from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
+
+NUM_TOKENS = 2500
+
+
+def start(served: Served, clients: Clients) -> list[Stream]:
+    """As many streams as the replica that stays has slots."""
+    prompts = [f"{index} the quick brown fox" for index in range(NUM_SLOTS)]
+    return served.open_in_turn(clients, [body(NUM_TOKENS, prompt=prompt) for prompt in prompts])
+
+
+def wait_for_all(streams: list[Stream]) -> None:
+    wait_for(lambda: all(stream.is_over for stream in streams), "every stream has ended")
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    assert [stream.finish_reasons for stream in streams] == [{0: "length"}] * len(streams)
+    assert all(stream.is_done for stream in streams)
+
+
+def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Served, clients: Clients):
+    undisturbed = start(served, clients)
+    wait_for_all(undisturbed)
+
+    node_ids = {replica_id: served.node_of(replica_id) for replica_id in served.num_running()}
+    streams = start(served, clients)
+    wait_for(lambda: all(stream.num_characters > 50 for stream in streams), "every stream is in mid-decode")
+    victim = streams[0].replica_id
+    assert victim is not None
+    [staying] = node_ids.keys() - {victim}
+    served.kill_worker(node_ids[victim])
+    assert not any(stream.finish_reasons for stream in streams if stream.replica_id == victim)
+    assert {stream.replica_id for stream in streams} == {victim, staying}
+    assert {served.ingress_of(stream) for stream in streams} == set(served.ingress_pids())
+    wait_for(lambda: served.num_running().keys() == {staying}, "the lost replica is forgotten")
+    wait_for_all(streams)
+    assert [stream.texts for stream in streams] == [stream.texts for stream in undisturbed]
+
+    node_id = served.add_worker()
+    # One look: another may be answered by the other ingress, which has yet to hear of it.
+    running = wait_for(lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica")
+    [new] = set(running) - {staying}
+    assert new != victim and served.node_of(new) == node_id
+    # Enough that one ingress has two, which it spreads; of each other's newest requests ingresses know nothing.
+    later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]
+    wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves")

@@ -1,0 +1,53 @@
+"""One `make serve` for all tests that only use it: two replicas of a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from testkit.http.scripted_dispatcher import key_digest
+from testkit.limits import LIMIT_S
+from testkit.model.tiny_checkpoints import write_checkpoint
+from testkit.serving.make_serve import Instance, serving
+
+NUM_SLOTS = 4
+"""Sequences that run together in each of the two replicas."""
+MODEL_NAME = "tiny-llama"
+KEY = "acme"
+"""The API key, and the tenant, of the application's clients."""
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random llama with a context that is long enough for streams of many seconds."""
+    path = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
+    path.mkdir()
+    return write_checkpoint(path, max_position_embeddings=32768)
+
+
+@pytest.fixture(scope="package")
+def app(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    """A served application that tests share and leave as they found it; it asks for keys."""
+    home = tmp_path_factory.mktemp("home")
+    keys = home / "keys.yaml"
+    keys.write_text(f"{key_digest(KEY)}:\n  tenant: {KEY}\n")
+    arguments = f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB load_poll_period_s=0.2 api_key_file={keys}"
+    with serving(home, f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}") as instance:
+        yield instance
+
+
+@pytest.fixture
+def client(app: Instance) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as client:
+        yield client
+
+
+@pytest.fixture
+def http(app: Instance) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=app.url, headers=HEADERS, timeout=LIMIT_S) as http:
+        yield http

@@ -1,0 +1,132 @@
+"""A private cluster answers its owner and nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+
+from testkit.limits import LIMIT_S
+from testkit.serving.make_serve import ROOT, Instance, clean_environment, serving, wait_for
+
+_UNARY_CALL = "/ray.serve.ASGIService/HandleRequest"
+BIN = Path(sys.executable).parent
+
+
+def listening_addresses(root: psutil.Process) -> list[tuple[psutil.Process, str, int]]:
+    """Every TCP address that a process or one of its descendants listens on."""
+    return [
+        (process, connection.laddr.ip, connection.laddr.port)
+        for process in (root, *root.children(recursive=True))
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
+def is_loopback(address: str) -> bool:
+    ip = ipaddress.ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+
+
+def refused_status(port: int) -> grpc.StatusCode:
+    """What a gRPC server says to a call of Serve's that has no token."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as raised:
+        channel.unary_unary(_UNARY_CALL)(b"", timeout=LIMIT_S)
+    return raised.value.code()
+
+
+def check_ports(instance: Instance) -> set[str]:
+    """Every port is on loopback, or a Serve replica's that asks for the token; returns who listens."""
+    listening = listening_addresses(psutil.Process(instance.process.pid))
+    for process, address, port in listening:
+        if not is_loopback(address):
+            command = " ".join(process.cmdline())
+            assert command.startswith("ray::ServeReplica"), f"{command} listens on {address}:{port}"
+            assert refused_status(port) is grpc.StatusCode.UNAUTHENTICATED
+    return {process.name() for process, _, _ in listening}
+
+
+def test_no_port_of_the_default_profile_is_open_to_others(app):
+    assert {"gcs_server", "raylet", "ray::ProxyActor"} <= check_ports(app)
+
+
+def test_no_port_of_the_throughput_profile_is_open_to_others(checkpoint, tmp_path):
+    with serving(tmp_path, f"MODEL={checkpoint}", "PROFILE=throughput", "ARGS=kv_cache_bytes=64MiB") as instance:
+        assert "haproxy" in check_ports(instance)
+        assert httpx.get(f"{instance.url}/health/live", timeout=LIMIT_S).is_success
+
+
+def agent_answers(app: Instance, name: str, path: str) -> set[int]:
+    """The statuses with which the ports of one agent answer a call without a token."""
+    answers = set()
+    for process, _, port in listening_addresses(psutil.Process(app.process.pid)):
+        if process.name().startswith(name):
+            with contextlib.suppress(httpx.TransportError):  # some speak gRPC
+                answers.add(httpx.post(f"http://127.0.0.1:{port}{path}", json={}, timeout=5.0).status_code)
+    return answers
+
+
+def test_http_without_the_token_is_refused(app):
+    job = {"entrypoint": "id"}
+    assert httpx.post(f"{app.dashboard_url}/api/jobs/", json=job, timeout=LIMIT_S).status_code == 401
+    for path in ("/api/jobs/", "/api/serve/applications/", "/nodes?view=summary", "/api/v0/actors"):
+        assert httpx.get(f"{app.dashboard_url}{path}", timeout=LIMIT_S).status_code == 401
+    # The dashboard's agent answers over HTTP for the metrics exporter alone, which takes no POST.
+    assert agent_answers(app, "ray::DashboardAgent", "/api/job_agent/jobs/") <= {401, 404, 405}
+    assert agent_answers(app, "ray::RuntimeEnvAgent", "/get_or_create_runtime_env") == {401}
+
+
+def test_a_driver_without_the_token_is_refused(app, tmp_path):
+    reach = {name: value for name, value in app.ray_environment.items() if "AUTH" not in name}
+    limits = {"RAY_gcs_server_request_timeout_seconds": "3", "RAY_gcs_rpc_server_connect_timeout_s": "3"}
+    driver = subprocess.run(
+        [sys.executable, "-c", "import os, ray; ray.init(address=os.environ['RAY_ADDRESS'])"],
+        env={**clean_environment(tmp_path), **reach, **limits, "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert driver.returncode != 0
+    assert "nauthenticated" in driver.stderr or "uthentication" in driver.stderr
+
+
+def test_rays_commands_work_with_the_environment_that_is_printed(app, tmp_path):
+    environment = {**clean_environment(tmp_path), **app.ray_environment, "PATH": f"{BIN}:{os.environ['PATH']}"}
+    for command, expected in (("ray status", "Resources"), ("ray job list", "RUNNING"), ("serve status", "RUNNING")):
+        done = subprocess.run(
+            command.split(), env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=ROOT
+        )
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout + done.stderr
+
+
+def test_secrets_are_closed_to_other_users(app, http):
+    token = Path(app.ray_environment["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+    data = Path(app.log.parent) / ".headway"
+    assert data.stat().st_mode & 0o777 == 0o700
+    upload = {"file": ("lines.jsonl", b"{}")}
+    file = http.post("/v1/files", data={"purpose": "batch"}, files=upload).json()
+    uploaded = wait_for(lambda: list(data.rglob(file["id"])), "the upload is stored")
+    for path in (*data.glob("jobs.sqlite3*"), *uploaded):
+        assert path.stat().st_mode & 0o777 == 0o600, path
+    http.delete(f"/v1/files/{file['id']}")
+
+
+def test_a_foreign_host_header_is_refused_on_loopback(app, http):
+    refused = http.get("/v1/models", headers={"host": "rebound.example:8000"})
+    assert refused.status_code == 403
+    assert refused.json()["error"]["code"] == "host_not_allowed"
+    port = httpx.URL(app.url).port
+    for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+        assert http.get("/v1/models", headers={"host": host}).is_success

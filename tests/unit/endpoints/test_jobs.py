@@ -1,0 +1,311 @@
+"""Jobs: accepted at once, polled or waited for, cancelled; and the short forms /generate and /status."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from replicas.protocol import Band
+from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, LineStatus
+from testkit.http.api import MODEL, Api, MakeApi, serving, until
+from testkit.http.scripted_dispatcher import key_digest
+from testkit.limits import LIMIT_S
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+COMPLETION = {"model": MODEL, "prompt": "the quick"}
+REPLY = {"id": "cmpl-1", "choices": [{"index": 0, "text": " brown fox", "finish_reason": "stop"}]}
+ERROR = {"message": "too long", "type": "invalid_request_error", "param": "prompt", "code": "context_length_exceeded"}
+
+SHORT = {"code": "batch_expired", "message": "too late"}
+
+
+def late(kind: str) -> dict[str, Any]:
+    """What is made of `SHORT`, which is no whole error object."""
+    return SHORT | {"type": kind, "param": None}
+
+
+async def submit(api: Api, body: dict[str, Any] = COMPLETION, **headers: str) -> dict[str, Any]:
+    response = await api.post("/v1/jobs", body, **headers)
+    assert response.status_code == 202, response.text
+    job: dict[str, Any] = response.json()
+    return job
+
+
+async def get(api: Api, path: str, **params: Any) -> httpx.Response:
+    async with asyncio.timeout(LIMIT_S):
+        return await api.http.get(path, params=params)
+
+
+def complete(api: Api, job_id: str) -> None:
+    api.jobs.set_line(job_id, 0, LineStatus.SUCCEEDED, status_code=200, response=REPLY)
+    api.jobs.change(job_id, status=BatchStatus.COMPLETED, completed_unix_s=7.0)
+
+
+async def test_job_is_accepted_with_its_place(api: Api) -> None:
+    response = await api.post("/v1/jobs", CHAT | {"max_tokens": 5}, x_request_id="mine-1")
+    assert response.status_code == 202
+    job = response.json()
+    assert (job["object"], job["status"], job["endpoint"]) == ("job", "queued", "/v1/chat/completions")
+    assert job["result"] is job["error"] is job["finished_at"] is job["expires_at"] is None
+    assert response.headers["location"] == f"/v1/jobs/{job['id']}"
+    assert response.headers["retry-after"] == "1"
+    new = api.jobs.new[job["id"]]
+    assert (new.kind, new.tenant, new.band, new.window_s) == (BatchKind.JOB, "anonymous", Band.BATCH, None)
+    assert (new.request_id, new.callback_url) == ("mine-1", None)
+    assert [line.body for line in new.lines] == [CHAT | {"max_tokens": 5}]
+    assert (await get(api, response.headers["location"])).json() == job
+
+
+async def test_prompt_makes_a_completion(api: Api) -> None:
+    job = await submit(api)
+    assert job["endpoint"] == "/v1/completions"
+
+
+async def test_poll_follows_the_job_to_its_result(api: Api) -> None:
+    job = await submit(api)
+    api.jobs.set_line(job["id"], 0, LineStatus.RUNNING)
+    response = await get(api, f"/v1/jobs/{job['id']}")
+    assert (response.json()["status"], response.headers["retry-after"]) == ("running", "1")
+    complete(api, job["id"])
+    response = await get(api, f"/v1/jobs/{job['id']}")
+    assert "retry-after" not in response.headers
+    done = response.json()
+    assert (done["status"], done["result"], done["error"], done["finished_at"]) == ("completed", REPLY, None, 7)
+
+
+@pytest.mark.parametrize(
+    ("line", "batch", "status", "error"),
+    [
+        ({"status": LineStatus.FAILED, "response": {"error": ERROR}}, BatchStatus.COMPLETED, "failed", ERROR),
+        ({"status": LineStatus.FAILED, "error": ERROR}, BatchStatus.COMPLETED, "failed", ERROR),
+        ({"status": LineStatus.EXPIRED, "error": SHORT}, BatchStatus.EXPIRED, "expired", late("timeout_error")),
+        (
+            {"status": LineStatus.CANCELLED, "error": SHORT},
+            BatchStatus.CANCELLED,
+            "cancelled",
+            late("invalid_request_error"),
+        ),
+    ],
+)
+async def test_job_that_came_to_nothing_says_why(
+    api: Api, line: dict[str, Any], batch: BatchStatus, status: str, error: dict[str, Any]
+) -> None:
+    job = await submit(api)
+    api.jobs.set_line(job["id"], 0, **line)
+    api.jobs.change(job["id"], status=batch)
+    found = (await get(api, f"/v1/jobs/{job['id']}")).json()
+    assert (found["status"], found["result"], found["error"]) == (status, None, error)
+
+
+async def test_job_whose_batch_failed_has_that_error(api: Api) -> None:
+    job = await submit(api)
+    api.jobs.change(job["id"], status=BatchStatus.FAILED, errors=(BatchError("internal_error", "lost"),))
+    found = (await get(api, f"/v1/jobs/{job['id']}")).json()
+    assert (found["status"], found["error"]["code"], found["error"]["message"]) == ("failed", "internal_error", "lost")
+
+
+async def test_long_poll_answers_when_the_job_ends(api: Api) -> None:
+    job = await submit(api)
+    poll = asyncio.create_task(get(api, f"/v1/jobs/{job['id']}", wait=60))
+    await until(lambda: api.jobs.num_waiting == 1)
+    complete(api, job["id"])
+    assert (await poll).json()["status"] == "completed"
+    assert (await get(api, f"/v1/jobs/{job['id']}", wait=60)).json()["result"] == REPLY
+
+
+async def test_long_poll_answers_when_its_time_is_over(api: Api) -> None:
+    job = await submit(api)
+    response = await get(api, f"/v1/jobs/{job['id']}", wait=0.01)
+    assert (response.status_code, response.json()["status"]) == (200, "queued")
+
+
+async def test_client_that_leaves_its_long_poll_is_not_waited_for(make_api: MakeApi) -> None:
+    api = make_api()
+    job = await submit(api)
+    async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as http:
+        poll = asyncio.create_task(http.get(f"/v1/jobs/{job['id']}?wait=60"))
+        await until(lambda: api.jobs.num_waiting == 1)
+        poll.cancel()
+        await until(lambda: api.jobs.num_waiting == 0)
+
+
+@pytest.mark.parametrize("wait", ["-1", "61", "nan", "long"])
+async def test_wait_is_bounded(api: Api, wait: str) -> None:
+    job = await submit(api)
+    response = await get(api, f"/v1/jobs/{job['id']}", wait=wait)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "wait")
+
+
+async def test_cancel_ends_the_job_once(api: Api) -> None:
+    job = await submit(api)
+    response = await api.http.delete(f"/v1/jobs/{job['id']}")
+    assert (response.status_code, response.json()["status"]) == (200, "cancelling")
+    api.jobs.set_line(job["id"], 0, LineStatus.CANCELLED)
+    api.jobs.change(job["id"], status=BatchStatus.CANCELLED)
+    assert (await get(api, f"/v1/jobs/{job['id']}")).json()["status"] == "cancelled"
+    response = await api.http.delete(f"/v1/jobs/{job['id']}")
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "batch_not_cancellable")
+    assert response.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "band"),
+    [
+        ({}, {}, Band.BATCH),
+        ({"service_tier": "flex"}, {}, Band.BATCH),
+        ({"service_tier": "auto"}, {}, Band.STANDARD),
+        ({"priority": 2}, {"x_headway_priority": "interactive"}, Band.BATCH),
+        ({"priority": 1}, {}, Band.STANDARD),
+        ({"priority": 0}, {}, Band.STANDARD),
+        ({}, {"x_headway_priority": "interactive"}, Band.STANDARD),
+    ],
+)
+async def test_band_is_batch_unless_asked_for_up_to_the_ceiling(
+    make_api: MakeApi, tmp_path: Path, fields: dict[str, Any], headers: dict[str, str], band: Band
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"{key_digest('k')}:\n  tenant: acme\n  ceiling: standard\n")
+    api = make_api(settings={"api_key_file": str(keys)})
+    job = await submit(api, COMPLETION | fields, authorization="Bearer k", **headers)
+    assert (api.jobs.new[job["id"]].tenant, api.jobs.new[job["id"]].band) == ("acme", band)
+    assert job["priority"] == band.value
+
+
+async def test_what_says_how_to_run_a_job_stays_out_of_its_request(api: Api) -> None:
+    url = "https://example.com/hook"
+    options = {"priority": 1, "deadline_ms": 90_500, "callback_url": url, "stream": False, "service_tier": "flex"}
+    job = await submit(api, COMPLETION | options | {"seed": 3, "stop": None})
+    new = api.jobs.new[job["id"]]
+    assert (new.window_s, new.callback_url, new.band) == (90.5, url, Band.STANDARD)
+    assert new.lines[0].body == COMPLETION | {"seed": 3}
+    assert (job["callback_url"], job["expires_at"] - job["created_at"] in (90, 91)) == (url, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"prompt": None}, "messages", "missing_required_parameter"),
+        ({"messages": CHAT["messages"]}, "prompt", "invalid_value"),
+        ({"model": None}, "model", "missing_required_parameter"),
+        ({"stream": True}, "stream", "invalid_value"),
+        ({"temperature": 3}, "temperature", "invalid_value"),
+        ({"n": 1000}, "n", "invalid_value"),
+        ({"deadline_ms": 0}, "deadline_ms", "invalid_value"),
+        ({"deadline_ms": 30 * 86_400_000 + 1}, "deadline_ms", "invalid_value"),
+        ({"priority": 3}, "priority", "invalid_value"),
+        ({"callback": "https://example.com"}, "callback", "unsupported_parameter"),
+        ({"callback_url": "example.com"}, "callback_url", "invalid_value"),
+        ({"callback_url": "http://127.0.0.1:8000/"}, "callback_url", "invalid_value"),
+        ({"callback_url": "http://[::1]/"}, "callback_url", "invalid_value"),
+        ({"callback_url": "http://0x7f000001/"}, "callback_url", "invalid_value"),
+        ({"callback_url": "http://example.com:port/"}, "callback_url", "invalid_value"),
+    ],
+)
+async def test_bad_job_is_400_and_named(api: Api, fields: dict[str, Any], param: str, code: str) -> None:
+    response = await api.post("/v1/jobs", COMPLETION | fields)
+    assert response.status_code == 400
+    assert (response.json()["error"]["param"], response.json()["error"]["code"]) == (param, code)
+    assert not api.jobs.new
+
+
+async def test_job_for_another_model_is_404(api: Api) -> None:
+    response = await api.post("/v1/jobs", COMPLETION | {"model": "other"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_same_key_and_body_is_the_same_job_and_another_body_409(api: Api) -> None:
+    first = await submit(api, COMPLETION | {"seed": 1, "n": 2}, idempotency_key="k-1")
+    complete(api, first["id"])
+    again = await submit(api, {"n": 2, "seed": 1} | COMPLETION, idempotency_key="k-1")
+    assert (again["id"], again["status"], again["result"]) == (first["id"], "completed", REPLY)
+    for path, body in (("/v1/jobs", COMPLETION), ("/generate", COMPLETION | {"seed": 1, "n": 2})):
+        response = await api.post(path, body, idempotency_key="k-1")
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+        assert response.headers["x-should-retry"] == "false"
+    assert len(api.jobs.new) == 1
+
+
+async def test_jobs_of_other_tenants_and_batches_are_unknown(make_api: MakeApi, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("one", "two")))
+    api = make_api(settings={"api_key_file": str(keys)})
+    job = await submit(api, authorization="Bearer one")
+    batch = await api.post("/v1/batch/async", {"prompts": ["a"]}, authorization="Bearer two")
+    two = {"authorization": "Bearer two"}
+    for job_id in (job["id"], batch.json()["batch_id"], "job_none", "x" * 500):
+        for method, path in (("GET", "/v1/jobs/"), ("DELETE", "/v1/jobs/"), ("GET", "/status/")):
+            response = await api.http.request(method, path + job_id, headers=two)
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "job_not_found")
+            assert len(response.json()["error"]["message"]) < 200
+    assert api.jobs.all_batches[job["id"]].status is BatchStatus.IN_PROGRESS
+    assert (await api.http.get(f"/v1/jobs/{job['id']}")).status_code == 401
+
+
+async def test_generate_takes_the_short_form(api: Api) -> None:
+    response = await api.post("/generate", {"prompt": "hi"})
+    assert response.status_code == 202
+    job_id = response.json()["job_id"]
+    assert response.json() == {"job_id": job_id, "status": "queued"}
+    assert response.headers["location"] == f"/status/{job_id}"
+    assert api.jobs.new[job_id].lines[0].body == {"model": MODEL, "prompt": "hi", "max_tokens": 50}
+    waiting = {"job_id": job_id, "status": "queued", "result": None, "error": None}
+    assert (await get(api, f"/status/{job_id}")).json() == waiting
+    complete(api, job_id)
+    done = {"job_id": job_id, "status": "completed", "result": REPLY, "error": None}
+    assert (await get(api, f"/status/{job_id}", wait=30)).json() == done
+
+
+async def test_generate_takes_whole_bodies_too(api: Api) -> None:
+    job_id = (await api.post("/generate", CHAT | {"max_tokens": 9, "priority": 1})).json()["job_id"]
+    new = api.jobs.new[job_id]
+    assert (new.endpoint, new.band) == ("/v1/chat/completions", Band.STANDARD)
+    assert new.lines[0].body == CHAT | {"max_tokens": 9}
+    job_id = (await api.post("/generate", {"messages": CHAT["messages"]})).json()["job_id"]
+    assert api.jobs.new[job_id].lines[0].body == CHAT
+
+
+async def test_large_job_is_read_outside_the_event_loop(make_api: MakeApi) -> None:
+    api = make_api()
+    job = await submit(api, COMPLETION | {"prompt": "x" * 100_000}, idempotency_key="k")
+    assert len(api.jobs.new[job["id"]].lines[0].body["prompt"]) == 100_000
+
+
+async def test_job_is_named_in_the_log_and_its_text_is_not(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "serve_app"):
+        job = await submit(api, COMPLETION | {"prompt": "a very private matter"}, x_request_id="mine-2")
+    [line] = [record.__dict__ for record in caplog.records if record.message == "request finished"]
+    assert (line["job_id"], line["tenant"], line["request_id"]) == (job["id"], "anonymous", "mine-2")
+    assert "private" not in json.dumps(line, default=str)
+
+
+ASKS: list[tuple[str, str]] = [
+    ("POST", "/v1/files"),
+    ("GET", "/v1/files/file-1/content"),
+    ("POST", "/v1/batches"),
+    ("POST", "/v1/jobs"),
+    ("GET", "/v1/jobs/job_1"),
+    ("POST", "/v1/batch/async"),
+    ("GET", "/v1/batch/stats"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ASKS)
+async def test_without_a_jobs_deployment_there_is_nothing_of_it(make_api: MakeApi, method: str, path: str) -> None:
+    api = make_api(has_jobs=False)
+    response = await api.http.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "unsupported_endpoint")
+
+
+@pytest.mark.parametrize(("method", "path"), ASKS)
+async def test_without_a_key_nothing_is_told(make_api: MakeApi, tmp_path: Path, method: str, path: str) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"{key_digest('k')}:\n  tenant: acme\n")
+    api = make_api(settings={"api_key_file": str(keys)})
+    ask: Callable[..., Awaitable[httpx.Response]] = api.http.request
+    assert (await ask(method, path)).status_code == 401

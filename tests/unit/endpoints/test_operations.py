@@ -1,0 +1,308 @@
+"""Health, metrics, load, models and the tokenizer's endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replicas.errors import NoReplicaAvailable
+from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
+from router.types import ReplicaView
+from serve_app.jobs.api.records import JobsCounts
+from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of
+
+
+def view(api: Api, age_s: float = 0.1, num_running: int = 0, **stats: Any) -> ReplicaView:
+    stats = {"num_running_by_band": (0, num_running, 0), **stats}
+    return ReplicaView(replace(api.replica.stats(), **stats), age_s, own_by_band=(0, num_running, 0))
+
+
+async def test_ready_when_a_replica_says_what_it_serves(api: Api) -> None:
+    for path in ("/health/live", "/health/ready", "/health"):
+        assert (await api.http.get(path)).status_code == 200
+
+
+async def test_not_ready_while_loading_but_live(make_api: MakeApi) -> None:
+    api = make_api(dispatcher={"error": NoReplicaAvailable("loading", code="model_loading")})
+    for path in ("/health/ready", "/health", "/v1/models"):
+        response = await api.http.get(path)
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "model_loading"
+        assert response.headers["retry-after"] == "5"
+    assert (await api.http.get("/health/live")).status_code == 200
+
+
+async def test_not_ready_when_all_replicas_drain(api: Api) -> None:
+    api.dispatcher.views = [view(api, is_draining=True), view(api)]
+    assert (await api.http.get("/health/ready")).status_code == 200
+    api.dispatcher.views = [view(api, is_draining=True)]
+    response = await api.http.get("/health/ready")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+    assert (await api.http.get("/health/live")).status_code == 200
+
+
+async def test_readiness_is_asked_anew_every_time(api: Api) -> None:
+    assert (await api.http.get("/health/ready")).status_code == 200
+    api.dispatcher.error = NoReplicaAvailable("gone")
+    assert (await api.http.get("/health/ready")).status_code == 503
+    # What is known of the model stays in use: the request itself finds out, or waits.
+    assert (await api.complete()).status_code == 200
+
+
+async def test_silent_replica_with_work_is_not_live(make_api: MakeApi) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    silent = [view(api, age_s=31, num_running=1)]
+    api.dispatcher.views = api.dispatcher.views_after_refresh = silent
+    response = await api.http.get("/health/live")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stalled")
+    assert "replica-a" in response.json()["error"]["message"]
+    api.dispatcher.error = NoReplicaAvailable("no answer")
+    assert (await api.http.get("/health/live")).status_code == 503
+
+
+async def test_replica_that_answers_while_its_engine_hangs_is_not_live(make_api: MakeApi) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, 0, num_running=1, stalled_s=31)]
+    assert (await api.http.get("/health/live")).json()["error"]["code"] == "engine_stalled"
+
+
+async def test_silent_replica_is_asked_before_it_counts_as_stalled(make_api: MakeApi) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    api.dispatcher.views = [view(api, age_s=31, num_running=1)]
+    api.dispatcher.views_after_refresh = [view(api, age_s=0, num_running=1)]
+    assert (await api.http.get("/health/live")).status_code == 200
+
+
+@pytest.mark.parametrize(("age_s", "num_running"), [(29, 1), (1000, 0)])
+async def test_idle_or_fresh_replica_is_live(make_api: MakeApi, age_s: float, num_running: int) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [
+        view(api, age_s, num_running, num_waiting_by_band=(0, 0, 0))
+    ]
+    assert (await api.http.get("/health/live")).status_code == 200
+
+
+async def test_silent_replica_where_all_wait_is_not_live(make_api: MakeApi) -> None:
+    api = make_api(settings={"stall_timeout_s": 30})
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, age_s=31, num_waiting_by_band=(0, 1, 0))]
+    assert (await api.http.get("/health/live")).json()["error"]["code"] == "engine_stalled"
+
+
+async def test_load_shows_every_replica_and_the_age_of_what_is_known(api: Api) -> None:
+    api.dispatcher.views = [view(api, age_s=1.25, num_running=2), view(api, replica_id="replica-b")]
+    first, second = (await api.http.get("/load")).json()["replicas"]
+    assert second["replica_id"] == "replica-b"
+    assert first == {
+        "replica_id": "replica-a",
+        "node_id": "node-1",
+        "pid": 4242,
+        "age_s": 1.25,
+        "num_in_flight": 2,
+        "num_slots": 8,
+        "num_running": 2,
+        "num_running_by_band": {"interactive": 0, "standard": 2, "batch": 0},
+        "num_waiting": 3,
+        "num_waiting_by_band": {"interactive": 0, "standard": 0, "batch": 3},
+        "waiting_tokens": 30,
+        "outstanding_tokens": 0,
+        "num_blocks": 100,
+        "num_free_blocks": 75,
+        "kv_usage": 0.25,
+        "generated_tokens_per_s": 12.5,
+        "is_draining": False,
+    }
+
+
+def engine(replica_id: str, num_preemptions: float) -> EngineMetrics:
+    return EngineMetrics(
+        replica_id,
+        (
+            Metric("vllm:num_requests_running", "Running.", MetricKind.GAUGE, 3),
+            Metric("vllm:num_preemptions", "Preempted.", MetricKind.COUNTER, num_preemptions),
+            Metric("vllm:request_success", "Done.", MetricKind.COUNTER, 5, (("finished_reason", "stop"),)),
+            Metric("vllm:request_success", "Done.", MetricKind.COUNTER, 6, (("finished_reason", "length"),)),
+        ),
+        (HistogramMetric("vllm:iteration_tokens_total", "Tokens of a step.", (1.0, 8.0), (2, 3, 4), 70.5),),
+    )
+
+
+async def samples_of(api: Api) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    response = await api.http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(response.text)
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+async def test_metrics_show_every_engine_under_its_index(api: Api) -> None:
+    api.dispatcher.engine_metrics = [engine("r-b", 2), engine("r-a", 1)]
+    samples = await samples_of(api)
+
+    def value(name: str, index: str, **labels: str) -> float:
+        return samples[name, frozenset({"model_name": MODEL, "engine": index, **labels}.items())]
+
+    assert value("vllm:num_requests_running", "0") == 3
+    assert [value("vllm:num_preemptions_total", index) for index in "01"] == [1, 2]
+    assert value("vllm:request_success_total", "1", finished_reason="length") == 6
+    buckets = [value("vllm:iteration_tokens_total_bucket", "0", le=le) for le in ("1.0", "8.0", "+Inf")]
+    assert buckets == [2, 5, 9]
+    assert value("vllm:iteration_tokens_total_count", "0") == 9
+    assert value("vllm:iteration_tokens_total_sum", "0") == 70.5
+
+
+async def test_metrics_have_each_family_once(api: Api) -> None:
+    api.dispatcher.engine_metrics = [engine("r-b", 2), engine("r-a", 1)]
+    types = [line for line in (await api.http.get("/metrics")).text.splitlines() if line.startswith("# TYPE")]
+    assert len(types) == len(set(types))
+    assert "# TYPE vllm:num_preemptions_total counter" in types
+
+
+async def test_metrics_show_what_the_jobs_deployment_counts(api: Api) -> None:
+    counts = (
+        Metric("headway:jobs", "Jobs.", MetricKind.GAUGE, 3, (("state", "in_progress"),)),
+        Metric("headway:jobs", "Jobs.", MetricKind.GAUGE, 4, (("state", "completed"),)),
+        Metric("headway:batch_requests", "Lines.", MetricKind.COUNTER, 7, (("status", "failed"),)),
+        Metric("headway:batch_eta_seconds", "Time.", MetricKind.GAUGE, float("inf")),
+    )
+    api.jobs.counted = JobsCounts(own=counts)
+    samples = await samples_of(api)
+    assert samples["headway:jobs", frozenset({("state", "in_progress")})] == 3
+    assert samples["headway:jobs", frozenset({("state", "completed")})] == 4
+    assert samples["headway:batch_requests_total", frozenset({("status", "failed")})] == 7
+    assert samples["headway:batch_eta_seconds", frozenset()] == float("inf")
+
+
+async def test_metrics_of_this_ingress_survive_without_the_jobs_deployment(api: Api) -> None:
+    api.jobs.error = NoReplicaAvailable("it starts again")
+    await api.http.get("/health")
+    assert "http_requests_total" in (await api.http.get("/metrics")).text
+
+
+async def test_metrics_count_http_by_route(api: Api) -> None:
+    await api.complete()
+    await api.complete(stream=True)
+    await api.complete(temperature=9)
+    await api.http.get("/v1/models/other")
+    await api.http.get("/nowhere")
+    samples = await samples_of(api)
+
+    def count(handler: str, method: str, status: str) -> float:
+        labels = {"handler": handler, "method": method, "status": status}
+        return samples["http_requests_total", frozenset(labels.items())]
+
+    assert count("/v1/completions", "POST", "2xx") == 2
+    assert count("/v1/completions", "POST", "4xx") == 1
+    assert count("/v1/models/{model_id:path}", "GET", "4xx") == 1
+    assert count("none", "GET", "4xx") == 1
+    durations = frozenset({"handler": "/v1/completions", "method": "POST"}.items())
+    assert samples["http_request_duration_seconds_count", durations] == 3
+    assert samples["http_request_size_bytes_sum", frozenset({("handler", "/v1/completions")})] > 0
+    assert samples["http_response_size_bytes_sum", frozenset({("handler", "/v1/completions")})] > 1000
+
+
+async def test_made_up_methods_are_one_series(api: Api) -> None:
+    for number in range(5):
+        await api.http.request(f"METHOD{number}", "/v1/models")
+        await api.http.request(f"METHOD{number}", "/nowhere")
+    samples = await samples_of(api)
+    methods = {value for _, labels in samples for name, value in labels if name == "method"}
+    assert methods == {"other"}
+    labels = {"handler": "none", "method": "other", "status": "4xx"}
+    assert samples["http_requests_total", frozenset(labels.items())] == 5
+
+
+async def test_metrics_of_this_ingress_survive_without_replicas(make_api: MakeApi) -> None:
+    api = make_api(dispatcher={"error": NoReplicaAvailable("none")})
+    await api.http.get("/health")
+    assert "http_requests_total" in (await api.http.get("/metrics")).text
+
+
+async def test_two_applications_in_one_process_count_apart(make_api: MakeApi) -> None:
+    one, other = make_api(), make_api()
+    await one.http.get("/load")
+    assert 'handler="/load"' in (await one.http.get("/metrics")).text
+    assert 'handler="/load"' not in (await other.http.get("/metrics")).text
+
+
+async def test_stock_client_lists_the_model(api: Api, tokenizer: Any) -> None:
+    models = await api.openai.models.list()
+    assert [model.id for model in models.data] == [MODEL]
+    model = await api.openai.models.retrieve(MODEL)
+    assert model.model_extra["max_model_len"] == card_of(tokenizer).max_model_len
+    assert model.owned_by == "headway"
+
+
+async def test_served_name_may_have_slashes(make_api: MakeApi) -> None:
+    api = make_api(settings={"served_model_name": "org/tiny"})
+    assert (await api.http.get("/v1/models/org/tiny")).json()["id"] == "org/tiny"
+
+
+async def test_tokenize_and_back(api: Api) -> None:
+    answer = (await api.post("/tokenize", {"model": MODEL, "prompt": REPLY})).json()
+    assert answer["count"] == len(answer["tokens"])
+    assert answer["max_model_len"] == 256
+    assert answer["token_strs"] is None
+    assert (await api.post("/detokenize", {"tokens": answer["tokens"]})).json() == {"prompt": REPLY}
+
+
+async def test_tokenize_spells_tokens_as_the_vocabulary_does(api: Api) -> None:
+    answer = (await api.post("/tokenize", {"prompt": "hello world", "return_token_strs": True})).json()
+    assert answer["token_strs"] == ["hello", "Ġworld"]
+
+
+async def test_tokenize_of_messages_is_what_chat_sends(api: Api) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    answer = (await api.post("/tokenize", {"messages": messages})).json()
+    await api.chat(messages=messages, max_tokens=1)
+    assert answer["tokens"] == list(api.replica.started[0].prompt_token_ids)
+    shorter = (await api.post("/tokenize", {"messages": messages, "add_generation_prompt": False})).json()
+    assert shorter["count"] < answer["count"]
+
+
+async def test_tokenize_counts_more_than_the_context_takes(api: Api) -> None:
+    assert (await api.post("/tokenize", {"prompt": "z" * 1000})).json()["count"] == 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": "z" * 100_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "z" * 100_000}]}, "messages"),
+        ("/detokenize", {"tokens": [1] * 257}, "tokens"),
+    ],
+)
+async def test_tokenizer_endpoints_refuse_what_no_prompt_can_be(
+    api: Api, path: str, body: dict[str, Any], param: str
+) -> None:
+    response = await api.post(path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "256" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": "a", "nonsense": 1}, 400, "nonsense"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [320]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
+    ],
+)
+async def test_tokenizer_endpoints_name_what_they_refuse(
+    api: Api, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    response = await api.post(path, body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+async def test_empty_text_has_no_tokens(api: Api) -> None:
+    assert (await api.post("/tokenize", {"prompt": ""})).json()["count"] == 0
+    assert (await api.post("/detokenize", {"tokens": []})).json() == {"prompt": ""}

@@ -1,0 +1,154 @@
+"""Which lines run next, how many, how soon they are done, and when a batch is in danger of being late."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from replicas.protocol import Band
+from serve_app.jobs.execution.planning import plan, raised_band
+from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.jsonl.cost import size_of
+from serve_app.jobs.jsonl.splitter import LineTooLong, split_lines
+from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
+from serve_app.jobs.storage.leases import LeasedLine
+from testkit.jobs.database_worlds import SetTime, success
+
+NOW = 1_000_000.0
+NEVER = -math.inf
+
+
+def open_batch(name: str, num_queued: int = 100, tenant: str = "acme", **fields: Any) -> OpenBatch:
+    given: dict[str, Any] = {"band": Band.BATCH, "band_ceiling": Band.INTERACTIVE, "expires_unix_s": None}
+    return OpenBatch(
+        id=name, tenant=tenant, endpoint="/v1/completions", num_queued=num_queued, **{**given, **fields}
+    )  # fmt: skip
+
+
+def leased(expected_tokens: int, batch_id: str = "b", position: int = 0) -> LeasedLine:
+    return LeasedLine("acme", batch_id, position, 1, "id", "{}", expected_tokens)
+
+
+def planned(batches: list[OpenBatch], room: dict[Band, int] | int, **running: int) -> dict[str, int]:
+    rooms = dict.fromkeys(Band, room) if isinstance(room, int) else room
+    num_running = {(tenant, Band.BATCH): number for tenant, number in running.items()}
+    wanted = plan(batches, NEVER, lambda band: rooms[band], num_running)
+    return {want.batch.id: want.num_lines for want in wanted}
+
+
+def test_the_most_urgent_band_takes_what_it_can_and_leaves_the_rest():
+    batches = [open_batch("job", 2, band=Band.INTERACTIVE), open_batch("batch")]
+    assert planned(batches, 5) == {"job": 2, "batch": 3}
+    assert planned(batches, {Band.INTERACTIVE: 5, Band.STANDARD: 1, Band.BATCH: 0}) == {"job": 2}
+
+
+def test_tenants_share_and_who_has_more_running_waits():
+    batches = [open_batch("a"), open_batch("b", tenant="other")]
+    assert planned(batches, 10) == {"a": 5, "b": 5}
+    assert planned(batches, 10, acme=4) == {"a": 3, "b": 7}
+    assert planned(batches, 10, acme=40) == {"b": 10}
+
+
+def test_a_tenants_batches_come_in_their_order():
+    assert planned([open_batch("soon", 3), open_batch("later", 50)], 5) == {"soon": 3, "later": 2}
+    assert planned([open_batch("a", 2)], 5) == {"a": 2}
+    assert planned([open_batch("a")], -3) == {}
+
+
+def test_a_late_batch_is_raised_no_further_than_it_may_be():
+    late: dict[str, Any] = {"expires_unix_s": NOW + 10}
+    assert raised_band(open_batch("a", **late), NOW + 10) is Band.STANDARD
+    assert raised_band(open_batch("a", **late, band_ceiling=Band.BATCH), NOW + 10) is Band.BATCH
+    assert raised_band(open_batch("a", **late), NEVER) is Band.BATCH
+    assert raised_band(open_batch("a", **late, band=Band.INTERACTIVE), NOW + 10) is Band.INTERACTIVE
+    assert raised_band(open_batch("a"), math.inf) is Band.BATCH
+
+
+def backlog(*parts: tuple[float | None, int], band: Band = Band.BATCH) -> list[Backlog]:
+    return [Backlog(band, None if left is None else NOW + left, 1, tokens) for left, tokens in parts]
+
+
+def test_a_batch_is_late_when_all_before_it_would_take_longer_than_its_time():
+    time = SetTime()
+    throughput = ThroughputEstimator(time.clock)
+    for _ in range(60):
+        time.now += 1
+        throughput.ended([success(leased(100))])
+    # 100 tokens a second, and 1.3 times as long is planned for.
+    assert throughput.late_deadline(backlog((100.0, 7_000)), NOW) == NEVER
+    assert throughput.late_deadline(backlog((100.0, 8_000)), NOW) == NOW + 100
+    assert throughput.late_deadline(backlog((100.0, 4_000), (101.0, 4_000)), NOW) == NOW + 101
+    assert throughput.late_deadline(backlog((None, 10**9)), NOW) == NEVER
+    assert throughput.late_deadline(backlog((100.0, 8_000), band=Band.STANDARD), NOW) == NEVER
+
+
+def test_without_any_speed_a_batch_is_late_in_its_last_minutes():
+    throughput = ThroughputEstimator(SetTime().clock)
+    assert throughput.late_deadline(backlog((1000.0, 1)), NOW) == NEVER
+    assert throughput.late_deadline(backlog((200.0, 1)), NOW) == NOW + 200
+
+
+def test_the_time_to_go_follows_the_batchs_own_speed():
+    time = SetTime()
+    throughput = ThroughputEstimator(time.clock)
+    assert throughput.eta_s("b", 1000) is None
+    throughput.began("b")
+    for _ in range(10):
+        time.now += 1
+        throughput.ended([success(leased(50))])
+    assert throughput.eta_s("b", 1000) == pytest.approx(20.0)
+    assert throughput.output_tokens_per_s("acme") == pytest.approx(5.0, rel=0.2)
+    assert throughput.output_tokens_per_s("other") == 0.0
+    time.now += 100
+    assert throughput.eta_s("b", 1000) is None
+
+
+def test_what_lines_really_need_is_learned():
+    throughput = ThroughputEstimator(SetTime().clock)
+    assert throughput.actual_per_expected == 1.0
+    for _ in range(1000):
+        throughput.ended([success(leased(80))])
+    assert throughput.actual_per_expected == pytest.approx(0.1, rel=0.01)
+
+
+def test_sizes_order_by_length_and_tell_prompts_that_begin_alike():
+    def chat(text: str, **fields: Any) -> dict[str, Any]:
+        return {"messages": [{"role": "system", "content": "s" * 300}, {"role": "user", "content": text}], **fields}
+
+    short, long = size_of(chat("x", max_tokens=10)), size_of(chat("y", max_completion_tokens=1000))
+    assert long.length_rank < short.length_rank
+    assert long.prefix_key == short.prefix_key
+    assert size_of({"prompt": "x" * 400, "max_tokens": 5, "n": 3}).expected_tokens == 115
+    assert size_of({"prompt": [[1, 2, 3], [4]], "max_tokens": 5}).expected_tokens == 14
+    assert size_of({"prompt": [1, 2, 3]}).expected_tokens == 19
+    assert size_of({"prompt": "a"}).prefix_key != size_of({"prompt": "b"}).prefix_key
+    assert size_of({"prompt": "x", "max_tokens": 10**18}).expected_tokens == 2**30
+
+
+async def parts_of(data: bytes, size: int):
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+async def test_lines_are_the_same_however_the_file_comes(size):
+    data = b"\xef\xbb\xbfone\r\n\n  two\nthree"
+    found = [line async for lines in split_lines(parts_of(data, size), 100) for line in lines]
+    assert [(line.number, line.data) for line in found] == [(1, b"one"), (3, b"two"), (4, b"three")]
+
+
+@pytest.mark.parametrize("data", [b"ok\n" + b"x" * 11, b"ok\n" + b"x" * 11 + b"\nok", b"ok\n" + b"x" * 1000])
+async def test_a_line_that_is_too_long_is_named(data):
+    with pytest.raises(LineTooLong) as caught:
+        async for _ in split_lines(parts_of(data, 4), 10):
+            pass
+    assert caught.value.number == 2
+
+
+def test_every_line_is_planned_at_most_once():
+    batches = [open_batch(f"{tenant}{n}", n, tenant) for tenant in "abc" for n in range(4)]
+    wanted = plan(batches, NEVER, lambda band: 100, Counter())
+    assert {want.batch.id: want.num_lines for want in wanted} == {b.id: b.num_queued for b in batches if b.num_queued}

@@ -1,0 +1,331 @@
+"""Webhooks: signed as stock clients check, tried again for 72 hours, each host one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+
+from replicas.protocol import Band
+from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, RequestCounts
+from serve_app.jobs.webhooks.addresses import AllowedHosts
+from serve_app.jobs.webhooks.client import DeliveryFailed, WebhookClient
+from serve_app.jobs.webhooks.events import Delivery, event_of, host_of
+from serve_app.jobs.webhooks.guard import WebhookGuard
+from serve_app.jobs.webhooks.retries import MAX_AGE_S, next_attempt_unix_s
+from serve_app.jobs.webhooks.sender import AttemptOutcome, Outbox, SendingLimits, WebhookSender
+from serve_app.jobs.webhooks.signing import WebhookSigner, new_secret
+from testkit.jobs.database_worlds import SetTime
+from testkit.jobs.webhook_receivers import Answer, endless_body, endless_headers, receiving, silence, status
+from testkit.limits import LIMIT_S
+
+
+def batch(status: BatchStatus, kind: BatchKind = BatchKind.FILE, counts: RequestCounts | None = None) -> BatchRecord:
+    made = BatchRecord(
+        id="batch_7", kind=kind, tenant="t", endpoint="/v1/completions", band=Band.BATCH, status=status,
+        counts=counts or RequestCounts(1, 1, 0), created_unix_s=1000.5, expires_unix_s=None, input_file_id=None,
+        output_file_id=None, error_file_id=None, errors=(), metadata=None, callback_url="http://x", request_id="req-1",
+    )  # fmt: skip
+    ended: dict[str, Any] = {f"{status.value}_unix_s": 2000.7}
+    return replace(made, **ended)
+
+
+def delivery(number: int = 1, host: str = "good.test", **changes: Any) -> Delivery:
+    made = Delivery(f"evt_{number}", "batch_7", "batch.completed", f"http://{host}/hook", "{}", 0, 0.0)
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("ended", "event_type"),
+    [
+        (batch(BatchStatus.COMPLETED), "batch.completed"),
+        (batch(BatchStatus.COMPLETED, BatchKind.PROMPTS, RequestCounts(2, 1, 1)), "batch.completed"),
+        (batch(BatchStatus.FAILED), "batch.failed"),
+        (batch(BatchStatus.EXPIRED), "batch.expired"),
+        (batch(BatchStatus.CANCELLED), "batch.cancelled"),
+        (batch(BatchStatus.COMPLETED, BatchKind.JOB), "response.completed"),
+        (batch(BatchStatus.COMPLETED, BatchKind.JOB, RequestCounts(1, 0, 1)), "response.failed"),
+        (batch(BatchStatus.FAILED, BatchKind.JOB), "response.failed"),
+        (batch(BatchStatus.EXPIRED, BatchKind.JOB), "response.incomplete"),
+        (batch(BatchStatus.CANCELLED, BatchKind.JOB), "response.cancelled"),
+    ],
+)
+def test_the_event_is_one_that_openai_has(ended: BatchRecord, event_type: str) -> None:
+    event = event_of(ended, "evt_1")
+    assert event.type == event_type
+    assert json.loads(event.body) == {
+        "id": "evt_1",
+        "object": "event",
+        "created_at": 2000,
+        "type": event_type,
+        "data": {"id": "batch_7", "request_id": "req-1"},
+    }
+
+
+async def posted(answer: Answer, sent: Delivery, secret: str | None = None, timeout_s: float = 5.0):
+    """What a receiver got when `sent` was posted to it once, and why it counts as not delivered."""
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1"]
+
+    guard = WebhookGuard(AllowedHosts.parse(["good.test"]), resolve)
+    client = WebhookClient(WebhookSigner(secret or new_secret()), guard, timeout_s=timeout_s)
+    async with receiving(answer) as receiver:
+        try:
+            await client.post(replace(sent, url=f"http://good.test:{receiver.port}/hook?x=1"))
+            error = None
+        except DeliveryFailed as not_delivered:
+            error = str(not_delivered)
+        finally:
+            await client.close()
+    [request] = receiver.requests
+    return request, error
+
+
+@pytest.mark.parametrize("kind", [BatchKind.FILE, BatchKind.JOB])
+async def test_the_stock_client_unwraps_what_is_sent(kind: BatchKind) -> None:
+    secret = new_secret()
+    event = event_of(batch(BatchStatus.COMPLETED, kind), "evt_9")
+    request, error = await posted(status(204), delivery(9, body=event.body), secret)
+    assert error is None and request.path == "/hook?x=1"
+    assert request.headers["content-type"] == "application/json"
+    client = openai.OpenAI(api_key="none", webhook_secret=secret)
+    unwrapped = client.webhooks.unwrap(request.body, request.headers)
+    assert unwrapped.type == event.type and unwrapped.id == request.headers["webhook-id"] == "evt_9"
+    assert unwrapped.data.id == "batch_7"  # type: ignore[union-attr]
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.unwrap(request.body + " ", request.headers)
+    with pytest.raises(openai.InvalidWebhookSignatureError):
+        client.webhooks.unwrap(request.body, request.headers, secret=new_secret())
+
+
+def test_a_signature_tells_when_it_was_made() -> None:
+    secret = new_secret()
+    headers = WebhookSigner(secret).headers("evt_1", "{}", time.time() - 301.0)
+    with pytest.raises(openai.InvalidWebhookSignatureError, match="too old"):
+        openai.OpenAI(api_key="none").webhooks.verify_signature("{}", headers, secret=secret)
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", "secret", "whsec_AAAA", "whsec_!" + "A" * 40, "A" * 44])
+def test_a_secret_that_receivers_would_read_differently_is_refused(secret: str) -> None:
+    with pytest.raises(ValueError, match="at least 24 bytes") as caught:
+        WebhookSigner(secret)
+    assert "AAAA" not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [200, 201, 202, 204, 299])
+async def test_any_2xx_is_delivered(code: int) -> None:
+    assert (await posted(status(code), delivery()))[1] is None
+
+
+@pytest.mark.parametrize("code", [300, 304, 400, 404, 410, 429, 500, 503])
+async def test_any_other_status_is_not(code: int) -> None:
+    assert (await posted(status(code), delivery()))[1] == f"status {code}"
+
+
+async def test_a_receiver_that_never_answers_is_given_up() -> None:
+    assert (await posted(silence, delivery(), timeout_s=0.1))[1] == "no answer within 0.1 s"
+
+
+async def test_no_more_is_read_than_needed() -> None:
+    async with asyncio.timeout(LIMIT_S):
+        assert (await posted(endless_body, delivery()))[1] is None
+        assert (await posted(endless_headers, delivery()))[1] is not None
+
+
+def test_delays_double_up_to_four_hours_and_end_after_72() -> None:
+    tried, now, delays = delivery(), 0.0, []
+    while (next_at := next_attempt_unix_s(tried, now, random.Random(1))) is not None:
+        delays.append(next_at - now)
+        tried, now = replace(tried, num_attempts=tried.num_attempts + 1), next_at
+    assert now <= MAX_AGE_S < now + 1.25 * 4 * 3600
+    for number, delay_s in enumerate(delays):
+        expected_s = min(4 * 3600, 5 * 2**number)
+        assert 0.75 * expected_s <= delay_s <= 1.25 * expected_s
+    assert len({next_attempt_unix_s(delivery(), 0.0, random.Random(seed)) for seed in range(9)}) == 9
+
+
+class MemoryOutbox:
+    """An outbox that may be away, and that forgets nothing."""
+
+    def __init__(self, *pending: Delivery) -> None:
+        self.pending = {each.id: each for each in pending}
+        self.next_unix_s: dict[str, float | None] = dict.fromkeys(self.pending, 0.0)
+        self.errors: dict[str, str] = {}
+        self.done: list[str] = []
+        self.num_failing_calls = 0
+
+    async def due_deliveries(
+        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
+    ) -> list[Delivery]:
+        self._maybe_fail()
+        due = [(at, key) for key, at in self.next_unix_s.items() if at is not None and at <= now_unix_s]
+        deliveries = [self.pending[key] for _, key in sorted(due)]
+        return [each for each in deliveries if host_of(each.url) not in without_hosts][:limit]
+
+    async def delivered(self, delivery_id: str) -> None:
+        self._maybe_fail()
+        self.next_unix_s[delivery_id] = None
+        self.done.append(delivery_id)
+
+    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+        self._maybe_fail()
+        made = self.pending[delivery_id]
+        self.pending[delivery_id] = replace(made, num_attempts=made.num_attempts + 1)
+        self.next_unix_s[delivery_id] = next_attempt_unix_s
+        self.errors[delivery_id] = error
+
+    def _maybe_fail(self) -> None:
+        if self.num_failing_calls > 0:
+            self.num_failing_calls -= 1
+            raise OSError("the database is away")
+
+
+class Hosts:
+    """Posts to hosts that fail as often as told, and do not answer before they are let."""
+
+    def __init__(self, num_failures: int = 0, error: Exception | None = None, slow: Sequence[str] = ()) -> None:
+        self.posted: list[Delivery] = []
+        self.under_way: list[str] = []
+        self.most_under_way = 0
+        self._num_failures = num_failures
+        self._error = error or DeliveryFailed("status 500")
+        self._slow = {host: asyncio.Event() for host in slow}
+
+    async def post(self, sent: Delivery) -> None:
+        host = host_of(sent.url)
+        assert host not in self.under_way
+        self.posted.append(sent)
+        self.under_way.append(host)
+        self.most_under_way = max(self.most_under_way, len(self.under_way))
+        try:
+            await asyncio.sleep(0)
+            if host in self._slow:
+                await self._slow[host].wait()
+        finally:
+            self.under_way.remove(host)
+        if len(self.posted) <= self._num_failures:
+            raise self._error
+
+    def answer(self, host: str) -> None:
+        self._slow[host].set()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not is_so():
+            await asyncio.sleep(0)
+
+
+class Sending:
+    """A sender that runs while the context lasts; it looks for work only when told."""
+
+    def __init__(self, outbox: Outbox, hosts: Hosts, max_parallel: int = 8, poll_period_s: float = 1e6) -> None:
+        self.time = SetTime()
+        limits = SendingLimits(max_parallel, poll_period_s)
+        self.sender = WebhookSender(outbox, hosts, random.Random(0), self.time.clock, limits)
+
+    async def __aenter__(self) -> Sending:
+        self._task = asyncio.create_task(self.sender.run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+async def test_what_is_owed_is_sent_and_noted() -> None:
+    outbox = MemoryOutbox(*(delivery(number, f"host-{number}") for number in range(5)))
+    async with Sending(outbox, Hosts()) as sending:
+        await until(lambda: len(outbox.done) == 5)
+        outbox.pending["evt_9"], outbox.next_unix_s["evt_9"] = delivery(9), 0.0
+        sending.sender.notify()
+        await until(lambda: "evt_9" in outbox.done)
+    assert sending.sender.outcomes[AttemptOutcome.DELIVERED] == 6
+
+
+async def test_each_attempt_has_the_same_id_until_72_hours_are_over() -> None:
+    outbox, hosts = MemoryOutbox(delivery()), Hosts(num_failures=1000)
+    async with Sending(outbox, hosts) as sending:
+        while True:
+            seen = outbox.pending["evt_1"].num_attempts
+            sending.sender.notify()
+            await until(lambda seen=seen: outbox.pending["evt_1"].num_attempts > seen)  # type: ignore[misc]
+            if (due := outbox.next_unix_s["evt_1"]) is None:
+                break
+            sending.time.now = due
+    assert {each.id for each in hosts.posted} == {"evt_1"} and 20 < len(hosts.posted) < 60
+    assert MAX_AGE_S - 5 * 3600 < sending.time.now <= MAX_AGE_S
+    assert outbox.errors["evt_1"] == "status 500" and outbox.done == []
+    assert sending.sender.outcomes == {
+        AttemptOutcome.DELIVERED: 0, AttemptOutcome.FAILED: len(hosts.posted) - 1, AttemptOutcome.DEAD: 1,
+    }  # fmt: skip
+
+
+async def test_a_failure_is_followed_by_a_delivery() -> None:
+    outbox, hosts = MemoryOutbox(delivery()), Hosts(num_failures=2)
+    async with Sending(outbox, hosts) as sending:
+        for _ in range(3):
+            await until(lambda: not hosts.under_way and outbox.next_unix_s["evt_1"] != sending.time.now)
+            sending.time.now = outbox.next_unix_s["evt_1"] or 0.0
+            sending.sender.notify()
+        await until(lambda: outbox.done == ["evt_1"])
+    assert len(hosts.posted) == 3
+
+
+async def test_a_slow_host_with_much_owed_holds_up_nobody_else() -> None:
+    slow = [delivery(number, "slow.test") for number in range(100)]
+    others = [delivery(number, f"host-{number}") for number in range(100, 110)]
+    outbox, hosts = MemoryOutbox(*slow, *others), Hosts(slow=["slow.test"])
+    async with Sending(outbox, hosts, max_parallel=4):
+        await until(lambda: len(outbox.done) == 10)
+        assert [each.id for each in hosts.posted if "slow" in each.url] == ["evt_0"]
+        assert hosts.most_under_way <= 4
+        hosts.answer("slow.test")
+        await until(lambda: len(outbox.done) == 110)
+
+
+async def test_a_database_that_is_away_is_waited_for_and_nothing_is_sent_twice() -> None:
+    outbox, hosts = MemoryOutbox(delivery()), Hosts()
+    outbox.num_failing_calls = 3
+    async with Sending(outbox, hosts, poll_period_s=0.001):
+        await until(lambda: outbox.done == ["evt_1"])
+    outbox, hosts = MemoryOutbox(delivery()), Hosts(slow=["good.test"])
+    async with Sending(outbox, hosts, poll_period_s=0.001):
+        await until(lambda: hosts.under_way == ["good.test"])
+        outbox.num_failing_calls = 10
+        hosts.answer("good.test")
+        await until(lambda: outbox.done == ["evt_1"])
+    assert len(hosts.posted) == 1
+
+
+async def test_a_mistake_of_ours_is_an_attempt_that_failed() -> None:
+    outbox = MemoryOutbox(delivery())
+    async with Sending(outbox, Hosts(num_failures=1, error=RuntimeError("ours"))):
+        await until(lambda: "evt_1" in outbox.errors)
+    assert outbox.errors["evt_1"] == "internal error: RuntimeError"
+    assert outbox.next_unix_s["evt_1"] is not None
+
+
+async def test_an_attempt_that_is_cut_off_is_still_owed() -> None:
+    outbox, hosts = MemoryOutbox(delivery()), Hosts(slow=["good.test"])
+    async with Sending(outbox, hosts):
+        await until(lambda: hosts.under_way == ["good.test"])
+    assert hosts.under_way == [] and outbox.done == []
+    async with Sending(outbox, Hosts()):
+        await until(lambda: outbox.done == ["evt_1"])
+
+
+async def test_an_address_that_only_looks_like_one_holds_up_nobody() -> None:
+    outbox = MemoryOutbox(replace(delivery(1), url="https://xn--/"), delivery(2, "host"))
+    async with Sending(outbox, Hosts()):
+        await until(lambda: "evt_2" in outbox.done)
+    assert host_of("https://xn--/") == "xn--"
+    assert host_of("https://B\u00fccher.example/") == "xn--bcher-kva.example"

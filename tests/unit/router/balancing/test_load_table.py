@@ -1,0 +1,192 @@
+"""What an ingress knows of load: its own requests exactly, those of others as last reported."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from replicas.protocol import Band
+from router.balancing.load_table import InFlight, LoadTable
+from router.types import ReplicaView
+from testkit.router.simulated_replicas import stats
+from testkit.router.simulated_time import FakeClock
+
+
+def known(table: LoadTable) -> list[str]:
+    table.check_invariants()
+    return [view.stats.replica_id for view in table.views()]
+
+
+def only(table: LoadTable) -> ReplicaView:
+    table.check_invariants()
+    [view] = table.views()
+    return view
+
+
+def test_newest_snapshot_wins_whatever_order_they_arrive_in():
+    table = LoadTable(FakeClock())
+    table.record(stats(taken=2.0, running=(0, 3, 0)))
+    table.record(stats(taken=1.0, running=(0, 9, 0)))
+    assert only(table).stats.num_running == 3
+
+
+def test_age_is_time_since_the_snapshot_was_received():
+    clock = FakeClock()
+    table = LoadTable(clock)
+    table.record(stats())
+    clock.now += 2.5
+    assert only(table).age_s == 2.5
+
+
+def test_a_replica_that_a_poll_misses_is_forgotten():
+    clock = FakeClock()
+    table = LoadTable(clock)
+    assert table.replace([stats("a"), stats("b")], asked_s=table.now()) == []
+    clock.now += 1
+    assert table.replace([stats("b")], asked_s=table.now()) == ["a"]
+    assert known(table) == ["b"]
+
+
+def test_a_replica_heard_of_during_a_poll_stays():
+    clock = FakeClock()
+    table = LoadTable(clock)
+    asked_s = table.now()
+    clock.now += 0.1
+    table.record(stats("new"))
+    assert table.replace([stats("a")], asked_s) == []
+    assert known(table) == ["a", "new"]
+
+
+def test_a_full_table_forgets_the_replica_heard_of_longest_ago():
+    clock = FakeClock()
+    table = LoadTable(clock, max_replicas=2)
+    for replica_id in ("a", "b", "c"):
+        table.record(stats(replica_id))
+        clock.now += 1
+    assert known(table) == ["b", "c"]
+
+
+def test_what_we_sent_counts_at_once():
+    table = LoadTable(FakeClock())
+    table.record(stats(slots=4))
+    table.begin("a", Band.BATCH, prompt_tokens=100, output_tokens=20)
+    view = only(table)
+    assert (view.num_in_flight, view.num_by_band, view.outstanding_tokens) == (1, (0, 0, 1), 120)
+    assert view.num_free_slots(Band.BATCH) == 3
+    assert view.num_free_slots(Band.STANDARD) == 4, "an urgent request takes the slots of lower bands"
+
+
+def test_own_counts_outlive_the_entry():
+    table = LoadTable(FakeClock())
+    first = table.begin("a", Band.STANDARD, 10, 5)
+    second = table.begin("a", Band.STANDARD, 10, 5)
+    table.record(stats())
+    assert only(table).num_in_flight == 2
+    table.forget("a")
+    assert known(table) == []
+    table.record(stats())
+    table.end(first)
+    assert only(table).num_in_flight == 1
+    table.end(second)
+    assert (only(table).num_in_flight, only(table).outstanding_tokens) == (0, 0)
+
+
+def test_load_of_others_is_what_is_reported_beyond_our_own():
+    table = LoadTable(FakeClock())
+    ours = table.begin("a", Band.STANDARD, 10, 90)
+    table.record(stats(running=(1, 2, 0), waiting=(0, 0, 3), outstanding=500))
+    view = only(table)
+    assert view.num_by_band == (1, 2, 3)
+    assert view.outstanding_tokens == 500
+    table.end(ours)
+    view = only(table)
+    assert view.num_by_band == (1, 1, 3), "it leaves with what it had, and nothing of the others'"
+    assert view.outstanding_tokens == 400
+
+
+def test_prompts_are_unseen_until_their_first_output():
+    table = LoadTable(FakeClock())
+    table.record(stats(free_blocks=100))
+    ours = table.begin("a", Band.STANDARD, prompt_tokens=30, output_tokens=5)
+    assert only(table).unseen_tokens == 30
+    assert only(table).num_free_tokens(Band.STANDARD) == 400 - 30
+    table.progress(ours, 1)
+    assert only(table).unseen_tokens == 0
+    assert only(table).outstanding_tokens == 4, "the prompt is computed, and one token given"
+
+
+def test_blocks_of_lower_bands_count_as_free():
+    table = LoadTable(FakeClock())
+    table.record(stats(free_blocks=10, held=(100, 200, 300)))
+    view = only(table)
+    assert [view.num_free_tokens(band) // 4 for band in Band] == [510, 310, 10]
+
+
+def test_a_draining_replica_has_no_slots():
+    table = LoadTable(FakeClock())
+    table.record(stats(is_draining=True))
+    assert only(table).num_free_slots(Band.INTERACTIVE) == 0
+
+
+def test_however_wrong_the_expectation_a_token_is_owed_until_the_end():
+    table = LoadTable(FakeClock())
+    table.record(stats())
+    ours = table.begin("a", Band.STANDARD, 3, 2)
+    for _ in range(50):
+        table.progress(ours, 7)
+        assert only(table).outstanding_tokens == 1
+    table.end(ours)
+    assert only(table).outstanding_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
+    """The replicas' truth: our requests and those of others. Every report counts both."""
+    rng = random.Random(seed)
+    clock = FakeClock()
+    table = LoadTable(clock, max_replicas=5)
+    ids = ["a", "b", "c"]
+    foreign = {replica_id: [0, 0, 0] for replica_id in ids}
+    ours: list[InFlight] = []
+
+    def report(replica_id: str) -> None:
+        by_band = [sum(f.replica_id == replica_id and f.band is band for f in ours) for band in Band]
+        total = [own + other for own, other in zip(by_band, foreign[replica_id], strict=True)]
+        outstanding = sum(f.outstanding_tokens for f in ours if f.replica_id == replica_id)
+        outstanding += 100 * sum(foreign[replica_id])
+        table.record(stats(replica_id, taken=clock.now, running=total, outstanding=outstanding))
+
+    for _ in range(300):
+        clock.now += rng.random()
+        replica_id = rng.choice(ids)
+        match rng.randrange(6):
+            case 0 | 1:
+                ours.append(table.begin(replica_id, rng.choice(list(Band)), rng.randrange(1, 50), rng.randrange(50)))
+            case 2 if ours:
+                table.progress(rng.choice(ours), rng.randrange(5))
+            case 3 if ours:
+                table.move(rng.choice(ours), replica_id)
+            case 4 if ours:
+                table.end(ours.pop(rng.randrange(len(ours))))
+            case _:
+                foreign[replica_id][rng.randrange(3)] = rng.randrange(4)
+                report(replica_id)
+        table.check_invariants()
+        for view in table.views():
+            here = [f for f in ours if f.replica_id == view.stats.replica_id]
+            assert view.num_in_flight == len(here)
+            assert view.unseen_tokens == sum(f.prompt_tokens for f in here if not f.is_seen)
+    for replica_id in ids:
+        report(replica_id)
+    for view in table.views():
+        replica_id = view.stats.replica_id
+        outstanding = sum(f.outstanding_tokens for f in ours if f.replica_id == replica_id)
+        assert sum(view.num_by_band) == view.num_in_flight + sum(foreign[replica_id])
+        assert view.outstanding_tokens == outstanding + 100 * sum(foreign[replica_id])
+    while ours:
+        table.end(ours.pop())
+    for view in table.views():
+        assert view.num_by_band == tuple(foreign[view.stats.replica_id])
+        assert view.outstanding_tokens == 100 * sum(foreign[view.stats.replica_id])
+    table.check_invariants()

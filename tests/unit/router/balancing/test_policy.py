@@ -1,0 +1,128 @@
+"""Where a request goes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from replicas.block_hash import extend_hashes
+from router.balancing.policy import LeastTokens
+from router.types import RoutingRequest
+from testkit.router.simulated_replicas import BLOCK_SIZE, request, routing, view
+
+PROMPT = tuple(range(1, 41))
+
+
+def least_tokens(seed: int = 0) -> LeastTokens:
+    return LeastTokens(random.Random(seed))
+
+
+def with_prefix(prompt: tuple[int, ...] = PROMPT, affinity_key: str | None = None, expected: int = 8) -> RoutingRequest:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, prompt, BLOCK_SIZE)
+    return routing(request(prompt=prompt, affinity_key=affinity_key), expected=expected, hashes=hashes)
+
+
+def test_least_outstanding_tokens_first():
+    views = [view("c", outstanding=500), view("a", outstanding=900), view("b", outstanding=100)]
+    assert least_tokens().rank(routing(), views).replica_ids == ["b", "c", "a"]
+
+
+def test_many_short_requests_are_less_work_than_one_long():
+    views = [view("one-long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(0, 9, 0), outstanding=300)]
+    assert least_tokens().rank(routing(), views).replica_ids == ["short", "one-long"]
+
+
+def test_the_holder_of_the_prefix_is_preferred_over_a_slightly_less_loaded_one():
+    policy, wanted = least_tokens(), with_prefix()
+    views = [view("cold", outstanding=100), view("warm", outstanding=120)]
+    assert policy.rank(wanted, views).first == "cold"
+    policy.placed(wanted, "warm")
+    assert policy.rank(wanted, views).first == "warm", "40 tokens saved against 20 more to wait for"
+
+
+def test_a_holder_beyond_the_load_bound_is_not_preferred():
+    policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
+    policy.placed(wanted, "hot")
+    cold = [view(name, outstanding=1000) for name in "abc"]
+    # hot = 1.25 * (hot + 3 * 1000 + own) / 4
+    bound = (1.25 * (3000 + wanted.num_tokens) / 4) / (1 - 1.25 / 4)
+    assert policy.rank(wanted, [*cold, view("hot", outstanding=int(bound) - 1)]).first == "hot"
+    assert policy.rank(wanted, [*cold, view("hot", outstanding=int(bound) + 1)]).first != "hot"
+
+
+def test_a_holder_with_little_to_do_is_preferred_to_an_idle_replica():
+    policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
+    policy.placed(wanted, "busy")
+    assert policy.rank(wanted, [view("busy", outstanding=500), view("idle")]).first == "busy"
+
+
+def test_placed_counts_what_is_left_of_the_prompt_to_compute():
+    policy, wanted = least_tokens(), with_prefix()
+    assert policy.placed(wanted, "a") == len(PROMPT)
+    assert 0 < policy.placed(wanted, "a") <= BLOCK_SIZE, "all of it is there, but for the end"
+    longer = with_prefix((*PROMPT, *range(100, 140)))
+    assert len(PROMPT) - BLOCK_SIZE <= policy.placed(longer, "a") <= len(PROMPT) + BLOCK_SIZE
+    assert policy.placed(wanted, "b") == len(PROMPT)
+
+
+def test_a_replica_that_is_gone_holds_nothing():
+    policy, wanted = least_tokens(), with_prefix()
+    policy.placed(wanted, "warm")
+    policy.forget("warm")
+    views = [view("cold", outstanding=100), view("warm", outstanding=120)]
+    assert policy.rank(wanted, views).first == "cold"
+
+
+def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():
+    views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
+    one, other = least_tokens(1), least_tokens(2)
+    chosen: Counter[str] = Counter()
+    for number in range(400):
+        wanted = with_prefix((number, *range(1, 20)))
+        assert one.rank(wanted, views).replica_ids == other.rank(wanted, views[::-1]).replica_ids
+        chosen[one.rank(wanted, views).first] += 1
+    assert len(chosen) == 8 and max(chosen.values()) < 100, "and different ones to different replicas"
+
+
+def test_losing_a_replica_moves_only_the_prefixes_it_had():
+    views = [view(f"replica-{number}") for number in range(5)]
+    policy = least_tokens()
+    for number in range(200):
+        wanted = with_prefix((number, *range(1, 20)))
+        before = policy.rank(wanted, views).first
+        after = policy.rank(wanted, views[1:]).first
+        assert after == before or before == "replica-0"
+
+
+def test_requests_with_one_affinity_key_go_to_one_replica():
+    views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
+    prompts = [(number, *range(1, 20)) for number in range(20)]
+    rankings = {tuple(least_tokens().rank(with_prefix(p, affinity_key="session"), views).replica_ids) for p in prompts}
+    assert len(rankings) == 1
+    others = {least_tokens().rank(with_prefix(affinity_key=f"session-{number}"), views).first for number in range(100)}
+    assert len(others) == 8
+
+
+def test_affinity_decides_where_load_is_nearly_equal():
+    """40 prompt tokens and 160 of output: twenty more or less to wait for is the same."""
+    wanted = with_prefix(affinity_key="k", expected=160)
+    equal = [view(f"replica-{number}", outstanding=1000) for number in range(6)]
+    nearly = [view(f"replica-{number}", outstanding=1000 + 4 * number) for number in range(6)]
+    assert least_tokens().rank(wanted, nearly).replica_ids == least_tokens().rank(wanted, equal).replica_ids
+
+
+def test_affinity_does_not_outweigh_load():
+    views = [view(f"replica-{number}", outstanding=1000) for number in range(4)]
+    preferred = least_tokens().rank(with_prefix(affinity_key="k"), views).first
+    views = [view(v.stats.replica_id, outstanding=1100 if v.stats.replica_id == preferred else 1000) for v in views]
+    assert least_tokens().rank(with_prefix(affinity_key="k"), views).replica_ids[-1] == preferred
+
+
+def test_without_prefix_or_key_ties_are_drawn_evenly_and_reproducibly():
+    views = [view("a"), view("b"), view("c")]
+    first = [least_tokens(7).rank(routing(), views).replica_ids for _ in range(2)]
+    assert first[0] == first[1]
+    policy = least_tokens(7)
+    chosen = Counter(policy.rank(routing(), views).first for _ in range(3000))
+    assert all(900 < count < 1100 for count in chosen.values())

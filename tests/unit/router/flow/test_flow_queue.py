@@ -1,0 +1,266 @@
+"""The order in which what waits is dispatched."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+
+import router.flow.flow_queue as module
+from replicas.errors import Overloaded
+from replicas.protocol import Band
+from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
+from testkit.router.simulated_replicas import request
+
+NOW = 50.0
+
+
+class Line:
+    """A queue, and a shorthand for what is put into it."""
+
+    def __init__(self, max_requests: int = 10**6, max_tokens: int = 10**9, promote_after_s: float = 30.0) -> None:
+        self.queue = FlowQueue({band: BandLimits(max_requests, max_tokens) for band in Band}, promote_after_s)
+        self.num_added = 0
+
+    def add(
+        self, band: Band = Band.STANDARD, tenant: str = "t", tokens: int = 100, deadline_s: float | None = None,
+        now: float = NOW,
+    ) -> QueuedRequest:  # fmt: skip
+        self.num_added += 1
+        name = f"{tenant}{self.num_added}"
+        waiting = QueuedRequest(request(name, band=band, tenant=tenant), tokens, deadline_s, self.num_added)
+        self.queue.add(waiting, now)
+        return waiting
+
+    def dispatch_next(self, now: float = NOW) -> QueuedRequest:
+        waiting = next(self.queue.in_order(self.starved(now)))
+        self.queue.dispatch(waiting)
+        self.queue.served(waiting.request.band, now)
+        return waiting
+
+    def starved(self, now: float) -> set[Band]:
+        return {band for band in Band if self.queue.is_starved(band, now)}
+
+    def dispatch_all(self, now: float = NOW) -> list[QueuedRequest]:
+        return [self.dispatch_next(now) for _ in range(len(self.queue))]
+
+
+def tenants(waiting: Sequence[QueuedRequest]) -> str:
+    return "".join(entry.request.tenant for entry in waiting)
+
+
+def test_a_more_urgent_band_is_first_whenever_it_came():
+    line = Line()
+    added = [line.add(Band.BATCH), line.add(Band.STANDARD), line.add(Band.INTERACTIVE), line.add(Band.BATCH)]
+    assert line.dispatch_all() == [added[2], added[1], added[0], added[3]]
+    assert len(line.queue) == 0
+
+
+def test_a_tenants_earliest_deadline_is_first_and_then_its_first_to_come():
+    line = Line()
+    added = [line.add(), line.add(deadline_s=90.0), line.add(), line.add(deadline_s=60.0), line.add(deadline_s=90.0)]
+    assert line.dispatch_all() == [added[3], added[1], added[4], added[0], added[2]]
+
+
+def test_a_deadline_does_not_outrank_another_tenants_turn():
+    line = Line()
+    line.add(tenant="a", tokens=10), line.add(tenant="b", deadline_s=NOW + 1)
+    line.queue.charge(Band.STANDARD, "b", 1000)
+    assert tenants(line.dispatch_all()) == "ab"
+
+
+def test_tenants_take_turns_by_tokens_and_not_by_requests():
+    line = Line()
+    for _ in range(8):
+        line.add(tenant="a", tokens=100)
+    for _ in range(2):
+        line.add(tenant="b", tokens=400)
+    first_five = [line.dispatch_next() for _ in range(5)]
+    assert Counter(tenants(first_five)) == {"a": 4, "b": 1}
+
+
+def test_a_correction_moves_the_turn():
+    line = Line()
+    for _ in range(3):
+        line.add(tenant="a"), line.add(tenant="b")
+    assert tenants([line.dispatch_next(), line.dispatch_next()]) == "ab"
+    line.queue.charge(Band.STANDARD, "a", 150)
+    assert tenants(line.dispatch_all()) == "bbaa"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ten_to_one_offered_load_gives_equal_served_tokens(seed: int):
+    """Both offer more than half of what eight slots can do; lengths are far from what is expected of them."""
+    rng = random.Random(seed)
+    line, now = Line(), 0.0
+    next_arrival = {"heavy": 0.0, "light": 0.0}
+    gap_s = {"heavy": 0.05, "light": 0.5}
+    served: Counter[str] = Counter()
+    running: list[tuple[float, int, QueuedRequest, int]] = []
+    while now <= 500:
+        now = min(*next_arrival.values(), running[0][0] if running else float("inf"))
+        for tenant in [tenant for tenant, when in next_arrival.items() if when <= now]:
+            line.add(tenant=tenant, tokens=300, now=now)
+            next_arrival[tenant] = now + rng.expovariate(1 / gap_s[tenant])
+        while running and running[0][0] <= now:
+            _, _, waiting, cost = heapq.heappop(running)
+            line.queue.charge(Band.STANDARD, waiting.request.tenant, cost - waiting.expected_tokens)
+            served[waiting.request.tenant] += cost
+        while len(running) < 8 and len(line.queue):
+            waiting = line.dispatch_next(now)
+            cost = max(1, int(rng.lognormvariate(5, 1.2)))
+            heapq.heappush(running, (now + cost / 100, waiting.arrival_index, waiting, cost))
+    assert line.queue.num_by_tenant(Band.STANDARD).keys() == {"heavy", "light"}, "both are held back"
+    assert 0.9 <= served["heavy"] / served["light"] <= 1.1
+
+
+def test_having_asked_for_nothing_earns_no_credit():
+    line = Line()
+    for _ in range(100):
+        line.add(tenant="a")
+    for _ in range(50):
+        line.dispatch_next()
+    for _ in range(50):
+        line.add(tenant="b")
+    assert abs(Counter(tenants([line.dispatch_next() for _ in range(40)]))["a"] - 20) <= 1
+
+
+def test_serving_one_while_nobody_else_asks_is_not_held_against_it():
+    line = Line()
+    for _ in range(100):
+        line.add(tenant="a")
+        line.dispatch_next()
+    for _ in range(20):
+        line.add(tenant="b")
+    for _ in range(20):
+        line.add(tenant="a")
+    assert abs(Counter(tenants([line.dispatch_next() for _ in range(20)]))["a"] - 10) <= 1
+
+
+def test_a_tenant_that_pauses_comes_back_at_its_turn():
+    line = Line()
+    for _ in range(30):
+        line.add(tenant="a"), line.add(tenant="b")
+    line.dispatch_all()
+    for _ in range(30):
+        line.add(tenant="b")
+    for _ in range(10):
+        line.dispatch_next()
+    for _ in range(20):
+        line.add(tenant="a")
+    assert abs(Counter(tenants([line.dispatch_next() for _ in range(20)]))["a"] - 10) <= 1
+
+
+def test_more_tenants_than_are_remembered_all_get_their_turn():
+    line = Line()
+    num_tenants = module._MAX_IDLE_TENANTS + 50
+    added = {line.add(tenant=f"tenant-{number}") for number in range(num_tenants)}
+    assert set(line.queue.in_order(set())) == added
+    for waiting in added:
+        line.queue.dispatch(waiting)
+    for number in range(num_tenants):
+        line.queue.charge(Band.STANDARD, f"other-{number}", 1)
+    assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS
+
+
+def test_a_starved_band_gets_one_dispatch_and_then_its_clock_restarts():
+    line = Line(promote_after_s=30.0)
+    for _ in range(1000):
+        line.add(Band.BATCH, now=0.0)
+    promoted_at = []
+    for tick in range(2000):
+        now = tick / 10
+        line.add(Band.INTERACTIVE, now=now)
+        starved = line.starved(now)
+        waiting = line.dispatch_next(now)
+        assert starved == ({Band.BATCH} if waiting.request.band is Band.BATCH else set())
+        if starved:
+            promoted_at.append(now)
+    assert promoted_at == [30.0, 60.0, 90.0, 120.0, 150.0, 180.0]
+
+
+def test_a_bands_clock_starts_when_it_begins_to_wait():
+    line = Line(promote_after_s=30.0)
+    line.add(Band.BATCH, now=100.0)
+    line.add(Band.STANDARD, now=100.0)
+    assert line.queue.starved_s(Band.BATCH, 112.0) == 12.0
+    assert line.queue.starved_s(Band.INTERACTIVE, 112.0) == 0.0
+    assert line.dispatch_next(129.0).request.band is Band.STANDARD
+    line.add(Band.STANDARD, now=129.0)
+    assert line.dispatch_next(130.0).request.band is Band.BATCH
+
+
+def test_of_two_starved_bands_the_more_urgent_is_first():
+    line = Line()
+    line.add(Band.BATCH, now=0.0), line.add(Band.STANDARD, now=0.0), line.add(Band.INTERACTIVE, now=40.0)
+    assert [waiting.request.band for waiting in line.queue.in_order(line.starved(40.0))] == [
+        Band.STANDARD,
+        Band.BATCH,
+        Band.INTERACTIVE,
+    ]
+
+
+def test_a_full_band_refuses_naming_limit_and_value():
+    line = Line(max_requests=3, max_tokens=1000)
+    for _ in range(3):
+        line.queue.check_room(Band.STANDARD, 100)
+        line.add(tokens=100)
+    with pytest.raises(Overloaded, match="3 standard requests wait; the limit is 3") as refusal:
+        line.queue.check_room(Band.STANDARD, 1)
+    assert refusal.value.reason == "max_num_queued_reqs" and refusal.value.retryable
+    line.queue.check_room(Band.INTERACTIVE, 100)
+
+
+def test_tokens_that_wait_are_limited_but_one_request_always_may():
+    line = Line(max_tokens=1000)
+    line.queue.check_room(Band.BATCH, 5000)
+    line.add(Band.BATCH, tokens=700)
+    line.queue.check_room(Band.BATCH, 300)
+    with pytest.raises(Overloaded, match=r"700 tokens of batch requests wait.* 301; the limit is 1000") as refusal:
+        line.queue.check_room(Band.BATCH, 301)
+    assert refusal.value.reason == "max_num_queued_tokens"
+
+
+def test_a_request_that_comes_back_stands_where_it_stood():
+    line = Line(max_requests=3)
+    first, second, third = line.add(), line.add(), line.add()
+    assert line.dispatch_next() is first
+    line.queue.charge(Band.STANDARD, "t", -first.expected_tokens)
+    line.add()
+    line.queue.add(first, NOW)
+    assert line.dispatch_all()[:3] == [first, second, third]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_are_the_sums_over_what_waits_in_random_histories(seed: int):
+    rng = random.Random(seed)
+    line = Line(promote_after_s=5.0)
+    waiting: list[QueuedRequest] = []
+    now = 0.0
+    for _ in range(400):
+        now += rng.random()
+        match rng.randrange(4):
+            case 0 | 1:
+                deadline_s = rng.choice([None, now + rng.random() * 9])
+                tenant = rng.choice("abc")
+                waiting.append(line.add(rng.choice(list(Band)), tenant, rng.randrange(1, 500), deadline_s, now))
+            case 2 if waiting:
+                line.queue.remove(waiting.pop(rng.randrange(len(waiting))))
+            case 3 if waiting:
+                waiting.remove(line.dispatch_next(now))
+        line.queue.charge(rng.choice(list(Band)), rng.choice("abcd"), rng.randrange(-50, 50))
+        assert len(line.queue) == len(waiting)
+        heads = list(line.queue.in_order(line.starved(now)))
+        for band in Band:
+            mine = [entry for entry in waiting if entry.request.band is band]
+            assert line.queue.num_requests(band) == len(mine)
+            assert line.queue.num_tokens(band) == sum(entry.expected_tokens for entry in mine)
+            by_tenant = Counter(entry.request.tenant for entry in mine)
+            assert line.queue.num_by_tenant(band) == dict(by_tenant)
+            firsts = [min((e for e in mine if e.request.tenant == t), key=lambda e: e.order) for t in by_tenant]
+            assert {entry.arrival_index for entry in heads if entry.request.band is band} == {
+                e.arrival_index for e in firsts
+            }

@@ -1,0 +1,113 @@
+"""Work that an ingress has yet to put in line counts as if it waited there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from replicas.protocol import Band
+from router.balancing.load_table import LoadTable
+from router.flow.flow_queue import BandLimits, FlowQueue
+from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
+from router.scaling.autoscaling_loop import AutoscalingLoop
+from router.scaling.ingress_reports import IngressGossip, IngressReport, PendingWork
+from router.scaling.scaling_inputs import BacklogWork, IngressLoad, work_in_backlog
+from testkit.router.simulated_replicas import stats
+from testkit.router.simulated_time import FakeClock
+
+NOW = 1_000_000.0
+SPEED = 100.0
+SETTINGS = AutoscalingSettings(
+    min_replicas=0, max_replicas=10, num_replicas=1, replica_tokens_per_s=SPEED, downscale_delay_s=0.0,
+    scale_to_zero_delay_s=0.0,
+)  # fmt: skip
+
+
+@dataclass
+class Lines:
+    """What a jobs process holds back."""
+
+    waiting: list[BacklogWork] = field(default_factory=list)
+
+    def num_requests(self) -> int:
+        return len(self.waiting)
+
+    def work(self) -> Sequence[BacklogWork]:
+        return self.waiting
+
+
+class Scaled:
+    """An autoscaling loop of a jobs process, and everything around it."""
+
+    def __init__(self) -> None:
+        self.clock, self.lines, self.gossip = FakeClock(), Lines(), IngressGossip("jobs")
+        self.has_woken = asyncio.Event()
+        self.table = LoadTable(self.clock)
+        queue = FlowQueue({band: BandLimits(10, 10**6) for band in Band}, 30.0)
+        autoscaler = Autoscaler(SETTINGS, self.clock)
+        load = IngressLoad(queue, self.table, self.gossip, self.lines, lambda: NOW)
+        self.loop = AutoscalingLoop(autoscaler, load, self.gossip, self.wake)
+
+    async def wake(self) -> None:
+        self.has_woken.set()
+
+    def desired(self) -> int:
+        return self.loop.decide().desired_replicas
+
+
+@pytest.mark.parametrize(
+    ("band", "left_s", "due_s"),
+    [
+        (Band.BATCH, None, 86_400.0),
+        (Band.BATCH, 160.0, 128.0),  # 0.8 of it
+        (Band.BATCH, 0.5, 2.0),
+        (Band.BATCH, -5.0, 2.0),
+        (Band.STANDARD, None, 2.0),
+        (Band.INTERACTIVE, 160.0, 2.0),
+    ],
+)
+def test_it_is_due_as_far_as_its_band_and_deadline_need(band, left_s, due_s):
+    waiting = BacklogWork(band, 500, None if left_s is None else NOW + left_s)
+    assert work_in_backlog([waiting, waiting], SETTINGS, NOW) == (PendingWork(1000, due_s),)
+
+
+def test_it_asks_for_replicas_and_others_are_told():
+    scaled = Scaled()
+    scaled.table.record(stats("replica"))
+    assert scaled.desired() == 1
+    scaled.lines.waiting = [BacklogWork(Band.BATCH, 64_000, NOW + 160.0)]
+    assert scaled.desired() == 5
+    assert scaled.gossip.own == IngressReport("jobs", (PendingWork(64_000, 128.0),), num_requests=1, desired_replicas=5)
+
+
+def test_a_batch_with_all_the_time_in_the_world_keeps_one_replica():
+    scaled = Scaled()
+    scaled.table.record(stats("replica"))
+    scaled.lines.waiting = [BacklogWork(Band.BATCH, 1_000_000, None)]
+    scaled.clock.now += 1000.0
+    assert scaled.desired() == 1
+    scaled.lines.waiting = []
+    scaled.clock.now += 1000.0
+    assert scaled.desired() == 0
+
+
+async def test_it_wakes_a_deployment_that_has_gone_to_zero():
+    scaled = Scaled()
+    scaled.table.record(stats("replica"))
+    scaled.desired()
+    scaled.table.forget("replica")
+    scaled.lines.waiting = [BacklogWork(Band.BATCH, 10, None)]
+
+    async def refresh() -> None:
+        return None
+
+    running = asyncio.create_task(scaled.loop.run(refresh))
+    async with asyncio.timeout(10.0):
+        await scaled.has_woken.wait()
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
