@@ -194,6 +194,20 @@ def test_packages_see_only_those_below() -> None:
     assert not hidden, f"upward imports: {hidden}"
 
 
+def folder_lines() -> str:
+    """One line for each folder: its name and the first line of its docstring."""
+    lines = {name: (ast.get_docstring(TREES[name]) or "").partition("\n")[0] for name in FILES if is_package(name)}
+    return "".join(
+        f"- `{name.replace('.', '/')}`: {line}\n" for name, line in lines.items() if name.split(".")[0] != "tests"
+    )
+
+
+def test_the_documented_folders_are_those_of_the_tree() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    listed = re.search(r"<!-- folders: .* -->\n(.*)<!-- end of folders -->", text, re.DOTALL)
+    assert listed and listed[1] == folder_lines(), "python -m tests.test_architecture writes them"
+
+
 @pytest.mark.parametrize("name", ["serve_app/jobs", "replicas/model"])
 def test_the_root_of_a_large_folder_stays_small(name: str) -> None:
     files = [path.name for path in (ROOT / name).iterdir() if path.is_file()]
@@ -251,3 +265,16 @@ def import_without(blocked: tuple[str, ...], modules: list[str], afterwards: str
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
     assert result.returncode == 0, result.stderr
+
+
+def write_folders() -> None:
+    """Write the folders' lines into the documentation."""
+    path = ROOT / "docs" / "architecture.md"
+    begin, _, rest = path.read_text().partition("python -m tests.test_architecture -->\n")
+    end = rest.partition("<!-- end of folders -->")[2]
+    marker = "python -m tests.test_architecture -->\n"
+    path.write_text(f"{begin}{marker}{folder_lines()}<!-- end of folders -->{end}")
+
+
+if __name__ == "__main__":
+    write_folders()
