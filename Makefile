@@ -1,4 +1,4 @@
-# Every target makes .venv when it needs one, and again when pyproject.toml or constraints.txt change.
+# Targets that need .venv create it, and update it after a change of pyproject.toml or constraints.txt.
 .PHONY: venv serve test pytest test-deep lint bench gpu-check
 .DELETE_ON_ERROR:
 
@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# make serve: where to listen and what to serve. ARGS takes any field of docs/configuration.md as key=value.
+# Variables of `make serve`: address, model and replicas. ARGS takes any field of docs/configuration.md as key=value.
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
@@ -18,15 +18,15 @@ ARGS ?=
 
 venv: $(STAMP)
 
-# torch comes first and alone: asked for by name and exact version the CPU wheel is taken where one is
-# offered; a looser request may draw in gigabytes of CUDA packages.
+# torch is installed first and alone. With an exact version pip takes the CPU wheel if an index offers one; without one
+# it may install gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# In the foreground; SIGTERM or Ctrl-C stops everything that it started.
+# Runs in the foreground; SIGTERM or Ctrl-C stops everything that it started.
 serve: $(STAMP)
 	@exec $(BIN)/python -m serve_app.cli.serve --host $(HOST) --port $(PORT) --profile $(PROFILE) -- \
 		$(if $(MODEL),'model=$(MODEL)') $(if $(DTYPE),'dtype=$(DTYPE)') $(if $(REPLICAS),'num_replicas=$(REPLICAS)') $(ARGS)
@@ -36,24 +36,24 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Three processes share the tests (tests/conftest.py). What starts Ray goes before all else: it takes longest.
+# Three processes share the tests (tests/conftest.py). The tests that start Ray take longest and go first.
 TEST_PROCESSES := --tx popen//id=ray --tx popen//id=others//nice=5 \
 	--tx popen//id=interpreter//nice=5//env:TRITON_INTERPRET=1//env:OMP_NUM_THREADS=1
 
-# The lint runs beside the tests; both end before either's failure is told.
+# The lint runs in parallel with the tests; make reports a failure of either after both have ended.
 test: $(STAMP)
 	@$(MAKE) --no-print-directory --jobs lint pytest
 
 pytest: $(STAMP)
 	$(BIN)/python -m pytest $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
 
-# What `make test` leaves out: all random worlds, and what is slow.
+# Tests that `make test` leaves out: all random worlds, and slow tests.
 test-deep: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)
 
-# For machines without a network: uses the Python that is there, as it is.
+# For machines without a network: uses the installed Python without a .venv.
 gpu-check:
 	PYTHONPATH=. $(PYTHON) -m bench.gpu_check $(ARGS)

@@ -1,4 +1,4 @@
-"""The Ray Serve application: HTTP, deployments, and asynchronous jobs.
+"""Ray Serve application: HTTP API, deployments, asynchronous jobs, configuration and command line.
 
 Read `app.py` first.
 """

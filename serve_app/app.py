@@ -1,4 +1,4 @@
-"""The wiring: which deployments there are, and what each is given.
+"""Wiring of the application: its deployments, their options and their arguments.
 
 No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
 """
@@ -23,16 +23,17 @@ if TYPE_CHECKING:
 
 
 def build(config: HeadwayConfig) -> serve.Application:
-    """The application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
+    """Build the application, for `serve run serve_app.app:build key=value` and for `args:` in a config file."""
     return build_with(config)
 
 
 def build_with(
     config: HeadwayConfig, load_backend: "LoadBackend | None" = None, make_flow: MakeFlow = late_binding_flow
 ) -> serve.Application:
-    """The application over engines that run on what `load_backend` gives; None: on the model, in torch.
+    """Build the application with another engine backend or flow control, for tests and benchmarks.
 
-    `make_flow` makes the flow control of each ingress, the jobs process included.
+    `load_backend` loads the backend of each engine; None: the model in torch. `make_flow` creates the flow control of
+    each ingress and of the jobs process.
     """
     config = _with_gpus(config)
     model = serve.deployment(
@@ -40,7 +41,7 @@ def build_with(
         name="Model",
         max_ongoing_requests=config.max_ongoing_requests_per_replica,
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.num_gpus_per_replica},
-        # A freed slot is refilled at once: Serve's own back-off of up to 0.5 s would leave it idle.
+        # Short back-off, so that a freed slot is refilled at once: Serve's default of up to 0.5 s would leave it idle.
         request_router_config=RequestRouterConfig(
             request_router_class=f"{RankedRouter.__module__}.{RankedRouter.__name__}",
             initial_backoff_s=0.005,
@@ -70,19 +71,19 @@ def build_with(
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
-    """Deployment options that both kinds of replica share."""
+    """Return the options that all deployments share."""
     return {
         "health_check_period_s": config.health_check_period_s,
         "health_check_timeout_s": config.health_check_timeout_s,
         "graceful_shutdown_timeout_s": config.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": min(0.2, config.graceful_shutdown_timeout_s),
-        # Each request is logged once by the ingress; Serve's access log would add a line for every poll.
+        # The ingress logs each request itself; Serve's access log would add a line for every poll.
         "logging_config": LoggingConfig(encoding="JSON", enable_access_log=False),
     }
 
 
 def _with_gpus(config: HeadwayConfig) -> HeadwayConfig:
-    """The configuration, complete in what depends on the GPUs that the cluster has now."""
+    """Return the configuration with the fields that depend on the number of GPUs in the cluster now."""
     is_complete = config.num_gpus_per_replica is not None and config.max_replicas is not None
     num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else num_cluster_gpus()
     each = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)

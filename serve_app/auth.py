@@ -1,4 +1,4 @@
-"""Who is asking: API keys, tenants and how urgent a tenant may be."""
+"""Authentication: API keys, their tenants, and the most urgent band of each tenant."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from serve_app.errors import invalid_api_key
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Whose request this is."""
+    """Owner of a request."""
 
     tenant: str
-    """Whom the key belongs to; fairness is between tenants."""
+    """Owner of the API key; scheduling is fair between tenants."""
     band_ceiling: Band
-    """The most urgent band the principal may use; requests for a more urgent one run in this."""
+    """Most urgent band of the principal; requests for a more urgent band run in this one."""
 
 
 ANONYMOUS = Principal(tenant="anonymous", band_ceiling=Band.INTERACTIVE)
-"""Everybody, where no key file is configured."""
+"""Principal of every request if no key file is configured."""
 
 
 class Authenticator:
-    """Knows the API keys by their SHA-256, as a key file lists them; without keys everybody is welcome.
+    """Authenticator of API keys, which it knows by their SHA-256; without a key file every request is accepted.
 
-    The file, YAML or JSON, maps the hex digest of each key to its owner:
+    The key file, YAML or JSON, maps the hex digest of each key to its owner:
 
         5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8:
           tenant: acme
@@ -44,7 +44,7 @@ class Authenticator:
 
     @classmethod
     def from_file(cls, path: str | None) -> Authenticator:
-        """The keys in the file at `path`; None: no key is asked for.
+        """Load the keys in the file at `path`; None: no key is required.
 
         Raises:
             ValueError: the file does not have the form above; the message names the entry.
@@ -57,10 +57,10 @@ class Authenticator:
         return cls({str(digest): _principal(path, str(digest), owner) for digest, owner in entries.items()})
 
     def authenticate(self, headers: Mapping[str, str]) -> Principal:
-        """Who sent these headers.
+        """Return the principal of a request with these headers.
 
         Raises:
-            HttpError: 401, no key was given or nobody has it.
+            HttpError: 401, no key is given or the key is unknown.
         """
         if self._principals is None:
             return ANONYMOUS
@@ -70,7 +70,7 @@ class Authenticator:
         digest = hashlib.sha256(key.strip().encode()).hexdigest()
         found: Principal | None = None
         for known, principal in self._principals.items():
-            # Every entry is compared, so that the time taken tells nothing about any.
+            # Compare with every entry, so that the time taken reveals nothing about the keys.
             if hmac.compare_digest(known, digest):
                 found = principal
         if found is None:
@@ -79,7 +79,7 @@ class Authenticator:
 
 
 def _principal(path: str, digest: str, owner: object) -> Principal:
-    """One entry of a key file, checked."""
+    """Check one entry of a key file and return its principal."""
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ValueError(f"{path}: `{digest[:8]}...` is not a SHA-256 digest in lower-case hex")
     tenant = owner.get("tenant") if isinstance(owner, dict) else None

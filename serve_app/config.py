@@ -1,4 +1,4 @@
-"""Configuration: the settings of all parts and of the deployment, read and checked once."""
+"""Configuration: the settings of all parts and of the deployment, read and checked once at start-up."""
 
 from __future__ import annotations
 
@@ -54,19 +54,19 @@ PARTS = (
 _DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo"
 
 _PROMOTE_SHARE = 0.75
-"""Share of `max_starvation_s` after which a request is promoted. In the rest a slot comes free and its prompt is
-computed."""
+"""Share of `max_starvation_s` after which a request is promoted. The rest is for waiting for a free slot and computing
+the prompt."""
 _LOOKAHEAD = 1
-"""Requests of a band that wait in a replica for its next slot, so that it does not stay empty until the ingress hears
-of it."""
+"""Requests of a band that wait in a replica for its next free slot. Without them the slot would stay empty until the
+ingress learns that it is free."""
 
 _CONTROL_CALLS = 64
-"""Polls, health checks, metrics and calls on their way out that a replica may hold beside its requests."""
+"""Calls that a replica may hold in addition to its requests: polls, health checks, metrics and ending calls."""
 
 _RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
-"""Former names of fields, which are still accepted, with a warning."""
+"""Map from a former name of a field to its present name; former names are accepted with a warning."""
 _REMOVED = {"routing_policy": "least_tokens", "num_bound_early": "0"}
-"""Former fields and the only value that is still accepted, with a warning: what happens without the field."""
+"""Map from a removed field to the behaviour that is now fixed; only that value is accepted, with a warning."""
 
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
@@ -87,7 +87,7 @@ def _fields_of_parts() -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    _SettingsOfParts = BaseModel  # the code reads them as attributes of the parts, whose types are known
+    _SettingsOfParts = BaseModel  # the code reads settings from the parts, whose types are known
 else:
     _SettingsOfParts = create_model("_SettingsOfParts", __config__=_PLAIN, **_fields_of_parts())
 
@@ -127,7 +127,7 @@ class HeadwayConfig(_SettingsOfParts):
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
     max_queued_requests: int = Field(default=1024, ge=1)
-    """Most sequences of the band `interactive`, and of `standard`, that wait in one ingress; beyond it 429."""
+    """Most sequences of the band `interactive` that wait in one ingress, and as many of `standard`; beyond it 429."""
     max_queued_tokens: int = Field(default=4_000_000, ge=1)
     """Most tokens of these sequences, prompt and expected output; beyond it 429."""
     max_queued_batch_requests: int = Field(default=16_384, ge=1)
@@ -151,13 +151,13 @@ class HeadwayConfig(_SettingsOfParts):
     interactive_tpot_target_s: float | None = Field(default=0.15, gt=0)
     """Target for the mean time between output tokens of the band `interactive`, seconds. None: no target."""
     standard_ttft_target_s: float | None = Field(default=5.0, gt=0)
-    """The same as `interactive_ttft_target_s` for the band `standard`, seconds."""
+    """Target for the time to first token of the band `standard`, seconds. None: no target."""
     standard_tpot_target_s: float | None = Field(default=0.25, gt=0)
-    """The same as `interactive_tpot_target_s` for the band `standard`, seconds."""
+    """Target for the mean time between output tokens of the band `standard`, seconds. None: no target."""
     batch_ttft_target_s: float | None = Field(default=None, gt=0)
-    """The same as `interactive_ttft_target_s` for the band `batch`, seconds."""
+    """Target for the time to first token of the band `batch`, seconds. None: no target."""
     batch_tpot_target_s: float | None = Field(default=None, gt=0)
-    """The same as `interactive_tpot_target_s` for the band `batch`, seconds."""
+    """Target for the mean time between output tokens of the band `batch`, seconds. None: no target."""
     load_poll_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two polls of every model replica's load by an ingress."""
 
@@ -178,7 +178,7 @@ class HeadwayConfig(_SettingsOfParts):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, given: object) -> object:
-        """Accept the former names of fields."""
+        """Accept former names of fields, and removed fields with their fixed value."""
         if not isinstance(given, dict):
             return given
         renamed = {former: name for former, name in _RENAMED.items() if former in given and name not in given}
@@ -192,14 +192,14 @@ class HeadwayConfig(_SettingsOfParts):
     @field_validator("*", mode="before")
     @classmethod
     def _read_none(cls, value: object, info: ValidationInfo) -> object:
-        """Read the word `none` as None for a field that may be None: `key=value` has no other way to say it."""
+        """Read the word `none` as None for a field that may be None: `key=value` cannot express None otherwise."""
         may_be_none = info.field_name is not None and _may_be_none(cls.model_fields[info.field_name])
         return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
 
     @field_validator("model", "api_key_file")
     @classmethod
     def _make_absolute(cls, value: str | None) -> str | None:
-        """Make a path that exists here absolute: replicas run in other directories."""
+        """Make an existing path absolute: replicas run in other working directories."""
         if value is not None and Path(value).expanduser().exists():
             return str(Path(value).expanduser().resolve())
         return value
@@ -268,32 +268,32 @@ class HeadwayConfig(_SettingsOfParts):
 
     @property
     def is_autoscaled(self) -> bool:
-        """Whether the number of model replicas follows the load."""
+        """True if the number of model replicas follows the load."""
         return self.effective_min_replicas < self.effective_max_replicas
 
     @property
     def max_queued_requests_per_replica(self) -> int:
-        """Sequences that may wait in an engine; a replica that has more gives them back to their ingress.
+        """Most sequences that wait in an engine; a replica returns further ones to their ingress.
 
-        Each ingress may send its share before it hears of the others, the jobs process is one more ingress, and
-        preempted sequences wait as well.
+        The bound covers what every ingress may send before it hears of the others' requests, the jobs process as one
+        more ingress, and preempted sequences.
         """
         return self._max_num_seqs * (self.num_ingress_replicas + 2) * len(Band)
 
     @property
     def max_ongoing_requests_per_replica(self) -> int:
-        """Calls to one replica, more than its engine can hold, so that the engine refuses and not Serve."""
+        """Most calls to one model replica; above its engine's limits, so that the engine and not Serve refuses."""
         return self._max_num_seqs + self.max_queued_requests_per_replica + _CONTROL_CALLS
 
     @property
     def max_ongoing_requests_per_ingress(self) -> int:
-        """Calls to one ingress, more than all replicas can hold, so that Serve's proxy never queues in front of it."""
+        """Most calls to one ingress; above the capacity of all queues, so that Serve's proxy never queues requests."""
         waiting = self.max_queued_requests * (len(Band) - 1) + self.max_queued_batch_requests
         return self.max_ongoing_requests_per_replica * self.effective_max_replicas + waiting + _CONTROL_CALLS
 
     @property
     def max_ongoing_requests_for_jobs(self) -> int:
-        """More calls than requests in all ingresses, each of which makes one at a time: long polls hold up nothing."""
+        """Most calls to the jobs process; above the requests in all ingresses, so that long polls block no call."""
         return self.max_ongoing_requests_per_ingress * self.num_ingress_replicas + _CONTROL_CALLS
 
     def flow_limits(self) -> FlowLimits:
@@ -368,7 +368,7 @@ class HeadwayConfig(_SettingsOfParts):
         return self._part(EngineLimits).max_num_seqs
 
     def _part(self, part: type[Part], **given: object) -> Part:
-        """Make one of `PARTS` from its settings and the values that are no settings."""
+        """Make one of `PARTS` from its settings and the given values of its other fields."""
         return part(**{name: getattr(self, name) for name in settings_of(part)}, **given)
 
 

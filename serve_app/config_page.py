@@ -1,4 +1,4 @@
-"""The page docs/configuration.md: `python -m serve_app.config_page > docs/configuration.md` makes it."""
+"""Generator of docs/configuration.md: `python -m serve_app.config_page > docs/configuration.md`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _section(part: type, names: Iterable[str]) -> Iterator[str]:
 
 
 def _default(name: str, value: object) -> str:
-    """Return a default as an operator would write it."""
+    """Return a default in the form in which an operator writes it."""
     match value:
         case None | bool():
             return str(value).lower()
@@ -59,7 +59,7 @@ def _default(name: str, value: object) -> str:
 
 
 def _values(schema: dict[str, Any], named: dict[str, Any]) -> str:
-    """Return the values that a JSON schema admits, in words."""
+    """Return a description of the values that a JSON schema admits."""
     if "anyOf" in schema:
         return " or ".join(_values(option, named) for option in schema["anyOf"])
     if "$ref" in schema:

@@ -1,4 +1,4 @@
-"""HTTP statuses, bodies and headers of errors; no other module maps errors to HTTP."""
+"""Mapping of errors to HTTP statuses, bodies and headers; no other module maps errors to HTTP."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MAX_SHOWN_CHARS = 50
 Headers = tuple[tuple[str, str], ...]
 
 DO_NOT_RETRY: Headers = (("x-should-retry", "false"),)
-"""Stops the OpenAI SDKs, which otherwise send 408, 409, 429 and every status from 500 on again."""
+"""Headers that stop the OpenAI SDKs' retries, which otherwise follow 408, 409, 429 and every status from 500 on."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """An error as the client sees it; the body is OpenAI's error object, on SSE streams too."""
+    """Reply to a failed request; its body is OpenAI's error object, also as an event of a stream."""
 
     status: int
     message: str
@@ -27,16 +27,16 @@ class ErrorReply:
     param: str | None = None
     headers: Headers = ()
     refused_by: str | None = None
-    """The limit that left no room for the request, where one did."""
+    """Limit that caused a 429, as the label `reason` of the refusal metric; None: no limit did."""
 
     @property
     def body(self) -> dict[str, object]:
-        """The error object."""
+        """OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 class HttpError(Exception):
-    """A request that HTTP itself refuses, before anything is served."""
+    """Error of the HTTP layer with a reply of its own, such as a wrong path, key or content type."""
 
     def __init__(self, reply: ErrorReply) -> None:
         super().__init__(reply)
@@ -63,7 +63,7 @@ _MEANINGS = {
 
 
 def reply_to(error: BaseException, request_id: str) -> ErrorReply:
-    """Return the reply to `error`; to an error that is no ServingError, only the id under which it was logged."""
+    """Return the reply to `error`; an unexpected error is a 500 with the request id under which it was logged."""
     if isinstance(error, HttpError):
         return error.reply
     serving_error = _unwrapped(error)
@@ -83,15 +83,15 @@ def reply_to(error: BaseException, request_id: str) -> ErrorReply:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether the reply to `error` says what happened, so that no traceback is needed."""
+    """Return True if the reply to `error` describes its cause, so that the log needs no traceback."""
     return isinstance(error, HttpError) or _unwrapped(error) is not None
 
 
 def _unwrapped(error: BaseException) -> ServingError | None:
-    """The ServingError that `error` is or carries.
+    """Return the ServingError that `error` is or contains, or None.
 
-    Ray re-raises an error of a replica as an instance of a made-up subclass that never ran our
-    constructor, shows the remote traceback as its text, and keeps the original in `cause`.
+    Ray re-raises an error of a replica as an instance of a generated subclass, which never ran the constructor of
+    ServingError, has the remote traceback as its text and keeps the original in `cause`.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, ServingError):
@@ -100,7 +100,7 @@ def _unwrapped(error: BaseException) -> ServingError | None:
 
 
 def _retry_headers(error: ServingError, status: int) -> Headers:
-    """When to try again, or not to where the SDKs would; the error itself knows whether that may help."""
+    """Return the headers with the time of a retry, or those that stop the SDKs from retrying a permanent error."""
     if not error.retryable:
         return DO_NOT_RETRY if status == 409 or status >= 500 else ()
     if error.retry_after_s is None:
@@ -112,58 +112,58 @@ def _retry_headers(error: ServingError, status: int) -> Headers:
 
 
 def shortened(value: object) -> str:
-    """What a client sent, as a message repeats it: its beginning, where it is long."""
+    """Return a client's value for an error message, cut after 50 characters."""
     text = str(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
 def route_not_found(method: str, path: str) -> HttpError:
-    """404; of OpenAI's API says that the endpoint is not supported, of other paths that nothing is there."""
+    """Return the 404 for a path without a route; under /v1/ its message says that the endpoint is not supported."""
     if path.startswith("/v1/"):
         message = f"{shortened(method)} {shortened(path)} is not supported by this server"
         return HttpError(ErrorReply(404, message, "not_found_error", "unsupported_endpoint"))
-    return HttpError(ErrorReply(404, f"there is nothing at {shortened(path)}", "not_found_error", "not_found"))
+    return HttpError(ErrorReply(404, f"no route matches {shortened(path)}", "not_found_error", "not_found"))
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
-    """405; `allowed` is the value of the Allow header."""
-    message = f"{shortened(path)} does not take {shortened(method)}; it takes {allowed}"
+    """Return the 405 for a path's wrong method; `allowed` is the value of the Allow header."""
+    message = f"{shortened(path)} does not accept {shortened(method)}; it accepts {allowed}"
     headers = (("allow", allowed),)
     return HttpError(ErrorReply(405, message, "invalid_request_error", "method_not_allowed", headers=headers))
 
 
 def host_not_allowed(host: str) -> HttpError:
-    """403; `host` is the value of the Host header, empty where there is none."""
+    """Return the 403 for a host that is not allowed; `host` is the value of the Host header, empty without one."""
     message = f"the Host header {shortened(host)!r} is not one of allowed_hosts"
     return HttpError(ErrorReply(403, message, "permission_error", "host_not_allowed"))
 
 
 def unsupported_media_type(content_type: str | None, expected: str = "application/json") -> HttpError:
-    """415; an endpoint takes one type."""
+    """Return the 415 for a content type other than `expected`."""
     given = f"is `{shortened(content_type)}`" if content_type else "is missing"
     message = f"the content type {given}; the body must be {expected}"
     return HttpError(ErrorReply(415, message, "invalid_request_error", "unsupported_media_type"))
 
 
 def body_too_large(max_body_bytes: int, what: str = "the body") -> HttpError:
-    """413."""
+    """Return the 413 for a body, or another part named by `what`, above its limit."""
     message = f"{what} has more than {max_body_bytes:,} bytes".replace(",", " ") + ", the most that is accepted"
     return HttpError(ErrorReply(413, message, "invalid_request_error", "request_too_large"))
 
 
 def upload_too_slow(limit_s: float) -> HttpError:
-    """408."""
+    """Return the 408 for a body that did not arrive in time."""
     message = f"the body did not arrive within {limit_s:g} s"
     return HttpError(ErrorReply(408, message, "timeout_error", "upload_timeout", headers=DO_NOT_RETRY))
 
 
 def invalid_api_key(message: str) -> HttpError:
-    """401."""
+    """Return the 401 for a missing or unknown API key."""
     headers = (("www-authenticate", 'Bearer realm="headway"'),)
     return HttpError(ErrorReply(401, message, "authentication_error", "invalid_api_key", headers=headers))
 
 
 def http_failure(status: int, detail: str, headers: Sequence[tuple[str, str]] = ()) -> HttpError:
-    """Any other status that the web framework answers with by itself."""
+    """Return the error for any other status that the web framework itself gives."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return HttpError(ErrorReply(status, detail, kind, "http_error", headers=tuple(headers)))

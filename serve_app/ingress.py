@@ -1,4 +1,4 @@
-"""The HTTP application of one ingress, with everything it needs; knows no Ray."""
+"""HTTP application of one ingress: creates and connects the endpoints and their services, without Ray."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def create_api(
     rng: random.Random | None = None,
     clock: Clock | None = None,
 ) -> FastAPI:
-    """The application; loads the tokenizer and the key file.
+    """Create the application; load the tokenizer and the key file.
 
-    `metrics` has the registry whose page `/metrics` shows; `rng` draws the seeds of requests that bring none.
-    The documentation pages of FastAPI are off: they would load their assets from elsewhere.
+    `metrics` holds the registry that `/metrics` exposes. `rng` draws the seeds of requests without one. The
+    documentation pages of FastAPI are off, since they load assets from other sites.
 
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
@@ -97,12 +97,12 @@ def create_api(
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """The error object for everything that is refused, by us or by the web framework."""
+    """Return the response with OpenAI's error object for an error of the application or the web framework."""
     return error_response(exchange_of(request), _as_error_object(request, error))
 
 
 def _as_error_object(request: Request, error: Exception) -> Exception:
-    """The framework's errors as ours, which have the error object."""
+    """Convert an error of the web framework into an HttpError or InvalidRequest; return other errors unchanged."""
     if isinstance(error, RequestValidationError):
         return invalid_request(cast("list[ErrorDetails]", error.errors()))
     if not isinstance(error, HTTPException):

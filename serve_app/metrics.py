@@ -1,4 +1,4 @@
-"""Prometheus exposition of what the engines and this ingress count."""
+"""Prometheus exposition of the metrics of the engines, the jobs deployment and this ingress."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 
 _REFUSAL_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_predicted_wait", "deadline")
-"""Shown from the beginning, so that the first refusal is an increase."""
+"""Reasons whose series exist from the start, so that the first refusal shows as an increase."""
 
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class HttpMetrics:
-    """What this ingress counts of HTTP; names and labels of prometheus-fastapi-instrumentator."""
+    """HTTP metrics of this ingress, with the names and labels of prometheus-fastapi-instrumentator."""
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
@@ -37,14 +37,14 @@ class HttpMetrics:
         )
         self._duration = Histogram(
             "http_request_duration_seconds",
-            "From the request's arrival to the last byte of its response, by route and method.",
+            "Time from a request's arrival to the last byte of its response, by route and method.",
             ["handler", "method"],
             buckets=_DURATION_BUCKETS_S,
             registry=self.registry,
         )
         self._request_size = Summary(
             "http_request_size_bytes",
-            "Bytes of request bodies, as far as they were read.",
+            "Bytes of request bodies that were read.",
             ["handler"],
             registry=self.registry,
         )
@@ -53,8 +53,8 @@ class HttpMetrics:
         )
         self._refusals = Counter(
             "vllm:admission_rejections",
-            "Requests answered with 429, by the limit that left no room; what replicas give back to this ingress "
-            "waits here and is not counted (headway:engine_refusals_total).",
+            "Requests answered with 429, by the limit reached. Requests that a replica refuses wait in this ingress and "
+            "are not counted (headway:engine_refusals_total).",
             ["model_name", "reason"],
             registry=self.registry,
         )
@@ -66,7 +66,7 @@ class HttpMetrics:
     ) -> None:
         """Count one answered request.
 
-        Clients must not be able to make series: `handler` is the route, and methods that HTTP does not have are one.
+        Clients must not be able to create series: `handler` is the route, and unknown methods share the label `other`.
         """
         method = method if method in _METHODS else "other"
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
@@ -75,15 +75,15 @@ class HttpMetrics:
         self._response_size.labels(handler).observe(response_bytes)
 
     def refused(self, reason: str) -> None:
-        """Count a client that was told that there is no room; `reason` is an `Overloaded`'s."""
+        """Count a request refused for lack of room; `reason` is that of the error."""
         self._refusals.labels(self._model_name, reason).inc()
 
 
 class EngineCollector(Collector):
-    """Renders one gathering of every replica's counts.
+    """Collector of the metrics that the replicas returned for one scrape.
 
-    Each sample has the labels `model_name` and `engine`: the replica's place, from "0", among the
-    ids of the replicas that answered, sorted, so that all ingresses number them alike.
+    Each sample has the labels `model_name` and `engine`. `engine` is the replica's index, from "0", in the sorted ids
+    of the replicas that answered, so that all ingresses number the replicas in the same way.
     """
 
     def __init__(self, engines: Sequence[EngineMetrics], model_name: str) -> None:
@@ -91,7 +91,7 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Family]:
-        """One family per metric name, with the samples of all replicas."""
+        """Yield one family per metric name, with the samples of all replicas."""
         families: dict[str, Family] = {}
         for index, engine in enumerate(self._engines):
             labels = {"model_name": self._model_name, "engine": str(index)}
@@ -104,13 +104,13 @@ class EngineCollector(Collector):
 
 
 class JobsCollector(Collector):
-    """Renders what the jobs deployment counts."""
+    """Collector of the metrics of the jobs deployment."""
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = metrics
 
     def collect(self) -> Iterator[Family]:
-        """One family per metric name."""
+        """Yield one family per metric name."""
         families: dict[str, Family] = {}
         for metric in self._metrics:
             _add_metric(families, metric, {})
@@ -118,14 +118,14 @@ class JobsCollector(Collector):
 
 
 class IngressCollector(Collector):
-    """What this ingress counts, and under the same names, with the label `process="jobs"`, the jobs deployment."""
+    """Collector of this ingress's metrics, with the jobs process's samples of the same names as `process="jobs"`."""
 
     def __init__(self, registry: CollectorRegistry, jobs: Sequence[Family]) -> None:
         self._registry = registry
         self._jobs = {family.name: family for family in jobs}
 
     def collect(self) -> Iterator[Family]:
-        """Every family of this ingress once."""
+        """Yield every family of this ingress once."""
         for family in self._registry.collect():
             if family.name in self._jobs:
                 for sample in self._jobs[family.name].samples:
@@ -139,7 +139,7 @@ _NO_COUNTS = JobsCounts()
 def exposition(
     engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics, jobs: JobsCounts = _NO_COUNTS
 ) -> bytes:
-    """The page that Prometheus scrapes, in its text format."""
+    """Return the page for Prometheus, in its text format."""
     collectors = (
         EngineCollector(list(engines), model_name),
         JobsCollector(jobs.own),
@@ -161,7 +161,7 @@ def _family(metric: Metric) -> Family:
 
 
 def _add_histogram(family: Family, histogram: HistogramMetric, labels: dict[str, str]) -> None:
-    """Samples as Prometheus wants them: buckets cumulative, each with its upper bound."""
+    """Add a histogram's samples in Prometheus's form: cumulative buckets, each with its upper bound."""
     total = 0
     bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
     for bound, count in zip(bounds, histogram.counts, strict=True):

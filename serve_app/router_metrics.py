@@ -23,20 +23,20 @@ _OTHER = "other"
 
 
 class RouterMetrics:
-    """What the router did; hears of it as `router.types.RouterObserver`."""
+    """Counters and histograms of the router's decisions; a `router.types.RouterObserver`."""
 
     def __init__(self, registry: CollectorRegistry, targets: Mapping[Band, LatencyTargets]) -> None:
         self._targets = targets
         self._wait = Histogram(
             "headway:queue_wait_seconds",
-            "From a request's arrival in flow control to the end of its waiting, by how it ended.",
+            "Time from a request's arrival in flow control to the end of its wait, by the outcome of the wait.",
             ["band", "outcome"],
             buckets=_WAIT_BUCKETS_S,
             registry=registry,
         )
         self._decisions = Counter(
             "headway:router_decisions",
-            "Requests given to a replica, by why it was that one (router.types.Reason says what the words mean).",
+            "Requests dispatched to a replica, by the reason for the choice of replica (see router.types.Reason).",
             ["reason"],
             registry=registry,
         )
@@ -44,7 +44,7 @@ class RouterMetrics:
             "headway:starvation_promotions", "Dispatches of a band that had starved.", ["band"], registry=registry
         )
         self._migrations = Counter(
-            "headway:migrations", "Requests whose replica was lost, by what became of them.", ["outcome"],
+            "headway:migrations", "Requests whose replica was lost, by outcome.", ["outcome"],
             registry=registry,
         )  # fmt: skip
         self._finished = Counter("headway:finished_requests", "Requests that ended well.", ["band"], registry=registry)
@@ -68,23 +68,23 @@ class RouterMetrics:
         self._show_zeros()
 
     def waited(self, band: Band, outcome: Outcome, seconds: float) -> None:
-        """A request's waiting ended."""
+        """Observe the end of a request's wait in flow control."""
         self._wait.labels(_name(band), outcome.value).observe(seconds)
 
     def decided(self, reason: Reason) -> None:
-        """A request was given to the first replica of a ranking."""
+        """Count a request that was dispatched to the first replica of a ranking."""
         self._decisions.labels(reason.value).inc()
 
     def promoted(self, band: Band) -> None:
-        """A band that had starved was served first."""
+        """Count a dispatch of a band that had starved."""
         self._promotions.labels(_name(band)).inc()
 
     def migrated(self, outcome: str) -> None:
-        """A request whose replica was lost went on elsewhere or did not."""
+        """Count a request whose replica was lost, by its outcome: resumed, restarted or failed."""
         self._migrations.labels(outcome).inc()
 
     def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
-        """A request ended well."""
+        """Count a request that ended well, its tokens and the latency targets that it met."""
         self._finished.labels(_name(band)).inc()
         self._finished_tokens.labels(_name(band)).inc(num_tokens)
         attained = self._targets[band].attained(ttft_s, duration_s, num_tokens)
@@ -94,7 +94,7 @@ class RouterMetrics:
             self._goodput.labels(_name(band)).inc(num_tokens)
 
     def _show_zeros(self) -> None:
-        """Make the series that there can be, so that the first event is an increase."""
+        """Create all possible series, so that the first event shows as an increase."""
         for band in map(_name, Band):
             for counter in (self._promotions, self._finished, self._finished_tokens, self._goodput):
                 counter.labels(band)
@@ -107,7 +107,7 @@ class RouterMetrics:
 
 
 class RouterCollector(Collector):
-    """Renders what waits in flow control, how old the load table's entries are, and how many replicas are wanted."""
+    """Collector of flow control's queue sizes, the age of the load table's entries and the autoscaling decision."""
 
     def __init__(self, queue: FlowQueue, table: LoadTable, autoscaling: AutoscalingLoop) -> None:
         self._queue = queue
@@ -115,9 +115,11 @@ class RouterCollector(Collector):
         self._autoscaling = autoscaling
 
     def collect(self) -> Iterator[Family]:
-        """Gauges of this moment."""
-        size = GaugeMetricFamily("headway:queue_size", "Requests that wait in flow control.", labels=["band", "tenant"])
-        tokens = GaugeMetricFamily("headway:queue_tokens", "Tokens that they are expected to need.", labels=["band"])
+        """Yield the present values as gauges."""
+        size = GaugeMetricFamily("headway:queue_size", "Requests waiting in flow control.", labels=["band", "tenant"])
+        tokens = GaugeMetricFamily(
+            "headway:queue_tokens", "Expected tokens of the requests waiting in flow control.", labels=["band"]
+        )
         age = GaugeMetricFamily(
             "headway:router_state_age_seconds", "Age of a replica's last report.", labels=["replica"]
         )
@@ -127,10 +129,10 @@ class RouterCollector(Collector):
             tokens.add_metric([_name(band)], self._queue.num_tokens(band))
         for view in self._table.views():
             age.add_metric([view.stats.replica_id], view.age_s)
-        desired = GaugeMetricFamily("headway:autoscale_desired_replicas", "Model replicas that there should be.")
+        desired = GaugeMetricFamily("headway:autoscale_desired_replicas", "Desired number of model replicas.")
         drain = GaugeMetricFamily(
             "headway:autoscale_drain_seconds",
-            "Tokens that wait, save batch work / (replicas * measured tokens/s of one); infinite without replicas.",
+            "Waiting tokens without batch work / (replicas * measured tokens/s of one); infinite without replicas.",
         )
         if (decision := self._autoscaling.decision) is not None:
             desired.add_metric([], decision.desired_replicas)
@@ -139,7 +141,7 @@ class RouterCollector(Collector):
 
 
 def _bounded(counts: dict[str, int]) -> dict[str, int]:
-    """The tenants with most requests; the rest together as `other`."""
+    """Return the counts of the tenants with most requests, and the sum of the rest as `other`."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     bounded = dict(ordered[:_MAX_TENANTS])
     if rest := sum(count for _, count in ordered[_MAX_TENANTS:]):

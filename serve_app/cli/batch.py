@@ -1,4 +1,4 @@
-"""`headway batch`: submit a file of requests, look at it, wait for it, cancel it."""
+"""Command `headway batch`: submit a file of requests as a batch, show it, wait for it, cancel it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from serve_app.cli.batch_progress import BatchProgress
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 RETRY_LIMIT_S = 120.0
-"""How long `wait` goes on asking a server that does not answer, seconds: it may be restarting."""
+"""Time for which `wait` retries while the server does not answer, seconds; the server may be restarting."""
 _MAX_SHOWN_ERRORS = 10
 
-UrlOption = Annotated[str, typer.Option("--url", envvar="HEADWAY_URL", help="Where the server is.")]
+UrlOption = Annotated[str, typer.Option("--url", envvar="HEADWAY_URL", help="URL of the server.")]
 KeyOption = Annotated[
     str | None,
-    typer.Option(
-        "--api-key", envvar="HEADWAY_API_KEY", help="API key, where the server asks for one.", show_envvar=True
-    ),
+    typer.Option("--api-key", envvar="HEADWAY_API_KEY", help="API key, if the server requires one.", show_envvar=True),
 ]
 BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.")]
-OutputOption = Annotated[Path | None, typer.Option("--output", help="Save the results here.", dir_okay=False)]
-ErrorsOption = Annotated[Path | None, typer.Option("--errors", help="Save what failed here.", dir_okay=False)]
-PollOption = Annotated[float, typer.Option("--poll-every", min=0.01, help="Seconds between two looks.")]
+OutputOption = Annotated[Path | None, typer.Option("--output", help="File for the results.", dir_okay=False)]
+ErrorsOption = Annotated[Path | None, typer.Option("--errors", help="File for the failed requests.", dir_okay=False)]
+PollOption = Annotated[float, typer.Option("--poll-every", min=0.01, help="Seconds between two polls.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Batches of requests in JSON-lines files.")
@@ -38,19 +36,24 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Batches of r
 @app.command()
 def submit(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True, help="One request a line.")
+        Path,
+        typer.Argument(
+            metavar="FILE", exists=True, dir_okay=False, readable=True, help="JSON-lines file, one request per line."
+        ),
     ],
-    endpoint: Annotated[str, typer.Option(help="What the requests are for.")] = "/v1/chat/completions",
-    window: Annotated[str, typer.Option(help="How long it may take: 24h, 30m, 90s.")] = "24h",
-    metadata: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until it has ended.")] = False,
+    endpoint: Annotated[str, typer.Option(help="Endpoint of the requests.")] = "/v1/chat/completions",
+    window: Annotated[str, typer.Option(help="Completion window, such as 24h, 30m or 90s.")] = "24h",
+    metadata: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata of the batch; may be repeated.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the batch has ended.")] = False,
     output: OutputOption = None,
     errors: ErrorsOption = None,
     poll_every: PollOption = 1.0,
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Upload FILE and make a batch of it; prints the batch's id."""
+    """Upload FILE, create a batch from it and print the batch's id."""
     if (output or errors) and not wait:
         raise typer.BadParameter("--output and --errors need --wait")
     pairs = _pairs(metadata or [])
@@ -63,7 +66,7 @@ def submit(
 
 @app.command()
 def status(batch_id: BatchArgument, url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
-    """Print how far a batch is."""
+    """Print the status of a batch."""
     with _client(url, api_key) as client:
         _describe(client.batch(batch_id), Console(highlight=False, soft_wrap=True))
 
@@ -77,21 +80,21 @@ def wait_for(
     url: UrlOption = DEFAULT_URL,
     api_key: KeyOption = None,
 ) -> None:
-    """Show a batch's progress until it has ended; the exit code is 0 if it is completed."""
+    """Show a batch's progress until the batch has ended; the exit code is 0 if it completed."""
     with _client(url, api_key) as client:
         _finish(client, _ended(client, batch_id, poll_every), output, errors)
 
 
 @app.command()
 def cancel(batch_id: BatchArgument, url: UrlOption = DEFAULT_URL, api_key: KeyOption = None) -> None:
-    """Cancel a batch; what is done by then is kept."""
+    """Cancel a batch; its existing results are kept."""
     with _client(url, api_key) as client:
         _describe(client.cancel(batch_id), Console(highlight=False, soft_wrap=True))
 
 
 @contextmanager
 def _client(url: str, api_key: str | None) -> Iterator[BatchClient]:
-    """A client whose failures end the command with a message and exit code 1."""
+    """Give a client whose failures end the command with a message and exit code 1."""
     client = BatchClient(url, api_key)
     try:
         yield client
@@ -103,7 +106,7 @@ def _client(url: str, api_key: str | None) -> Iterator[BatchClient]:
 
 
 def _ended(client: BatchClient, batch_id: str, poll_every_s: float) -> JsonObject:
-    """The batch once it has ended; its progress is shown meanwhile, and a server that restarts is waited for."""
+    """Wait until the batch has ended and return it; show its progress, and retry while the server does not answer."""
     with BatchProgress(_stderr()) as progress:
         silent_since_s: float | None = None
         while True:
@@ -124,7 +127,7 @@ def _ended(client: BatchClient, batch_id: str, poll_every_s: float) -> JsonObjec
 
 
 def _finish(client: BatchClient, batch: JsonObject, output: Path | None, errors: Path | None) -> None:
-    """Save and describe what came of a batch."""
+    """Save an ended batch's results and print its summary; exit with code 1 if it did not complete."""
     for path, field in ((output, "output_file_id"), (errors, "error_file_id")):
         if path is not None and batch[field] is not None:
             client.download(batch[field], path)
@@ -155,7 +158,7 @@ def _describe(batch: JsonObject, console: Console) -> None:
 
 
 def _stderr() -> Console:
-    """Where everything goes that a script which reads the output does not want."""
+    """Return a console on stderr, for output that scripts do not read."""
     return Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""The batch endpoints of a running server, for the command line."""
+"""Client of a server's file and batch endpoints, for the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIMEOUT = httpx.Timeout(60.0, connect=10.0)
 
 
 class ServerError(Exception):
-    """The server cannot be reached, or refuses; `may_pass` when asking again may help."""
+    """Error of a server that is unreachable or refuses a request; `may_pass`: a retry may help."""
 
     def __init__(self, message: str, may_pass: bool) -> None:
         super().__init__(message, may_pass)
@@ -24,7 +24,7 @@ class ServerError(Exception):
 
 
 class BatchClient:
-    """Asks one server, with or without an API key; every failure is a ServerError."""
+    """Client of one server, with or without an API key; every failure of the server is a ServerError."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -32,29 +32,29 @@ class BatchClient:
         self._http = httpx.Client(base_url=self._url, headers=headers, timeout=_TIMEOUT, trust_env=False)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         self._http.close()
 
     def upload(self, path: Path) -> JsonObject:
-        """The file object of what was uploaded; the file is read while it is sent."""
+        """Upload a file, read while it is sent, and return its file object."""
         with path.open("rb") as content:
             return self._json("POST", "/v1/files", data={"purpose": "batch"}, files={"file": (path.name, content)})
 
     def submit(self, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]) -> JsonObject:
-        """The new batch."""
+        """Create a batch and return it."""
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
         return self._json("POST", "/v1/batches", json=body | ({"metadata": dict(metadata)} if metadata else {}))
 
     def batch(self, batch_id: str) -> JsonObject:
-        """A batch as it is now."""
+        """Return a batch in its present state."""
         return self._json("GET", f"/v1/batches/{batch_id}")
 
     def cancel(self, batch_id: str) -> JsonObject:
-        """The batch, which begins to be cancelled."""
+        """Start the cancellation of a batch and return it."""
         return self._json("POST", f"/v1/batches/{batch_id}/cancel")
 
     def download(self, file_id: str, path: Path) -> None:
-        """Write a file's content to `path`, whole or not at all."""
+        """Write a file's content to `path`, atomically."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             with partial.open("wb") as target, self._http.stream("GET", f"/v1/files/{file_id}/content") as response:

@@ -1,4 +1,4 @@
-"""How far a batch is, as a bar on the terminal."""
+"""Progress bar of a batch on the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_app.cli.batch_client import JsonObject
 
 
 class BatchProgress:
-    """A line that is drawn again whenever there is news; where there is no terminal, only its last state is."""
+    """Progress bar that is redrawn on every change; without a terminal only its last state is printed."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -48,5 +48,5 @@ class BatchProgress:
         )
 
     def show_trouble(self, message: str) -> None:
-        """Draw why there is no news."""
+        """Draw the reason why the batch cannot be read."""
         self._progress.update(self._task, remark=message)

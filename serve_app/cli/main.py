@@ -1,4 +1,4 @@
-"""The command `headway`."""
+"""Command `headway`, which collects the subcommands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Serve a model from this machine, in the foreground: what `make serve` runs.
+"""Command of `make serve`: serve a model from this machine in the foreground.
 
-Starts a Ray cluster of its own and runs the application on it with `serve run`; SIGTERM or SIGINT
-stops everything that was started.
+The command starts a private Ray cluster and runs the application on it with `serve run`. SIGTERM or SIGINT stops
+everything that it started.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class Profile(Enum):
     DEFAULT = "default"
     """Serve's own HTTP proxy."""
     THROUGHPUT = "throughput"
-    """HAProxy in front of the ingresses and Serve's throughput flags: several times the requests a second."""
+    """HAProxy in front of the ingresses and Serve's throughput flags: several times as many requests per second."""
 
 
 class _Stopped(Exception):
-    """SIGTERM or SIGINT arrived."""
+    """Signal that SIGTERM or SIGINT has arrived."""
 
 
 def serve(
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields of HeadwayConfig.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields of docs/configuration.md.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
@@ -69,7 +69,7 @@ def serve(
     config = _read_config(arguments)
     _check_model(config)
     if not is_private and config.ingress_settings().api_key_file is None:
-        _warn(f"everybody who reaches {host}:{port} may use the model: no api_key_file is set")
+        _warn(f"every client that reaches {host}:{port} may use the model: no api_key_file is set")
     _check_port(host, port)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
@@ -83,15 +83,15 @@ def serve(
 
 
 def _serve_on(cluster: PrivateCluster, host: str, port: int, arguments: list[str], config: HeadwayConfig) -> None:
-    """Run the application on a cluster until stopped; ends it before returning."""
+    """Run the application on a cluster until stopped, and end it before returning."""
     from ray import serve as ray_serve
 
-    # ray.init puts handlers of its own in place of ours.
+    # ray.init has replaced the signal handlers.
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
     ray_serve.start(http_options={"host": host, "port": port})
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address]
-    # A session of its own, so that Ctrl-C reaches it through us only, after the running requests.
+    # A new session keeps Ctrl-C from `serve run`: it gets SIGINT below, after this process has handled the signal.
     run = subprocess.Popen([*command, "serve_app.app:build", *arguments], start_new_session=True)
     try:
         _wait_until_ready(run, f"http://{_reachable(host)}:{port}")
@@ -111,7 +111,7 @@ def _serve_on(cluster: PrivateCluster, host: str, port: int, arguments: list[str
 
 
 def _wait_until_ready(run: subprocess.Popen[bytes], url: str) -> None:
-    """Return once every replica runs and the ingress says that it is ready."""
+    """Return when every replica runs and the ingress is ready."""
     with httpx.Client(timeout=5.0, trust_env=False) as client:
         while run.poll() is None:
             if _is_running():
@@ -125,7 +125,7 @@ def _wait_until_ready(run: subprocess.Popen[bytes], url: str) -> None:
 
 
 def _is_running() -> bool:
-    """Whether Serve says that all replicas of the application run."""
+    """Return True if Serve reports the application as running, with all replicas."""
     from ray import serve as ray_serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
@@ -138,7 +138,7 @@ def _is_running() -> bool:
 
 
 def _wait(run: subprocess.Popen[bytes]) -> None:
-    """Wait a moment, or until `run` ends."""
+    """Wait for one poll period, or until `run` ends."""
     try:
         run.wait(timeout=_POLL_PERIOD_S)
     except subprocess.TimeoutExpired:
@@ -171,7 +171,7 @@ def _read_config(arguments: list[str]) -> HeadwayConfig:
 
 
 def _check_model(config: HeadwayConfig) -> None:
-    """Refuse a directory that holds no model; a hub id is looked up when it is loaded."""
+    """Refuse a path without a model; a hub id is only looked up when the model is loaded."""
     path = Path(config.model_path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -190,7 +190,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` names addresses that only this machine reaches; a name that is unknown does not."""
+    """Return True if `host` has only loopback addresses, False if not or if the name is unknown."""
     try:
         found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except (OSError, ValueError):
@@ -208,9 +208,9 @@ def _reachable(host: str) -> str:
 
 
 def _has_make_been_interrupted() -> bool:
-    """Whether our parent is a `make` that got a SIGINT for itself alone.
+    """Return True if the parent process is a `make` that received a SIGINT which this process did not.
 
-    It then waits for us without a word (it passes on SIGTERM only), inside its handler: that is, with SIGINT blocked.
+    Such a `make` passes on SIGTERM only. It waits for its child inside its signal handler, where SIGINT is blocked.
     """
     parent = Path(f"/proc/{os.getppid()}/status")
     if not parent.exists():
@@ -220,7 +220,7 @@ def _has_make_been_interrupted() -> bool:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
-    """Stop, once: a second signal must not interrupt the stopping, which is bounded in time."""
+    """Raise `_Stopped` and ignore further signals, which must not interrupt the stopping; its time is bounded."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise _Stopped

@@ -1,4 +1,4 @@
-"""Deployments of Ray Serve, one module each, with autoscaling and start-up around them.
+"""Ray Serve deployments, one module each, with their autoscaling policies and process set-up.
 
 Read `model.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.model_replica`, `replicas.protocol`,
 `router`, `serve_app.config`, `serve_app.ingress`, `serve_app.jobs`, `serve_app.metrics`, `serve_app.openai`,

@@ -1,4 +1,4 @@
-"""Autoscaling as Serve performs it: its policies, and each deployment's number of replicas."""
+"""Autoscaling policies for Serve, and each deployment's options for the number of replicas."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _MODEL_DEPLOYMENT = "Model"
 
 
 def deployment_autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """Autoscaling policy of the model's deployment: as many replicas as the ingresses have told its replicas.
+    """Return the number of model replicas that the ingresses ask for: the policy of the model's own deployment.
 
-    Where nothing is known, as while there is no replica, the number stays as it is; from zero, a call that waits for
-    a replica starts the first one.
+    The model replicas report what the ingresses tell them in polls. Without a recent report, as with zero replicas, the
+    number stays. From zero, a waiting handle call starts the first replica.
     """
     asked = _desired_replicas([context])
     return context.target_num_replicas if asked is None else asked, {}
 
 
 def application_autoscaling_policy(contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
-    """Autoscaling policy of the application: as many model replicas as the ingresses ask for.
+    """Return the number of model replicas that the ingresses ask for: the policy of the whole application.
 
-    The other deployments stay as they are, and so does the model where no ingress has reported lately.
+    The other deployments keep their number of replicas. So does the model without a recent report.
     """
     asked = _desired_replicas(contexts.values())
     models = [key for key, context in contexts.items() if context.deployment_name == _MODEL_DEPLOYMENT]
@@ -35,7 +35,7 @@ def application_autoscaling_policy(contexts: Mapping[Any, AutoscalingContext]) -
 
 
 def _desired_replicas(contexts: Iterable[AutoscalingContext]) -> int | None:
-    """The most that any replica of any of these deployments has lately reported."""
+    """Return the highest recent report of any replica of these deployments; None: there is no recent report."""
     newest = [
         (context.current_time - series[-1].timestamp, int(series[-1].value))
         for context in contexts
@@ -46,7 +46,7 @@ def _desired_replicas(contexts: Iterable[AutoscalingContext]) -> int | None:
 
 
 def num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
-    """How many model replicas: a number, or one that the ingresses decide."""
+    """Return the model deployment's options for its number of replicas, which is fixed or autoscaled."""
     if not config.is_autoscaled:
         return {"num_replicas": config.num_replicas}
     policy = AutoscalingPolicy(
@@ -64,16 +64,16 @@ def num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
 
 
 def num_fixed_replicas(config: HeadwayConfig, number: int) -> dict[str, Any]:
-    """How many of what is not scaled: the application's policy sees only what has such a config nonetheless."""
+    """Return a fixed deployment's options; the application's policy needs an autoscaling config even for those."""
     if not config.is_autoscaled:
         return {"num_replicas": number}
     return {"autoscaling_config": _autoscaling_config(config, min_replicas=number, max_replicas=number)}
 
 
 def _autoscaling_config(config: HeadwayConfig, **fields: Any) -> AutoscalingConfig:
-    """Serve obeys at once: all patience is in the decision."""
+    """Return a config without delays; the delays are in the autoscaler's decision."""
     with warnings.catch_warnings():
-        # Serve announces that environment variables, which are for all applications, will replace this field.
+        # Serve warns that environment variables, which apply to all applications, will replace `metrics_interval_s`.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             metrics_interval_s=config.autoscale_interval_s,

@@ -1,4 +1,4 @@
-"""How many GPUs there are for model replicas, asked while the application is built."""
+"""Number of GPUs for model replicas, read while the application is built."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import click
 import ray
 
 _CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` leaves the address that a driver without any connects to."""
+"""File with the address of the cluster that `ray start` started; a driver without an address connects to it."""
 
 
 def num_cluster_gpus() -> float:
-    """GPUs that the cluster has now.
+    """Return the number of GPUs in the cluster now.
 
-    `serve deploy` builds inside the cluster. `serve run` builds before it connects, so we connect
-    where it will and leave again; where there is no cluster yet it will start one of this machine.
+    `serve deploy` builds inside the cluster. `serve run` builds before it connects. In that case the function connects
+    to the cluster that `serve run` will use, and disconnects again. If there is no cluster yet, `serve run` will start
+    one on this machine, whose GPUs are counted instead.
     """
     if ray.is_initialized():
         return _gpus(ray.cluster_resources())
@@ -36,6 +37,6 @@ def _gpus(resources: dict[str, float]) -> float:
 
 
 def _num_gpus_of_this_machine() -> float:
-    import torch  # only for this rare case: it takes seconds
+    import torch  # here, since the import takes seconds and is rarely needed
 
     return float(torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""The deployment of the HTTP ingress.
+"""Serve deployment of the HTTP ingress.
 
 No `from __future__ import annotations` here: Serve inspects the classes of deployments.
 """
@@ -21,7 +21,7 @@ from serve_app.router_metrics import RouterCollector, RouterMetrics
 
 
 class Ingress:
-    """The Serve deployment around the HTTP application, which is made in the replica's own process."""
+    """Serve deployment around the HTTP application, which is created in the replica's process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
@@ -43,17 +43,17 @@ class Ingress:
         self._loops = asyncio.create_task(self._routing.run())
 
     async def __del__(self) -> None:
-        """Called by Serve when the replica stops."""
+        """Stop the loops; Serve calls it when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve: what `application_autoscaling_policy` obeys."""
+        """Return this ingress's report for `application_autoscaling_policy`; Serve calls it."""
         return self._routing.autoscaling_stats()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve after the constructor."""
-        from serve_app.ingress import Backends, create_api  # brings transformers: a second
+        """Create the HTTP application; Serve calls it after the constructor."""
+        from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
 
         backends = Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs)
         api = create_api(self._config.ingress_settings(), backends, metrics=self._metrics)

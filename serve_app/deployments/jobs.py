@@ -1,7 +1,7 @@
-"""The deployment of everything asynchronous.
+"""Serve deployment of asynchronous work: files, batches, jobs and webhooks.
 
-No `from __future__ import annotations` here: Serve inspects the classes of deployments. Modules that bring SQLAlchemy,
-alembic or transformers are imported by the functions that use them: every process of the application reads this one.
+No `from __future__ import annotations` here: Serve inspects the classes of deployments. Functions import the modules
+that need SQLAlchemy, alembic or transformers, since every process of the application imports this module.
 """
 
 import asyncio
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 @answers_service_calls
 class Jobs:
-    """The Serve deployment around one `JobsRuntime`: the database's owner, and one more ingress for the router.
+    """Serve deployment around one `JobsRuntime`: it owns the database and routes requests like an ingress.
 
-    `ServeJobs` calls it.
+    `ServeJobs` calls its methods.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
-        # Threads that check files and write to the database hold the interpreter's lock for long: with Python's own
-        # 5 ms each of their steps would keep whoever submits a job waiting so long.
+        # The threads that check files and write to the database compute for long stretches. With Python's default of
+        # 5 ms the event loop, which answers submissions, would wait that long for the GIL each time.
         sys.setswitchinterval(0.0005)
         from serve_app.jobs.execution.backlog import BacklogView
         from serve_app.jobs.execution.capacity import LineCapacity
@@ -69,19 +69,19 @@ class Jobs:
         freeze_heap()
 
     async def metrics(self) -> JobsCounts:
-        """What is counted of all tenants' work."""
+        """Return the counts of all tenants' work, and this process's router metrics."""
         return JobsCounts(await self._metrics.read(), tuple(self._registry.collect()))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve: what `application_autoscaling_policy` obeys."""
+        """Return this process's report for `application_autoscaling_policy`; Serve calls it."""
         return self._routing.autoscaling_stats()
 
     async def check_health(self) -> None:
-        """Raise where the loops have ended, so that Serve replaces the process."""
+        """Raise if a loop has ended, so that Serve replaces the process."""
         self._runtime.check_health()
 
     async def __del__(self) -> None:
-        """Called by Serve once no call is left or the graceful shut-down is over."""
+        """Stop the runtime; Serve calls it when no call is left or the time for graceful shutdown is over."""
         if hasattr(self, "_runtime"):
             await self._runtime.stop()
 

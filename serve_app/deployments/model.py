@@ -1,4 +1,4 @@
-"""The deployment of the model's replicas.
+"""Serve deployment of the model replicas.
 
 No `from __future__ import annotations` here: Serve inspects the classes of deployments.
 """
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """The Serve deployment around one model's engine."""
+    """Serve deployment around one engine with its model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
     ) -> None:
-        from replicas import model_replica  # brings torch: seconds that only a replica should spend
+        from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
 
         log_through_serve()
         self._board = IngressReportBoard(time.monotonic)
@@ -54,20 +54,22 @@ class Model:
     async def generate(
         self, request: GenerateRequest, ranking: list[str], ingress_id: str
     ) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; `ranking` is for `RankedRouter`, which has obeyed it by now.
+        """Generate one request and yield its deltas.
+
+        `ranking` is for `RankedRouter`, which has already used it to choose this replica.
 
         Raises:
-            ReplicaLost: the ingress is lost; should it be there after all, the request goes on elsewhere.
+            ReplicaLost: the ingress is lost. If it is alive after all, it resumes the request on another replica.
         """
         self._ingresses.heartbeat(ingress_id)
         async with aclosing(self._engine.generate(request)) as deltas:
             async for delta in deltas:
                 if self._ingresses.is_lost(ingress_id):
-                    raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
+                    raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
                 yield delta
 
     async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
-        """The present load, and what other ingresses hold; `report` is what the one that asks does.
+        """Return the present load and the other ingresses' reports; `report` is the calling ingress's own report.
 
         `ranking` is for `RankedRouter`.
         """
@@ -76,23 +78,23 @@ class Model:
         return PollReply(self._engine.stats(), self._board.publish(report))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Called by Serve: what `deployment_autoscaling_policy` obeys."""
+        """Return this replica's report for `deployment_autoscaling_policy`; Serve calls it."""
         return self._board.autoscaling_stats()
 
     async def metrics(self) -> EngineMetrics:
-        """Everything the engine counts."""
+        """Return all metrics of the engine."""
         return self._engine.metrics()
 
     async def describe(self) -> ModelCard:
-        """What is served."""
+        """Return the model's card."""
         return self._card
 
     async def check_health(self) -> None:
-        """Raise where the engine is dead, so that Serve replaces the replica."""
+        """Raise if the engine is dead, so that Serve replaces the replica."""
         self._engine.check_alive()
 
     async def __del__(self) -> None:
-        """Called by Serve once no request is left or the graceful shut-down is over."""
+        """Stop the engine; Serve calls it when no request is left or the time for graceful shutdown is over."""
         if hasattr(self, "_engine"):
             await self._engine.drain()
             await self._engine.stop()

@@ -1,4 +1,4 @@
-"""What every process of ours does as it starts."""
+"""Start-up steps that every deployment's process takes: logging and garbage collection."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 
 
 def log_through_serve() -> None:
-    """Give our loggers Serve's handlers, so that their lines are JSON and carry the request id."""
+    """Give the application's loggers Serve's handlers, so that their lines are JSON and carry the request id."""
     serve_logger = logging.getLogger("ray.serve")
     for package in ("serve_app", "router", "replicas"):
         logger = logging.getLogger(package)
@@ -17,10 +17,10 @@ def log_through_serve() -> None:
 
 
 def freeze_heap() -> None:
-    """Keep the garbage collector from what is there now; called when a process is ready to serve.
+    """Exclude all present objects from garbage collection; call it when the process is ready to serve.
 
-    Modules and their like are hundreds of thousands of objects, and all threads stand still for as long as it walks
-    over them: a tenth of a second, now and then.
+    Imported modules hold hundreds of thousands of objects. A full collection would walk over all of them and stop every
+    thread for a tenth of a second.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The router's parts as every process that gives requests to model replicas has them."""
+"""Wiring of the router in each process that sends requests to model replicas."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
 
 MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
-"""Makes the flow control of an ingress, in its process."""
+"""Factory of an ingress's flow control, called in the ingress's process."""
 
 
 def late_binding_flow(config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
-    """Flow control as the product has it: late binding, the replica with the least work in tokens."""
+    """Return the default flow control: late binding to the replica with the least outstanding tokens."""
     max_blocks = PREFIX_INDEX_BLOCKS if config.engine_limits().enable_prefix_caching else 0
     policy = LeastTokens(random.Random(), PrefixIndex(max_blocks))
     return FlowController(config.flow_limits(), table, policy, observer)
 
 
 class Routing:
-    """Flow control, load table, dispatcher and autoscaling of one ingress: an HTTP ingress, or the jobs process."""
+    """Router parts of one ingress or of the jobs process: flow control, load table, dispatcher and autoscaling."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Routing:
         make_flow: MakeFlow,
         backlog_source: BacklogSource | None = None,
     ) -> None:
-        """`backlog_source`: what the process has yet to put in line; None: nothing."""
+        """Create the parts; `backlog_source` counts work that is not yet in flow control, None: there is none."""
         gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
         self.table = LoadTable(time.monotonic)
         flow = make_flow(config, self.table, observer)
@@ -58,12 +58,12 @@ class Routing:
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
 
     async def run(self) -> None:
-        """Keep the load known and the decisions new until cancelled."""
+        """Poll the replicas' load and update the autoscaling decision until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
 
     def autoscaling_stats(self) -> dict[str, float]:
-        """What a deployment reports to Serve's controller, for `application_autoscaling_policy`."""
+        """Return a deployment's report to Serve's controller, for `application_autoscaling_policy`."""
         decision = self.autoscaling.decision
         return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
