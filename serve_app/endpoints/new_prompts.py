@@ -14,11 +14,11 @@ from serve_app.jobs.api.records import BatchKind, NewBatch, NewLine
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.ignored_fields import COMPLETION_IGNORED
 from serve_app.openai.request.job_schema import PromptBatchOptions
+from serve_app.openai.request.limits import grouped
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.priority import background_band_of
 from serve_app.openai.request.schema import CompletionBody
 from serve_app.openai.service import CompletionService
-from serve_app.openai.tokenize.prompt_tokenizer import grouped
 
 _STAND_IN = "a"
 """Stands for the prompts while the fields that they share are checked."""

@@ -1,5 +1,5 @@
 """Request schemas, and their validation into `GenerateRequest`.
 
 Read `schema.py` first, then `validation.py`. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`,
-`serve_app.auth`, `serve_app.errors`, `serve_app.openai.tokenize`.
+`serve_app.auth`, `serve_app.errors`.
 """

@@ -8,7 +8,6 @@ from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.request.settings import RequestLimits
-from serve_app.openai.tokenize.prompt_tokenizer import grouped
 
 
 def check_model(model: str | None, served_model_name: str) -> None:
@@ -79,3 +78,8 @@ def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: b
     count = f"{'at least ' if at_least else ''}{grouped(num_tokens)}"
     message = f"prompt has {count} tokens; the model accepts {grouped(max_model_len)}, output included"
     return InvalidRequest(message, param, "context_length_exceeded")
+
+
+def grouped(number: int) -> str:
+    """A number with its thousands apart: 9 000."""
+    return f"{number:,}".replace(",", " ")

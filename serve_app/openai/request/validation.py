@@ -11,10 +11,9 @@ from replicas.errors import InvalidRequest
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
 from serve_app.auth import ANONYMOUS, Principal
 from serve_app.errors import shortened
-from serve_app.openai.request.limits import check_token_ids, prompt_too_long
+from serve_app.openai.request.limits import check_token_ids, grouped, prompt_too_long
 from serve_app.openai.request.priority import ClientHints, band_of, deadline_of
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt
-from serve_app.openai.tokenize.prompt_tokenizer import grouped
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for text completions."""

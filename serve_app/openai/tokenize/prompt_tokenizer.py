@@ -118,8 +118,3 @@ class PromptTokenizer:
         min_tokens = -(-len(text) // self._max_token_chars)
         if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
             raise prompt_too_long(min_tokens, max_prompt_tokens, param, at_least=True)
-
-
-def grouped(number: int) -> str:
-    """A number with its thousands apart: 9 000."""
-    return f"{number:,}".replace(",", " ")
