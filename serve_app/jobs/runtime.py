@@ -21,10 +21,10 @@ from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
 from serve_app.jobs.metrics import LineCounts
 from serve_app.jobs.service import SqlJobsService
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.context import JobsContext
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.leases import EndedLines
-from serve_app.jobs.storage.notify import BatchEvents
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.openai.service import CompletionService
 

@@ -23,13 +23,12 @@ from serve_app.jobs.api.records import (
     Submission,
 )
 from serve_app.jobs.execution.throughput import ThroughputEstimator
-from serve_app.jobs.storage import batches as batch_rows
-from serve_app.jobs.storage import files as file_rows
+from serve_app.jobs.storage import batches, files
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batch_states import cancel_batch
 from serve_app.jobs.storage.batches import batch_record, get_batch
 from serve_app.jobs.storage.context import JobsContext
 from serve_app.jobs.storage.lines import LineRow, new_row
-from serve_app.jobs.storage.notify import BatchEvents
 from serve_app.jobs.storage.submission import accepted_before, submit_batch
 
 _FEW_LINES = 8
@@ -57,22 +56,22 @@ class SqlJobsService:
 
     async def add_file(self, file: FileRecord) -> None:
         """Note a file whose bytes are complete in the store."""
-        await self._database.write(lambda c: file_rows.add_file(c, file))
+        await self._database.write(lambda c: files.add_file(c, file))
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """A file that has not expired."""
         now = self._clock.unix()
-        return await self._database.read(lambda c: file_rows.get_file(c, tenant, file_id, now))
+        return await self._database.read(lambda c: files.get_file(c, tenant, file_id, now))
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
         """Some of the tenant's files."""
         now = self._clock.unix()
-        return await self._database.read(lambda c: file_rows.list_files(c, tenant, purpose, page, now))
+        return await self._database.read(lambda c: files.list_files(c, tenant, purpose, page, now))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Forget a file and delete its bytes; those that the store does not delete now are tried again."""
         now = self._clock.unix()
-        await self._database.write(lambda c: file_rows.forget_file(c, tenant, file_id, now))
+        await self._database.write(lambda c: files.forget_file(c, tenant, file_id, now))
         await self._delete_pending_files()
 
     async def submit(self, batch: NewBatch, batch_id: str | None = None) -> Submission:
@@ -118,7 +117,7 @@ class SqlJobsService:
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
         """Some of the tenant's batches of one kind."""
-        return await self._database.read(lambda c: batch_rows.list_batches(c, tenant, kind, page))
+        return await self._database.read(lambda c: batches.list_batches(c, tenant, kind, page))
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Begin to cancel a batch; one that is being cancelled stays so."""
@@ -129,11 +128,11 @@ class SqlJobsService:
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         """Lines behind `after_index`, in order, whatever their status."""
-        return await self._database.read(lambda c: batch_rows.list_lines(c, tenant, batch_id, after_index, limit))
+        return await self._database.read(lambda c: batches.list_lines(c, tenant, batch_id, after_index, limit))
 
     async def stats(self, tenant: str) -> BatchStats:
         """The tenant's batches in numbers."""
-        counts = await self._database.read(lambda c: batch_rows.count_by_status(c, tenant))
+        counts = await self._database.read(lambda c: batches.count_by_status(c, tenant))
         sums = dict.fromkeys((status.summary for status in BatchStatus), 0)
         for status, number in counts.items():
             sums[status.summary] += number

@@ -99,10 +99,10 @@ def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator
     cos_sin = RotaryCosSin(angles.cos().to(dtype), angles.sin().to(dtype))
     plain = HeadLayout(5, 2, 24, None, None)
     with_norms = replace(plain, query_norm=Norm(draw(24), 1e-6), key_norm=Norm(draw(24), 1e-6))
-    for name, layout in (("rotate", plain), ("normalize and rotate", with_norms)):
+    for name, layout in (("rotary_embedding", plain), ("norms and rotary_embedding", with_norms)):
         yield name, _rotation_error(ops, draw(5, 9 * 24), layout, cos_sin)
     gate_up = draw(5, 2 * 1100)
-    yield "gate", relative_error(ops.silu_and_mul(gate_up).float(), _EXACT.silu_and_mul(gate_up.float()))
+    yield "silu_and_mul", relative_error(ops.silu_and_mul(gate_up).float(), _EXACT.silu_and_mul(gate_up.float()))
 
 
 def _rotation_error(ops: LayerOps, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> float:

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 from replicas.protocol import Band
 from serve_app.jobs.execution.backlog import BacklogView
 from serve_app.jobs.execution.planning import LeaseRequest
-from serve_app.jobs.storage import batch_queue as queue_rows
+from serve_app.jobs.storage import batch_queue
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.context import JobsContext
 from serve_app.jobs.storage.leases import LeasedLine, lease_lines, release_lines
@@ -54,9 +54,9 @@ class LineQueue:
 
         def read(connection: Connection) -> tuple[list[OpenBatch], list[Backlog], set[str]]:
             return (
-                queue_rows.open_batches(connection, model, _BATCHES_PER_TENANT),
-                queue_rows.backlog(connection, model),
-                queue_rows.still_in_progress(connection, running),
+                batch_queue.open_batches(connection, model, _BATCHES_PER_TENANT),
+                batch_queue.backlog(connection, model),
+                batch_queue.still_in_progress(connection, running),
             )
 
         self.open_batches, self.backlog.waiting, in_progress = await self._context.database.read(read)

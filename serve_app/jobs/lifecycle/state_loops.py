@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from serve_app.jobs.api.records import BatchStatus
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batch_states import CLOSING, UnclaimedBatches, release_batch
 from serve_app.jobs.storage.batches import BatchRow
 from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.notify import BatchEvents
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.wakeup import Wakeup
 
