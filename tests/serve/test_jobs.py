@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
+import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 
 from tests.limits import LIMIT_S
 from tests.serve.conftest import MODEL_NAME
-from tests.serve.instance import Instance, serving, wait_for
+from tests.serve.instance import Instance, serving, stop, wait_for
 
 NUM_LINES = 300
 OUTPUT_TOKENS = 200
@@ -105,8 +108,15 @@ def batch_id(checkpoint: Path, home: Path) -> str:
     return batch_id
 
 
-def test_a_new_make_serve_goes_on_and_every_line_is_answered_once(checkpoint, home, batch_id):
-    with serving(home, *variables(checkpoint)) as app, client_of(app) as client:
+@pytest.fixture(scope="module")
+def restarted(checkpoint: Path, home: Path, batch_id: str) -> Iterator[Instance]:
+    """Another `make serve` on what the first one has left."""
+    with serving(home, *variables(checkpoint)) as instance:
+        yield instance
+
+
+def test_a_new_make_serve_goes_on_and_every_line_is_answered_once(restarted, home, batch_id):
+    with client_of(restarted) as client:
         batch = wait_for(
             lambda: (found := looked_up(client, batch_id)) and found.status == "completed" and found, "done"
         )
@@ -116,8 +126,22 @@ def test_a_new_make_serve_goes_on_and_every_line_is_answered_once(checkpoint, ho
         )
         assert batch.request_counts.completed == NUM_LINES and batch.error_file_id is None
         assert {answer["response"]["body"]["usage"]["completion_tokens"] for answer in answers} == {OUTPUT_TOKENS}
-        job = httpx.get(f"{app.url}/v1/jobs/{(home / 'job').read_text()}?wait=30", timeout=LIMIT_S).json()
+        job = httpx.get(f"{restarted.url}/v1/jobs/{(home / 'job').read_text()}?wait=30", timeout=LIMIT_S).json()
         assert job["status"] == "completed" and job["result"]["usage"]["completion_tokens"] == 5
+
+
+def test_an_instance_beside_another_stops_without_a_trace(app, restarted):
+    assert restarted.dashboard_url != app.dashboard_url
+    started = restarted.descendants()
+    [raylet] = [process for process in started if process.name() == "raylet"]
+    [folder] = set(re.findall(r"/tmp/hw-\w+", " ".join(raylet.cmdline())))
+    assert Path(folder).is_dir()
+    # To `make` alone, which passes on SIGTERM but not SIGINT.
+    stop(restarted.process, signal.SIGINT)
+    left = [process for process in started if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert left == []
+    assert not Path(folder).exists()
+    assert app.get("/health/ready") == {"status": "ready"}
 
 
 def test_a_bad_file_fails_and_a_cancelled_batch_keeps_what_was_done(app, client):
