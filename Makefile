@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# make serve: where to listen and what to serve. ARGS takes any field of serve_app/config.py as key=value.
+# make serve: where to listen and what to serve. ARGS takes any field of docs/configuration.md as key=value.
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=

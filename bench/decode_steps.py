@@ -20,14 +20,15 @@ from transformers import AutoModelForCausalLM
 from bench.models import SHAPES, model_directory
 from bench.record import write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.build import RunnerOptions, build_runner
-from replicas.model.cpp_kernels import load_kernels
+from replicas.model.build import build_runner
 from replicas.model.fast_parts import cpu_parts, speed_up
-from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
+from replicas.model.kernel_build import load_kernels
 from replicas.model.linears import choose_linears, replace_linears
 from replicas.model.loader import LoadedModel
+from replicas.model.options import DEFAULT_KERNEL_CACHE_DIR, RunnerOptions
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -65,7 +66,7 @@ def _fuse(loaded: LoadedModel) -> LoadedModel:
 
 def _compile(loaded: LoadedModel, quantization: str = "none") -> LoadedModel:
     """What a replica runs where there is one."""
-    if not load_kernels(DEFAULT_KERNEL_DIRECTORY, loaded.dtype):
+    if not load_kernels(DEFAULT_KERNEL_CACHE_DIR, loaded.dtype):
         raise SystemExit("the kernels cannot be compiled here")
     speed_up(loaded.model, loaded.port, loaded.layers, cpu_parts(loaded.dtype, True, quantization))
     return replace(loaded, has_kernels=True)
@@ -94,7 +95,7 @@ def build(directory: Path, dtype: torch.dtype, way: str) -> TorchModelRunner:
         dtype=dtype,
         device=torch.device("cpu"),
     )
-    return build_runner(WAYS[way](loaded), RunnerOptions(kv_cache_bytes=1 << 30))
+    return build_runner(WAYS[way](loaded), EngineLimits(), RunnerOptions(kv_cache_bytes=1 << 30))
 
 
 def decode_batch(num_seqs: int, context: int, block_size: int) -> ScheduledBatch:

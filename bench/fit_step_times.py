@@ -19,9 +19,11 @@ import numpy as np
 from bench.record import write
 from bench.timed_runner import StepShape, StepTimes, shape_of
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
-from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.loader import ModelOptions, load_model
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loader import load_model
+from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, SamplingParams
 
@@ -98,9 +100,9 @@ def main() -> None:
     parser.add_argument("--name", default="step_times", help="of the result in bench/results")
     arguments = parser.parse_args()
     loaded = load_model(ModelOptions(arguments.model, arguments.dtype, arguments.device, None, arguments.threads))
-    options = RunnerOptions(kv_cache_bytes=128 * 2**20)
-    runner = build_runner(loaded, options)
-    warm_up(runner, options)
+    limits = EngineLimits()
+    runner = build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=128 * 2**20))
+    warm_up(runner, limits)
     measured = measure(runner, arguments.rounds, loaded.max_model_len)
     step_times = fit(measured)
     errors = relative_errors(step_times, measured)

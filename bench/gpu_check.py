@@ -26,17 +26,28 @@ from bench.gpu.ahead_checks import ARCHITECTURES as AHEAD_ARCHITECTURES
 from bench.gpu.ahead_checks import check_ahead
 from bench.gpu.check import Check
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
 from replicas.model.attention_choice import choose_attention
-from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.build import build_runner
 from replicas.model.fast_parts import cuda_parts, speed_up
 from replicas.model.loader import LoadedModel
+from replicas.model.options import Device, RunnerOptions
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampler import Sampler
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
-from tests.model.serving import Sizes, build_engine, load, random_prompts, reference_model, reference_tokens, tokens
+from tests.model.serving import (
+    Sizes,
+    build_engine,
+    load,
+    random_prompts,
+    reference_model,
+    reference_tokens,
+    sample,
+    tokens,
+)
 from tests.model.tiny import write_checkpoint
 
 ARCHITECTURES = (
@@ -83,7 +94,7 @@ class StepTime:
 
 
 def check_architecture(
-    architecture: str, device: str, attention: str = "auto", *, compile_layers: bool = False
+    architecture: str, device: Device, attention: str = "auto", *, compile_layers: bool = False
 ) -> Check:
     """Batched and chunked output in float32 on `device` equals transformers' `generate()` there."""
     prompts = random_prompts((5, 33, 60, 90))
@@ -92,7 +103,7 @@ def check_architecture(
         reference = reference_model(path).to(device)
         expected = reference_tokens(reference, prompts, max_tokens=24)
         loaded = load(path, device=device, compile_layers=compile_layers)
-        engine = build_engine(loaded, Sizes(), choose_attention(loaded, attention, Sizes().block_size))
+        engine = build_engine(loaded, Sizes(), choose_attention(loaded.attention_spec(Sizes().block_size), attention))
         outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
     gaps = []
     for prompt, output, other in zip(prompts, outputs, expected, strict=True):
@@ -124,8 +135,8 @@ def check_sampler(device: str) -> Check:
     ]
     logits = torch.randn(len(sequences), 32_000, generator=torch.Generator().manual_seed(0)) * 3
     sampler = Sampler(frozenset({2}))
-    on_cpu = [result.token_id for result in sampler.sample(logits, sequences)]
-    on_device = [result.token_id for result in sampler.sample(logits.to(device), sequences)]
+    on_cpu = [result.token_id for result in sample(sampler, logits, sequences)]
+    on_device = [result.token_id for result in sample(sampler, logits.to(device), sequences)]
     num_different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True))
     return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
 
@@ -173,7 +184,7 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
     return _time(f"prefill {num_tokens}", num_tokens, lambda: runner.execute(batch))
 
 
-def run_checks(device: str) -> list[Check]:
+def run_checks(device: Device) -> list[Check]:
     """Everything that must be right, each printed when known."""
     from bench.gpu.kernel_checks import check_flash, kernel_checks  # Triton comes with torch for CUDA only.
 
@@ -199,9 +210,8 @@ def run_checks(device: str) -> list[Check]:
 
 def run_benchmark(device: str) -> list[StepTime]:
     """Step times of a random model of Llama-3.2-1B's shape in bfloat16."""
-    runner = build_runner(
-        random_model(LLAMA_1B, torch.bfloat16, device), RunnerOptions(max_num_seqs=64, max_num_batched_tokens=2048)
-    )
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=2048)
+    runner = build_runner(random_model(LLAMA_1B, torch.bfloat16, device), limits, RunnerOptions())
     greedy, seeded = SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, top_p=0.95)
     print(f"\nLlama-3.2-1B shape, bfloat16, {runner.num_blocks} KV blocks of {runner.block_size}")
     times = [measure_decode(runner, num_seqs, 1024, greedy) for num_seqs in (1, 8, 32, 64)]
@@ -234,7 +244,7 @@ def run_host_gap(device: str) -> dict[str, object]:
     )
 
 
-PARTS: dict[str, Callable[[str], dict[str, object]]] = {
+PARTS: dict[str, Callable[[Device], dict[str, object]]] = {
     "checks": lambda device: _as_figures(run_checks(device)),
     "steps": lambda device: {
         "steps": [{**asdict(step), "tokens_per_s": step.tokens_per_s} for step in run_benchmark(device)]

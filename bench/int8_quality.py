@@ -23,7 +23,8 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention_choice import choose_attention
 from replicas.model.batch_inputs import build_inputs
 from replicas.model.kv_cache import KVCache
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 
 _DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"
@@ -53,15 +54,8 @@ def logits_of(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
     sequence.block_table = list(range(1, num_blocks + 1))
     cache = KVCache(loaded.layers, num_blocks, _BLOCK_SIZE, loaded.dtype, loaded.device)
     inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], _BLOCK_SIZE, loaded.device)
-    attention = choose_attention(loaded, "auto", _BLOCK_SIZE)
-    with loaded.port.using(attention(cache, inputs)):
-        output: Tensor = loaded.model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            use_cache=False,
-            logits_to_keep=torch.arange(num_tokens),
-        ).logits
-    return output[0].float()
+    attention = choose_attention(loaded.attention_spec(_BLOCK_SIZE), "auto")
+    return loaded.logits(attention(cache, inputs), inputs.input_ids, inputs.position_ids, rows=0).float()
 
 
 def compare(plain: LoadedModel, int8: LoadedModel, max_files: int, end_s: float) -> Totals:

@@ -23,10 +23,11 @@ from bench.baselines.timeline import Timeline
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
 from bench.load.percentiles import percentile
 from bench.record import write
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.loader import ModelOptions, load_model
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loader import load_model
+from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import ReplicaIdentity
 
@@ -51,9 +52,9 @@ class TargetBench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
-        options = RunnerOptions(max_num_seqs=arguments.max_num_seqs, kv_cache_bytes=2**30)
-        self._runner = build_runner(loaded, options)
-        warm_up(self._runner, options)
+        limits = EngineLimits(max_num_seqs=arguments.max_num_seqs)
+        self._runner = build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=2**30))
+        warm_up(self._runner, limits)
         self._max_num_seqs: int = arguments.max_num_seqs
         self._max_model_len = min(1024, loaded.max_model_len)
         self._duration_s: float = arguments.duration

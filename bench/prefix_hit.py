@@ -15,10 +15,11 @@ from statistics import median
 
 from bench.load.percentiles import percentile
 from bench.record import write
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.loader import ModelOptions, load_model
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loader import load_model
+from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 
@@ -31,9 +32,9 @@ class PrefixBench:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
-        options = RunnerOptions(max_num_batched_tokens=arguments.max_batch_tokens, kv_cache_bytes=512 * 2**20)
-        runner = build_runner(loaded, options)
-        warm_up(runner, options)
+        limits = EngineLimits(max_num_batched_tokens=arguments.max_batch_tokens)
+        runner = build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=512 * 2**20))
+        warm_up(runner, limits)
         config = EngineConfig(
             num_blocks=runner.num_blocks,
             max_model_len=min(loaded.max_model_len, runner.num_blocks * runner.block_size),

@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.record import percentile, write
-from replicas.engine.batch import FinishedStep, ItemResult, ScheduledBatch
+from bench.timed_runner import FinishedStep
+from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
+from replicas.engine.interfaces import IncrementalDecoder
 from replicas.protocol import Band, FinishReason, GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, Usage
 
 NUM_RUNNING, NUM_WAITING, PROMISE_MS = 256, 2000, 2.0

@@ -84,10 +84,13 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(app: str, arguments: Mapping[str, object], throughput_profile: bool = False) -> Iterator[Served]:
+def serving(
+    app: str, arguments: Mapping[str, object], throughput_profile: bool = False, checkout: str | None = None
+) -> Iterator[Served]:
     """Serve for as long as the context lasts; nothing of it is left afterwards.
 
-    `app` is `TIMED` or `REAL`, or any other `module:builder`; `arguments` are the fields of its config.
+    `app` is `TIMED` or `REAL`, or any other `module:builder`; `arguments` are the fields of its config; `checkout` is
+    the directory of the code that runs, None: of this code.
 
     Raises:
         CannotServe: it ended or was not ready within five minutes.
@@ -97,7 +100,7 @@ def serving(app: str, arguments: Mapping[str, object], throughput_profile: bool 
     command += [f"{name}={value}" for name, value in arguments.items()]
     with tempfile.TemporaryDirectory(prefix="hw-bench-") as home:
         log = Path(home) / "log"
-        process = _start(command, home, log)
+        process = _start(command, home, log, checkout or str(ROOT))
         descendants: list[psutil.Process] = []
         try:
             places = _first_line(process, log)
@@ -114,12 +117,12 @@ def serving(app: str, arguments: Mapping[str, object], throughput_profile: bool 
             end_processes(descendants)
 
 
-def _start(command: list[str], home: str, log: Path) -> subprocess.Popen[bytes]:
+def _start(command: list[str], home: str, log: Path, checkout: str) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= {"HOME": home, "PYTHONPATH": str(ROOT)}
+    environment |= {"HOME": home, "PYTHONPATH": checkout}
     with log.open("wb") as errors:
         return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
+            command, cwd=checkout, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
             start_new_session=True,
         )  # fmt: skip
 

@@ -14,11 +14,12 @@ import time
 from dataclasses import asdict, dataclass
 
 from bench.record import percentile, write
-from replicas.engine.config import EngineConfig
-from replicas.engine.detokenizer import IncrementalDecoder
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.engine.interfaces import IncrementalDecoder
+from replicas.model.build import build_runner
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import Dtype, ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.tokenizer import make_decoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
@@ -62,9 +63,9 @@ class Fairness:
 class Bench:
     """Engines over one loaded model, one for each budget and round."""
 
-    def __init__(self, model: str, dtype: str, num_threads: int, max_model_len: int) -> None:
+    def __init__(self, model: str, dtype: Dtype, num_threads: int, max_model_len: int) -> None:
         self._loaded: LoadedModel = load_model(ModelOptions(model, dtype, "auto", max_model_len, num_threads))
-        self._runner: TorchModelRunner = build_runner(self._loaded, RunnerOptions())
+        self._runner: TorchModelRunner = build_runner(self._loaded, EngineLimits(), RunnerOptions())
         self.long_prompt_tokens = self._loaded.max_model_len - 16
         self._num_requests = 0
 

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 from ray import serve
 
+from bench.routing.baselines import POLICIES, BaselineFlow
 from bench.step_times import STEP_TIMES
 from bench.timed_runner import StepTimes, TimedRunner
-from replicas.engine.detokenizer import IncrementalDecoder
+from replicas.engine.interfaces import IncrementalDecoder
 from replicas.protocol import GenerateRequest
 from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
 
 if TYPE_CHECKING:
-    from replicas.model_replica import Backend, ReplicaOptions
+    from replicas.model_replica import Backend
+    from replicas.options import ReplicaOptions
 
 
 class TimedConfig(HeadwayConfig):
@@ -34,11 +36,19 @@ class TimedConfig(HeadwayConfig):
     """How long steps take: a name in `bench.step_times`, or a result file of `bench.fit_step_times`."""
     detokenize: bool = True
     """true: replicas turn tokens into text; false: they leave it out, to spare the processor with many replicas."""
+    baseline_policy: str | None = None
+    """Routing policy to compare with: a name in `bench.routing.baselines`; none: the product's own."""
+    num_bound_early: int = Field(default=0, ge=0)
+    """Requests of each band that a baseline gives a replica beyond its slots; 0: they wait in the ingress."""
 
     @model_validator(mode="after")
-    def _check_step_times(self) -> Self:
+    def _check(self) -> Self:
         if self.step_times not in STEP_TIMES and not Path(self.step_times).is_file():
             raise ValueError(f"step_times ({self.step_times}) is neither a file nor one of {', '.join(STEP_TIMES)}")
+        if self.baseline_policy is not None and self.baseline_policy not in POLICIES:
+            raise ValueError(f"baseline_policy ({self.baseline_policy}) must be one of {', '.join(POLICIES)}")
+        if self.num_bound_early and self.baseline_policy is None:
+            raise ValueError(f"num_bound_early ({self.num_bound_early}) needs a baseline_policy, and there is none")
         return self
 
 
@@ -46,7 +56,9 @@ def build(config: TimedConfig) -> serve.Application:
     """The application, for `serve run` and `bench.serving`."""
     plain = HeadwayConfig(**config.model_dump(include=set(HeadwayConfig.model_fields)))
     loader = TimedBackendLoader(read_step_times(config.step_times), config.num_blocks, config.detokenize)
-    return build_with(plain, loader)
+    if config.baseline_policy is None:
+        return build_with(plain, loader)
+    return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.num_bound_early))
 
 
 def read_step_times(name: str) -> StepTimes:
@@ -79,15 +91,15 @@ class TimedBackendLoader:
         from replicas.model_replica import Backend
         from replicas.tokenizer_files import load_tokenizer
 
-        model = json.loads((Path(options.model) / "config.json").read_text())
+        model = json.loads((Path(options.model.path) / "config.json").read_text())
         eos = model["eos_token_id"]
         eos_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
-        tokenizer = load_tokenizer(options.model) if self.has_text else None
+        tokenizer = load_tokenizer(options.model.path) if self.has_text else None
         return Backend(
             runner=TimedRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
             decoders=(lambda request: make_decoder(tokenizer, request.prompt_token_ids)) if self.has_text else _silent,
             num_blocks=self.num_blocks,
-            max_model_len=options.max_model_len or model["max_position_embeddings"],
+            max_model_len=options.model.max_model_len or model["max_position_embeddings"],
             vocab_size=model["vocab_size"],
             eos_token_ids=eos_token_ids,
             dtype="none",

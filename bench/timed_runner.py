@@ -68,6 +68,17 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
     return StepShape(num_decodes, num_prefill_tokens, num_context_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step whose results are there."""
+
+    results: list[ItemResult]
+
+    def collect(self) -> list[ItemResult]:
+        """One result per item, in order."""
+        return self.results
+
+
 class TimedStep:
     """A step of which the results are known and the time has yet to pass."""
 

@@ -1,4 +1,4 @@
-"""Everything that can go wrong with a request, as one tree.
+"""Errors: of a request, as one tree under `ServingError`, and of a model that cannot be loaded.
 
 An error knows its `kind`, its `code` (the word clients see) and whether trying again may help.
 Only `serve_app/errors.py` knows what each kind means in HTTP. Every argument goes to
@@ -145,3 +145,19 @@ class RequestAborted(ServingError):
 
     kind = ErrorKind.ABORTED
     code = "request_aborted"
+
+
+class ModelLoadError(Exception):
+    """A model's files or options cannot be used; raised at start-up, before any request exists."""
+
+
+class UnsupportedModel(ModelLoadError):
+    """The model's code cannot run over a paged KV cache in a flat batch."""
+
+    def __init__(self, model_type: str, reason: str) -> None:
+        super().__init__(model_type, reason)
+        self.model_type = model_type
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"models of type {self.model_type!r} cannot be served: {self.reason}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from replicas.errors import Overloaded
 from replicas.protocol import Band
+from replicas.rates import SlidingRate
 from router.flow_queue import BandLimits, FlowQueue
 from router.load_table import LoadTable
 from router.types import Headroom
@@ -30,14 +30,11 @@ class Admission:
     back long after an overload and prolong it.
     """
 
-    def __init__(
-        self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable) -> None:
         self._limits = limits
         self._queue = queue
         self._table = table
-        self._clock = clock
-        self._wanted = {band: _RecentTokens() for band in Band}
+        self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
     def check(self, band: Band, num_tokens: int, deadline_s: float | None) -> None:
         """Accept a request of `num_tokens` whose deadline is `deadline_s`, monotonic, or refuse it.
@@ -46,7 +43,7 @@ class Admission:
             Overloaded: the band is full, or it would start later than its band's limit or its deadline.
         """
         wait_s = self.wait_s(band) or 0.0
-        self._wanted[band].add(num_tokens, self._clock())
+        self._wanted[band].add(num_tokens, self._table.now())
         try:
             self._queue.check_room(band, num_tokens)
             self._check_wait(band, wait_s, deadline_s)
@@ -71,7 +68,7 @@ class Admission:
         tokens_per_s = self._tokens_per_s()
         if tokens_per_s <= 0:
             return None
-        now = self._clock()
+        now = self._table.now()
         urgent_per_s = sum(self._wanted[other].per_s(now) for other in Band if other < band)
         return self._num_before(band) / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
 
@@ -88,31 +85,10 @@ class Admission:
 
     def _check_wait(self, band: Band, wait_s: float, deadline_s: float | None) -> None:
         limit_s = self._limits[band].max_wait_s
-        left_s = float("inf") if deadline_s is None else deadline_s - self._clock()
+        left_s = float("inf") if deadline_s is None else deadline_s - self._table.now()
         if wait_s > left_s:
             message = f"it would start in about {wait_s:.1f} s and its deadline is in {left_s:.1f} s"
             raise Overloaded(message, reason="deadline", code="slow_down")
         if limit_s is not None and wait_s > limit_s:
             message = f"it would start in about {wait_s:.1f} s; the limit for {band.name.lower()} is {limit_s:g} s"
             raise Overloaded(message, reason="max_predicted_wait")
-
-
-class _RecentTokens:
-    """Tokens a second over the last `_WINDOW_S`."""
-
-    def __init__(self) -> None:
-        self._added: deque[tuple[float, int]] = deque()
-        self._num_tokens = 0
-
-    def add(self, num_tokens: int, now: float) -> None:
-        self._forget(now)
-        self._added.append((now, num_tokens))
-        self._num_tokens += num_tokens
-
-    def per_s(self, now: float) -> float:
-        self._forget(now)
-        return self._num_tokens / _WINDOW_S
-
-    def _forget(self, now: float) -> None:
-        while self._added and self._added[0][0] < now - _WINDOW_S:
-            self._num_tokens -= self._added.popleft()[1]

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median_low
 
+from replicas.rates import SlidingRate
+from replicas.settings import check_bounds, setting
 from router.held_work import Work
 
 _FILL = 0.85
@@ -21,21 +23,35 @@ _GROWTH_WINDOW_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class AutoscalingSettings:
-    """Within which bounds, and how fast, the number of replicas follows the work."""
+    """Bounds and speed of the change in the number of model replicas; cross-field rules raise on construction."""
 
     min_replicas: int
     max_replicas: int
     num_replicas: int
-    """To start with."""
-    target_drain_s: float = 2.0
-    """What waits is to be done within this time; batch work within `batch_drain_s` or before its deadline."""
-    batch_drain_s: float = 86_400.0
-    downscale_delay_s: float = 60.0
-    """How long fewer replicas must have been enough before some are given back ..."""
-    scale_to_zero_delay_s: float = 300.0
-    """... and how long there must have been no request at all before the last one is, if that is longer."""
-    replica_tokens_per_s: float = 1000.0
-    """What a replica is taken to compute until one has been measured."""
+    """Replicas to start with."""
+    target_drain_s: float = setting(2.0, gt=0)
+    """Target for the time until all waiting work except batch work is done, seconds; replicas are added to meet it."""
+    batch_drain_s: float = setting(86_400.0, gt=0)
+    """The same target for batch work without a deadline, seconds. Batch work with a deadline is due before it."""
+    downscale_delay_s: float = setting(60.0, ge=0)
+    """Seconds for which fewer replicas must have been enough before the others are given back."""
+    scale_to_zero_delay_s: float = setting(300.0, ge=0)
+    """Seconds without any request before the last replica is given back, if longer than `downscale_delay_s`; needs
+    `min_replicas=0`."""
+    replica_tokens_per_s: float = setting(1000.0, gt=0)
+    """Assumed speed of a replica, prompt and output tokens per second, until one has been measured under load."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if not self.min_replicas <= self.num_replicas <= self.max_replicas:
+            raise ValueError(
+                f"num_replicas ({self.num_replicas}), to start with, must be at least min_replicas "
+                f"({self.min_replicas}) and at most max_replicas ({self.max_replicas})"
+            )
+        if self.batch_drain_s < self.target_drain_s:
+            raise ValueError(
+                f"batch_drain_s ({self.batch_drain_s:g}) must be at least target_drain_s ({self.target_drain_s:g})"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +126,9 @@ class Autoscaler:
         self._speed = settings.replica_tokens_per_s
         self._has_seen_replicas = False
         self._busy_s = clock()
-        self._outstanding: deque[tuple[float, int]] = deque([(clock() - _GROWTH_WINDOW_S, 0)])
-        """(when, `ScalingInputs.outstanding_tokens`) over the last 3 s."""
+        self._growth = SlidingRate(_GROWTH_WINDOW_S)
+        self._outstanding_tokens = 0
+        self._decided_s = clock()
         self._needs: deque[tuple[float, int]] = deque()
         """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
 
@@ -157,11 +174,10 @@ class Autoscaler:
         return math.ceil(tokens_per_s / self._speed)
 
     def _coming_tokens_per_s(self, inputs: ScalingInputs, now: float) -> float:
-        self._outstanding.append((now, inputs.outstanding_tokens))
-        while now - self._outstanding[1][0] >= _GROWTH_WINDOW_S:
-            self._outstanding.popleft()
-        growth = (inputs.outstanding_tokens - self._outstanding[0][1]) / _GROWTH_WINDOW_S
-        return max(0.0, inputs.served_tokens_per_s + growth)
+        grown_by = inputs.outstanding_tokens - self._outstanding_tokens
+        self._growth.add(grown_by, now, now - self._decided_s)
+        self._outstanding_tokens, self._decided_s = inputs.outstanding_tokens, now
+        return max(0.0, inputs.served_tokens_per_s + self._growth.per_s(now))
 
     def _for_running(self, inputs: ScalingInputs) -> int:
         by_tokens = inputs.served_tokens_per_s / (_FILL * self._speed)

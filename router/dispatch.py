@@ -19,17 +19,63 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.flow_control import FlowController, Placement, SampleGroup
-from router.journey import DEATHS_BEFORE_ALONE, Journey
-from router.load_table import LoadTable
+from router.flow_control import FlowController, SampleGroup
+from router.served_account import Placement
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 
 logger = logging.getLogger(__name__)
 
 _MAX_MOVES = 16
+_DEATHS_BEFORE_ALONE = 2
 _DEADLINE_GRACE_S = 1.0
 _MAX_REFUSALS = 1000
 """In a row. Each waits for news of the replica that refused, so this many mean that something is wrong."""
+
+
+class Journey:
+    """What a request has given so far, on all the replicas it has been to."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+        self._num_prompt_logprobs = 0
+        self._seen_here = 0
+        self.output_token_ids: list[int] = []
+        self.is_finished = False
+        self.first_s: float | None = None
+        self.num_deaths = 0
+        self.num_moves = 0
+        self.num_refusals = 0
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the next replica must run nothing beside it."""
+        return self.num_deaths >= _DEATHS_BEFORE_ALONE
+
+    def next_request(self) -> GenerateRequest:
+        """The request for the next replica: it goes on behind what has been given."""
+        request = replace(self._request, output_token_ids=tuple(self.output_token_ids), runs_alone=self.runs_alone)
+        if self.output_token_ids:
+            # The prompt's scores came before the first token.
+            request = replace(request, params=replace(request.params, prompt_logprobs=None))
+        self._seen_here = 0
+        return request
+
+    def take(self, delta: TokenDelta) -> TokenDelta:
+        """Note a delta; it comes back without what the client has already, and without an error."""
+        repeated = max(0, self._num_prompt_logprobs - self._seen_here)
+        self._seen_here += len(delta.prompt_logprobs)
+        self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._seen_here)
+        self.output_token_ids += delta.token_ids
+        self.num_refusals = 0
+        if delta.error is not None:
+            delta = replace(delta, finish_reason=None, error=None)
+        self.is_finished = delta.finish_reason is not None
+        return replace(delta, prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
+
+    def moved(self, has_died: bool) -> None:
+        """Note that a replica was left."""
+        self.num_moves += 1
+        self.num_deaths += has_died
 
 
 class Dispatcher:
@@ -45,13 +91,13 @@ class Dispatcher:
     """
 
     def __init__(
-        self, client: ReplicaClient, flow: FlowController, table: LoadTable, observer: RouterObserver,
+        self, client: ReplicaClient, flow: FlowController, observer: RouterObserver,
         poll_period_s: float = 1.0, unix_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         """`poll_period_s` bounds how long load that came by another ingress stays unknown."""
         self._client = client
         self._flow = flow
-        self._table = table
+        self._table = flow.table
         self._observer = observer
         self._poll_period_s = poll_period_s
         self._unix_clock = unix_clock
@@ -120,7 +166,7 @@ class Dispatcher:
             request = journey.next_request()
             placement = await self._flow.acquire(request, number, deadline_s, group)
             try:
-                async with aclosing(self._attempt(request, placement, journey)) as deltas:
+                async with aclosing(self._attempt(request, placement, journey, deadline_s)) as deltas:
                     async for delta in deltas:
                         journey.first_s = journey.first_s or self._table.now()
                         if journey.is_finished:
@@ -131,9 +177,10 @@ class Dispatcher:
                     self._move_on(journey, request.request_id, error)
 
     async def _attempt(
-        self, request: GenerateRequest, placement: Placement, journey: Journey
+        self, request: GenerateRequest, placement: Placement, journey: Journey, deadline_s: float | None
     ) -> AsyncGenerator[TokenDelta, None]:
         """What one replica gives of a request; ends or raises with the request's stay there."""
+        limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
         num_had = len(journey.output_token_ids)
         try:
             told = replace(
@@ -142,7 +189,7 @@ class Dispatcher:
                 is_promoted=placement.is_promoted,
             )
             async with aclosing(self._client.generate(told, placement.ranking)) as deltas:
-                async for delta in self._until_deadline(deltas, request):
+                while (delta := await _next_before(limit_s, deltas)) is not None:
                     self._learn(delta, request, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
                         yield journey.take(delta)
@@ -169,22 +216,6 @@ class Dispatcher:
             self._flow.progressed(placement, request, len(delta.token_ids))
             self._table.record(delta.stats)
             self._flow.notify()
-
-    async def _until_deadline(
-        self, deltas: AsyncGenerator[TokenDelta, None], request: GenerateRequest
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """`deltas`, for no longer than a little beyond the deadline, which it is the engine's part to keep."""
-        deadline_s = self._deadline_s(request)
-        limit_s = None if deadline_s is None else deadline_s + _DEADLINE_GRACE_S
-        while True:
-            try:
-                async with asyncio.timeout(None if limit_s is None else max(0.0, limit_s - self._table.now())):
-                    delta = await anext(deltas)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise DeadlineExceeded("the deadline passed and the replica did not answer") from None
-            yield delta
 
     def _learn_end(self, request: GenerateRequest, journey: Journey, started_s: float) -> None:
         num_tokens, now = len(journey.output_token_ids), self._table.now()
@@ -214,7 +245,7 @@ class Dispatcher:
             logger.debug("request comes back from a replica without room", extra=fields)
             return
         journey.moved(has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died))
-        if journey.num_deaths > DEATHS_BEFORE_ALONE:
+        if journey.num_deaths > _DEATHS_BEFORE_ALONE:
             self._observer.migrated("failed")
             raise RequestQuarantined(f"{journey.num_deaths} replicas died while serving the request") from error
         if journey.num_moves > _MAX_MOVES:
@@ -227,3 +258,24 @@ class Dispatcher:
         if request.deadline_unix_s is None:
             return None
         return self._table.now() + request.deadline_unix_s - self._unix_clock()
+
+    def _loop_time_of(self, moment_s: float) -> float:
+        return asyncio.get_running_loop().time() + moment_s - self._table.now()
+
+
+async def _next_before(limit_s: float | None, deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta | None:
+    """The next delta; None: there is none.
+
+    The time limit, by the event loop's clock, is one of this wait: a reader that lags is not interrupted while it
+    does something else. It lies a little beyond the deadline, which the engine keeps itself.
+
+    Raises:
+        DeadlineExceeded: none came in time.
+    """
+    if limit_s is None:
+        return await anext(deltas, None)
+    try:
+        async with asyncio.timeout_at(limit_s):
+            return await anext(deltas, None)
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed and the replica did not answer") from None

@@ -1,8 +1,12 @@
-"""What ingresses hold back, and how they tell each other: by the polls of model replicas that all of them make."""
+"""The gossip between ingresses: a poll of a model replica says what one ingress holds and learns of the others.
+
+An ingress keeps its side in `IngressGossip`; a model replica keeps a `HeldWorkBoard`, and an `IngressWatch` that
+notices when the ingress that asked for a stream is gone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from replicas.protocol import ReplicaStats
@@ -40,8 +44,21 @@ class PollAnswer:
     """What the other ingresses hold, as they last told."""
 
 
+@dataclass(slots=True)
+class IngressGossip:
+    """One ingress's side: what it holds, for all replicas to hear, and what the last poll answered."""
+
+    ingress_id: str
+    own: HeldWork | None = None
+    """What every poll from now on says of this ingress."""
+    polled: Sequence[ReplicaStats] = ()
+    """The load of every replica that answered the last poll."""
+    elsewhere: Sequence[HeldWork] = ()
+    """What the other ingresses hold, as the replicas said in the last poll."""
+
+
 class HeldWorkBoard:
-    """Where a model replica keeps what each ingress last told it, for the others and for Serve's controller."""
+    """Board on which a model replica keeps what each ingress last told it, for the others and Serve's controller."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
@@ -60,3 +77,28 @@ class HeldWorkBoard:
         """The most replicas that any ingress asks for, for Serve's controller; nothing where none has told lately."""
         desired = [held.desired_replicas for held in self.exchange(None)]
         return {DESIRED_REPLICAS: float(max(desired))} if desired else {}
+
+
+class IngressWatch:
+    """Times at which a model replica last heard of each ingress: Ray (2.60) lets a call outlive its caller.
+
+    Every ingress polls every model replica. One that has not been heard of for `limit_s` while others were is lost.
+    Where nobody is heard of, nobody is lost: a replica that is being stopped is polled no more, and its streams
+    are to finish.
+    """
+
+    def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
+        """`clock` gives monotonic seconds."""
+        self._limit_s = limit_s
+        self._clock = clock
+        self._heard_s: dict[str, float] = {}
+
+    def heard_of(self, ingress_id: str) -> None:
+        """Note that an ingress is there."""
+        now = self._clock()
+        self._heard_s[ingress_id] = now
+        self._heard_s = {key: heard_s for key, heard_s in self._heard_s.items() if now - heard_s <= self._limit_s}
+
+    def is_lost(self, ingress_id: str) -> bool:
+        """Whether nobody waits any more for what an ingress, once heard of, has asked for."""
+        return ingress_id not in self._heard_s

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Protocol
 
 from replicas.protocol import Band, ReplicaStats
-from router.autoscaling import AutoscalingSettings, urgent_tokens
+from replicas.rates import SlidingRate
+from router.autoscaling import AutoscalingSettings, ScalingInputs, urgent_tokens
 from router.flow_queue import FlowQueue
-from router.held_work import Work
+from router.held_work import IngressGossip, Work
+from router.load_table import LoadTable
 from router.types import ReplicaView
 
 _DEADLINE_SHARE = 0.8
@@ -46,47 +47,96 @@ class ServedRate:
 
     def __init__(self) -> None:
         self._polled: Sequence[ReplicaStats] | None = None
+        self._polled_s = float("-inf")
         self._seen: dict[str, dict[tuple[str, Band], int]] = {}
-        self._served: deque[tuple[float, int]] = deque()
-        """(when polled, tokens computed since the poll before)"""
+        self._rates: tuple[SlidingRate, ...] = ()
 
     def observe(self, polled: Sequence[ReplicaStats], now: float) -> None:
         """Take in what a poll of all replicas answered; the same answers again change nothing."""
         if polled is self._polled:
             return
-        self._polled = polled
-        seen: dict[str, dict[tuple[str, Band], int]] = {}
-        num_tokens = 0
-        for stats in polled:
-            account: dict[tuple[str, Band], int] = {
-                (entry.tenant, entry.band): entry.tokens
-                for entry in stats.served_tokens
-                if entry.band is not Band.BATCH
-            }
-            before = self._seen.get(stats.replica_id)
-            if before is not None:
-                # A tenant that a replica had forgotten is counted from zero again.
-                num_tokens += sum(
-                    tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens
-                    for key, tokens in account.items()
-                )
-            seen[stats.replica_id] = account
-        self._seen = seen
-        self._served.append((now, num_tokens))
+        accounts = {stats.replica_id: _account(stats) for stats in polled}
+        num_tokens = sum(
+            _served_since(self._seen[replica_id], account)
+            for replica_id, account in accounts.items()
+            if replica_id in self._seen
+        )
+        if not self._rates:
+            self._rates = tuple(SlidingRate(window_s, start_s=now) for window_s in _SERVED_WINDOWS_S)
+        else:
+            for rate in self._rates:
+                rate.add(num_tokens, now, now - self._polled_s)
+        self._polled, self._polled_s, self._seen = polled, now, accounts
 
     def tokens_per_s(self, now: float) -> float:
-        """The larger of the means over the last 3 s and the last 10 s."""
-        while len(self._served) > 1 and now - self._served[1][0] > max(_SERVED_WINDOWS_S):
-            self._served.popleft()
-        return max(self._mean(now - window_s) for window_s in _SERVED_WINDOWS_S)
+        """The larger of the means over 3 s and 10 s before the last poll; 0 where that is longer ago."""
+        if now - self._polled_s > max(_SERVED_WINDOWS_S):
+            return 0.0
+        return max((rate.per_s(self._polled_s) for rate in self._rates), default=0.0)
 
-    def _mean(self, since_s: float) -> float:
-        num_tokens, elapsed_s = 0, 0.0
-        for before, after in pairwise(self._served):
-            if after[0] > since_s:
-                num_tokens += after[1]
-                elapsed_s += after[0] - before[0]
-        return num_tokens / elapsed_s if elapsed_s > 0 else 0.0
+
+def _account(stats: ReplicaStats) -> dict[tuple[str, Band], int]:
+    return {(entry.tenant, entry.band): entry.tokens for entry in stats.served_tokens if entry.band is not Band.BATCH}
+
+
+def _served_since(before: dict[tuple[str, Band], int], account: dict[tuple[str, Band], int]) -> int:
+    """Tokens served since; a tenant that the replica had forgotten is counted from zero again."""
+    return sum(
+        tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens for key, tokens in account.items()
+    )
+
+
+class IngressLoad:
+    """Load as one ingress sees it: what it holds, what others hold, and what the replicas report."""
+
+    def __init__(
+        self, queue: FlowQueue, table: LoadTable, gossip: IngressGossip, held_back: HeldBack | None = None,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`held_back`: what this ingress has beside its queue; None: nothing."""
+        self._queue = queue
+        self._table = table
+        self._gossip = gossip
+        self._held_back = held_back
+        self._unix_clock = unix_clock
+        self._served = ServedRate()
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return self._table.now()
+
+    def num_waiting(self) -> int:
+        """Requests that wait in this ingress."""
+        return len(self._queue) + (0 if self._held_back is None else self._held_back.num_requests())
+
+    def own_work(self, settings: AutoscalingSettings) -> tuple[Work, ...]:
+        """What waits in this ingress."""
+        work = work_in_queue(self._queue, settings, self.now())
+        if self._held_back is not None:
+            work += work_held_back(self._held_back.work(), settings, self._unix_clock())
+        return work
+
+    def inputs(self, own_work: tuple[Work, ...], settings: AutoscalingSettings) -> ScalingInputs:
+        """All that a decision depends on; a replica that drains counts no more."""
+        now = self.now()
+        views = [view for view in self._table.views() if not view.stats.is_draining]
+        self._served.observe(self._gossip.polled, now)
+        elsewhere = self._gossip.elsewhere
+        in_ingresses = own_work + tuple(work for held in elsewhere for work in held.work)
+        return ScalingInputs(
+            num_replicas=len(views),
+            num_requests=self.num_waiting()
+            + sum(held.num_requests for held in elsewhere)
+            + sum(sum(view.num_by_band) for view in views),
+            work=in_ingresses + work_in_replicas(views, settings),
+            saturated_tokens_per_s=tuple(
+                view.stats.saturated_tokens_per_s for view in views if view.stats.saturated_tokens_per_s > 0
+            ),
+            served_tokens_per_s=self._served.tokens_per_s(now),
+            num_running=sum(sum(view.stats.num_running_by_band[: Band.BATCH]) for view in views),
+            num_slots=min((view.stats.num_slots for view in views), default=1),
+            outstanding_tokens=urgent_outstanding(in_ingresses, views, settings),
+        )
 
 
 def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[Work, ...]:

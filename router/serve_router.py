@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,10 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, HeldWork, PollAnswer
+from router.held_work import DESIRED_REPLICAS, MAX_REPORT_AGE_S, IngressGossip, PollAnswer
 
 _WAKE_S = 1.0
-_RAY_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
+HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
 """What a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
 
 
@@ -85,30 +85,27 @@ def _desired_replicas(contexts: Iterable[AutoscalingContext]) -> int | None:
 class ServeReplicaClient:
     """Reaches the model replicas over a Serve deployment handle.
 
-    See `router.types.ReplicaClient` and `router.autoscaling_loop.ScalingClient`.
+    See `router.types.ReplicaClient`. Polls carry the gossip between ingresses.
 
     A replica that polls no longer reach though its streams go on is being stopped: Serve has taken it from its list.
     It shows as draining then, and its end is no death.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], ingress_id: str, poll_timeout_s: float = 2.0) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], gossip: IngressGossip, poll_timeout_s: float = 2.0) -> None:
         """`poll_timeout_s` bounds every call but `generate`, seconds."""
         self._handle = handle
-        self._ingress_id = ingress_id
+        self._gossip = gossip
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
         self._exchange = handle.options(method_name="exchange")
         self._poll_timeout_s = poll_timeout_s
-        self._held: HeldWork | None = None
-        self._polled: list[ReplicaStats] = []
-        self._held_elsewhere: list[HeldWork] = []
         self._num_streams: Counter[str] = Counter()
         self._missed: set[str] = set()
         """Replicas with streams of ours that were in an earlier poll and not in the last one."""
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """The deltas of one request; closing the generator cancels it in the replica."""
-        response = in_own_context(self._generate.remote, request, ranking=ranking, ingress_id=self._ingress_id)
+        response = in_own_context(self._generate.remote, request, ranking=ranking, ingress_id=self._gossip.ingress_id)
         replica_id: str | None = None
         is_stopping = False
         try:
@@ -120,12 +117,10 @@ class ServeReplicaClient:
                     is_stopping = replica_id in self._missed
                 yield _as_draining(delta) if is_stopping else delta
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and not task.cancelling():
-                # Nobody cancelled us: the replica was told to give up the request, as when it is being stopped.
+            if not is_cancelled():
                 raise ReplicaLost("the replica gave up the request", has_died=False) from None
             raise
-        except _RAY_ERRORS as error:
+        except HANDLE_ERRORS as error:
             lost = _as_serving_error(error)
             if is_stopping and isinstance(lost, ReplicaLost):
                 raise ReplicaLost("the replica was stopped before the request ended", has_died=False) from error
@@ -138,29 +133,17 @@ class ServeReplicaClient:
     async def poll_stats(self) -> list[ReplicaStats]:
         """The present load of every replica that answers; each hears what this ingress holds."""
         answers = await self._exchange_with_all()
-        before = self._missed.union(stats.replica_id for stats in self._polled)
-        self._polled = [answer.stats for answer in answers]
+        before = self._missed.union(stats.replica_id for stats in self._gossip.polled)
+        polled = [answer.stats for answer in answers]
         self._num_streams += Counter()  # drops those at zero
-        self._missed = before.difference(stats.replica_id for stats in self._polled).intersection(self._num_streams)
+        self._missed = before.difference(stats.replica_id for stats in polled).intersection(self._num_streams)
         newest = {held.ingress_id: held for answer in answers for held in answer.held_elsewhere}
-        self._held_elsewhere = list(newest.values())
-        return self._polled
-
-    def share(self, held: HeldWork) -> None:
-        """Tell the replicas with every poll from now on what this ingress holds."""
-        self._held = held
-
-    def held_elsewhere(self) -> Sequence[HeldWork]:
-        """What other ingresses hold, as the replicas said in the last poll."""
-        return self._held_elsewhere
-
-    def polled(self) -> Sequence[ReplicaStats]:
-        """What the last poll answered."""
-        return self._polled
+        self._gossip.polled, self._gossip.elsewhere = polled, list(newest.values())
+        return polled
 
     async def wake(self) -> None:
         """Have a replica started where there is none: a call that waits for one does that, if only for a moment."""
-        with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
+        with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(_WAKE_S):
                 await in_own_context(self._describe.remote)
 
@@ -178,16 +161,16 @@ class ServeReplicaClient:
                 card: ModelCard = await in_own_context(self._describe.remote)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
-        except _RAY_ERRORS as error:
+        except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return card
 
     async def _exchange_with_all(self) -> list[PollAnswer]:
         try:
-            answers: list[PollAnswer] = await self._ask_all("exchange", self._held)
+            answers: list[PollAnswer] = await self._ask_all("exchange", self._gossip.own)
         except ReplicaLost:
             # One that hangs would hide all others until Serve has noticed it: those known are asked one by one.
-            known = [stats.replica_id for stats in self._polled]
+            known = [stats.replica_id for stats in self._gossip.polled]
             asked = await asyncio.gather(*map(self._exchange_with, known))
             answers = list({answer.stats.replica_id: answer for answer in asked if answer is not None}.values())
             if not answers:
@@ -196,9 +179,9 @@ class ServeReplicaClient:
 
     async def _exchange_with(self, replica_id: str) -> PollAnswer | None:
         """What one replica answers, or another one in its place; None if neither does."""
-        with contextlib.suppress(TimeoutError, *_RAY_ERRORS):
+        with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(self._poll_timeout_s):
-                answer: PollAnswer = await in_own_context(self._exchange.remote, self._held, ranking=[replica_id])
+                answer: PollAnswer = await in_own_context(self._exchange.remote, self._gossip.own, ranking=[replica_id])
                 return answer
         return None
 
@@ -211,7 +194,7 @@ class ServeReplicaClient:
             return []  # Serve's word for: there is no running replica
         except TimeoutError:
             raise ReplicaLost(f"a model replica did not answer `{method_name}` in {self._poll_timeout_s} s") from None
-        except _RAY_ERRORS as error:
+        except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
@@ -227,6 +210,15 @@ def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) ->
     call by that id alone: of several concurrent ones all but one would wait for ever, at full speed.
     """
     return contextvars.Context().run(call, *args, **kwargs)
+
+
+def is_cancelled() -> bool:
+    """Whether the current task is being cancelled.
+
+    If not, a CancelledError came from the replica: it gave up the call, as it does when it is being stopped.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
 
 
 def _as_serving_error(error: Exception) -> ServingError:

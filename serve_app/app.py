@@ -19,8 +19,7 @@ from ray.serve.schema import LoggingConfig
 
 from replicas.errors import ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, PollAnswer
-from router.ingress_watch import IngressWatch
+from router.held_work import MAX_REPORT_AGE_S, HeldWork, HeldWorkBoard, IngressWatch, PollAnswer
 from router.serve_router import RankedRouter, obey_model_replicas
 from serve_app.cluster_gpus import num_cluster_gpus
 from serve_app.config import HeadwayConfig
@@ -32,7 +31,7 @@ from serve_app.jobs_deployment import Jobs
 from serve_app.metrics import HttpMetrics
 from serve_app.process_setup import freeze_heap, log_through_serve
 from serve_app.router_metrics import RouterCollector, RouterMetrics
-from serve_app.routing import Routing
+from serve_app.routing import MakeFlow, Routing, late_binding_flow
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -43,8 +42,13 @@ def build(config: HeadwayConfig) -> serve.Application:
     return build_with(config)
 
 
-def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None) -> serve.Application:
-    """The application over engines that run on what `load_backend` gives; None: on the model, in torch."""
+def build_with(
+    config: HeadwayConfig, load_backend: "LoadBackend | None" = None, make_flow: MakeFlow = late_binding_flow
+) -> serve.Application:
+    """The application over engines that run on what `load_backend` gives; None: on the model, in torch.
+
+    `make_flow` makes the flow control of each ingress, the jobs process included.
+    """
     config = _with_gpus(config)
     model = serve.deployment(
         Model,
@@ -71,16 +75,17 @@ def build_with(config: HeadwayConfig, load_backend: "LoadBackend | None" = None)
     jobs = serve.deployment(
         Jobs,
         name="Jobs",
+        max_ongoing_requests=config.max_ongoing_requests_for_jobs,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
         **_num_fixed_replicas(config, 1),
         **_lifecycle(config),
     )
     served = model.bind(config, load_backend)
-    return ingress.bind(config, served, jobs.bind(config, served))
+    return ingress.bind(config, served, jobs.bind(config, served, make_flow), make_flow)
 
 
 class Model:
-    """The Serve deployment around one `ModelReplica`."""
+    """The Serve deployment around one model's engine."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
@@ -91,14 +96,15 @@ class Model:
         self._board = HeldWorkBoard(time.monotonic)
         self._ingresses = IngressWatch(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         context = serve.get_replica_context()
-        self._replica = await asyncio.to_thread(
+        replica = await asyncio.to_thread(
             model_replica.ModelReplica,
             config.replica_options(),
             context.replica_id.unique_id,
             ray.get_runtime_context().get_node_id(),
             load_backend or model_replica.load_torch_backend,
         )
-        await self._replica.start()
+        self._card = replica.card
+        self._engine = replica.start()
         freeze_heap()
 
     async def generate(
@@ -110,7 +116,7 @@ class Model:
             ReplicaLost: the ingress is lost; should it be there after all, the request goes on elsewhere.
         """
         self._ingresses.heard_of(ingress_id)
-        async with aclosing(self._replica.generate(request)) as deltas:
+        async with aclosing(self._engine.generate(request)) as deltas:
             async for delta in deltas:
                 if self._ingresses.is_lost(ingress_id):
                     raise ReplicaLost(f"ingress {ingress_id} is not heard of any more", has_died=False)
@@ -123,7 +129,7 @@ class Model:
         """
         if told is not None:
             self._ingresses.heard_of(told.ingress_id)
-        return PollAnswer(self._replica.stats(), self._board.exchange(told))
+        return PollAnswer(self._engine.stats(), self._board.exchange(told))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_model_replicas` obeys."""
@@ -131,45 +137,42 @@ class Model:
 
     async def metrics(self) -> EngineMetrics:
         """Everything the engine counts."""
-        return self._replica.metrics()
+        return self._engine.metrics()
 
     async def describe(self) -> ModelCard:
         """What is served."""
-        return self._replica.describe()
+        return self._card
 
     async def check_health(self) -> None:
         """Raise where the engine is dead, so that Serve replaces the replica."""
-        self._replica.check_health()
+        self._engine.check_alive()
 
     async def __del__(self) -> None:
         """Called by Serve once no request is left or the graceful shut-down is over."""
-        if hasattr(self, "_replica"):
-            await self._replica.drain()
-            await self._replica.stop()
+        if hasattr(self, "_engine"):
+            await self._engine.drain()
+            await self._engine.stop()
 
 
 class Ingress:
     """The Serve deployment around the HTTP application, which is made in the replica's own process."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any]
+        self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
         self._config = config
         self._metrics = HttpMetrics(config.model_name)
-        ingress_id = serve.get_replica_context().replica_id.unique_id
         observer = RouterMetrics(self._metrics.registry, config.latency_targets())
-        self._routing = Routing(config, model, ingress_id, observer)
+        self._routing = Routing(config, model, observer, make_flow)
         self._metrics.registry.register(
             RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling)
         )
-        self._jobs_client = ServeJobs(jobs)
         self._jobs = JobsAccess(
-            self._jobs_client,
+            ServeJobs(jobs),
             FsspecStore(config.jobs_files_url),
             WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
-            int(config.max_file_bytes),
-            config.max_batch_lines,
+            config.jobs_settings(),
         )
         self._loops = asyncio.create_task(self._routing.run())
 
@@ -177,7 +180,6 @@ class Ingress:
         """Called by Serve when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
-            await self._jobs_client.close()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve: what `obey_ingresses` obeys."""
@@ -185,26 +187,10 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve after the constructor."""
-        from serve_app.ingress import Backends, IngressSettings, create_api  # brings transformers: a second
+        from serve_app.ingress import Backends, create_api  # brings transformers: a second
 
-        config = self._config
-        settings = IngressSettings(
-            model=config.model_path,
-            served_model_name=config.model_name,
-            api_key_file=config.api_key_file,
-            allowed_hosts=tuple(host.strip() for host in config.allowed_hosts.split(",") if host.strip()),
-            max_body_bytes=int(config.max_body_bytes),
-            max_prompts=config.max_prompts,
-            max_choices=config.max_choices,
-            max_logprobs=config.max_logprobs,
-            num_tokenizer_threads=config.num_tokenizer_threads,
-            upload_timeout_s=config.upload_timeout_s,
-            keep_alive_s=config.keep_alive_s,
-            stall_timeout_s=config.stall_timeout_s,
-            server_sets_request_id=True,
-        )
         backends = Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs)
-        api = create_api(settings, backends, metrics=self._metrics)
+        api = create_api(self._config.ingress_settings(), backends, metrics=self._metrics)
         freeze_heap()
         return api
 
@@ -217,8 +203,8 @@ def _num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
     return {
         "autoscaling_config": _autoscaling_config(
             config,
-            min_replicas=config.fewest_replicas,
-            max_replicas=config.most_replicas,
+            min_replicas=config.effective_min_replicas,
+            max_replicas=config.effective_max_replicas,
             initial_replicas=config.num_replicas,
             policy=policy,
         )
@@ -262,7 +248,7 @@ def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:
 def _with_gpus(config: HeadwayConfig) -> HeadwayConfig:
     """The configuration, complete in what depends on the GPUs that the cluster has now."""
     is_complete = config.num_gpus_per_replica is not None and config.max_replicas is not None
-    num_gpus = 0.0 if is_complete or config.device == "cpu" else num_cluster_gpus()
+    num_gpus = 0.0 if is_complete or config.replica_options().model.device == "cpu" else num_cluster_gpus()
     each = config.num_gpus_per_replica if config.num_gpus_per_replica is not None else float(num_gpus >= 1)
     found: dict[str, object] = {"num_gpus_per_replica": each}
     if config.max_replicas is None and each > 0:

@@ -8,20 +8,31 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from router.autoscaling import Autoscaler
 from router.autoscaling_loop import AutoscalingLoop
 from router.dispatch import Dispatcher
 from router.flow_control import FlowController
-from router.held_work import DESIRED_REPLICAS
+from router.held_work import DESIRED_REPLICAS, IngressGossip
 from router.load_table import LoadTable
-from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
+from router.policy import LeastTokens
 from router.prefix_index import PREFIX_INDEX_BLOCKS, PrefixIndex
-from router.scaling_inputs import HeldBack
+from router.scaling_inputs import HeldBack, IngressLoad
 from router.serve_router import ServeReplicaClient
-from router.types import RouterObserver, RoutingPolicy
+from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
+
+MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
+"""Makes the flow control of an ingress, in its process."""
+
+
+def late_binding_flow(config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
+    """Flow control as the product has it: late binding, the replica with the least work in tokens."""
+    max_blocks = PREFIX_INDEX_BLOCKS if config.engine_limits().enable_prefix_caching else 0
+    policy = LeastTokens(random.Random(), PrefixIndex(max_blocks))
+    return FlowController(config.flow_limits(), table, policy, observer)
 
 
 class Routing:
@@ -31,18 +42,20 @@ class Routing:
         self,
         config: HeadwayConfig,
         model: DeploymentHandle[Any],
-        ingress_id: str,
         observer: RouterObserver,
+        make_flow: MakeFlow,
         held_back: HeldBack | None = None,
     ) -> None:
         """`held_back`: what the process has yet to put in line; None: nothing."""
+        gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
         self.table = LoadTable(time.monotonic)
-        flow = FlowController(config.flow_limits(), self.table, _policy(config), observer, time.monotonic)
+        flow = make_flow(config, self.table, observer)
         self.queue = flow.queue
-        client = ServeReplicaClient(model, ingress_id)
-        self.dispatcher = Dispatcher(client, flow, self.table, observer, config.load_poll_period_s)
+        client = ServeReplicaClient(model, gossip)
+        self.dispatcher = Dispatcher(client, flow, observer, config.load_poll_period_s)
         autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
-        self.autoscaling = AutoscalingLoop(ingress_id, autoscaler, flow.queue, self.table, client, held_back)
+        load = IngressLoad(self.queue, self.table, gossip, held_back)
+        self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
 
     async def run(self) -> None:
         """Keep the load known and the decisions new until cancelled."""
@@ -54,16 +67,3 @@ class Routing:
         """What a deployment reports to Serve's controller, for `obey_ingresses`."""
         decision = self.autoscaling.decision
         return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
-
-
-def _policy(config: HeadwayConfig) -> RoutingPolicy:
-    rng = random.Random()
-    max_blocks = PREFIX_INDEX_BLOCKS if config.enable_prefix_caching else 0
-    policies: dict[str, Callable[[], RoutingPolicy]] = {
-        "least_tokens": lambda: LeastTokens(rng, PrefixIndex(max_blocks)),
-        "least_requests": lambda: LeastRequests(rng),
-        "power_of_two": lambda: PowerOfTwo(rng),
-        "round_robin": RoundRobin,
-        "random": lambda: Random(rng),
-    }
-    return policies[config.routing_policy]()

@@ -38,9 +38,13 @@ ROWS = {
     "serve_app.router_metrics": (5, 1),
     "serve_app.metrics": (5, 0),
     "serve_app.config": (5, 0),
+    "serve_app.config_page": (5, 1),
+    "serve_app.endpoints.settings": (4, 1),
+    "serve_app.openai.settings": (4, 0),
     "router.autoscaling_loop": (4, 0),
     "router.dispatch": (4, 0),
     "replicas.model_replica": (4, 0),
+    "replicas.options": (3, 1),
     "router.scaling_inputs": (3, 2),
     "router.admission": (3, 1),
     "router.autoscaling": (3, 1),
@@ -48,13 +52,12 @@ ROWS = {
     "router.policy": (3, 1),
     "router.flow_queue": (3, 0),
     "router.held_work": (3, 0),
-    "router.ingress_watch": (3, 0),
-    "router.journey": (3, 0),
     "router.latency_targets": (3, 0),
     "router.load_table": (3, 0),
     "router.output_lengths": (3, 0),
     "router.prefix_index": (3, 0),
-    "router.served_account": (3, 0),
+    "router.served_account": (3, 1),
+    "router.slots": (3, 0),
     "replicas.engine.async_engine": (3, 0),
     "replicas.model": (3, 0),
     "router.types": (2, 0),
@@ -67,20 +70,21 @@ ROWS = {
     "replicas.engine.detokenizer": (1, 3),
     "replicas.engine.block_manager": (1, 2),
     "replicas.engine.deadlines": (1, 2),
-    "replicas.engine.stopping": (1, 2),
     "replicas.engine.stats": (1, 2),
     "replicas.engine.latency_controller": (1, 2),
     "replicas.engine.step_plan": (1, 2),
     "replicas.engine.waiting_queue": (1, 2),
-    "replicas.engine.waste": (1, 1),
+    "replicas.engine.interfaces": (1, 2),
     "replicas.engine.batch": (1, 1),
     "replicas.engine.sequence": (1, 0),
     "replicas.engine.config": (1, 0),
     "replicas.protocol": (0, 1),
     "replicas.clock": (0, 0),
     "replicas.errors": (0, 0),
+    "replicas.rates": (0, 0),
     "replicas.block_hash": (0, 0),
     "replicas.cpu_sharing": (0, 0),
+    "replicas.settings": (0, 0),
     "replicas.tokenizer_files": (0, 0),
 }
 # Scripts that nothing imports.
@@ -88,7 +92,14 @@ APART = ("replicas.demo",)
 
 # Prefixes of the project's modules that a part may see; a part that is not listed is bound by the rows alone.
 VISIBLE = {
-    "router": ("router", "replicas.protocol", "replicas.errors", "replicas.block_hash"),
+    "router": (
+        "router",
+        "replicas.protocol",
+        "replicas.errors",
+        "replicas.block_hash",
+        "replicas.rates",
+        "replicas.settings",
+    ),
     "replicas": ("replicas",),
     "replicas.engine": (
         "replicas.engine",
@@ -97,14 +108,19 @@ VISIBLE = {
         "replicas.errors",
         "replicas.block_hash",
         "replicas.cpu_sharing",
+        "replicas.rates",
+        "replicas.settings",
     ),
     "replicas.model": (
         "replicas.model",
         "replicas.engine.batch",
         "replicas.engine.config",
+        "replicas.engine.interfaces",
         "replicas.engine.sequence",
         "replicas.protocol",
         "replicas.errors",
+        "replicas.rates",
+        "replicas.settings",
         "replicas.tokenizer_files",
     ),
 }
@@ -146,22 +162,25 @@ STDLIB_ONLY = (
     "replicas.clock",
     "replicas.protocol",
     "replicas.errors",
+    "replicas.rates",
     "replicas.block_hash",
     "replicas.cpu_sharing",
+    "replicas.model.options",
+    "replicas.options",
+    "replicas.settings",
     "router.types",
     "router.autoscaling",
     "router.autoscaling_loop",
     "router.flow_control",
     "router.flow_queue",
     "router.held_work",
-    "router.ingress_watch",
-    "router.journey",
     "router.latency_targets",
     "router.load_table",
     "router.output_lengths",
     "router.policy",
     "router.prefix_index",
     "router.served_account",
+    "router.slots",
     "router.scaling_inputs",
     "router.dispatch",
 )
@@ -268,6 +287,12 @@ def test_no_import_cycles() -> None:
 def test_pure_modules_import_without_ray_or_torch() -> None:
     pure = [module for module in CHECKED if is_in(module, STDLIB_ONLY)]
     import_without(("ray", "torch", "transformers", "fastapi", "pydantic", "numpy"), pure)
+
+
+def test_a_replica_or_ingress_imports_no_library_of_the_jobs_process() -> None:
+    """Each process of the application reads `serve_app.app`; libraries come in with what a process constructs."""
+    heavy = ("sqlalchemy", "alembic", "aiohttp", "transformers", "torch")
+    import_without((), ["serve_app.app"], f"assert not [name for name in {heavy!r} if name in sys.modules]")
 
 
 def test_processes_without_a_model_import_no_torch() -> None:

@@ -27,10 +27,11 @@ from bench.baselines.serving_loop import serve_continuously, serve_in_batches
 from bench.baselines.timeline import Timeline
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
 from bench.record import write
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.loader import ModelOptions, load_model
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loader import load_model
+from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import ReplicaIdentity
@@ -49,13 +50,12 @@ class Comparison:
         self._max_num_batched_tokens: int = arguments.max_batch_tokens
         loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
         self.max_model_len = min(loaded.max_model_len, _MAX_MODEL_LEN)
-        options = RunnerOptions(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=arguments.max_batch_tokens,
-            kv_cache_bytes=arguments.kv_cache_mib * 2**20,
+        engine_limits = EngineLimits(
+            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=arguments.max_batch_tokens
         )
-        self._runner: TorchModelRunner = build_runner(loaded, options)
-        warm_up(self._runner, options)
+        options = RunnerOptions(kv_cache_bytes=arguments.kv_cache_mib * 2**20)
+        self._runner: TorchModelRunner = build_runner(loaded, engine_limits, options)
+        warm_up(self._runner, engine_limits)
         self.num_slots_tokens = self._runner.num_blocks * self._runner.block_size
 
     def continuous(self, trace: Sequence[TraceRequest]) -> Outcome:

@@ -6,10 +6,12 @@ import tempfile
 from pathlib import Path
 
 from bench.gpu.check import Check
-from replicas.engine.config import EngineConfig
+from bench.gpu.device_time import num_graphs
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner
+from replicas.model.build import build_runner
 from replicas.model.loader import LoadedModel
+from replicas.model.options import Device, RunnerOptions
 from replicas.model.tokenizer import make_decoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 from tests.model.serving import load, random_prompts, run
@@ -25,7 +27,7 @@ _PARAMS = (
 )
 
 
-def check_ahead(architecture: str, device: str, *, compile_layers: bool = False) -> Check:
+def check_ahead(architecture: str, device: Device, *, compile_layers: bool = False) -> Check:
     """Sequences of every kind, in float32: captured and a step ahead against one operation and one step at a time."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
@@ -43,21 +45,19 @@ def check_ahead(architecture: str, device: str, *, compile_layers: bool = False)
 
 def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:
     """Each sequence's tokens, and how many graphs there were to replay."""
-    options = RunnerOptions(
-        max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70, kv_cache_bytes=2**22, gpu_memory_utilization=0.4,
-        enforce_eager=not is_ahead,
-    )  # fmt: skip
-    runner = build_runner(loaded, options)
-    limits = EngineConfig(
+    limits = EngineLimits(max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70)
+    options = RunnerOptions(kv_cache_bytes=2**22, gpu_memory_utilization=0.4, enforce_eager=not is_ahead)
+    runner = build_runner(loaded, limits, options)
+    config = EngineConfig(
         num_blocks=min(60, runner.num_blocks),  # So few that some are preempted.
         max_model_len=200,
         block_size=runner.block_size,
         max_num_seqs=_MAX_NUM_SEQS,
-        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
         async_scheduling=is_ahead,
     )
     engine = Engine(
-        limits,
+        config,
         runner,
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("check", "check", 1),
@@ -67,4 +67,4 @@ def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]],
         GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
         for number, prompt in enumerate(prompts)
     ]
-    return [output.token_ids for output in run(engine, requests)], len(runner.captured_decodes)
+    return [output.token_ids for output in run(engine, requests)], num_graphs(runner)

@@ -8,7 +8,9 @@ from typing import Protocol, Self
 
 import torch
 
-from replicas.engine.batch import LaunchedStep, ModelRunner, ScheduledBatch
+from replicas.engine.batch import ScheduledBatch
+from replicas.engine.interfaces import LaunchedStep, ModelRunner
+from replicas.model.runner import TorchModelRunner
 
 
 class Mark(Protocol):
@@ -30,6 +32,11 @@ class CudaMark:
         """Milliseconds to a later mark; waits for it."""
         later._event.synchronize()
         return float(self._event.elapsed_time(later._event))
+
+
+def num_graphs(runner: TorchModelRunner) -> int:
+    """Batch sizes of decodes that are replayed from graphs."""
+    return 0 if runner._decodes is None else len(runner._decodes._graphs)
 
 
 class MarkedRunner:

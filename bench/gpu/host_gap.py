@@ -16,15 +16,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share
+from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share, num_graphs
 from bench.gpu.mixed_trace import measure_trace, plain_model
 from bench.record import percentile, write
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
-from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.build import build_runner, warm_up
 from replicas.model.loader import LoadedModel
+from replicas.model.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
@@ -112,7 +113,7 @@ def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool) -> HostG
         num_seqs,
         profiled,
         is_async=is_async,
-        has_graphs=bool(runner.captured_decodes),
+        has_graphs=num_graphs(runner) > 0,
     )
 
 
@@ -137,12 +138,10 @@ def measure_all(make_model: MakeModel) -> list[HostGap]:
     gaps: list[HostGap] = []
     loaded = make_model()
     for has_graphs in (True, False):
-        options = RunnerOptions(
-            max_num_seqs=MANY_SEQS, max_num_batched_tokens=2048, gpu_memory_utilization=0.5,
-            enforce_eager=not has_graphs,
-        )  # fmt: skip
-        runner = build_runner(loaded, options)
-        warm_up(runner, options)
+        limits = EngineLimits(max_num_seqs=MANY_SEQS, max_num_batched_tokens=2048)
+        options = RunnerOptions(gpu_memory_utilization=0.5, enforce_eager=not has_graphs)
+        runner = build_runner(loaded, limits, options)
+        warm_up(runner, limits)
         for num_seqs in (MANY_SEQS, 1):
             for is_async in (False, True):
                 gaps.append(measure(runner, num_seqs, is_async=is_async))

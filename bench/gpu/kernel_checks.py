@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bench.gpu.check import Check
-from replicas.model.attention import AttentionCall, Scoring
-from replicas.model.attention_check import LONG_PASSES, AttentionProblem, check_attention
-from replicas.model.errors import ModelLoadError
+from replicas.errors import ModelLoadError
+from replicas.model.attention import AttentionCall, AttentionSpec, Scoring
+from replicas.model.attention_check import LONG_PASSES, check_attention
 from replicas.model.flash_attention import FlashBackend
 from replicas.model.kv_cache import KVCache
 from replicas.model.triton_attention import TritonBackend
@@ -84,8 +84,8 @@ def check_flash(device: str) -> Check:
     except ModelLoadError as error:
         return Check(name, True, f"not used: {error}")
     layer = LAYERS["llama-3.1-8b"]
-    problem = AttentionProblem([layer.layer], 16, BFLOAT16, torch.device(device))
-    fault = check_attention(problem, [backend], LONG_PASSES)
+    spec = AttentionSpec([layer.layer], 16, BFLOAT16, torch.device(device))
+    fault = check_attention(spec, [backend], LONG_PASSES)
     return Check(name, fault is None, fault or "as plain torch")
 
 

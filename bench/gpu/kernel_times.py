@@ -11,11 +11,12 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from bench.gpu.device_time import CudaMark
+from replicas.engine.config import EngineLimits
 from replicas.model.attention import AttentionCall, Scoring
-from replicas.model.build import RunnerOptions, build_runner
-from replicas.model.kv_cache import KVCache, bytes_per_block
+from replicas.model.build import build_runner
+from replicas.model.kv_cache import AttentionLayer, KVCache, bytes_per_block
 from replicas.model.loader import LoadedModel
-from replicas.model.probe import AttentionLayer
+from replicas.model.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.triton_attention import TritonBackend
 from replicas.model.triton_tiles import TileGroup, TilePlan
@@ -83,8 +84,8 @@ def measure_decodes(
     for shape, config in SHAPES.items():
         loaded = make_model(config, torch.bfloat16, device)
         for attention in ("triton", "gather") if shape == "Qwen2.5-0.5B" else ("triton",):
-            options = RunnerOptions(BLOCK_SIZE, max(BATCH_SIZES), 2048, attention_backend=attention)
-            runner = build_runner(loaded, options)
+            limits = EngineLimits(BLOCK_SIZE, max(BATCH_SIZES), max_num_batched_tokens=2048)
+            runner = build_runner(loaded, limits, RunnerOptions(attention_backend=attention))
             steps_ms = [measure_decode(runner, batch_size, CONTEXT) for batch_size in BATCH_SIZES]
             del runner  # And with it most of the device's memory.
             _release()

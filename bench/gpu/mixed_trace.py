@@ -17,10 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.model.build import build_runner, warm_up
 from replicas.model.loader import LoadedModel
+from replicas.model.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
@@ -166,11 +167,9 @@ def left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch
 
 
 def _build(loaded: LoadedModel) -> TorchModelRunner:
-    options = RunnerOptions(
-        max_num_seqs=CONCURRENCY, max_num_batched_tokens=_MAX_BATCHED_TOKENS, gpu_memory_utilization=0.5
-    )
-    runner = build_runner(loaded, options)
-    warm_up(runner, options)
+    limits = EngineLimits(max_num_seqs=CONCURRENCY, max_num_batched_tokens=_MAX_BATCHED_TOKENS)
+    runner = build_runner(loaded, limits, RunnerOptions(gpu_memory_utilization=0.5))
+    warm_up(runner, limits)
     return runner
 
 

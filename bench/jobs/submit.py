@@ -3,8 +3,11 @@
 One replica has a backlog of batch requests that fills every slot. Beside that, `POST /v1/jobs` and `GET /health/live`
 are called in turn at fixed times, each whatever became of the others; each call is timed from the moment it leaves.
 What submitting costs more than saying that one is alive is what accepting costs: it is mostly the disk, which must
-have the job before the answer leaves. The bar is for a replica that has a device of its own; what a replica on the
+have the job before the answer leaves. The bars are for a replica that has a device of its own; what a replica on the
 same processors as ingress and database adds, which wants all of them, is recorded beside it.
+
+`--against DIR` serves the code of another checkout beside this one, with a backlog of its own, and calls both in turn:
+the bars are then ratios of what submitting adds here and there, which hold on a machine of any speed.
 
 Where the processors are virtual, the host now and then takes them for other guests, for tens of milliseconds; that is
 several times what is measured here. So calls count that were sent in seconds of which the host took next to nothing,
@@ -13,13 +16,16 @@ of both kinds alike; without enough of them the run is void. All calls together 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import itertools
 import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -29,15 +35,18 @@ from bench.load.spec import Burst, Lengths, LoadSpec, Stream
 from bench.peers.machine import ProcessorMeter
 from bench.routing.applications import COARSE_STREAMS, KINDS
 from bench.routing.offer import Offered, RunningLoad
-from bench.routing.report import Bar, Options, read_options, report
+from bench.routing.report import Bar, Options, ratio, read_options, report
 from bench.routing.watch import Seen, watching
 from bench.serving import Served
 
-MAX_EXTRA_S = 0.010
+MAX_EXTRA_S = {"p50": 0.008, "p99": 0.040}
+MAX_RATIO = {"p50": 2.0, "p99": 4.5}
+"""Of what submitting adds here and in the other checkout."""
 MAX_STEAL_PERCENT = 1.0
 """Of a second's processor time; more, and the calls sent in that second do not count."""
 _PERCENTS = (50, 90, 99, 100)
 _KINDS = _SUBMIT, _LIVE = "submit", "live"
+_HERE, _THERE = "here", "there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Scale:
     lead_s: float
     """From the first request of the backlog to the first call."""
     num_calls: int
-    """Of each kind."""
+    """Of each kind, of each application."""
     period_s: float
     """Between two calls of a kind."""
     min_undisturbed: int
@@ -64,6 +73,8 @@ class Call:
     """One call and what came of it."""
 
     kind: str
+    place: str
+    """The application: of this checkout, or of the other one."""
     status: int
     """0: no answer."""
     sent_unix_s: float
@@ -74,7 +85,7 @@ class Call:
 
 def main() -> int:
     """Measure beside both kinds of replica."""
-    options = read_options(__doc__, kinds=list(FULL))
+    options, other_checkout = _read_options()
     scales = QUICK if options.is_quick else FULL
     bars: list[Bar] = []
     figures: dict[str, Any] = {"scale": {name: asdict(scale) for name, scale in scales.items()}}
@@ -83,41 +94,83 @@ def main() -> int:
     for name, scale in scales.items():
         if not options.wants(name):
             continue
-        with KINDS[name].start(options, num_replicas=1, max_queue_wait_s=3600, **COARSE_STREAMS) as served:
-            measured, was_busy, offered = _measure(served, scale, options)
+        measured, offered = _measure(name, scale, options, other_checkout)
         figures[name] = measured
-        loads.append(offered)
-        undisturbed = measured["undisturbed"]
-        is_disturbed |= undisturbed is None
+        loads += offered
+        is_disturbed |= any(its["undisturbed"] is None for its in measured.values())
         if name == "timed":
-            extra_s = None if undisturbed is None else undisturbed["extra_p99_s"]
-            bars.append(Bar("p99 of submitting - p99 of /health/live, seconds", extra_s, MAX_EXTRA_S))
-        bars += [
-            Bar(f"{name}: calls that were not answered as they should be", measured["num_failed"], 0),
-            Bar(f"{name}: the engine was busy to the end", float(was_busy), 1, is_lower_bound=True),
-        ]
+            bars += judge({place: its["undisturbed"] for place, its in measured.items()})
+        for place, its in measured.items():
+            bars += [
+                Bar(f"{name}, {place}: calls that were not answered as they should be", its["num_failed"], 0),
+                Bar(f"{name}, {place}: the engine was busy to the end", its["was_busy"], 1, is_lower_bound=True),
+            ]
     void = "the host took the processors too often" if is_disturbed else None
-    return report("submit", options, bars, figures, loads, family="jobs", void_because=void)
+    record = "submit_against" if other_checkout else "submit"
+    return report(record, options, bars, figures, loads, family="jobs", void_because=void)
 
 
-def _measure(served: Served, scale: Scale, options: Options) -> tuple[dict[str, Any], bool, Offered]:
-    """Figures, whether the backlog lasted, and what became of it."""
-    load = RunningLoad(served.url, _backlog(scale, options))
-    time.sleep(scale.lead_s)
-    running = watching(lambda: sum(replica["num_running"] for replica in served.load()), 0.5)
-    with running as watch, watching(_StealMeter().percent, 1.0) as steal:
-        calls = asyncio.run(_call_in_turn(served, scale))
-    was_busy_to_the_end = load.is_running
-    offered = load.wait()
-    calm = undisturbed_of(calls, steal.seen)
-    has_enough = min(Counter(call.kind for call in calm).get(kind, 0) for kind in _KINDS) >= scale.min_undisturbed
+def _read_options() -> tuple[Options, str | None]:
+    """The options, and another checkout to compare with."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--against")
+    own, arguments = parser.parse_known_args()
+    return read_options(__doc__, arguments, kinds=list(FULL)), own.against
+
+
+def judge(undisturbed: Mapping[str, dict[str, Any] | None]) -> list[Bar]:
+    """The bars on what submitting adds, of each place's figures: ratios where there are two places."""
+    extra = {place: its["extra_s"] if its else dict.fromkeys(MAX_EXTRA_S) for place, its in undisturbed.items()}
+    here, there = extra[_HERE], extra.get(_THERE)
+    if there is None:
+        return [
+            Bar(f"{percent} of submitting - {percent} of /health/live, seconds", here[percent], limit)
+            for percent, limit in MAX_EXTRA_S.items()
+        ]
+    return [
+        Bar(
+            f"{percent} of submitting - {percent} of /health/live, here / there",
+            ratio(here[percent], there[percent]),
+            limit,
+        )
+        for percent, limit in MAX_RATIO.items()
+    ]
+
+
+def _measure(
+    name: str, scale: Scale, options: Options, other_checkout: str | None
+) -> tuple[dict[str, Any], list[Offered]]:
+    """Figures of each place, and what became of the backlogs."""
+    checkouts = {_HERE: None, _THERE: other_checkout} if other_checkout else {_HERE: None}
+    with contextlib.ExitStack() as stack:
+        places: dict[str, Served] = {
+            place: stack.enter_context(
+                KINDS[name].start(
+                    replace(options, checkout=checkout), num_replicas=1, max_queue_wait_s=3600, **COARSE_STREAMS
+                )
+            )
+            for place, checkout in checkouts.items()
+        }
+        backlogs = {place: RunningLoad(served.url, _backlog(scale, options)) for place, served in places.items()}
+        time.sleep(scale.lead_s)
+        with watching(_StealMeter().percent, 1.0) as steal:
+            calls = asyncio.run(_call_in_turn({place: served.url for place, served in places.items()}, scale))
+        was_busy = {place: float(backlog.is_running) for place, backlog in backlogs.items()}
+        offered = [backlog.wait() for backlog in backlogs.values()]
     figures = {
-        "num_running": [seen.value for seen in watch.seen],
-        "steal_percent": [seen.value for seen in steal.seen],
-        **figures_of(calls),
-        "undisturbed": figures_of(calm) if has_enough else None,
+        place: {
+            "was_busy": was_busy[place],
+            **_figures_of_place([call for call in calls if call.place == place], steal.seen, scale),
+        }
+        for place in places
     }
-    return figures, was_busy_to_the_end, offered
+    return figures, offered
+
+
+def _figures_of_place(calls: Sequence[Call], steal: Sequence[Seen], scale: Scale) -> dict[str, Any]:
+    calm = undisturbed_of(calls, steal)
+    has_enough = min(Counter(call.kind for call in calm).get(kind, 0) for kind in _KINDS) >= scale.min_undisturbed
+    return {**figures_of(calls), "undisturbed": figures_of(calm) if has_enough else None}
 
 
 class _StealMeter:
@@ -155,23 +208,28 @@ def _backlog(scale: Scale, options: Options) -> LoadSpec:
     return LoadSpec(streams=(stream,), seed=options.seed, timeout_s=3600.0, late_after_s=1.0)
 
 
-async def _call_in_turn(served: Served, scale: Scale) -> list[Call]:
-    """Submissions and calls of /health/live by turns, half a period apart."""
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(served.url, connector=connector) as session:
-        for kind in _KINDS * 3:  # connections, and whatever is made at first use
-            await _call(session, kind, 0.0)
+async def _call_in_turn(urls: Mapping[str, str], scale: Scale) -> list[Call]:
+    """Submissions to each place by turns, then calls of /health/live, and so on at even distances."""
+    turns = list(itertools.product(_KINDS, urls))
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = {
+            place: await stack.enter_async_context(aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)))
+            for place, url in urls.items()
+        }
+        for kind, place in turns * 3:  # connections, and whatever is made at first use
+            await _call(sessions[place], kind, place, 0.0)
         started_s = time.monotonic()
         tasks = []
-        for number in range(2 * scale.num_calls):
-            at_s = number * scale.period_s / 2
+        for number in range(len(turns) * scale.num_calls):
+            at_s = number * scale.period_s / len(turns)
             await asyncio.sleep(max(0.0, started_s + at_s - time.monotonic()))
             lateness_s = time.monotonic() - started_s - at_s
-            tasks.append(asyncio.create_task(_call(session, _LIVE if number % 2 else _SUBMIT, lateness_s)))
+            kind, place = turns[number % len(turns)]
+            tasks.append(asyncio.create_task(_call(sessions[place], kind, place, lateness_s)))
         return await asyncio.gather(*tasks)
 
 
-async def _call(session: aiohttp.ClientSession, kind: str, lateness_s: float) -> Call:
+async def _call(session: aiohttp.ClientSession, kind: str, place: str, lateness_s: float) -> Call:
     sent_unix_s, sent_s = time.time(), time.monotonic()
     body = {"model": "headway-demo", "prompt": "def accept(job):", "max_tokens": 4}
     request = session.post("/v1/jobs", json=body) if kind == _SUBMIT else session.get("/health/live")
@@ -181,7 +239,7 @@ async def _call(session: aiohttp.ClientSession, kind: str, lateness_s: float) ->
             status = response.status
     except aiohttp.ClientError:
         status = 0
-    return Call(kind, status, sent_unix_s, time.monotonic() - sent_s, lateness_s)
+    return Call(kind, place, status, sent_unix_s, time.monotonic() - sent_s, lateness_s)
 
 
 def figures_of(calls: Sequence[Call]) -> dict[str, Any]:
@@ -194,7 +252,7 @@ def figures_of(calls: Sequence[Call]) -> dict[str, Any]:
     return {
         "num_calls": {kind: len(values) for kind, values in durations_s.items()},
         "duration_s": {kind: {f"p{percent}": value for percent, value in its.items()} for kind, its in by_kind.items()},
-        "extra_p99_s": by_kind[_SUBMIT][99] - by_kind[_LIVE][99],
+        "extra_s": {f"p{percent}": by_kind[_SUBMIT][percent] - by_kind[_LIVE][percent] for percent in (50, 99)},
         "num_failed": sum(call.status != expected[call.kind] for call in calls),
         "statuses": dict(Counter(f"{call.kind} {call.status}" for call in calls)),
         "lateness_p99_s": percentiles([call.lateness_s for call in calls], (99,))[0],

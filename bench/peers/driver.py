@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.peers import workload
 from bench.peers.engine import EngineFactory, Events, PeerEngine
@@ -21,7 +21,7 @@ from bench.peers.workload import PeerRequest
 
 MODES = ("workload", "single", "decode")
 RESULT = "RESULT "
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
 """torch's names."""
 _SINGLE_TOKENS = 128
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from bench.peers import driver
 from bench.peers.engine import Events
 from bench.peers.workload import PeerRequest
-from replicas.engine.config import EngineConfig
+from replicas.engine.config import EngineConfig, EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.loader import ModelOptions, load_model
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loader import load_model
+from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.tokenizer import SilentDecoder
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 
@@ -27,14 +28,11 @@ class HeadwayEngine:
         self._max_num_batched_tokens: int = arguments.max_batch_tokens
         dtype = driver.DTYPES[arguments.dtype]
         loaded = load_model(ModelOptions(arguments.model, dtype, "cpu", arguments.max_model_len, arguments.threads))
-        options = RunnerOptions(
-            max_num_seqs=_MOST_SEQS,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            kv_cache_bytes=arguments.kv_cache_mib * 2**20,
-        )
+        limits = EngineLimits(max_num_seqs=_MOST_SEQS, max_num_batched_tokens=self._max_num_batched_tokens)
+        options = RunnerOptions(kv_cache_bytes=arguments.kv_cache_mib * 2**20)
         self._max_model_len = loaded.max_model_len
-        self._runner = build_runner(loaded, options)
-        warm_up(self._runner, options)
+        self._runner = build_runner(loaded, limits, options)
+        warm_up(self._runner, limits)
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
         """Add all at once; the engine's own queue holds what is beyond `concurrency`."""

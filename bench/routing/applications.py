@@ -28,14 +28,15 @@ COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "coalesce_token
 def timed(options: Options, **settings: object) -> Iterator[Served]:
     """The application over timed replicas."""
     merged = {"step_times": options.step_times, **_TIMED_SETTINGS, **settings, **options.settings}
-    with serving(TIMED, merged, options.has_throughput_profile) as served:
+    with serving(TIMED, merged, options.has_throughput_profile, options.checkout) as served:
         yield served
 
 
 @contextlib.contextmanager
 def demo(options: Options, **settings: object) -> Iterator[Served]:
     """The application over the bundled demo model on CPU, one thread a replica."""
-    with serving(REAL, {**_ON_CPU, **settings, **options.settings}, options.has_throughput_profile) as served:
+    merged = {**_ON_CPU, **settings, **options.settings}
+    with serving(REAL, merged, options.has_throughput_profile, options.checkout) as served:
         yield served
 
 

@@ -52,6 +52,8 @@ class Options:
     seed: int
     kinds: tuple[str, ...] = ()
     """Kinds of replica to run on, of those that the experiment has; none: all."""
+    checkout: str | None = None
+    """Directory of the code that is served; None: this code."""
 
     def wants(self, kind: str) -> bool:
         """Whether to run on this kind of replica."""

@@ -1,9 +1,8 @@
-"""One step's work and its result: what the scheduler and the model runner say to each other."""
+"""The work of one step, and its result."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from replicas.engine.sequence import Sequence
 from replicas.protocol import PositionLogprobs
@@ -41,6 +40,11 @@ class ScheduledSequence:
     def end(self) -> int:
         """One past the last position computed."""
         return self.start + self.num_tokens
+
+    @property
+    def output_index(self) -> int:
+        """Index, from 0, of the output token that the item samples."""
+        return self.end - self.sequence.num_prompt_tokens
 
     @property
     def holds_blocks(self) -> bool:
@@ -85,50 +89,26 @@ class ItemResult:
     """Why this sequence, and it alone, failed (for example logits that are not numbers)."""
 
 
-class LaunchedStep(Protocol):
-    """A step that the device is working on, or has done."""
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A batch to launch."""
 
-    def collect(self) -> list[ItemResult]:
-        """Wait for the step; one result per item, in order. Asked once, in the order of the launches.
-
-        Raises:
-            Exception: the whole batch failed; nothing about it, nor what was launched after it, can be relied on.
-        """
-        ...
+    batch: ScheduledBatch
+    begun_s: float
+    """Monotonic time at which its scheduling began."""
+    is_saturated: bool
+    """Whether it has as much work as the engine's limits allow."""
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedStep:
-    """A step whose results are there."""
+class CollectedStep:
+    """A step whose results are known."""
 
-    results: list[ItemResult]
-
-    def collect(self) -> list[ItemResult]:
-        """One result per item, in order."""
-        return self.results
-
-
-@dataclass(frozen=True, slots=True)
-class FailedStep:
-    """A step that could not be launched."""
-
-    error: Exception
-
-    def collect(self) -> list[ItemResult]:
-        """Raise what the launch raised."""
-        raise self.error
-
-
-class ModelRunner(Protocol):
-    """The only thing that knows a device."""
-
-    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin to compute every scheduled token, write its KV, sample where an item samples.
-
-        Steps take effect in the order of their launches. A token that the step launched last samples may be the last
-        of an item here before anybody has collected it. Running an item again writes the same KV.
-
-        Raises:
-            Exception: the batch failed; steps launched before are not touched.
-        """
-        ...
+    batch: ScheduledBatch
+    results: list[tuple[ScheduledSequence, ItemResult]]
+    """In order of the items. A repeated step has none for sequences that were preempted or have ended since."""
+    collected_s: float
+    """Monotonic time at which they became known."""
+    duration_s: float
+    """Time since the step began, or since the one before it was collected: steps overlap."""
+    is_saturated: bool

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from replicas.settings import check_bounds, setting
+
 
 class KVPressurePolicy(Enum):
     """What gives way when KV blocks run short."""
@@ -17,53 +19,63 @@ class KVPressurePolicy(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Limits of one engine; cross-field rules raise on construction."""
+class EngineLimits:
+    """Limits of an engine that do not depend on the model; cross-field rules raise on construction."""
 
-    num_blocks: int
-    """KV blocks that sequences can hold. The runner keeps one more, block 0, as scratch: ids are 1..num_blocks."""
-    max_model_len: int
-    """Most tokens (prompt + output) of one sequence."""
-    block_size: int = 16
-    """Token slots in a block."""
-    max_num_seqs: int = 32
-    """Sequences that run together."""
-    max_num_batched_tokens: int = 512
-    """Tokens computed in one step, at most."""
-    target_itl_ms: float | None = None
-    """Milliseconds between two tokens of a sequence to aim at: steps in which sequences decode compute fewer prompt
-    tokens, down to none, to keep within 20 % of it. None: `max_num_batched_tokens` is the only limit."""
-    max_num_partial_prefills: int = 2
-    """Prompts that may share a step's token budget without finishing in it. All but one of these places
-    (where there are two or more) may be taken by prompts longer than the budget, so that short ones always
-    find one; more urgent prompts pause less urgent ones part-way."""
-    enable_prefix_caching: bool = True
-    """Reuse full computed blocks between sequences that start with the same tokens."""
-    kv_pressure_policy: KVPressurePolicy = KVPressurePolicy.PREEMPT
+    block_size: int = setting(16, ge=1)
+    """Token slots in one KV block."""
+    max_num_seqs: int = setting(32, ge=1)
+    """Most sequences that run together in one replica."""
+    max_num_batched_tokens: int = setting(512, ge=1)
+    """Most tokens that one engine step computes. Less makes decodes smoother and prefills slower."""
+    target_itl_ms: float | None = setting(None, gt=0)
+    """Target for the time between two tokens of a stream, milliseconds. Steps in which sequences decode compute fewer
+    prompt tokens, down to none, to stay within 20 % of it. None: only `max_num_batched_tokens` limits them."""
+    max_num_partial_prefills: int = setting(2, ge=1)
+    """Most prompts of one replica that are part-way through their prefill. Prompts longer than a step take all but one
+    of these places, so a short prompt always finds one. More urgent prompts pause less urgent ones."""
+    enable_prefix_caching: bool = setting(True)
+    """true: sequences that start with the same tokens share their full KV blocks; false: each computes its own."""
+    kv_pressure_policy: KVPressurePolicy = setting(KVPressurePolicy.PREEMPT)
+    """Reaction to a shortage of KV blocks: `preempt` recomputes the least urgent sequence later; `pause_new` admits
+    only sequences that can run to their `max_tokens`."""
+    async_scheduling: bool | None = setting(None)
+    """Schedule and launch a step before the tokens of the previous step are known. None: only with a GPU."""
     max_queued_requests: int = 1024
     """Waiting sequences, beyond those that find a free slot, at which a request is refused."""
     max_queued_tokens: int = 4_000_000
     """Prompt + `max_tokens` of the waiting sequences at which a request that finds no free slot is refused."""
     promote_after_s: float = 30.0
-    """A band that waits and for which nothing was computed this long, seconds, has one sequence promoted: it
-    takes the next free slot and keeps it."""
-    async_scheduling: bool = False
-    """Schedule and launch a step before the results of the one before are known, so that the device never waits for
-    the host. Worth it only where device and host are two: on CUDA."""
-    eos_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a sequence unless it says `ignore_eos`."""
+    """Seconds after which a waiting band, for which nothing was computed, has one sequence promoted: it takes the next
+    free slot and keeps it."""
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "max_model_len", "block_size", "max_num_seqs", "max_num_partial_prefills"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.target_itl_ms is not None and self.target_itl_ms <= 0:
-            raise ValueError(f"target_itl_ms is {self.target_itl_ms}; it must be above 0, or None")
+        check_bounds(self)
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must exceed max_num_seqs "
                 f"({self.max_num_seqs}), or no prompt could begin while all running sequences decode"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineLimits):
+    """Limits of one engine, completed by its model, its KV cache and its device."""
+
+    num_blocks: int
+    """KV blocks that sequences can hold. The runner keeps one more, block 0, as scratch: ids are 1..num_blocks."""
+    max_model_len: int
+    """Most tokens (prompt + output) of one sequence."""
+    async_scheduling: bool = False
+    """Schedule and launch a step before the tokens of the previous step are known."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end a sequence unless it says `ignore_eos`."""
+
+    def __post_init__(self) -> None:
+        EngineLimits.__post_init__(self)
+        for name in ("num_blocks", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_model_len > self.num_blocks * self.block_size:
             raise ValueError(
                 f"max_model_len ({self.max_model_len}) exceeds the KV cache of {self.num_blocks} blocks x "

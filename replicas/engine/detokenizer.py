@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-
-class IncrementalDecoder(Protocol):
-    """Turns a sequence's output tokens into text, one at a time."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete, or for a special token."""
-        ...
+from replicas.engine.interfaces import IncrementalDecoder
 
 
 class Detokenizer:

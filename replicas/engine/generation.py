@@ -1,47 +1,122 @@
-"""A sequence and the text that comes of it."""
+"""The output of a sequence: its deltas, and the decision where it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from replicas.engine.detokenizer import Detokenizer, IncrementalDecoder
+from replicas.engine.batch import ItemResult, ScheduledSequence
+from replicas.engine.detokenizer import Detokenizer
+from replicas.engine.interfaces import IncrementalDecoder
 from replicas.engine.sequence import Sequence
-from replicas.engine.stopping import Stop, length_reached, may_stop_on_text, stop_token
-from replicas.errors import SequenceFailed
-from replicas.protocol import FinishReason, GenerateRequest
+from replicas.errors import SequenceFailed, ServingError
+from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, SamplingParams, TokenDelta, Usage
 
 DecoderFactory = Callable[[GenerateRequest], IncrementalDecoder]
 
 
-class Generation:
-    """Reads a sequence's tokens as they become known, and says where it ends."""
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The end of a sequence; `cause` is the stop token id or stop string, None for EOS and length."""
 
-    def __init__(self, sequence: Sequence, decoders: DecoderFactory) -> None:
+    reason: FinishReason
+    cause: int | str | None = None
+
+
+class Generation:
+    """The output of one sequence: turns the results of steps into deltas, and decides where the sequence ends."""
+
+    def __init__(self, sequence: Sequence, decoders: DecoderFactory, eos_token_ids: frozenset[int]) -> None:
         """Reads the output that the request came with, too.
 
         Raises:
             SequenceFailed: it cannot be decoded.
         """
         self.sequence = sequence
+        self._eos_token_ids = eos_token_ids
         request = sequence.request
         try:
             self._detokenizer = Detokenizer(decoders(request), request.params.stop)
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text; what is held back of it is held back again.
-                self._detokenizer.push(token_id, may_stop_on_text(request.params, index + 1))
+                self._detokenizer.push(token_id, _may_stop_on_text(request.params, index + 1))
         except Exception as error:  # Whatever a tokenizer raises is this request's own trouble.
-            raise SequenceFailed(f"decoding the output failed: {error}") from error
+            raise _undecodable(error) from error
 
-    def read(self, token_id: int, eos_token_ids: frozenset[int]) -> tuple[str, Stop | None]:
-        """Text that the sequence's newest token makes known, and whether the sequence ends with it."""
+    def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
+        """Add what a step computed of the sequence; None if there is nothing to show yet."""
+        sequence = self.sequence
+        prompt_logprobs = sequence.take_prompt_logprobs(item.start, result.prompt_logprobs)
+        if not item.samples:
+            is_scored = not sequence.can_sample and sequence.num_computed_tokens == sequence.num_tokens
+            stop = Stop(FinishReason.LENGTH) if is_scored else None
+            has_news = is_scored or prompt_logprobs
+            return self._delta((), "", stop, prompt_logprobs=prompt_logprobs) if has_news else None
+        assert result.token_id is not None
+        sequence.append(result.token_id)
+        try:
+            text, stop = self._read(result.token_id)
+        except Exception as error:  # A tokenizer's decoder failed on this sequence's tokens; the others are fine.
+            sequence.take_back()
+            return self.fail(_undecodable(error))
+        logprobs = () if result.logprobs is None else (result.logprobs,)
+        return self._delta((result.token_id,), text, stop, logprobs, prompt_logprobs)
+
+    def fail(self, error: ServingError) -> TokenDelta:
+        """Return the last delta of a sequence that cannot go on."""
+        return replace(self._delta((), "", Stop(FinishReason.ERROR)), error=error)
+
+    def _read(self, token_id: int) -> tuple[str, Stop | None]:
+        """Return the text that the newest token makes known, and the end of the sequence if it ends there."""
         detokenizer, sequence = self._detokenizer, self.sequence
-        stop = stop_token(sequence, eos_token_ids)
-        text = (
-            ""
-            if stop
-            else detokenizer.push(token_id, may_stop_on_text(sequence.request.params, sequence.num_output_tokens))
-        )
-        if detokenizer.stop_string is not None:
-            stop = Stop(FinishReason.STOP, detokenizer.stop_string)
-        stop = stop or length_reached(sequence)
+        stop, text = self._stop_at(token_id), ""
+        if stop is None:
+            may_stop = _may_stop_on_text(sequence.request.params, sequence.num_output_tokens)
+            text = detokenizer.push(token_id, may_stop)
+            if detokenizer.stop_string is not None:
+                stop = Stop(FinishReason.STOP, detokenizer.stop_string)
+            elif not sequence.can_sample:
+                stop = Stop(FinishReason.LENGTH)
         return (text + detokenizer.finish() if stop else text), stop
+
+    def _stop_at(self, token_id: int) -> Stop | None:
+        """Return the end of the sequence if its newest token is one that ends it."""
+        params = self.sequence.request.params
+        if self.sequence.num_output_tokens <= params.min_tokens:
+            return None
+        if token_id in params.stop_token_ids:
+            return Stop(FinishReason.STOP, token_id)
+        if token_id in self._eos_token_ids and not params.ignore_eos:
+            return Stop(FinishReason.STOP)
+        return None
+
+    def _delta(
+        self,
+        token_ids: tuple[int, ...],
+        text: str,
+        stop: Stop | None,
+        logprobs: tuple[PositionLogprobs, ...] = (),
+        prompt_logprobs: tuple[PositionLogprobs, ...] = (),
+    ) -> TokenDelta:
+        sequence = self.sequence
+        num_output_tokens = sequence.num_output_tokens
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            start=num_output_tokens - len(token_ids),
+            token_ids=token_ids,
+            text=text,
+            usage=Usage(sequence.num_prompt_tokens, num_output_tokens, sequence.num_cached_tokens or 0),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=stop.reason if stop else None,
+            stop_reason=stop.cause if stop else None,
+        )
+
+
+def _may_stop_on_text(params: SamplingParams, num_output_tokens: int) -> bool:
+    """Whether a stop string that the newest of so many output tokens completes ends the sequence."""
+    return num_output_tokens > params.min_tokens
+
+
+def _undecodable(error: Exception) -> SequenceFailed:
+    return SequenceFailed(f"decoding the output failed: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from replicas.clock import Clock
-from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.stats import EngineStats, gauge
@@ -11,16 +10,14 @@ from replicas.protocol import Band, EngineMetrics, Metric, ReplicaIdentity, Repl
 
 
 class LoadReport:
-    """Reads scheduler, blocks and counters; changes none of them."""
+    """Reader of scheduler and counters; changes neither."""
 
     def __init__(
-        self, config: EngineConfig, identity: ReplicaIdentity, scheduler: Scheduler, blocks: BlockManager,
-        stats: EngineStats, clock: Clock,
-    ) -> None:  # fmt: skip
+        self, config: EngineConfig, identity: ReplicaIdentity, scheduler: Scheduler, stats: EngineStats, clock: Clock
+    ) -> None:
         self._config = config
         self._identity = identity
         self._scheduler = scheduler
-        self._blocks = blocks
         self._stats = stats
         self._clock = clock
 
@@ -39,7 +36,7 @@ class LoadReport:
             taken_unix_s=self._clock.unix(),
             num_slots=self._config.max_num_seqs,
             num_blocks=self._config.num_blocks,
-            num_free_blocks=self._blocks.num_free_blocks,
+            num_free_blocks=self._scheduler.num_free_blocks,
             num_running_by_band=tuple(running),
             num_waiting_by_band=self._scheduler.waiting.num_by_band,
             waiting_tokens=self._scheduler.waiting.num_tokens,

@@ -7,28 +7,31 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from replicas.engine.batch import (
-    FailedStep,
-    ItemResult,
-    LaunchedStep,
-    ModelRunner,
-    ScheduledBatch,
-    ScheduledSequence,
-)
+from replicas.clock import Clock
+from replicas.engine.batch import CollectedStep, ItemResult, ScheduledBatch, ScheduledSequence, ScheduledStep
+from replicas.engine.interfaces import LaunchedStep, ModelRunner
 from replicas.engine.scheduler import Scheduler
 
 _MAX_FAILED_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A launched batch whose results have not been collected."""
+class _FailedStep:
+    """A step that could not be launched."""
 
-    batch: ScheduledBatch
-    step: LaunchedStep
-    launched_s: float
-    is_saturated: bool
-    """Whether it had as much work as the engine's limits allow."""
+    error: Exception
+
+    def collect(self) -> list[ItemResult]:
+        """Raise what the launch raised."""
+        raise self.error
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A launched step whose results have not been collected."""
+
+    scheduled: ScheduledStep
+    launched: LaunchedStep
     may_wait: bool
     """Whether another step may be scheduled and launched before its results are known."""
 
@@ -45,59 +48,76 @@ class Pipeline:
         Nothing is launched after a step that failed or may not wait before that step has been collected.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, is_asynchronous: bool) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Clock, is_asynchronous: bool) -> None:
         self._runner = runner
         self._scheduler = scheduler
+        self._clock = clock
         self._is_asynchronous = is_asynchronous
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_collected_s = float("-inf")
         self._num_failed_steps = 0
 
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    def launch(self, batch: ScheduledBatch, now: float, is_saturated: bool) -> None:
-        """Let the device begin with `batch` once it has done what was launched before."""
-        step: LaunchedStep
-        may_wait = self._is_asynchronous and not batch.must_be_known_at_once
-        try:
-            step = self._runner.launch(batch)
-        except Exception as error:  # Told by `collect`, in its turn.
-            step, may_wait = FailedStep(error), False
-        for item in batch.items:
-            item.sequence.launched(item.num_tokens, item.samples)
-        self._in_flight.append(StepInFlight(batch, step, now, is_saturated, may_wait))
+    def run(self, step: ScheduledStep | None) -> Iterator[CollectedStep]:
+        """Launch `step`; return an iterator that collects the steps that are due, oldest first.
 
-    def due(self, has_launched: bool) -> Iterator[StepInFlight]:
-        """The steps to collect now, oldest first: all but one just launched that may wait."""
+        Due are all steps in flight but one just launched that may wait. Apply the results of each before asking for
+        the next: a step that failed is repeated with what its sequences know by then.
+
+        Raises:
+            Exception: from the iterator: the device is broken.
+        """
+        if step is not None:
+            self._launch(step)
+        return self._collect_due(has_launched=step is not None)
+
+    def _launch(self, step: ScheduledStep) -> None:
+        """Let the device begin with the step once it has done what was launched before."""
+        launched: LaunchedStep
+        may_wait = self._is_asynchronous and not step.batch.must_be_known_at_once
+        try:
+            launched = self._runner.launch(step.batch)
+        except Exception as error:  # Raised later, when the step is collected, so that results stay in launch order.
+            launched, may_wait = _FailedStep(error), False
+        for item in step.batch.items:
+            item.sequence.launched(item.num_tokens, item.samples)
+        self._in_flight.append(_StepInFlight(step, launched, may_wait))
+
+    def _collect_due(self, has_launched: bool) -> Iterator[CollectedStep]:
         while self._in_flight:
             if has_launched and len(self._in_flight) == 1 and self._in_flight[0].may_wait:
                 return
-            yield self._in_flight.popleft()
+            yield self._collect(self._in_flight.popleft())
 
-    def collect(self, step: StepInFlight) -> list[tuple[ScheduledSequence, ItemResult]]:
-        """The results of a step that is due; items whose sequence has gone on without them are left out.
+    def _collect(self, step: _StepInFlight) -> CollectedStep:
+        scheduled = step.scheduled
+        results = self._results(scheduled.batch, step.launched)
+        now = self._clock.monotonic()
+        duration_s = now - max(scheduled.begun_s, self._last_collected_s)
+        self._last_collected_s = now
+        return CollectedStep(scheduled.batch, results, now, duration_s, scheduled.is_saturated)
 
-        Raises:
-            Exception: the device is broken.
-        """
+    def _results(self, batch: ScheduledBatch, launched: LaunchedStep) -> list[tuple[ScheduledSequence, ItemResult]]:
         try:
-            results = step.step.collect()
+            results = launched.collect()
         except Exception as error:
             self._discard()
-            return self._collect_alone(step.batch, error)
+            return self._results_alone(batch, error)
         self._num_failed_steps = 0
-        return list(zip(step.batch.items, results, strict=True))
+        return list(zip(batch.items, results, strict=True))
 
     def _discard(self) -> None:
         """Forget what was launched after a failed step: it read what that one should have written."""
         for later in self._in_flight:
             with contextlib.suppress(Exception):
-                later.step.collect()
-            for item in later.batch.items:
+                later.launched.collect()
+            for item in later.scheduled.batch.items:
                 self._scheduler.revoke(item)
         self._in_flight.clear()
 
-    def _collect_alone(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
+    def _results_alone(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
         self._num_failed_steps += 1
         live = [item for item in batch.items if item.holds_blocks]
         for item in batch.items:

@@ -72,6 +72,11 @@ class Scheduler:
         return self._running
 
     @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody holds, cached ones included."""
+        return self._blocks.num_free_blocks
+
+    @property
     def token_budget(self) -> int:
         """Tokens that a step in which sequences decode may compute, as things are."""
         return self._latency.budget
@@ -102,6 +107,16 @@ class Scheduler:
             plan.limit(self._latency.num_tokens(plan.num_decodes, self._outranks_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
+
+    def is_saturated(self, batch: ScheduledBatch) -> bool:
+        """Whether `batch`, scheduled last, has as much work as the limits allow."""
+        if len(batch.items) == 1 and batch.items[0].sequence.request.runs_alone:
+            return False
+        return (
+            len(self._waiting) > 0
+            or len(self._running) == self._config.max_num_seqs
+            or batch.num_tokens == self._config.max_num_batched_tokens
+        )
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Note how long a step took."""

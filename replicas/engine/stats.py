@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
+from enum import Enum
 
-from replicas.engine.batch import ScheduledBatch
+from replicas.engine.batch import CollectedStep, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.waste import WastedTokens
 from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
+from replicas.rates import SlidingRate
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -31,7 +32,7 @@ _PADDING_HELP = (
     "tokens of a step / (its sequences x the most tokens of one): what a padded batch of them would have had of use; "
     "nothing is padded here"
 )
-_RATE_WINDOW_STEPS = 128
+_RATE_WINDOW_S = 5.0
 _MAX_ACCOUNTS = 64
 
 
@@ -66,27 +67,19 @@ class Histogram:
 
 
 class TokenRate:
-    """Tokens a second over recent steps."""
+    """Tokens a second of computing time, over recent steps; written by the engine thread, read by any."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque()
-        self._duration_s = 0.0
-        self._num_tokens = 0
+        self._rate = SlidingRate(_RATE_WINDOW_S, start_s=0.0)
+        self._computed_s = 0.0
+        self.tokens_per_s = 0.0
+        """0 before the first step."""
 
     def step(self, duration_s: float, num_tokens: int) -> None:
-        """Note a step that took `duration_s` for `num_tokens`."""
-        self._steps.append((duration_s, num_tokens))
-        self._duration_s += duration_s
-        self._num_tokens += num_tokens
-        if len(self._steps) > _RATE_WINDOW_STEPS:
-            oldest_s, oldest_tokens = self._steps.popleft()
-            self._duration_s -= oldest_s
-            self._num_tokens -= oldest_tokens
-
-    @property
-    def tokens_per_s(self) -> float:
-        """0 before the first step."""
-        return self._num_tokens / self._duration_s if self._duration_s > 1e-9 else 0.0
+        """Count a step that took `duration_s` for `num_tokens`."""
+        self._computed_s += duration_s
+        self._rate.add(num_tokens, self._computed_s, duration_s)
+        self.tokens_per_s = self._rate.per_s(self._computed_s)
 
 
 class TenantAccount:
@@ -109,22 +102,50 @@ class TenantAccount:
         return tuple(TenantTokens(tenant, band, tokens) for (tenant, band), tokens in list(self._tokens.items()))
 
 
-class EngineStats:
-    """Counters and histograms of one engine; written by the engine thread, read by any."""
+class WasteCause(Enum):
+    """Why computed tokens were of no use."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.rate = TokenRate()
-        self.saturated_rate = TokenRate()
-        self.account = TenantAccount()
-        self.waste = WastedTokens()
-        self._config = config
-        self._tokens: Counter[str] = Counter()
-        self._finished: Counter[FinishReason] = Counter()
-        self._rejected: Counter[str] = Counter()
-        lengths = one_two_five(config.max_model_len)
+    PREEMPT = "preempt"
+    """They were computed again after a preemption."""
+    ABORT = "abort"
+    """Their request was aborted: its client left or cancelled."""
+    EXPIRED = "expired"
+    """Their request's deadline passed before it was finished."""
+    SURPLUS = "surplus"
+    """Their sequence had ended with the token before, which nobody knew yet (`async_scheduling`)."""
+
+
+class WastedTokens:
+    """Counts by cause; written by the engine thread, read by any.
+
+    Every token is counted as often as it was computed in vain, so that the sum is a share of all that were computed.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Counter[WasteCause] = Counter()
+
+    def add(self, cause: WasteCause, num_tokens: int) -> None:
+        """Count tokens, prompt and output, whose computing turned out to be in vain."""
+        self._tokens[cause] += num_tokens
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """The counts so far."""
+        help_text = (
+            "tokens computed in vain: again after a preemption, for a sequence that had ended already, or (prompt "
+            "beyond the prefix hit, and output) for requests that were aborted or whose deadline passed; share = "
+            "this / vllm:iteration_tokens_total_sum"
+        )
+        return tuple(
+            _counter("headway:wasted_tokens", help_text, self._tokens[cause], cause=cause.value) for cause in WasteCause
+        )
+
+
+class _RequestHistograms:
+    """Distributions over requests that have ended."""
+
+    def __init__(self, max_model_len: int) -> None:
+        lengths = one_two_five(max_model_len)
         make = Histogram
-        self._ttft = make("vllm:time_to_first_token_seconds", "arrival to first output token", _TTFT_S)
-        self._itl = make("vllm:inter_token_latency_seconds", "gap between two output tokens", _TOKEN_GAP_S)
         self._tpot = make(
             "vllm:request_time_per_output_token_seconds", "(last - first token) / (output tokens - 1)", _TOKEN_GAP_S
         )
@@ -140,59 +161,9 @@ class EngineStats:
             "vllm:request_prefill_kv_computed_tokens", "prompt tokens not found in the prefix cache", lengths
         )
         self._preemptions = make("vllm:request_num_preemptions", "preemptions of a request", _NUM_PREEMPTIONS)
-        self._iteration = make("vllm:iteration_tokens_total", "tokens computed in a step", _ITERATION_TOKENS)
-        self._padding_efficiency = make("headway:step_padding_efficiency", _PADDING_HELP, _SHARES)
-        self._utilization = make("headway:batch_utilization", "sequences of a step / max_num_seqs", _SHARES)
 
-    def rejected(self, reason: str) -> None:
-        """A request was refused at the queue's limit named `reason`."""
-        self._rejected[reason] += 1
-
-    def scheduled_first(self, sequence: Sequence) -> None:
-        """A sequence was scheduled for the first time."""
-        self._tokens["prompt"] += sequence.num_prompt_tokens
-        self._tokens["cached"] += sequence.num_cached_tokens or 0
-        if self._config.enable_prefix_caching and sequence.request.params.prompt_logprobs is None:
-            self._tokens["looked up"] += sequence.num_prompt_tokens
-
-    def stepped(self, batch: ScheduledBatch, duration_s: float, is_saturated: bool) -> None:
-        """A step ended; `is_saturated` if it had as much work as the engine's limits allow."""
-        num_tokens = num_sampled = most_tokens = 0
-        first = batch.items[0].sequence.request
-        tenant, band, num_served = first.tenant, first.band, 0
-        for item in batch.items:
-            num_tokens += item.num_tokens
-            if item.num_tokens > most_tokens:
-                most_tokens = item.num_tokens
-            num_sampled += item.samples and item.sequence.status is not SequenceStatus.FINISHED
-            request = item.sequence.request
-            if request.tenant != tenant or request.band is not band:
-                # Neighbours in a batch mostly share both: one entry for a run of them.
-                self.account.add(tenant, band, num_served)
-                tenant, band, num_served = request.tenant, request.band, 0
-            num_served += item.num_tokens
-        self.account.add(tenant, band, num_served)
-        self.rate.step(duration_s, num_sampled)
-        if is_saturated:
-            self.saturated_rate.step(duration_s, num_tokens)
-        self._iteration.observe(num_tokens)
-        self._padding_efficiency.observe(num_tokens / (len(batch.items) * most_tokens))
-        self._utilization.observe(len(batch.items) / self._config.max_num_seqs)
-
-    def produced(self, sequence: Sequence, now: float) -> None:
-        """A sequence got an output token; stamps its timings."""
-        self._tokens["generation"] += 1
-        if sequence.last_token_s is not None:
-            self._itl.observe(now - sequence.last_token_s)
-        else:
-            sequence.first_token_s = now
-            if not sequence.request.output_token_ids:
-                self._ttft.observe(now - sequence.arrival_s)
-        sequence.last_token_s = now
-
-    def finished(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """A sequence ended, for whatever reason."""
-        self._finished[reason] += 1
+    def observe(self, sequence: Sequence, now: float) -> None:
+        """Count a request that has ended."""
         self._e2e.observe(now - sequence.arrival_s)
         self._prompt_tokens.observe(sequence.num_prompt_tokens)
         self._output_tokens.observe(sequence.num_output_tokens)
@@ -211,12 +182,108 @@ class EngineStats:
         if num_here > 1:
             self._tpot.observe((sequence.last_token_s - sequence.first_token_s) / (num_here - 1))
 
+    def snapshots(self) -> tuple[HistogramMetric, ...]:
+        """Return every distribution so far."""
+        return tuple(histogram.snapshot() for histogram in vars(self).values())
+
+
+class EngineStats:
+    """Observer of one engine: turns its events into counters and histograms.
+
+    Written by the engine thread, read by any.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.rate = TokenRate()
+        self.saturated_rate = TokenRate()
+        self.account = TenantAccount()
+        self._config = config
+        self._tokens: Counter[str] = Counter()
+        self._waste = WastedTokens()
+        self._finished: Counter[FinishReason] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._ttft = Histogram("vllm:time_to_first_token_seconds", "arrival to first output token", _TTFT_S)
+        self._itl = Histogram("vllm:inter_token_latency_seconds", "gap between two output tokens", _TOKEN_GAP_S)
+        self._requests = _RequestHistograms(config.max_model_len)
+        self._iteration = Histogram("vllm:iteration_tokens_total", "tokens computed in a step", _ITERATION_TOKENS)
+        self._padding_efficiency = Histogram("headway:step_padding_efficiency", _PADDING_HELP, _SHARES)
+        self._utilization = Histogram("headway:batch_utilization", "sequences of a step / max_num_seqs", _SHARES)
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was refused at the queue's limit named `reason`."""
+        self._rejected[reason] += 1
+
+    def scheduled(self, batch: ScheduledBatch, now: float) -> None:
+        """Count the sequences that were scheduled for the first time; stamps their timings."""
+        for item in batch.items:
+            sequence = item.sequence
+            if sequence.first_scheduled_s is None:
+                sequence.first_scheduled_s = now
+                self._tokens["prompt"] += sequence.num_prompt_tokens
+                self._tokens["cached"] += sequence.num_cached_tokens or 0
+                if self._config.enable_prefix_caching and sequence.request.params.prompt_logprobs is None:
+                    self._tokens["looked up"] += sequence.num_prompt_tokens
+
+    def stepped(self, step: CollectedStep) -> None:
+        """Count what a step computed, before its results are applied."""
+        items = step.batch.items
+        num_tokens = num_sampled = most_tokens = 0
+        first = items[0].sequence.request
+        tenant, band, num_served = first.tenant, first.band, 0
+        for item in items:
+            num_tokens += item.num_tokens
+            if item.num_tokens > most_tokens:
+                most_tokens = item.num_tokens
+            num_sampled += item.samples and item.sequence.status is not SequenceStatus.FINISHED
+            request = item.sequence.request
+            if request.tenant != tenant or request.band is not band:
+                # Neighbours in a batch mostly share both: one entry for a run of them.
+                self.account.add(tenant, band, num_served)
+                tenant, band, num_served = request.tenant, request.band, 0
+            num_served += item.num_tokens
+        self.account.add(tenant, band, num_served)
+        self.rate.step(step.duration_s, num_sampled)
+        if step.is_saturated:
+            self.saturated_rate.step(step.duration_s, num_tokens)
+        self._iteration.observe(num_tokens)
+        self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
+        self._utilization.observe(len(items) / self._config.max_num_seqs)
+        self._waste.add(WasteCause.PREEMPT, sum([item.num_repeated_tokens for item, _ in step.results]))
+
+    def produced(self, sequence: Sequence, now: float) -> None:
+        """Count an output token of a sequence; stamps its timings."""
+        self._tokens["generation"] += 1
+        if sequence.last_token_s is not None:
+            self._itl.observe(now - sequence.last_token_s)
+        else:
+            sequence.first_token_s = now
+            if not sequence.request.output_token_ids:
+                self._ttft.observe(now - sequence.arrival_s)
+        sequence.last_token_s = now
+
+    def expired(self, sequence: Sequence) -> None:
+        """Count what was computed for a sequence whose deadline has passed."""
+        self._waste.add(WasteCause.EXPIRED, sequence.num_spent_tokens)
+
+    def finished(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """Count a sequence that ends, before its blocks are freed."""
+        self._finished[reason] += 1
+        if reason is FinishReason.ABORT:
+            self._waste.add(WasteCause.ABORT, sequence.num_spent_tokens)
+        elif reason is not FinishReason.ERROR:
+            self._waste.add(WasteCause.SURPLUS, sequence.num_surplus_tokens)
+        self._requests.observe(sequence, now)
+
     def histograms(self) -> tuple[HistogramMetric, ...]:
-        """Every distribution so far."""
-        return tuple(value.snapshot() for value in vars(self).values() if type(value) is Histogram)
+        """Return every distribution so far."""
+        of_steps = (self._iteration, self._padding_efficiency, self._utilization)
+        return (
+            *(histogram.snapshot() for histogram in (self._ttft, self._itl, *of_steps)),
+            *self._requests.snapshots(),
+        )
 
     def counters(self, num_preemptions: int) -> tuple[Metric, ...]:
-        """Every counter so far, and the scheduler's."""
+        """Return every counter so far, and the scheduler's."""
         tokens = self._tokens
         computed = tokens["prompt"] - tokens["cached"]
         return (
@@ -238,7 +305,7 @@ class EngineStats:
                 _counter("headway:engine_refusals", _REFUSALS_HELP, self._rejected[reason], reason=reason)
                 for reason in ("max_num_queued_reqs", "max_num_queued_tokens")
             ),
-            *self.waste.metrics(),
+            *self._waste.metrics(),
         )
 
 

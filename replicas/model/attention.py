@@ -7,7 +7,7 @@ step's attention over the paged cache while serving.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -17,6 +17,9 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+from replicas.model.batch_inputs import BatchInputs
+from replicas.model.kv_cache import AttentionLayer, KVCache
 
 ATTENTION_NAME = "headway_paged"
 _PORT_ATTRIBUTE = "headway_attention_port"
@@ -52,12 +55,33 @@ class AttentionCall:
     """Names of other arguments that transformers gave a value."""
 
 
+def with_dense_heads(tensor: Tensor) -> Tensor:
+    """Return the tensor itself where the numbers of one head lie side by side, else a copy."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
 class AttentionContext(Protocol):
     """Computes the attention of the forward pass that is running."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention output, [num_tokens, num_query_heads, value_size]."""
         ...
+
+
+AttentionFactory = Callable[[KVCache, BatchInputs], AttentionContext]
+"""Makes the attention of one forward pass: the seam for kernels of one device."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Requirements of a model on the attention that serves it."""
+
+    layers: Sequence[AttentionLayer]
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+    has_kernels: bool = False
+    """Whether the compiled CPU kernels can be called, for this dtype."""
 
 
 class AttentionPort:

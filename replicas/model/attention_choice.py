@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from replicas.model.attention import AttentionContext
-from replicas.model.attention_check import LONG_PASSES, SHORT_PASSES, AttentionProblem, Passes, check_attention
+from replicas.errors import ModelLoadError
+from replicas.model.attention import AttentionContext, AttentionFactory, AttentionSpec
+from replicas.model.attention_check import LONG_PASSES, SHORT_PASSES, Passes, check_attention
 from replicas.model.batch_inputs import BatchInputs
 from replicas.model.cpp_attention import CppAttention, can_attend
-from replicas.model.errors import ModelLoadError
 from replicas.model.flash_attention import FlashBackend
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
-from replicas.model.loader import LoadedModel
-from replicas.model.runner import AttentionFactory
 
 if TYPE_CHECKING:
     from replicas.model.triton_attention import TritonBackend
@@ -29,21 +27,20 @@ BACKENDS = ("auto", "flash", "triton", "gather")
 _FEW_PROCESSORS, _MANY_PROCESSORS = 0, 4096
 
 
-def choose_attention(loaded: LoadedModel, backend: str, block_size: int) -> AttentionFactory:
-    """The backend that is asked for by name, or with `auto` the fastest that works for `loaded` on its device.
+def choose_attention(spec: AttentionSpec, backend: str) -> AttentionFactory:
+    """Return the backend that is asked for by name, or with `auto` the fastest that works for `spec`.
 
     Raises:
         ModelLoadError: flash or triton was asked for and does not work here, or there is no such backend.
     """
     if backend not in BACKENDS:
         raise ModelLoadError(f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    problem = AttentionProblem(loaded.layers, block_size, loaded.dtype, loaded.device)
     if backend == "auto":
-        return _fastest(loaded, problem)
+        return _fastest(spec)
     if backend == "gather":
         return GatherAttention
     try:
-        return FlashAndTriton(_flash(problem), _triton(problem)) if backend == "flash" else _triton(problem)
+        return FlashAndTriton(_flash(spec), _triton(spec)) if backend == "flash" else _triton(spec)
     except ModelLoadError as error:
         raise ModelLoadError(f"attention_backend is {backend!r}, which does not work here: {error}") from error
 
@@ -65,42 +62,42 @@ class FlashAndTriton:
         return (self._flash if has_prompts else self._triton)(cache, inputs)
 
 
-def _fastest(loaded: LoadedModel, problem: AttentionProblem) -> AttentionFactory:
-    if loaded.device.type != "cuda":
-        return CppAttention if loaded.has_kernels and can_attend(loaded.layers) else GatherAttention
+def _fastest(spec: AttentionSpec) -> AttentionFactory:
+    if spec.device.type != "cuda":
+        return CppAttention if spec.has_kernels and can_attend(spec.layers) else GatherAttention
     try:
-        triton = _triton(problem)
+        triton = _triton(spec)
     except ModelLoadError as error:
         _log.warning("attention runs in plain torch, slowly, as Triton's kernels do not work here: %s", error)
         return GatherAttention
     try:
-        return FlashAndTriton(_flash(problem), triton)
+        return FlashAndTriton(_flash(spec), triton)
     except ModelLoadError as error:
         _log.info("attention runs in our own kernels alone: %s", error)
     return triton
 
 
-def _flash(problem: AttentionProblem) -> AttentionFactory:
+def _flash(spec: AttentionSpec) -> AttentionFactory:
     """FlashAttention 3; raises ModelLoadError where it is not installed, not made for the device, or proves wrong."""
-    backend = FlashBackend(problem.dtype, problem.device)
+    backend = FlashBackend(spec.dtype, spec.device)
     # Tables as wide as the longer passes' have it divide the keys.
-    _refuse_wrong(problem, [backend], LONG_PASSES)
+    _refuse_wrong(spec, [backend], LONG_PASSES)
     return backend
 
 
-def _triton(problem: AttentionProblem) -> TritonBackend:
+def _triton(spec: AttentionSpec) -> TritonBackend:
     """Triton's kernels; raises ModelLoadError where they are not installed or prove wrong."""
     try:
         # Triton comes with torch for CUDA only; whoever serves on a CPU does without it.
         from replicas.model.triton_attention import TritonBackend
     except ImportError as error:
         raise ModelLoadError(str(error)) from error
-    _refuse_wrong(problem, [TritonBackend(number) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)], SHORT_PASSES)
-    return TritonBackend(_num_processors(problem.device))
+    _refuse_wrong(spec, [TritonBackend(number) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)], SHORT_PASSES)
+    return TritonBackend(_num_processors(spec.device))
 
 
-def _refuse_wrong(problem: AttentionProblem, candidates: Sequence[AttentionFactory], passes: Passes) -> None:
-    fault = check_attention(problem, candidates, passes)
+def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionFactory], passes: Passes) -> None:
+    fault = check_attention(spec, candidates, passes)
     if fault is not None:
         raise ModelLoadError(fault)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,13 +11,13 @@ from transformers import PreTrainedModel
 
 from replicas.model.attention import AttentionPort, number_layers
 from replicas.model.probe import dry_forward
+from replicas.model.selfcheck import WHOLE_MODEL, find_fault, relative_error
 
 _log = logging.getLogger(__name__)
 
 # Kinds of layers, each for one token and for many: beyond so many the compiler would silently leave layers as they are.
 _MAX_COMPILATIONS = 64
-# Of a logit, relative to the largest; what is wrong differs by about 1.
-_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_TRIALS = ([3, 4, 5, 6, 7], [3])
 
 
 def compile_layers(model: PreTrainedModel, port: AttentionPort, backend: str = "inductor") -> bool:
@@ -31,7 +32,7 @@ def compile_layers(model: PreTrainedModel, port: AttentionPort, backend: str = "
     layers = [module for module in model.modules() if type(module).__name__ in names]
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
-    fault = _fault(model, port, expected)
+    fault = find_fault(_errors(model, port, expected), model.dtype, WHOLE_MODEL)
     if fault is not None:
         _undo(layers)
         _log.warning("layers run as transformers has them: they cannot be compiled here: %s", fault)
@@ -39,21 +40,10 @@ def compile_layers(model: PreTrainedModel, port: AttentionPort, backend: str = "
     return bool(layers)
 
 
-_TRIALS = ([3, 4, 5, 6, 7], [3])
-
-
-def _fault(model: PreTrainedModel, port: AttentionPort, expected: list[Tensor]) -> str | None:
-    """What is wrong with the compiled layers, in words; None: nothing. Compiles them."""
-    # Whatever compilers and drivers may raise: the layers themselves need none of it.
-    try:
-        found = [dry_forward(model, port, token_ids)[1] for token_ids in _TRIALS]
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    differences = [(one - other).abs().amax() / other.abs().amax() for one, other in zip(found, expected, strict=True)]
-    difference = float(torch.stack(differences).amax())
-    if not difference <= _TOLERANCES[model.dtype]:  # Also if it is no number.
-        return f"logits differ by {difference:.1e} of the largest"
-    return None
+def _errors(model: PreTrainedModel, port: AttentionPort, expected: list[Tensor]) -> Iterator[tuple[str, float]]:
+    """Errors of the model's logits. Compiles the layers."""
+    for token_ids, logits in zip(_TRIALS, expected, strict=True):
+        yield "the model with compiled layers", relative_error(dry_forward(model, port, token_ids)[1], logits)
 
 
 def _undo(layers: list[nn.Module]) -> None:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from replicas.model.attention import AttentionCall
+from replicas.model.attention import AttentionCall, with_dense_heads
 from replicas.model.batch_inputs import BatchInputs
-from replicas.model.kv_cache import KVCache
-from replicas.model.probe import AttentionLayer
+from replicas.model.kv_cache import AttentionLayer, KVCache
 
 # Attention reads keys and values in pieces of this many numbers.
 _HEAD_SIZE_UNIT = 16
@@ -45,7 +44,7 @@ class CppAttention:
         """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
         layer, scoring = self.cache[call.layer], call.scoring
         output: Tensor = torch.ops.headway.attend_paged.default(
-            *map(_with_adjacent_numbers, (call.query, call.key, call.value)),
+            *map(with_dense_heads, (call.query, call.key, call.value)),
             layer.keys,
             layer.values,
             self.slots,
@@ -57,7 +56,3 @@ class CppAttention:
             None if scoring.sinks is None else scoring.sinks.float(),
         )
         return output
-
-
-def _with_adjacent_numbers(heads: Tensor) -> Tensor:
-    return heads if heads.stride(2) == 1 else heads.contiguous()

@@ -72,11 +72,6 @@ class PaddedDecodes:
         self._buffers = DecodeBuffers(buckets[-1], num_blocks, cache.block_size, loaded.device)
         self._graphs: dict[int, _Graph] = {}
 
-    @property
-    def captured(self) -> tuple[int, ...]:
-        """The buckets that there are graphs of."""
-        return tuple(sorted(self._graphs))
-
     def takes(self, items: Items[ScheduledSequence]) -> bool:
         """Whether all `items` are decodes and there is a bucket for so many."""
         return len(items) <= self._buckets[-1] and all(
@@ -132,11 +127,9 @@ class PaddedDecodes:
 
     def _compute(self, num_rows: int) -> DecodeOutputs:
         inputs = self._buffers.inputs(num_rows)
-        with self._loaded.port.using(self._attention(self._cache, inputs.slots, inputs.plan)):
-            logits: Tensor = self._loaded.model(
-                input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
-            ).logits
-        return DecodeOutputs(logits[0], likeliest(logits[0].float()))
+        context = self._attention(self._cache, inputs.slots, inputs.plan)
+        logits = self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows=0)
+        return DecodeOutputs(logits, likeliest(logits.float()))
 
 
 @contextmanager

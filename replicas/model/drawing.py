@@ -1,7 +1,8 @@
 """Drawing one token per row from its distribution, with one uniform number per row.
 
 Every row is computed on its own, in the same way whatever other rows are there. Weights are
-exp((logit - largest logit) / temperature), so the likeliest token weighs 1; sums are float64.
+exp((logit - largest logit) / temperature), so the likeliest token weighs 1; sums are float64. The uniform number is
+a function of the request's seed and the token's index: the same on every device, in every batch, after any preemption.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from replicas.protocol import SamplingParams
 # hold everything that top-k, top-p or min-p keep. Rows for which they do not try again with more, and at last with all.
 # Elsewhere all are sorted at once: to look whether they do, the host would have to wait for the device.
 _NUM_CANDIDATES = (256, 8192)
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_BITS = 52  # So that uniform * total < total holds in float64, rounding included.
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,19 @@ def send_draws(
         numbers += (uniform, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
     needs_total = any(row.top_p < 1.0 and not _is_restricted(row, vocab_size) for row in params)
     return SentDraws(outbox.ints(rows), outbox.floats(numbers), needs_total)
+
+
+def uniform(seed: int, index: int) -> float:
+    """The uniform number in [0, 1) that chooses output token `index` of a request with `seed`."""
+    return (_mix(_mix(seed & _MASK) + (index + 1) * _GOLDEN) >> (64 - _BITS)) / (1 << _BITS)
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's output function: a bijection of 64-bit integers in which every input bit moves every output bit."""
+    value = (value + _GOLDEN) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
 
 
 def is_truncated(params: SamplingParams, vocab_size: int) -> bool:

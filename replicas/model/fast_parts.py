@@ -14,9 +14,9 @@ from replicas.model.cpp_decoder import CppDecoder
 from replicas.model.cpp_layer_math import CppLayerMath
 from replicas.model.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.fused_norm import replace_norms
+from replicas.model.kv_cache import AttentionLayer
 from replicas.model.layer_math import LayerMath, TorchLayerMath
 from replicas.model.linears import LinearFactory, choose_linears, plain_linear, replace_linears
-from replicas.model.probe import AttentionLayer
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from replicas.errors import ModelLoadError
 from replicas.model.attention import AttentionCall
 from replicas.model.batch_inputs import BatchInputs, Chunk
-from replicas.model.errors import ModelLoadError
 from replicas.model.kv_cache import KVCache
 from replicas.model.triton_tiles import padded_tables, place
 

@@ -14,9 +14,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from replicas.model.attention import AttentionCall, AttentionPort, Scoring
+from replicas.model.kv_cache import AttentionLayer
 from replicas.model.layer_math import HeadLayout, LayerMath, Norm, Rotation
 from replicas.model.linears import LinearFactory, join_linears
-from replicas.model.probe import AttentionLayer
 
 _FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 

@@ -1,4 +1,4 @@
-"""Compiling the C++ kernels, once on each machine for each kind of processor and each version of torch."""
+"""Compiling and loading the C++ kernels, once on each machine for each kind of processor and each version of torch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ import torch
 
 from replicas.model.precision import cpu_flags
 
-DEFAULT_KERNEL_DIRECTORY = "~/.cache/headway"
-
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "cpu_kernels"
+_DTYPES = (torch.float32, torch.bfloat16)
 _COMPILERS = ("g++", "c++")
 # No -ffast-math: a NaN must stay one, so that the sequence it belongs to is found out.
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
@@ -33,6 +32,21 @@ _SCRATCH_PREFIX = "compiling-"
 
 class KernelBuildError(Exception):
     """There is no compiled library, and none can be made here; the message says why."""
+
+
+def load_kernels(directory: str | None, dtype: torch.dtype) -> bool:
+    """Make the kernels callable, compiling them into `directory` if need be; whether they now are, for `dtype`.
+
+    Without a directory none are compiled.
+    """
+    if directory is None or dtype not in _DTYPES:
+        return False
+    try:
+        torch.ops.load_library(built_library(directory))  # type: ignore[no-untyped-call]
+    except (KernelBuildError, OSError) as error:
+        _log.warning("serving without compiled CPU kernels, which is slower: %s", error)
+        return False
+    return True
 
 
 def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Path:

@@ -9,7 +9,20 @@ import torch
 from torch import Tensor
 
 from replicas.model.huge_pages import huge_zeros
-from replicas.model.probe import AttentionLayer
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Shape of the KV cache and of the attention of one layer."""
+
+    index: int
+    num_query_heads: int
+    num_kv_heads: int
+    key_size: int
+    value_size: int
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
 
 
 @dataclass(frozen=True, slots=True)

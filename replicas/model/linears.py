@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from replicas.errors import ModelLoadError
 from replicas.model.cpp_linears import CppLinear, Int8Linear, can_multiply
-from replicas.model.errors import ModelLoadError
 from replicas.model.packed_linear import PackedLinear, can_pack
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,41 +16,26 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
+from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.attention import (
+    ATTENTION_NAME,
+    AttentionContext,
+    AttentionPort,
+    AttentionSpec,
+    register_attention,
+)
 from replicas.model.compiled_layers import compile_layers
-from replicas.model.cpp_kernels import load_kernels
-from replicas.model.errors import ModelLoadError, UnsupportedModel
 from replicas.model.fast_parts import cpu_parts, cuda_parts, speed_up
 from replicas.model.fused_decoder import can_fuse
 from replicas.model.huge_pages import move_to_huge_pages
-from replicas.model.kernel_build import DEFAULT_KERNEL_DIRECTORY
+from replicas.model.kernel_build import load_kernels
+from replicas.model.kv_cache import AttentionLayer
+from replicas.model.options import ModelOptions
 from replicas.model.precision import choose_device, choose_dtype
-from replicas.model.probe import AttentionLayer, probe_attention, refuse_config
+from replicas.model.probe import probe_attention, refuse_config
 from replicas.tokenizer_files import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Which model to load, and how."""
-
-    model: str
-    """Directory or hub id. Only safetensors weights are read, and no code that comes with them is run."""
-    dtype: str = "auto"
-    """auto, float32, bfloat16 or float16; auto is bfloat16 where the hardware has it natively."""
-    device: str = "auto"
-    """auto, cpu or cuda."""
-    max_model_len: int | None = None
-    """Most tokens of one sequence; None: as many as the model was made for."""
-    num_threads: int | None = None
-    """torch threads of this process on CPU; None: torch's own choice."""
-    kernel_directory: str | None = DEFAULT_KERNEL_DIRECTORY
-    """Where kernels that are compiled on this machine, for CPU, are kept; None: none are compiled."""
-    compile_layers: bool = False
-    """Have torch.compile fuse layers that have no fused form of ours, on CUDA."""
-    quantization: str = "none"
-    """none or int8: weights of linear layers in 8 bits, on CPU with compiled kernels only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +58,20 @@ class LoadedModel:
     has_kernels: bool = False
     """Whether the compiled CPU kernels can be called, for this dtype."""
 
+    def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
+        """Run a forward pass with attention by `context`; logits [num_rows, vocab_size] in the model's dtype.
+
+        Ids and positions are [1, num_tokens] int64; `rows` [num_rows] int64 are the tokens wanted, 0 means all.
+        """
+        with self.port.using(context):
+            output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def attention_spec(self, block_size: int) -> AttentionSpec:
+        """Return what the model requires of the attention over blocks of `block_size` tokens."""
+        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels)
+
 
 def load_model(options: ModelOptions) -> LoadedModel:
     """Load, move to the device and probe the model that `options` names.
@@ -84,17 +84,17 @@ def load_model(options: ModelOptions) -> LoadedModel:
         torch.set_num_threads(options.num_threads)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    config = _load_config(options.model)
+    config = _load_config(options.path)
     refuse_config(config)
     max_model_len = _choose_max_model_len(config, options.max_model_len)
-    tokenizer = _load_tokenizer(options.model)
-    model = _load_weights(options.model, config, dtype).to(device).eval()
+    tokenizer = _load_tokenizer(options.path)
+    model = _load_weights(options.path, config, dtype).to(device).eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
-    has_kernels = device.type == "cpu" and load_kernels(options.kernel_directory, dtype)
+    has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     _speed_up(model, port, layers, options, has_kernels)
     return LoadedModel(
-        model_id=options.model,
+        model_id=options.path,
         model=model,
         port=port,
         layers=layers,

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.due_token import DueToken
 from replicas.model.transfers import Outbox, Placed, Span
 
 
@@ -61,13 +61,15 @@ class LogitEdits:
     4. Stop tokens cannot be drawn before `min_tokens`.
     """
 
-    def __init__(self, due: Items[DueToken], eos_token_ids: frozenset[int], vocab_size: int, outbox: Outbox) -> None:
+    def __init__(
+        self, items: Items[ScheduledSequence], eos_token_ids: frozenset[int], vocab_size: int, outbox: Outbox
+    ) -> None:
         self._vocab_size = vocab_size
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
-        for row, token in enumerate(due):
-            self._penalize_repetition(repetition, row, token.sequence)
-            self._add_offsets(added, row, token.sequence)
-            self._forbid_stops(forbidden, row, token, eos_token_ids)
+        for row, item in enumerate(items):
+            self._penalize_repetition(repetition, row, item.sequence)
+            self._add_offsets(added, row, item.sequence)
+            self._forbid_stops(forbidden, row, item, eos_token_ids)
         self._repetition = repetition.send(outbox)
         self._added = added.send(outbox)
         self._forbidden = forbidden.send(outbox)
@@ -110,9 +112,11 @@ class LogitEdits:
         token_ids = self._known(offsets)
         entries.add(row, token_ids, [offsets[token_id] for token_id in token_ids])
 
-    def _forbid_stops(self, entries: _Entries, row: int, due: DueToken, eos_token_ids: frozenset[int]) -> None:
-        params = due.sequence.request.params
-        if due.index >= params.min_tokens:
+    def _forbid_stops(
+        self, entries: _Entries, row: int, item: ScheduledSequence, eos_token_ids: frozenset[int]
+    ) -> None:
+        params = item.sequence.request.params
+        if item.output_index >= params.min_tokens:
             return
         stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         token_ids = self._known(stops)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from replicas.model.errors import ModelLoadError
+from replicas.errors import ModelLoadError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})

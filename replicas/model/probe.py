@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from replicas.errors import UnsupportedModel
 from replicas.model.attention import AttentionCall, AttentionPort
-from replicas.model.errors import UnsupportedModel
+from replicas.model.kv_cache import AttentionLayer
 
 # Arguments that transformers passes along and that change nothing about the attention of a causal decoder.
 _HARMLESS = frozenset(
@@ -27,20 +27,6 @@ _HARMLESS = frozenset(
     }
 )
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionLayer:
-    """What the KV cache and the attention of one layer look like."""
-
-    index: int
-    num_query_heads: int
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    window: int | None
-    softcap: float | None
-    has_sinks: bool
 
 
 class _Recorder:

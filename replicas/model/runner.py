@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
-from replicas.model.attention import AttentionContext
+from replicas.model.attention import AttentionFactory
 from replicas.model.batch_inputs import BatchInputs, InputPlan, Sampled, wants_prompt_logprobs
 from replicas.model.cuda_graphs import PaddedDecodes
-from replicas.model.due_token import DueToken
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.launched_step import LaunchedPart, LaunchedScores, TorchStep
@@ -23,9 +21,6 @@ from replicas.model.transfers import Inbox, Outbox
 
 # Bounds the logits held at once for a prompt that is scored.
 _MAX_SCORED_TOKENS = 256
-
-AttentionFactory = Callable[[KVCache, BatchInputs], AttentionContext]
-"""How one forward pass computes attention: the seam for kernels of one device."""
 
 
 class TorchModelRunner:
@@ -65,11 +60,6 @@ class TorchModelRunner:
         """Most tokens of one sequence that the model was loaded for."""
         return self._loaded.max_model_len
 
-    @property
-    def captured_decodes(self) -> tuple[int, ...]:
-        """Batch sizes of decodes that are replayed from graphs."""
-        return () if self._decodes is None else self._decodes.captured
-
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         """Launch `batch` and wait for its results, one per item."""
         return self.launch(batch).collect()
@@ -102,7 +92,7 @@ class TorchModelRunner:
 
     def _decode(self, items: list[ScheduledSequence], decodes: PaddedDecodes, inbox: Inbox) -> LaunchedTokens:
         outbox = Outbox()
-        plan = self._sampler.plan([_due(item) for item in items], self._loaded.vocab_size, outbox)
+        plan = self._sampler.plan(items, self._loaded.vocab_size, outbox)
         sent = decodes.send(items, self._sampled, outbox)
         placed = outbox.send(self._loaded.device)
         outputs = decodes.run(sent, placed).first(len(items))
@@ -124,8 +114,8 @@ class TorchModelRunner:
         """One forward pass, and what is wanted of its logits: all that it needs of the host travels at once."""
         outbox = Outbox()
         inputs = InputPlan(items, self._cache.block_size, self._sampled, outbox)
-        due = [_due(item) for item in items if item.samples]
-        plan = self._sampler.plan(due, self._loaded.vocab_size, outbox)
+        sampling = [item for item in items if item.samples]
+        plan = self._sampler.plan(sampling, self._loaded.vocab_size, outbox)
         is_scored = wants_prompt_logprobs(items[0])
         targets = _targets(items[0]) if is_scored else []
         target_span = outbox.ints(targets)
@@ -136,21 +126,15 @@ class TorchModelRunner:
             most_top = items[0].sequence.request.params.prompt_logprobs or 0
             launched = launch_logprobs(logits[: len(targets)], placed.ints(target_span), most_top, inbox)
             scores = LaunchedScores(targets, most_top, launched)
-        if due:
+        if sampling:
             # Of a scored prompt, every row has logits, and the last one gives the next token.
-            tokens = plan.launch(logits[-len(due) :], None, placed, inbox)
+            tokens = plan.launch(logits[-len(sampling) :], None, placed, inbox)
         return _Forward(tokens, scores)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Logits [num_rows, vocab_size] of the rows that the items need, in the model's dtype."""
-        with self._loaded.port.using(self._attention(self._cache, inputs)):
-            logits: Tensor = self._loaded.model(
-                input_ids=inputs.input_ids,
-                position_ids=inputs.position_ids,
-                use_cache=False,
-                logits_to_keep=inputs.logits_rows,
-            ).logits
-        return logits[0]
+        context = self._attention(self._cache, inputs)
+        return self._loaded.logits(context, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +154,6 @@ def _sampled_by(parts: list[LaunchedPart], batch: ScheduledBatch, device: torch.
     indices = [index for part in sampling for index in part.indices]
     row_of = {batch.items[index].sequence: row for row, index in enumerate(indices)}
     return Sampled(tokens[0] if len(tokens) == 1 else torch.cat(tokens), row_of)
-
-
-def _due(item: ScheduledSequence) -> DueToken:
-    return DueToken(item.sequence, item.end - item.sequence.num_prompt_tokens)
 
 
 def _targets(piece: ScheduledSequence) -> list[int]:

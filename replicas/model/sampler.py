@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ItemResult
-from replicas.engine.sequence import Sequence
-from replicas.model.drawing import SentDraws, draw_from_all, draw_from_kept, is_truncated, send_draws
-from replicas.model.due_token import DueToken
+from replicas.engine.batch import ItemResult, ScheduledSequence
+from replicas.model.drawing import SentDraws, draw_from_all, draw_from_kept, is_truncated, send_draws, uniform
 from replicas.model.logit_edits import LogitEdits
 from replicas.model.logprobs import LaunchedLogprobs, launch_logprobs
-from replicas.model.random_numbers import uniform
 from replicas.model.transfers import Inbox, Letter, Outbox, Placed
 from replicas.protocol import SamplingParams
 
@@ -48,36 +45,21 @@ class Sampler:
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def plan(self, due: Items[DueToken], vocab_size: int, outbox: Outbox) -> SamplingPlan:
-        """How to choose the `due` tokens, one per row of logits; what the device must know of it goes to `outbox`."""
-        edits = LogitEdits(due, self._eos_token_ids, vocab_size, outbox)
-        return SamplingPlan(due, edits, vocab_size, outbox)
-
-    def sample(self, logits: Tensor, sequences: Items[Sequence]) -> list[ItemResult]:
-        """The next token of each sequence, all of whose tokens are known, with the log probabilities it asks for.
-
-        Args:
-            logits: [num_sequences, vocab_size], any float type; not changed.
-            sequences: one per row.
-        """
-        outbox, inbox = Outbox(), Inbox()
-        due = [DueToken(sequence, sequence.num_output_tokens) for sequence in sequences]
-        plan = self.plan(due, logits.shape[1], outbox)
-        sampled = plan.launch(logits, None, outbox.send(logits.device), inbox)
-        inbox.close(logits.device)
-        inbox.wait()
-        return sampled.read(inbox)
+    def plan(self, items: Items[ScheduledSequence], vocab_size: int, outbox: Outbox) -> SamplingPlan:
+        """Plan the tokens that `items` sample, one per row of logits; what the device must know goes to `outbox`."""
+        edits = LogitEdits(items, self._eos_token_ids, vocab_size, outbox)
+        return SamplingPlan(items, edits, vocab_size, outbox)
 
 
 class SamplingPlan:
     """How the tokens of one step are chosen."""
 
-    def __init__(self, due: Items[DueToken], edits: LogitEdits, vocab_size: int, outbox: Outbox) -> None:
+    def __init__(self, items: Items[ScheduledSequence], edits: LogitEdits, vocab_size: int, outbox: Outbox) -> None:
         self._edits = edits
-        self._params = [token.sequence.request.params for token in due]
+        self._params = [item.sequence.request.params for item in items]
         random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
         self._kept, self._all = (
-            self._send([row for row in random if is_truncated(self._params[row], vocab_size) is is_kept], due,
+            self._send([row for row in random if is_truncated(self._params[row], vocab_size) is is_kept], items,
                        vocab_size, outbox)
             for is_kept in (True, False)
         )  # fmt: skip
@@ -120,11 +102,13 @@ class SamplingPlan:
         most_top = max(self._params[row].logprobs or 0 for row in self._scored)
         return launch_logprobs(logits[rows], tokens[rows], most_top, inbox)
 
-    def _send(self, rows: list[int], due: Items[DueToken], vocab_size: int, outbox: Outbox) -> SentDraws | None:
+    def _send(
+        self, rows: list[int], items: Items[ScheduledSequence], vocab_size: int, outbox: Outbox
+    ) -> SentDraws | None:
         if not rows:
             return None
         params = [self._params[row] for row in rows]
-        uniforms = [uniform(row.seed, due[number].index) for number, row in zip(rows, params, strict=True)]
+        uniforms = [uniform(row.seed, items[number].output_index) for number, row in zip(rows, params, strict=True)]
         return send_draws(rows, params, uniforms, vocab_size, outbox)
 
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
+
+from replicas.engine.interfaces import IncrementalDecoder
 
 # A character is at most four bytes, so valid text waits for three more tokens; only a run of tokens that each also
 # begin the next character, or invalid bytes, wait longer.
 _MAX_PENDING_TOKENS = 16
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-
-
-class TextDecoder(Protocol):
-    """Turns output tokens into text (the engine's `IncrementalDecoder`)."""
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes."""
-        ...
 
 
 class SilentDecoder:
@@ -84,7 +77,7 @@ class StreamDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
-def make_decoder(tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = ()) -> TextDecoder:
+def make_decoder(tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = ()) -> IncrementalDecoder:
     """A decoder for the output that follows `prompt_token_ids`; silent where there is no tokenizer."""
     if tokenizer is None:
         return SilentDecoder()

@@ -62,17 +62,21 @@ class Outbox:
         """Begin the one copy to `device`, which nobody waits for."""
         if not self._words:
             return Placed(torch.empty(0, dtype=torch.int64, device=device))
-        words = torch.frombuffer(self._words, dtype=torch.int64)
-        if device.type != "cpu":
-            # The caching allocator keeps pinned memory until the copies from it are done.
-            pinned = torch.empty(len(words), dtype=torch.int64, pin_memory=True)
-            words = pinned.copy_(words).to(device, non_blocking=True)
-        return Placed(words)
+        return Placed(begin_copy(torch.frombuffer(self._words, dtype=torch.int64), device))
 
     def _align(self) -> int:
         if len(self._words) % 2 == 1:
             self._words.append(0)
         return len(self._words)
+
+
+def begin_copy(words: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the host as it will be on `device`, which nobody waits for."""
+    if device.type == "cpu":
+        return words
+    # From other memory the copy would wait for the work before it. The caching allocator keeps pinned memory until the
+    # copies from it are done.
+    return torch.empty_like(words, pin_memory=True).copy_(words).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

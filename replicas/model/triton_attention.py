@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replicas.model.attention import AttentionCall
+from replicas.model.attention import AttentionCall, with_dense_heads
 from replicas.model.batch_inputs import BatchInputs
 from replicas.model.kv_cache import KVCache, LayerCache
 from replicas.model.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel
-from replicas.model.triton_shapes import LayerShape, TileShape, choose_tile, layer_shape, with_dense_heads
+from replicas.model.triton_shapes import LayerShape, TileShape, choose_tile, layer_shape
 from replicas.model.triton_tiles import TileGroup, TilePlan, plan_tiles
 from replicas.model.triton_write import write_keys_and_values
 

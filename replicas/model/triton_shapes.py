@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import triton
-from torch import Tensor
 
 from replicas.model.attention import AttentionCall
 from replicas.model.kv_cache import LayerCache
@@ -74,8 +73,3 @@ def choose_tile(shape: LayerShape, is_decode: bool) -> TileShape:
     is_narrow = width <= 128
     rows = max(128 if is_narrow else 64, group_rows)
     return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=2)
-
-
-def with_dense_heads(tensor: Tensor) -> Tensor:
-    """The tensor itself where the numbers of one head lie side by side, else a copy."""
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()

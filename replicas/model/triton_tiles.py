@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from replicas.model.batch_inputs import Chunk
+from replicas.model.transfers import begin_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,4 @@ def padded_tables(chunks: Items[Chunk]) -> array[int]:
 def place(numbers: list[int] | array[int], num_rows: int, device: torch.device) -> Tensor:
     """The numbers as [num_rows, ...] int32 on `device`; by way of `array`, which reads long lists faster than torch."""
     words = torch.frombuffer(numbers if isinstance(numbers, array) else array("i", numbers), dtype=torch.int32)
-    if device.type != "cpu":
-        # From other memory a copy of many numbers would wait for the work before it.
-        words = torch.empty(len(words), dtype=torch.int32, pin_memory=True).copy_(words).to(device, non_blocking=True)
-    return words.view(num_rows, -1)
+    return begin_copy(words, device).view(num_rows, -1)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from replicas.model.attention import AttentionCall
+from replicas.model.attention import AttentionCall, with_dense_heads
 from replicas.model.kv_cache import LayerCache
-from replicas.model.triton_shapes import LayerShape, with_dense_heads
+from replicas.model.triton_shapes import LayerShape
 
 # Numbers that a program copies at once.
 _PROGRAM_NUMBERS = 4096

@@ -68,7 +68,7 @@ def serve(
         arguments = [f"allowed_hosts={allowed_hosts}", *arguments]
     config = _read_config(arguments)
     _check_model(config)
-    if not is_private and config.api_key_file is None:
+    if not is_private and config.ingress_settings().api_key_file is None:
         _warn(f"everybody who reaches {host}:{port} may use the model: no api_key_file is set")
     _check_port(host, port)
     signal.signal(signal.SIGTERM, _stop)
@@ -200,7 +200,7 @@ def is_loopback(host: str) -> bool:
 
 def _cpus_needed(config: HeadwayConfig) -> float:
     ingresses = config.cpus_per_ingress * config.num_ingress_replicas
-    return config.cpus_per_replica * config.most_replicas + ingresses + config.cpus_per_jobs
+    return config.cpus_per_replica * config.effective_max_replicas + ingresses + config.cpus_per_jobs
 
 
 def _reachable(host: str) -> str:

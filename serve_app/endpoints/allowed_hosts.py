@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,10 +19,10 @@ class AllowedHostsMiddleware:
     visitor's browser. Such a call carries the page's name in `Host`.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Iterable[str]) -> None:
-        """`allowed`: host names and addresses without ports, IPv6 in brackets; `*.name` for subdomains, `*` for all."""
+    def __init__(self, app: ASGIApp, allowed: str) -> None:
+        """`allowed`: the setting `allowed_hosts`."""
         self._app = app
-        self._allowed = frozenset(host.lower() for host in allowed)
+        self._allowed = frozenset(host.strip().lower() for host in allowed.split(","))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or raise the `HttpError` that refuses it."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.autoscaling_loop import AutoscalingLoop
+from router.dispatch import Dispatcher
 from serve_app.jobs.access import JobsAccess
-from serve_app.openai.dispatcher import Dispatcher
 
 
 @dataclass(frozen=True, slots=True)

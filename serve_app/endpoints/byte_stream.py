@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from replicas.errors import RequestAborted
-from serve_app.endpoints.connection import while_connected
+from serve_app.endpoints.connection import end_body, send_part, while_connected
 from serve_app.endpoints.exchange import CLIENT_CLOSED, Exchange
 
 
@@ -33,8 +33,7 @@ class ByteStream(Response):
         """Answer as an ASGI application."""
         try:
             await while_connected(receive, self._run(send))
-            # Only now, since a server may report the end of a complete response like a client that left.
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await end_body(send)
         except RequestAborted:
             if not self._exchange.status:
                 raise
@@ -44,15 +43,6 @@ class ByteStream(Response):
         async with aclosing(self._parts) as parts:
             first = await anext(parts, b"")
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _send_part(send, first)
+            await send_part(send, first)
             async for part in parts:
-                await _send_part(send, part)
-
-
-async def _send_part(send: Send, data: bytes) -> None:
-    if not data:
-        return
-    try:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
-    except OSError:
-        raise RequestAborted("the client disconnected") from None
+                await send_part(send, part)

@@ -11,13 +11,12 @@ from serve_app.auth import Authenticator
 from serve_app.endpoints.bodies import BodyReader
 from serve_app.endpoints.connection import while_connected
 from serve_app.endpoints.event_stream import EventStream
-from serve_app.endpoints.exchange import exchange_of
+from serve_app.endpoints.exchange import caller_of, exchange_of
 from serve_app.endpoints.responses import Routes, json_response
 from serve_app.endpoints.settings import IngressSettings
 from serve_app.openai.neutral import CHAT_NEUTRAL, COMPLETION_NEUTRAL
 from serve_app.openai.schema import ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, Generation
-from serve_app.openai.urgency import hints_from
 from serve_app.openai.validation import Caller
 
 _MIN_WAIT_S = 0.5
@@ -48,26 +47,17 @@ class CompletionEndpoints:
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
-        caller = self._caller(request)
+        caller = caller_of(request, self._authenticator.authenticate(request.headers))
         body = await self._bodies.read(request, ChatBody, CHAT_NEUTRAL)
         generation = await while_connected(request.receive, self._service.chat(body, caller))
         return await self._respond(request, generation, caller)
 
     async def completion(self, request: Request) -> Response:
         """POST /v1/completions."""
-        caller = self._caller(request)
+        caller = caller_of(request, self._authenticator.authenticate(request.headers))
         body = await self._bodies.read(request, CompletionBody, COMPLETION_NEUTRAL)
         generation = await while_connected(request.receive, self._service.completion(body, caller))
         return await self._respond(request, generation, caller)
-
-    def _caller(self, request: Request) -> Caller:
-        exchange = exchange_of(request)
-        return Caller(
-            request_id=exchange.sequence_id,
-            arrival_unix_s=exchange.arrival_unix_s,
-            principal=self._authenticator.authenticate(request.headers),
-            hints=hints_from(request.headers),
-        )
 
     async def _respond(self, request: Request, generation: Generation, caller: Caller) -> Response:
         exchange = exchange_of(request)

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
+from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from replicas.errors import RequestAborted
-from serve_app.endpoints.connection import while_connected
+from serve_app.endpoints.connection import end_body, send_part, while_connected
 from serve_app.endpoints.exchange import CLIENT_CLOSED, Exchange, fail
-from serve_app.openai.fan_in import DeltaFanIn, IndexedDelta
+from serve_app.openai.fan_in import IndexedDelta
 from serve_app.openai.reply import JsonObject
 from serve_app.openai.service import CompletionService, Generation
-from serve_app.openai.sse import CONTENT_TYPE, DONE, KEEP_ALIVE, event
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+DONE = b"data: [DONE]\n\n"
+"""Says that the stream is complete; only after success."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients ignore; it resets their read time-outs."""
 
 
 class EventStream(Response):
     """Runs a generation while its client listens.
 
-    The status waits for the first delta, at most `header_wait_s`, so that what fails early has a status
-    of its own; what fails later is one error event. `[DONE]` is sent only after success. When the client
-    leaves, at whatever moment, the sequences are aborted.
+    The status waits for the first delta, at most `header_wait_s`, so that what fails early has a status of its own;
+    what fails later is one error event. After `keep_alive_s` without an event a comment is sent. `[DONE]` is sent
+    only after success. When the client leaves, at whatever moment, the sequences are aborted.
+
+    The task that writes the events waits for deltas without a time limit; the task of the response, which waits for
+    it, sends the comments. Invariant: one part is sent at a time.
     """
 
     def __init__(
@@ -50,49 +61,29 @@ class EventStream(Response):
         Raises:
             ServingError: the generation failed before the response began.
         """
+        sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s)
         try:
-            await while_connected(receive, self._run(send))
-            # Only now, since a server may report the end of a complete response like a client that left.
-            await _send_part(send, b"", is_last=True)
+            await while_connected(receive, self._run(sender), sender.keep_alive)
+            await end_body(send)
         except RequestAborted:
             if not self._exchange.status:
                 raise
             self._exchange.status = CLIENT_CLOSED
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, sender: _Sender) -> None:
         async with self._service.start(self._generation) as deltas:
-            first = await self._next_within(deltas, self._header_wait_s)
-            await send(self._start_message())
             try:
-                async for data in self._events(deltas, first):
-                    await _send_part(send, data)
+                async for item in deltas:
+                    self._generation.progress.add(item)
+                    await sender.send(self._written(item))
+                if self._include_usage:
+                    await sender.send(event(self._generation.format.usage_chunk(self._generation.progress.usage())))
+                await sender.send(DONE)
             except Exception as error:
-                # The status has been sent, so whatever went wrong must be told in the stream.
-                await _send_part(send, event(fail(self._exchange, error).body))
-
-    async def _events(self, deltas: DeltaFanIn, first: IndexedDelta | None) -> AsyncIterator[bytes]:
-        """Everything after the headers, in the parts in which it is sent."""
-        item = first
-        while True:
-            yield KEEP_ALIVE if item is None else self._written(item)
-            if deltas.is_exhausted:
-                break
-            item = await self._next_within(deltas, self._keep_alive_s)
-        if self._include_usage:
-            yield event(self._generation.format.usage_chunk(self._generation.progress.usage()))
-        yield DONE
-
-    async def _next_within(self, deltas: DeltaFanIn, limit_s: float) -> IndexedDelta | None:
-        """The next delta; None: none came in time, which loses nothing."""
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                item = await anext(deltas)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            return None
-        self._generation.progress.add(item)
-        return item
+                if not sender.has_begun:
+                    raise
+                # The status has been sent, so the stream itself must say whatever went wrong.
+                await sender.send(event(fail(self._exchange, error).body))
 
     def _written(self, item: IndexedDelta) -> bytes:
         return b"".join(event(self._with_usage(chunk)) for chunk in self._generation.format.chunk(item))
@@ -116,10 +107,52 @@ class EventStream(Response):
         return message
 
 
-async def _send_part(send: Send, data: bytes, is_last: bool = False) -> None:
-    if not (data or is_last):
-        return
-    try:
-        await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-    except OSError:
-        raise RequestAborted("the client disconnected") from None
+class _Sender:
+    """The response of a stream: the first part begins it, and a comment breaks each long silence.
+
+    Invariant: one part is sent at a time, in the order in which they were given.
+    """
+
+    def __init__(
+        self, send: Send, start_message: Callable[[], Message], header_wait_s: float, keep_alive_s: float
+    ) -> None:
+        self._send = send
+        self._start_message = start_message
+        self._keep_alive_s = keep_alive_s
+        self._max_silence_s = header_wait_s
+        self._now = asyncio.get_running_loop().time
+        self._sent_s = self._now()
+        self._sending = asyncio.Lock()
+        self.has_begun = False
+
+    async def send(self, data: bytes) -> None:
+        """Send a part of the body, and the headers before the first.
+
+        Raises:
+            RequestAborted: the client left.
+        """
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun, self._max_silence_s = True, self._keep_alive_s
+                await self._send(self._start_message())
+            await send_part(self._send, data)
+            self._sent_s = self._now()
+
+    async def keep_alive(self) -> float:
+        """Send a comment if nothing has been sent for too long; return after how many seconds to look again.
+
+        Raises:
+            RequestAborted: the client left.
+        """
+        left_s = self._sent_s + self._max_silence_s - self._now()
+        if left_s > 0:
+            return min(left_s, self._keep_alive_s)
+        # A client that does not read what is being sent needs no comment.
+        if not self._sending.locked():
+            await self.send(KEEP_ALIVE)
+        return self._keep_alive_s
+
+
+def event(payload: JsonObject) -> bytes:
+    """One event that carries a JSON object."""
+    return b"data: " + to_json(payload) + b"\n\n"

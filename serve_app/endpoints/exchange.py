@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import uuid
 from collections.abc import Callable
@@ -16,11 +17,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicas.clock import Clock
 from router.types import Headroom
-from serve_app.endpoints.rate_limits import rate_limit_headers
+from serve_app.auth import Principal
 from serve_app.endpoints.responses import json_response
 from serve_app.errors import ErrorReply, is_foreseen, reply_to
+from serve_app.errors import Headers as HeaderPairs
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.service import Generation
+from serve_app.openai.urgency import hints_from
+from serve_app.openai.validation import Caller
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,16 @@ def exchange_of(request: Request) -> Exchange:
     """The exchange that `ExchangeMiddleware` has opened for a request."""
     exchange: Exchange = request.scope[_SCOPE_KEY]
     return exchange
+
+
+def caller_of(request: Request, principal: Principal) -> Caller:
+    """Who sent a request, as those who generate for it need to know.
+
+    Raises:
+        InvalidRequest: a header has a value it cannot have.
+    """
+    exchange = exchange_of(request)
+    return Caller(exchange.sequence_id, exchange.arrival_unix_s, principal, hints_from(request.headers))
 
 
 def content_length(headers: Headers) -> int:
@@ -222,3 +236,30 @@ def _hear(exchange: Exchange, receive: Receive) -> Receive:
 
 def _log_level(exchange: Exchange) -> int:
     return logging.DEBUG if exchange.path in _QUIET_HANDLERS else logging.INFO
+
+
+def rate_limit_headers(headroom: Headroom) -> HeaderPairs:
+    """The `x-ratelimit-*` headers: what may wait in the band, how much more may, and when nothing would any more."""
+    headers = [
+        ("x-ratelimit-limit-requests", str(headroom.max_requests)),
+        ("x-ratelimit-limit-tokens", str(headroom.max_tokens)),
+        ("x-ratelimit-remaining-requests", str(headroom.num_requests_left)),
+        ("x-ratelimit-remaining-tokens", str(headroom.num_tokens_left)),
+    ]
+    if headroom.reset_s is not None:
+        reset = duration_text(headroom.reset_s)
+        headers += [("x-ratelimit-reset-requests", reset), ("x-ratelimit-reset-tokens", reset)]
+    return tuple(headers)
+
+
+def duration_text(seconds: float) -> str:
+    """`0s`, `20ms`, `8.64s`, `6m0s` or `1h2m3s`; never less than `seconds`."""
+    # What is less than a microsecond is the error of a floating-point number.
+    milliseconds = math.ceil(round(seconds * 1000, 3))
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    if milliseconds < 60_000:
+        return f"{milliseconds / 1000:g}s"
+    minutes, whole_seconds = divmod(math.ceil(milliseconds / 1000), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{whole_seconds}s" if hours else f"{minutes}m{whole_seconds}s"

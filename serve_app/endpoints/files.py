@@ -48,7 +48,7 @@ class FileEndpoints:
         """POST /v1/files."""
         tenant = self._tenant(request)
         boundary = boundary_of(request.headers.get("content-type"))
-        max_file_bytes = self._jobs.max_file_bytes
+        max_file_bytes = self._jobs.settings.max_file_bytes
         if content_length(request.headers) > max_file_bytes + FORM_BYTES:
             raise body_too_large(max_file_bytes, "the file")
         upload = Upload(self._bodies.stream(request), boundary, max_file_bytes)

@@ -46,7 +46,8 @@ class PromptBatchEndpoints:
     async def submit(self, request: Request) -> Response:
         """POST /v1/batch/async: when this answers 202, no crash loses the batch."""
         submitter = Submitter.of(request, self._authenticator)
-        make = partial(self._maker.batch, submitter, self._jobs.max_batch_lines, self._jobs.max_file_bytes)
+        limits = self._jobs.settings
+        make = partial(self._maker.batch, submitter, limits.max_batch_lines, limits.max_file_bytes)
         new = await self._bodies.convert(request, make)
         if new.callback_url is not None:
             self._jobs.callbacks.refuse(new.callback_url)

@@ -1,49 +1,45 @@
-"""What the HTTP surface is told."""
+"""Settings of the HTTP layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from serve_app.openai.limits import RequestLimits
+from replicas.settings import check_bounds, setting
+from serve_app.openai.settings import RequestLimits
 
 
 @dataclass(frozen=True, slots=True)
 class IngressSettings:
-    """How one ingress behaves; constant over its life."""
+    """Settings of one HTTP ingress; constant over its life."""
 
     model: str
-    """Directory or hub id the tokenizer and the chat template come from."""
+    """Directory or hub id of the tokenizer and the chat template."""
     served_model_name: str
-    """What clients call the model."""
-    api_key_file: str | None = None
-    """Key file as `serve_app.auth.Authenticator` reads it; None: nobody needs a key."""
-    allowed_hosts: tuple[str, ...] = ("*",)
-    """`Host` headers that are answered, as `AllowedHostsMiddleware` takes them."""
-    max_body_bytes: int = 8 * 2**20
-    """Largest body, bytes; beyond it 413."""
-    max_prompts: int = 128
-    """Most prompts of one completions request."""
-    max_choices: int = 128
-    """Most choices of one request: `n` times prompts."""
-    max_logprobs: int = 20
-    """Most likeliest tokens per position that a request may ask for."""
-    upload_timeout_s: float = 60.0
-    """Longest that a body may take to arrive, seconds; beyond it 408."""
-    num_tokenizer_threads: int = 2
-    """Threads that parse large bodies, render chat templates and tokenize; what does not fit waits its turn."""
+    """Name of the model in requests and responses."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    api_key_file: str | None = setting(None)
+    """File of API keys; None: every client is anonymous and unlimited."""
+    allowed_hosts: str = setting("*")
+    """`Host` headers that are answered, separated by commas: names and addresses without ports, IPv6 in brackets,
+    `*.name` for subdomains, `*` for all; any other gets 403. On a loopback address `make serve` sets this machine's
+    loopback names, so that no web page reaches it by DNS rebinding."""
+    max_body_bytes: int = setting(8 * 2**20, gt=0)
+    """Size of the largest HTTP request body, bytes; a larger one gets 413."""
+    upload_timeout_s: float = setting(60.0, gt=0)
+    """Longest time for the arrival of a request body, seconds; then 408."""
+    num_tokenizer_threads: int = setting(2, ge=1)
+    """Threads of an ingress that parse large bodies, render chat templates and tokenize; other requests wait."""
     max_header_wait_s: float = 5.0
-    """Longest that a stream's status waits for its first delta, seconds, so that early failures have one of their own.
-    A client with a shorter read time-out is let wait half of that, but at least half a second."""
-    keep_alive_s: float = 10.0
-    """Longest silence on a stream, seconds, before a comment is sent.
-    A client with a shorter read time-out gets one after half of that, but at most two in a second."""
-    stall_timeout_s: float = 60.0
-    """A replica with running sequences that has not been heard of for this long, seconds, is not live."""
+    """Longest wait of a stream's status for its first delta, seconds, so that early failures get a status of their own.
+    For a client with a shorter read time-out it is half of that, but at least half a second."""
+    keep_alive_s: float = setting(10.0, gt=0)
+    """Longest silence on a stream, seconds; then a comment is sent. A client with a shorter read time-out gets one
+    after half of that, but at most two in a second."""
+    stall_timeout_s: float = setting(60.0, gt=0)
+    """Seconds without a report after which a replica with running sequences no longer counts as live."""
     server_sets_request_id: bool = False
-    """True: the HTTP server writes `x-request-id` on every response itself, the request's, as Ray Serve's does;
-    False: this application does."""
+    """True: the HTTP server writes the request's `x-request-id` on every response itself, as Ray Serve's does; False:
+    this application does."""
 
-    @property
-    def limits(self) -> RequestLimits:
-        """Most that one request may ask for."""
-        return RequestLimits(max_prompts=self.max_prompts, max_choices=self.max_choices, max_logprobs=self.max_logprobs)
+    def __post_init__(self) -> None:
+        check_bounds(self)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from serve_app.jobs.errors import UnknownBatch, UnknownFile, UnknownJob
 from serve_app.jobs.file_store import FileStore
 from serve_app.jobs.records import BatchKind, BatchRecord, JobsService
+from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.webhook_guard import WebhookGuard
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -22,10 +23,7 @@ class JobsAccess:
     service: JobsService
     files: FileStore
     callbacks: WebhookGuard
-    max_file_bytes: int = 200 * 2**20
-    """Largest file that may be uploaded, bytes; beyond it 413."""
-    max_batch_lines: int = 50_000
-    """Most prompts of one asynchronous prompt batch."""
+    settings: JobsSettings
 
     async def find(self, kind: BatchKind, tenant: str, batch_id: str) -> BatchRecord:
         """A tenant's batch of a kind, as it is now.

@@ -63,7 +63,7 @@ class Ownership:
         await self._database.write(lambda connection: bury_owner(connection, self.id))
 
     def _bury_dead(self, connection: Connection) -> int:
-        dead = dead_owners(connection, self.id, self._clock.unix(), self._settings.lease_s)
+        dead = dead_owners(connection, self.id, self._clock.unix(), self._settings.job_lease_s)
         for owner in dead:
             num_lines = bury_owner(connection, owner)
             logger.warning("a jobs process was lost", extra={"owner": owner, "num_lines": num_lines})

@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from replicas.clock import Clock
 from replicas.protocol import Band
+from replicas.rates import SlidingRate
 from serve_app.jobs.lease_rows import LineResult
 from serve_app.jobs.queue_rows import Backlog
 
 _WINDOW_S = 60.0
-_MIN_SPAN_S = 1.0
+_RESOLUTION_S = 1.0
 _MARGIN = 1.3
 """A batch is late when it would need so much of the time it has left, since no speed lasts."""
 _UNKNOWN_SHARE_S = 300.0
 """While no speed is known, a batch is late when less than this is left to it, seconds."""
-
-
-class Meter:
-    """Sum of what came over the last minute, a second at a time."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._started_s = clock()
-        self._sums: deque[tuple[int, float]] = deque()
-
-    def add(self, amount: float) -> None:
-        """Note what has come now."""
-        second = int(self._clock())
-        if self._sums and self._sums[-1][0] == second:
-            amount += self._sums.pop()[1]
-        self._sums.append((second, amount))
-
-    def per_s(self) -> float:
-        """The mean over the last minute, or since the start."""
-        now = self._clock()
-        while self._sums and now - self._sums[0][0] > _WINDOW_S:
-            self._sums.popleft()
-        span_s = max(_MIN_SPAN_S, min(_WINDOW_S, now - self._started_s))
-        return sum(amount for _, amount in self._sums) / span_s
 
 
 class Pace:
@@ -52,49 +28,48 @@ class Pace:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._all = Meter(clock.monotonic)
-        self._output: dict[str, Meter] = {}
+        self._all = self._new_rate()
+        self._output: dict[str, SlidingRate] = {}
         """Output tokens, by tenant."""
-        self._batches: dict[str, Meter] = {}
+        self._batches: dict[str, SlidingRate] = {}
         self._expected = 1.0
         self._real = 1.0
 
     def began(self, batch_id: str) -> None:
         """A batch's first line, as far as known here, runs."""
         if batch_id not in self._batches:
-            self._batches[batch_id] = Meter(self._clock.monotonic)
+            self._batches[batch_id] = self._new_rate()
 
     def ended(self, results: Iterable[LineResult]) -> None:
         """Learn from lines that have ended."""
+        now = self._clock.monotonic()
         for result in results:
             line = result.line
-            self._all.add(line.expected_tokens)
-            if (meter := self._batches.get(line.batch_id)) is not None:
-                meter.add(line.expected_tokens)
-            self._output.setdefault(line.tenant, Meter(self._clock.monotonic)).add(result.num_output_tokens)
+            self._all.add(line.expected_tokens, now)
+            if (rate := self._batches.get(line.batch_id)) is not None:
+                rate.add(line.expected_tokens, now)
+            self._output.setdefault(line.tenant, self._new_rate()).add(result.num_output_tokens, now)
             self._learn_ratio(result)
 
     def forget_all_but(self, batch_ids: Collection[str]) -> None:
         """No other batch has lines that run or wait."""
-        self._batches = {batch_id: meter for batch_id, meter in self._batches.items() if batch_id in batch_ids}
+        self._batches = {batch_id: rate for batch_id, rate in self._batches.items() if batch_id in batch_ids}
 
     def eta_s(self, batch_id: str, waiting_tokens: int) -> float | None:
         """Seconds until so much of a batch is done at its own speed; None: it has none."""
-        meter = self._batches.get(batch_id)
-        tokens_per_s = 0.0 if meter is None else meter.per_s()
+        tokens_per_s = self._per_s(self._batches.get(batch_id))
         return waiting_tokens / tokens_per_s if tokens_per_s > 0 else None
 
     def eta_of_all_s(self, backlog: Iterable[Backlog]) -> float:
         """Seconds until everything that waits is done at the speed of all; infinite where nothing moves."""
-        tokens, tokens_per_s = sum(part.tokens for part in backlog), self._all.per_s()
+        tokens, tokens_per_s = sum(part.tokens for part in backlog), self._per_s(self._all)
         if tokens == 0:
             return 0.0
         return tokens / tokens_per_s if tokens_per_s > 0 else float("inf")
 
     def output_tokens_per_s(self, tenant: str) -> float:
         """Of a tenant's lines, over the last minute."""
-        meter = self._output.get(tenant)
-        return 0.0 if meter is None else meter.per_s()
+        return self._per_s(self._output.get(tenant))
 
     @property
     def real_per_expected(self) -> float:
@@ -103,7 +78,7 @@ class Pace:
 
     def late_before(self, backlog: Iterable[Backlog], now_unix_s: float) -> float:
         """Batches whose deadline, unix seconds, is not after this are late; -inf: none is."""
-        tokens_per_s, tokens, late = self._all.per_s(), 0, float("-inf")
+        tokens_per_s, tokens, late = self._per_s(self._all), 0, float("-inf")
         for expires_unix_s, its_tokens in _by_deadline(backlog):
             tokens += its_tokens
             left_s = expires_unix_s - now_unix_s
@@ -111,6 +86,13 @@ class Pace:
             if needed_s > left_s:
                 late = expires_unix_s
         return late
+
+    def _new_rate(self) -> SlidingRate:
+        return SlidingRate(_WINDOW_S, self._clock.monotonic(), _RESOLUTION_S)
+
+    def _per_s(self, rate: SlidingRate | None) -> float:
+        """The mean over the last minute, or since the start."""
+        return 0.0 if rate is None else rate.per_s(self._clock.monotonic())
 
     def _learn_ratio(self, result: LineResult) -> None:
         """An average that forgets: the last some hundred lines decide."""

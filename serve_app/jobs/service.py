@@ -14,7 +14,7 @@ from serve_app.jobs.batch_rows import batch_record, get_batch
 from serve_app.jobs.batch_states import cancel_batch
 from serve_app.jobs.context import JobsContext
 from serve_app.jobs.endings import BatchEvents
-from serve_app.jobs.ids import new_id
+from serve_app.jobs.ids import new_batch_id
 from serve_app.jobs.line_rows import LineRow, new_row
 from serve_app.jobs.pace import Pace
 from serve_app.jobs.records import (
@@ -35,11 +35,6 @@ _FEW_LINES = 8
 """Rows of so many lines are made at once; of more, in a thread."""
 _RECHECK_S = 2.0
 """Another process on the same database may end a batch without an event here."""
-
-
-def new_batch_id(kind: BatchKind) -> str:
-    """An id for a batch or job."""
-    return new_id("job" if kind is BatchKind.JOB else "batch")
 
 
 class SqlJobsService:

@@ -1,32 +1,37 @@
-"""What the jobs deployment is told."""
+"""Settings of jobs and batches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from replicas.settings import check_bounds, setting
+
 
 @dataclass(frozen=True, slots=True)
 class JobsSettings:
-    """Limits and periods; constant over the deployment's life."""
+    """Limits and periods of the jobs process; constant over its life."""
 
     model_name: str
-    """What clients call the model. Work for other models, in the same database, is left to who serves them."""
-    max_batch_lines: int = 50_000
-    """Most lines of one batch."""
-    max_file_bytes: int = 200 * 2**20
-    """Largest input file, bytes."""
+    """Name of the served model. Work for other models in the same database is left to the processes that serve them."""
     max_line_bytes: int = 8 * 2**20
     """Longest line of an input file, bytes."""
-    max_batches_per_tenant: int = 10_000
+    max_batch_lines: int = setting(50_000, ge=1)
+    """Most requests in one batch."""
+    max_file_bytes: int = setting(200 * 2**20, gt=0)
+    """Size of the largest uploaded file, bytes."""
+    max_unfinished_batches: int = setting(10_000, ge=1)
     """Most batches and jobs of one tenant that have not ended; beyond it 429."""
-    max_lines_per_tenant: int = 1_000_000
-    """Most lines that these may have left to do; beyond it 429."""
-    lease_s: float = 10.0
-    """A process that has not been heard of for so long loses its lines to others, seconds."""
-    keep_results_s: float = 30 * 86_400.0
-    """Jobs and prompt batches are forgotten so long after they have ended, seconds."""
+    max_unfinished_lines: int = setting(1_000_000, ge=1)
+    """Most unfinished requests in the batches of one tenant; beyond it 429."""
+    job_lease_s: float = setting(10.0, gt=0)
+    """Seconds of silence after which a jobs process counts as dead and its work is done again."""
+    keep_results_s: float = setting(30 * 86_400.0, gt=0)
+    """Seconds after their end at which jobs and prompt batches are forgotten; files are kept."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two signs of life: several may be late before any is missed."""
-        return self.lease_s / 5
+        """Seconds between two signs of life: several may be late before the lease ends."""
+        return self.job_lease_s / 5

@@ -93,14 +93,14 @@ def _check_input(connection: Connection, new: NewBatch, settings: JobsSettings, 
 
 def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) -> None:
     num_batches = num_unfinished_batches(connection, new.tenant)
-    if num_batches >= settings.max_batches_per_tenant:
-        message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_batches_per_tenant}"
+    if num_batches >= settings.max_unfinished_batches:
+        message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_unfinished_batches}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
     if new.kind is BatchKind.JOB:
         return  # one line: the number of jobs is what bounds them, and to count lines takes longer than an index does
     num_lines = num_unfinished_lines(connection, new.tenant)
-    if num_lines + len(new.lines) > settings.max_lines_per_tenant:
-        message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_lines_per_tenant}"
+    if num_lines + len(new.lines) > settings.max_unfinished_lines:
+        message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_unfinished_lines}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_lines_per_tenant", "rate_limit_exceeded")
 
 

@@ -139,7 +139,7 @@ class Validator:
     async def _check_quota(self, tenant: str, findings: _Findings) -> None:
         """Only now it is known how many lines the file has."""
         others = await self._database.read(lambda connection: num_unfinished_lines(connection, tenant))
-        limit = self._settings.max_lines_per_tenant
+        limit = self._settings.max_unfinished_lines
         if others + findings.num_lines > limit:
             message = (
                 f"The file has {findings.num_lines} lines, and {others} requests of other batches are still to be "

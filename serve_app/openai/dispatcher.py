@@ -1,49 +1,13 @@
-"""What the HTTP surface needs of the router."""
+"""The model that is served: its public name and its card."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 from replicas.errors import ServingError
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
-from router.types import Headroom, ReplicaView
-
-
-class Dispatcher(Protocol):
-    """Gives requests to replicas and knows their load; `router.dispatch.Dispatcher` is one."""
-
-    def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
-        """One stream of deltas per request, all on one replica.
-
-        Closing a stream aborts its request. Streams raise ServingError.
-        """
-        ...
-
-    def headroom(self, band: Band) -> Headroom:
-        """What may still wait in a band of this ingress."""
-        ...
-
-    def load(self) -> list[ReplicaView]:
-        """What is known of every replica."""
-        ...
-
-    async def refresh(self) -> None:
-        """Ask every replica for its load now."""
-        ...
-
-    async def metrics(self) -> list[EngineMetrics]:
-        """Everything that the engine of every replica that answers counts."""
-        ...
-
-    async def model_card(self) -> ModelCard:
-        """What the replicas serve.
-
-        Raises:
-            NoReplicaAvailable: none is ready yet.
-        """
-        ...
+from replicas.protocol import ModelCard
+from router.dispatch import Dispatcher
 
 
 class KnownModel:

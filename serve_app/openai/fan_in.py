@@ -1,4 +1,4 @@
-"""Several streams of deltas as one."""
+"""The streams of one request's sequences, read as one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol, Self
 
 from replicas.errors import RequestAborted, ServingError
 from replicas.protocol import FinishReason, TokenDelta
+
+DeltaStream = AsyncGenerator[TokenDelta, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +23,87 @@ class IndexedDelta:
     delta: TokenDelta
 
 
-class DeltaFanIn(AsyncIterator[IndexedDelta]):
-    """The deltas of several streams in the order they come; ends when every stream has its last delta.
+class Deltas(Protocol):
+    """Deltas of all streams of a request, in the order they come; end when every stream has its last delta.
 
-    The first failure of a stream is raised and ends all. Leaving the context closes every stream,
-    which aborts the requests that have not finished. A reader that lags holds the streams back,
-    so that deltas merge where they wait. Waiting for the next delta may be cancelled without loss.
+    The first failure of a stream is raised and ends all. Leaving the context closes every stream, which aborts the
+    requests that have not finished. A reader that lags holds the streams back, so that deltas merge where they wait.
     """
 
-    def __init__(self, streams: Sequence[AsyncGenerator[TokenDelta, None]]) -> None:
+    async def __aenter__(self) -> Self:
+        """Begin to read."""
+        ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close every stream."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[IndexedDelta]:
+        """The deltas."""
+        ...
+
+    async def __anext__(self) -> IndexedDelta:
+        """The next delta of any stream.
+
+        Raises:
+            ServingError: a stream failed.
+        """
+        ...
+
+
+def read_together(streams: Sequence[DeltaStream]) -> Deltas:
+    """Read one stream in the reader's own task, several in a task each."""
+    return SingleStream(streams[0]) if len(streams) == 1 else DeltaFanIn(streams)
+
+
+class SingleStream(AsyncIterator[IndexedDelta]):
+    """Deltas of one stream, which the reader's task advances itself; see `Deltas`."""
+
+    def __init__(self, stream: DeltaStream) -> None:
+        self._stream = stream
+        self._is_exhausted = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stream.aclose()
+
+    async def __anext__(self) -> IndexedDelta:
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        try:
+            delta = await anext(self._stream)
+        except StopAsyncIteration:
+            raise _ended_early() from None
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise RequestAborted("the request was cancelled") from None
+        _raise_if_failed(delta)
+        if delta.finish_reason is not None:
+            self._is_exhausted = True
+            # At once, so that the request's place is free before the client has read the last delta.
+            await self._stream.aclose()
+        return IndexedDelta(0, delta)
+
+
+class DeltaFanIn(AsyncIterator[IndexedDelta]):
+    """Deltas of several streams, each advanced by a task of its own; see `Deltas`."""
+
+    def __init__(self, streams: Sequence[DeltaStream]) -> None:
         self._streams = streams
         self._num_open = len(streams)
         self._arrived: asyncio.Queue[IndexedDelta | Exception] = asyncio.Queue(maxsize=len(streams))
         self._pumps: list[asyncio.Task[None]] = []
         self._is_closing = False
 
-    async def __aenter__(self) -> DeltaFanIn:
+    async def __aenter__(self) -> Self:
         self._pumps = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(self._streams)]
         return self
 
@@ -49,18 +117,8 @@ class DeltaFanIn(AsyncIterator[IndexedDelta]):
         # A pump that was cancelled before its first step has not closed its stream.
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the last delta of every stream has been read."""
-        return self._num_open == 0
-
     async def __anext__(self) -> IndexedDelta:
-        """The next delta of any stream.
-
-        Raises:
-            ServingError: what the first stream to fail raised.
-        """
-        if self.is_exhausted:
+        if self._num_open == 0:
             raise StopAsyncIteration
         arrived = await self._arrived.get()
         if isinstance(arrived, Exception):
@@ -69,7 +127,7 @@ class DeltaFanIn(AsyncIterator[IndexedDelta]):
             self._num_open -= 1
         return arrived
 
-    async def _pump(self, index: int, stream: AsyncGenerator[TokenDelta, None]) -> None:
+    async def _pump(self, index: int, stream: DeltaStream) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:
@@ -77,7 +135,7 @@ class DeltaFanIn(AsyncIterator[IndexedDelta]):
                     await self._arrived.put(IndexedDelta(index, delta))
                     if delta.finish_reason is not None:
                         return
-            raise ServingError("the sequence's stream ended before the sequence did")
+            raise _ended_early()
         except asyncio.CancelledError:
             if self._is_closing:
                 raise
@@ -86,8 +144,12 @@ class DeltaFanIn(AsyncIterator[IndexedDelta]):
             await self._arrived.put(error)
 
 
+def _ended_early() -> ServingError:
+    return ServingError("the sequence's stream ended before the sequence did")
+
+
 def _raise_if_failed(delta: TokenDelta) -> None:
-    """A sequence that was aborted by someone else or failed has no answer to show."""
+    """Raise where the sequence failed or was aborted by somebody else: it has no answer to show."""
     if delta.error is not None:
         raise delta.error
     if delta.finish_reason is FinishReason.ABORT:

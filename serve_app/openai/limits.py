@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
 from serve_app.openai.chat import spaced
 from serve_app.openai.schema import GenerationBody
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Most that one HTTP request may ask for."""
-
-    max_prompts: int
-    max_choices: int
-    """Bound of `n`, and of prompts times `n`."""
-    max_logprobs: int
-    """Most likeliest tokens per position."""
+from serve_app.openai.settings import RequestLimits
 
 
 def check_model(model: str | None, served_model_name: str) -> None:

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
+from router.dispatch import Dispatcher
 from router.types import Headroom
 from serve_app.openai.chat import EncodedPrompt, PromptTokenizer
 from serve_app.openai.chat_reply import ChatFormat
 from serve_app.openai.completion_reply import CompletionFormat
-from serve_app.openai.dispatcher import Dispatcher, KnownModel
-from serve_app.openai.fan_in import DeltaFanIn
-from serve_app.openai.limits import RequestLimits, check_at_most, check_counts, check_model
+from serve_app.openai.dispatcher import KnownModel
+from serve_app.openai.fan_in import Deltas, read_together
+from serve_app.openai.limits import check_at_most, check_counts, check_model
 from serve_app.openai.reply import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
 from serve_app.openai.schema import ChatBody, CompletionBody, GenerationBody
+from serve_app.openai.settings import RequestLimits
 from serve_app.openai.urgency import tier_of
 from serve_app.openai.validation import Caller, chat_requests, completion_requests, refuse_unusable_prompts
 
@@ -107,9 +109,9 @@ class CompletionService:
         """What may still wait in the band that it runs in."""
         return self._dispatcher.headroom(generation.requests[0].band)
 
-    def start(self, generation: Generation) -> DeltaFanIn:
+    def start(self, generation: Generation) -> Deltas:
         """The deltas of all its sequences; leaving the context aborts what has not finished."""
-        return DeltaFanIn(self._dispatcher.start(generation.requests))
+        return read_together(self._dispatcher.start(generation.requests))
 
     async def answer(self, generation: Generation) -> JsonObject:
         """The whole reply; cancelling this aborts the sequences.

@@ -27,7 +27,8 @@ from serve_app.config import HeadwayConfig
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
-    from replicas.model_replica import Backend, ReplicaOptions
+    from replicas.model_replica import Backend
+    from replicas.options import ReplicaOptions
 
 _OBJECT_STORE_BYTES = 100 * 2**20
 _PLACES = {
@@ -42,7 +43,7 @@ class LoadOnCpu:
     def __call__(self, options: ReplicaOptions) -> Backend:
         from replicas.model_replica import load_torch_backend
 
-        return load_torch_backend(replace(options, device="cpu"))
+        return load_torch_backend(replace(options, model=replace(options.model, device="cpu")))
 
 
 def main() -> None:

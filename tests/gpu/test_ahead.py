@@ -9,7 +9,9 @@ from transformers import LlamaConfig
 from bench.gpu import host_gap, mixed_trace
 from bench.gpu.ahead_checks import ARCHITECTURES, check_ahead
 from bench.gpu_check import random_model
-from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.engine.config import EngineLimits
+from replicas.model.build import build_runner, warm_up
+from replicas.model.options import RunnerOptions
 
 SMALL = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=8192,
@@ -25,9 +27,10 @@ def test_tokens_are_those_of_plain_steps(architecture: str) -> None:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_gaps_are_measured(enforce_eager: bool) -> None:
-    options = RunnerOptions(max_num_seqs=host_gap.MANY_SEQS, gpu_memory_utilization=0.3, enforce_eager=enforce_eager)
-    runner = build_runner(random_model(SMALL, torch.bfloat16, "cuda"), options)
-    warm_up(runner, options)
+    limits = EngineLimits(max_num_seqs=host_gap.MANY_SEQS)
+    options = RunnerOptions(gpu_memory_utilization=0.3, enforce_eager=enforce_eager)
+    runner = build_runner(random_model(SMALL, torch.bfloat16, "cuda"), limits, options)
+    warm_up(runner, limits)
     gap = host_gap.measure(runner, 8, is_async=True)
     assert gap.has_graphs is not enforce_eager
     assert gap.period_p50_ms > 0 and 0 < gap.busy_share <= 1

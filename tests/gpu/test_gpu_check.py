@@ -9,7 +9,9 @@ import torch
 from transformers import LlamaConfig
 
 from bench import gpu_check
-from replicas.model.build import RunnerOptions, build_runner, warm_up
+from replicas.engine.config import EngineLimits
+from replicas.model.build import build_runner, warm_up
+from replicas.model.options import RunnerOptions
 from replicas.protocol import SamplingParams
 
 SMALL = LlamaConfig(
@@ -67,9 +69,9 @@ def test_architecture_check_runs_on_the_cpu() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "NUM_ITERATIONS", 2)
-    options = RunnerOptions(max_num_seqs=4, max_num_batched_tokens=64, kv_cache_bytes=2**22)
-    runner = build_runner(gpu_check.random_model(SMALL, torch.bfloat16, device), options)
-    warm_up(runner, options)
+    limits, options = EngineLimits(max_num_seqs=4, max_num_batched_tokens=64), RunnerOptions(kv_cache_bytes=2**22)
+    runner = build_runner(gpu_check.random_model(SMALL, torch.bfloat16, device), limits, options)
+    warm_up(runner, limits)
     params = SamplingParams(max_tokens=8, top_p=0.9)
     assert gpu_check.measure_decode(runner, 4, 100, params).min_ms > 0
     assert gpu_check.measure_prefill(runner, 64).tokens_per_s > 0

@@ -7,7 +7,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import httpx2
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from replicas.protocol import ModelCard
+from router.dispatch import Dispatcher
 from serve_app.ingress import Backends, IngressSettings, create_api
 from tests.fakes import FakeDispatcher, FakeReplica, ScriptedToken
 from tests.http.fake_jobs import MemoryJobs, memory_access
@@ -113,7 +114,9 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             options = {"model": tokenizer.name_or_path, "served_model_name": MODEL, **(settings or {})}
             memory = MemoryJobs()
             access = memory_access(memory, **(job_limits or {})) if has_jobs else None
-            app = create_api(IngressSettings(**options), Backends(front, jobs=access), rng=random.Random(0))
+            app = create_api(
+                IngressSettings(**options), Backends(cast("Dispatcher", front), jobs=access), rng=random.Random(0)
+            )
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(http.aclose)

@@ -25,6 +25,7 @@ from serve_app.jobs.records import (
     RequestCounts,
     Submission,
 )
+from serve_app.jobs.settings import JobsSettings
 from serve_app.jobs.webhook_addresses import AllowedHosts
 from serve_app.jobs.webhook_guard import SystemResolver, WebhookGuard
 from serve_app.metrics import JobsCounts
@@ -213,7 +214,7 @@ class MemoryJobs:
 def memory_access(jobs: MemoryJobs, **limits: int) -> JobsAccess:
     """What an ingress is given of them."""
     guard = WebhookGuard(AllowedHosts.parse(["hooks.internal"]), SystemResolver())
-    return JobsAccess(jobs, jobs.store, guard, **limits)
+    return JobsAccess(jobs, jobs.store, guard, JobsSettings("m", **limits))
 
 
 def _page(records: Sequence[RecordT], page: PageRequest) -> Page[RecordT]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.http.conftest import MakeApi
 
-ALLOWED = ("localhost", "127.0.0.1", "[::1]", "*.Example.com")
+ALLOWED = "localhost, 127.0.0.1,[::1],*.Example.com"
 
 
 @pytest.mark.parametrize(

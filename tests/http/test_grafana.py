@@ -7,20 +7,20 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.protocol import Band, ReplicaStats
+from replicas.protocol import Band
 from router.autoscaling import Autoscaler, AutoscalingSettings
 from router.autoscaling_loop import AutoscalingLoop
 from router.flow_queue import BandLimits, FlowQueue, Waiting
-from router.held_work import HeldWork
+from router.held_work import IngressGossip
 from router.latency_targets import LatencyTargets
 from router.load_table import LoadTable
+from router.scaling_inputs import IngressLoad
 from router.types import Outcome
 from serve_app.metrics import HttpMetrics, exposition
 from serve_app.router_metrics import RouterCollector, RouterMetrics
@@ -33,22 +33,6 @@ LABELS = re.compile(r"\b(?:by|on) \(([^)]*)\)|\{([^}]*)\}")
 Target = dict[str, Any]
 
 
-class ClientWithoutReplicas:
-    """Reaches none."""
-
-    def share(self, held: HeldWork) -> None:
-        self.held = held
-
-    def held_elsewhere(self) -> Sequence[HeldWork]:
-        return ()
-
-    def polled(self) -> Sequence[ReplicaStats]:
-        return ()
-
-    async def wake(self) -> None:
-        return
-
-
 async def full_page() -> bytes:
     """What an ingress shows that has a replica, a request that waits, and a past."""
     world = World(config())
@@ -59,9 +43,9 @@ async def full_page() -> bytes:
     queue = FlowQueue({band: BandLimits(10, 10_000) for band in Band}, 30.0)
     queue.add(Waiting(request(), 7, None, 1), 0.0)
     settings = AutoscalingSettings(min_replicas=1, max_replicas=2, num_replicas=1)
-    autoscaling = AutoscalingLoop(
-        "ingress", Autoscaler(settings, time.monotonic), queue, table, ClientWithoutReplicas()
-    )
+    gossip = IngressGossip("ingress")
+    load = IngressLoad(queue, table, gossip)
+    autoscaling = AutoscalingLoop(Autoscaler(settings, time.monotonic), load, gossip, lambda: asyncio.sleep(0))
     running = asyncio.create_task(autoscaling.run(lambda: asyncio.sleep(0)))
     while autoscaling.decision is None:
         await asyncio.sleep(0)

@@ -12,6 +12,7 @@ import pytest
 from replicas.errors import Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band
 from serve_app.jobs.records import BatchKind, BatchStatus, LineStatus
+from serve_app.openai.settings import RequestLimits
 from tests.fakes import Gate
 from tests.http.conftest import MODEL, Api, MakeApi, serving, until
 from tests.limits import LIMIT_S
@@ -120,7 +121,7 @@ async def test_what_all_prompts_share_is_checked_first(
 
 
 async def test_too_many_prompts_are_refused_with_both_numbers(make_api: MakeApi) -> None:
-    api = make_api(settings={"max_prompts": 2}, job_limits={"max_batch_lines": 3})
+    api = make_api(settings={"limits": RequestLimits(max_prompts=2)}, job_limits={"max_batch_lines": 3})
     for path, most in (("/v1/batch/sync", 2), ("/v1/batch/async", 3)):
         response = await sync(api, ["a"] * 4, path)
         assert response.status_code == 400

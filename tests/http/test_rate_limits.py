@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.errors import Overloaded
 from replicas.protocol import Band
 from router.types import Headroom
-from serve_app.endpoints.rate_limits import duration_text
+from serve_app.endpoints.exchange import duration_text
 from tests.http.conftest import MODEL, Api, MakeApi
 
 HEADROOMS = {

@@ -13,6 +13,7 @@ import pytest
 from replicas.errors import ReplicaLost, RequestAborted
 from tests.fakes import Gate
 from tests.http.conftest import MODEL, Api, MakeApi, events, serving, until
+from tests.limits import LIMIT_S
 
 IMPATIENT = {"x-stainless-read-timeout": "0.1"}
 
@@ -86,6 +87,33 @@ async def test_silence_amid_a_stream_is_filled(make_api: MakeApi) -> None:
     texts = [json.loads(chunk)["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == "".join(token.text for token in api.replica.script[:16])
     assert done == "[DONE]"
+
+
+async def test_a_comment_that_cannot_be_sent_aborts_the_sequences(make_api: MakeApi) -> None:
+    api = make_api(first_token_gate=Gate(), settings={"max_header_wait_s": 0.02, "keep_alive_s": 0.02})
+    parts: list[bytes] = []
+    requests = [{"type": "http.request", "body": json.dumps(body()).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if not requests:
+            await asyncio.Event().wait()
+        return requests.pop()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.body":
+            if len(parts) == 2:
+                raise BrokenPipeError
+            parts.append(message["body"])
+
+    path = "/v1/completions"
+    scope = {
+        "type": "http", "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+        "query_string": b"", "root_path": "", "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    async with asyncio.timeout(LIMIT_S):
+        await api.app(scope, receive, send)
+    assert parts == [b": keep-alive\n\n"] * 2
+    assert len(api.replica.aborted) == 1
 
 
 async def test_failure_after_the_headers_is_an_event_even_before_any_token(make_api: MakeApi) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from serve_app.openai.settings import RequestLimits
 from tests.http.conftest import MODEL, Api, MakeApi, card_of
 
 
@@ -267,7 +268,7 @@ async def test_max_tokens_must_fit_beside_the_prompt(api: Api) -> None:
 
 
 async def test_number_of_prompts_and_choices_is_bounded(make_api: MakeApi) -> None:
-    api = make_api(settings={"max_prompts": 3, "max_choices": 4})
+    api = make_api(settings={"limits": RequestLimits(max_prompts=3, max_choices=4)})
     assert (await api.complete(prompt=["a"] * 3)).status_code == 200
     assert error_of(await api.complete(prompt=["a"] * 4))["param"] == "prompt"
     assert error_of(await api.complete(prompt="a", n=5))["param"] == "n"

@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from replicas.model.kernel_build import (
-    DEFAULT_KERNEL_DIRECTORY,
     KernelBuildError,
     built_library,
     compile_with_torch,
     found_compiler,
 )
+from replicas.model.options import DEFAULT_KERNEL_CACHE_DIR
 
 
 def need_kernels() -> None:
     """Make the kernels callable, or skip the test and say why."""
     try:
-        torch.ops.load_library(built_library(DEFAULT_KERNEL_DIRECTORY))
+        torch.ops.load_library(built_library(DEFAULT_KERNEL_CACHE_DIR))
     except KernelBuildError as error:
         pytest.skip(f"the CPU kernels cannot be compiled here: {error}")
 
@@ -31,7 +31,7 @@ def need_kernels() -> None:
 def built_program(source: Path, flags: Sequence[str]) -> Path:
     """A program that includes the kernels' headers, compiled beside their library, once for each version of both."""
     need_kernels()
-    library = built_library(DEFAULT_KERNEL_DIRECTORY)  # its name changes with the headers, torch and the processor
+    library = built_library(DEFAULT_KERNEL_CACHE_DIR)  # its name changes with the headers, torch and the processor
     version = hashlib.sha256(repr((library.name, flags)).encode() + source.read_bytes()).hexdigest()[:24]
     program = library.with_name(f"{source.stem}-{version}")
     if not program.exists():

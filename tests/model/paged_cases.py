@@ -10,11 +10,9 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.attention import AttentionCall, Scoring
+from replicas.model.attention import AttentionCall, AttentionFactory, Scoring
 from replicas.model.batch_inputs import build_inputs
-from replicas.model.kv_cache import KVCache
-from replicas.model.probe import AttentionLayer
-from replicas.model.runner import AttentionFactory
+from replicas.model.kv_cache import AttentionLayer, KVCache
 from replicas.protocol import GenerateRequest, SamplingParams
 
 Chunks = tuple[tuple[int, int], ...]

@@ -9,14 +9,20 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from replicas.engine.batch import ItemResult, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
+from replicas.engine.sequence import Sequence
+from replicas.model.attention import AttentionFactory
 from replicas.model.cuda_graphs import PaddedDecodes, PlannedAttention, bucket_sizes
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
-from replicas.model.runner import AttentionFactory, TorchModelRunner
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import Device, Dtype, ModelOptions
+from replicas.model.runner import TorchModelRunner
+from replicas.model.sampler import Sampler
 from replicas.model.tokenizer import make_decoder
+from replicas.model.transfers import Inbox, Outbox
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 
 MAX_MODEL_LEN = 256
@@ -33,10 +39,10 @@ class Sizes:
     block_size: int = 16
 
 
-def load(path: Path, dtype: str = "float32", device: str = "cpu", *, compile_layers: bool = False) -> LoadedModel:
+def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False) -> LoadedModel:
     """As where there is no C++ compiler; with one, tests/model/test_cpp_exactness.py."""
     options = ModelOptions(
-        str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_directory=None,
+        str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_cache_dir=None,
         compile_layers=compile_layers,
     )  # fmt: skip
     return load_model(options)
@@ -90,6 +96,17 @@ def tokens(engine: Engine, prompts: Iterable[Prompt], params: SamplingParams) ->
     outputs = run(engine, [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)])
     assert all(output.error is None for output in outputs), [output.error for output in outputs]
     return [list(output.token_ids) for output in outputs]
+
+
+def sample(sampler: Sampler, logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
+    """The next token of each sequence, with the log probabilities it asks for, from its row of logits."""
+    items = [ScheduledSequence(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
+    outbox, inbox = Outbox(), Inbox()
+    plan = sampler.plan(items, logits.shape[1], outbox)
+    launched = plan.launch(logits, None, outbox.send(logits.device), inbox)
+    inbox.close(logits.device)
+    inbox.wait()
+    return launched.read(inbox)
 
 
 def num_preemptions(engine: Engine) -> int:

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from bench.gpu.ahead_checks import check_ahead
 from bench.timed_runner import StepTimes, TimedRunner
+from replicas.engine.config import EngineLimits
 from replicas.model.attention import AttentionCall
 from replicas.model.cuda_graphs import PlannedAttention, bucket_sizes
 from replicas.model.dense_attention import attend_dense
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel
+from replicas.model.options import ModelOptions
 from replicas.model.tokenizer import SilentDecoder
 from replicas.model.triton_tiles import TilePlan
-from replicas.model_replica import Backend, ReplicaOptions, _engine_config
+from replicas.model_replica import Backend, _engine_config
+from replicas.options import ReplicaOptions
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
 from tests.model.cached import cached_checkpoint
 from tests.model.serving import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
@@ -164,4 +167,5 @@ def test_steps_are_launched_ahead_on_gpus_unless_somebody_says_otherwise(
 ) -> None:
     backend = Backend(TimedRunner(StepTimes(0.0, 0.0, 0.0), 512, 2), lambda _: SilentDecoder(), 64, 256, 512,
                       frozenset(), "float32", device)  # fmt: skip
-    assert _engine_config(ReplicaOptions("m", async_scheduling=asked), backend).async_scheduling is is_ahead
+    options = ReplicaOptions(ModelOptions("m"), limits=EngineLimits(async_scheduling=asked))
+    assert _engine_config(options, backend).async_scheduling is is_ahead

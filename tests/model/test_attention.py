@@ -12,8 +12,7 @@ from replicas.model import dense_attention, gather_attention
 from replicas.model.attention import AttentionCall, Scoring
 from replicas.model.batch_inputs import build_inputs
 from replicas.model.gather_attention import GatherAttention
-from replicas.model.kv_cache import KVCache
-from replicas.model.probe import AttentionLayer
+from replicas.model.kv_cache import AttentionLayer, KVCache
 from tests.model.paged_cases import MIXTURES, attend_by_definition, sequences
 
 CPU = torch.device("cpu")

@@ -15,8 +15,7 @@ from replicas.engine.batch import ScheduledSequence
 from replicas.model.attention import AttentionCall, Scoring
 from replicas.model.batch_inputs import build_inputs
 from replicas.model.cpp_attention import CppAttention, can_attend
-from replicas.model.kv_cache import KVCache
-from replicas.model.probe import AttentionLayer
+from replicas.model.kv_cache import AttentionLayer, KVCache
 from tests.model.compiled import need_kernels, with_threads
 from tests.model.paged_cases import MIXTURES, attend_by_definition, sequences
 

@@ -8,7 +8,8 @@ import pytest
 
 from replicas.model.attention_choice import choose_attention
 from replicas.model.cpp_attention import CppAttention
-from replicas.model.loader import LoadedModel, ModelOptions, load_model
+from replicas.model.loader import LoadedModel, load_model
+from replicas.model.options import ModelOptions
 from replicas.protocol import GenerateRequest
 from tests.model.cached import cached_checkpoint, cached_reference
 from tests.model.compiled import need_kernels
@@ -41,7 +42,7 @@ def load_compiled(
 ) -> LoadedModel:
     options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=max_model_len, quantization=quantization)
     loaded = load_model(options)
-    assert choose_attention(loaded, "auto", 16) is CppAttention
+    assert choose_attention(loaded.attention_spec(16), "auto") is CppAttention
     return loaded
 
 
@@ -50,7 +51,7 @@ def test_output_is_that_of_generate(architecture: str) -> None:
     loaded = load_compiled(cached_checkpoint(architecture))
     expected = cached_reference(architecture, PROMPTS, NUM_OUTPUT_TOKENS)
     for sizes in (WHOLE, Sizes(), TIGHT):
-        engine = build_engine(loaded, sizes, choose_attention(loaded, "auto", 16))
+        engine = build_engine(loaded, sizes, choose_attention(loaded.attention_spec(16), "auto"))
         assert tokens(engine, PROMPTS, GREEDY) == expected
     assert num_preemptions(engine) > 0
 
@@ -58,14 +59,16 @@ def test_output_is_that_of_generate(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rounding_error_in_bfloat16_is_that_of_the_models_own_code(architecture: str) -> None:
     loaded = load_compiled(cached_checkpoint(architecture), "bfloat16")
-    engine = build_engine(loaded, attention=choose_attention(loaded, "auto", 16))
+    engine = build_engine(loaded, attention=choose_attention(loaded.attention_spec(16), "auto"))
     assert rounding_error(engine, architecture) <= 2 * rounding_error_of_own_code(architecture)
 
 
 def test_sequence_with_nan_fails_alone(tmp_path: Path) -> None:
     path = write_poisoned(tmp_path)
     loaded = load_compiled(path)
-    engine = build_engine(loaded, Sizes(num_blocks=12, max_num_seqs=4), choose_attention(loaded, "auto", 16))
+    engine = build_engine(
+        loaded, Sizes(num_blocks=12, max_num_seqs=4), choose_attention(loaded.attention_spec(16), "auto")
+    )
     prompts = random_prompts((9, 21, 35, 18, 50, 7), seed=8)
     expected = reference_tokens(reference_model(path), prompts, GREEDY.max_tokens)
     for round_number in range(3):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from replicas.errors import ModelLoadError
 from replicas.model.cpp_linears import CppLinear, Int8Linear, can_multiply, pack, unpack
-from replicas.model.errors import ModelLoadError
 from replicas.model.linears import choose_linears, replace_linears
 
 pytestmark = pytest.mark.usefixtures("kernels_in_threads")

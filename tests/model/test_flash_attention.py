@@ -6,22 +6,22 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from replicas.errors import ModelLoadError
 from replicas.model import attention_choice
+from replicas.model.attention import AttentionFactory, AttentionSpec
 from replicas.model.attention_choice import FlashAndTriton, choose_attention
 from replicas.model.batch_inputs import BatchInputs, build_inputs
-from replicas.model.errors import ModelLoadError
 from replicas.model.flash_attention import FlashAttention, FlashBackend
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.kv_cache import KVCache
 from replicas.model.loader import LoadedModel
-from replicas.model.runner import AttentionFactory
 from replicas.model.scratch import scratch_item
 from replicas.protocol import SamplingParams
 from tests.model import flash_stand_in
@@ -80,15 +80,14 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int
     """What is chosen for a device of a capability, where Triton's kernels work and tensors are on the CPU."""
     check = attention_choice.check_attention
     monkeypatch.setattr(
-        attention_choice, "check_attention", lambda problem, *rest: check(replace(problem, device=CPU), *rest)
+        attention_choice, "check_attention", lambda spec, *rest: check(replace(spec, device=CPU), *rest)
     )
-    monkeypatch.setattr(attention_choice, "_triton", lambda problem: Decodes())
+    monkeypatch.setattr(attention_choice, "_triton", lambda spec: Decodes())
 
     def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionFactory:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
         layer = KINDS["window"].layer
-        loaded = SimpleNamespace(layers=(layer,), dtype=dtype, device=torch.device("cuda"), has_kernels=False)
-        return choose_attention(loaded, backend, 16)  # type: ignore[arg-type]
+        return choose_attention(AttentionSpec((layer,), 16, dtype, torch.device("cuda")), backend)
 
     return choose
 
@@ -118,7 +117,7 @@ def test_it_is_not_even_tried_where_it_would_end_the_process(
 def test_where_it_is_not_installed_one_who_asks_is_told(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(ModelLoadError, match="'flash', which does not work here: the package flash_attn_interface"):
-        choose_attention(loaded, "flash", block_size=16)
+        choose_attention(loaded.attention_spec(16), "flash")
 
 
 def reads_what_it_masks(q: Tensor, k_cache: Tensor, v_cache: Tensor, **options: object) -> Tensor:
@@ -135,12 +134,12 @@ def forgets_the_scale(*arguments: Tensor, **options: object) -> Tensor:
 def test_where_it_proves_wrong_it_is_not_used(wrong: object, loaded: LoadedModel, installed: ModuleType) -> None:
     installed.flash_attn_with_kvcache = wrong  # type: ignore[attr-defined]
     with pytest.raises(ModelLoadError, match="differs from plain torch"):
-        choose_attention(loaded, "flash", block_size=16)
-    assert choose_attention(loaded, "gather", block_size=16) is GatherAttention
+        choose_attention(loaded.attention_spec(16), "flash")
+    assert choose_attention(loaded.attention_spec(16), "gather") is GatherAttention
 
 
 @pytest.mark.usefixtures("installed")
 def test_layers_with_sinks_are_for_other_backends(tmp_path: Path) -> None:
     with_sinks = load(write_checkpoint(tmp_path, "gpt_oss-window", with_tokenizer=False))
     with pytest.raises(ModelLoadError, match="sinks"):
-        choose_attention(with_sinks, "flash", block_size=16)
+        choose_attention(with_sinks.attention_spec(16), "flash")

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from replicas.engine.config import EngineLimits
+from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.build import RunnerOptions, build_runner, warm_up
-from replicas.model.errors import ModelLoadError, UnsupportedModel
+from replicas.model.build import build_runner, warm_up
 from replicas.model.kv_cache import KVCache, bytes_per_block
-from replicas.model.loader import ModelOptions, load_model
+from replicas.model.loader import load_model
+from replicas.model.options import ModelOptions, RunnerOptions
 from replicas.model.precision import choose_device, choose_dtype
 from replicas.model.probe import probe_attention
 from replicas.model.runner import TorchModelRunner
@@ -124,8 +126,8 @@ def test_max_model_len_is_the_configs_or_the_asked(llama: Path, tmp_path: Path) 
     assert load_model(ModelOptions(str(llama), max_model_len=100)).max_model_len == 100
     with pytest.raises(ModelLoadError, match=r"513.* 512"):
         load_model(ModelOptions(str(llama), max_model_len=513))
-    with pytest.raises(ModelLoadError, match="max_model_len is 0"):
-        load_model(ModelOptions(str(llama), max_model_len=0))
+    with pytest.raises(ModelLoadError, match="max_model_len is 1"):
+        load_model(ModelOptions(str(llama), max_model_len=1))
 
 
 def test_position_encoding_that_changes_with_length_keeps_to_its_original_length(tmp_path: Path) -> None:
@@ -205,9 +207,9 @@ def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path: Path, lla
     plain = AutoModelForCausalLM.from_pretrained(llama)
     assert plain.config._attn_implementation != ATTENTION_NAME
     assert first.port is not second.port
-    options = RunnerOptions(kv_cache_bytes=2**20, max_num_batched_tokens=64)
+    limits = EngineLimits(max_num_batched_tokens=64)
     for loaded in (first, second, first):
-        warm_up(build_runner(loaded, options), options)
+        warm_up(build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=2**20)), limits)
 
 
 def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
@@ -227,7 +229,7 @@ def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:
     # 3 layers x 16 slots x 2 KV heads x (16 + 16) x 4 bytes
     block_bytes = bytes_per_block(loaded.layers, 16, torch.float32)
     assert block_bytes == 12_288
-    runner = build_runner(loaded, RunnerOptions(kv_cache_bytes=10 * block_bytes + 5))
+    runner = build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=10 * block_bytes + 5))
     assert (runner.num_blocks, runner.block_size, runner.max_model_len) == (9, 16, 512)
     with pytest.raises(ModelLoadError, match=f"kv_cache_bytes is 20000.* {2 * block_bytes}"):
-        build_runner(loaded, RunnerOptions(kv_cache_bytes=20_000))
+        build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=20_000))

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from replicas.engine.sequence import Sequence
-from replicas.model.random_numbers import uniform
+from replicas.model.drawing import uniform
 from replicas.model.sampler import Sampler
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
+from tests.model.serving import sample as sample_rows
 
 EOS = 2
 
@@ -26,7 +27,7 @@ def sequence(params: SamplingParams, prompt: tuple[int, ...] = (5,), output: tup
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    results = Sampler(frozenset({EOS})).sample(logits, sequences)
+    results = sample_rows(Sampler(frozenset({EOS})), logits, sequences)
     assert all(result.error is None for result in results)
     return [result.token_id for result in results if result.token_id is not None]
 
@@ -171,7 +172,7 @@ def test_penalties_equal_the_dense_formula() -> None:
         dense[11] += 1.0
         dense[77] += 0.5
         before = logits.clone()
-        result = Sampler(frozenset()).sample(logits, [sequence(params, prompt, output)])[0]
+        result = sample_rows(Sampler(frozenset()), logits, [sequence(params, prompt, output)])[0]
         assert result.token_id == int(dense.argmax())
         assert torch.equal(logits, before)
         # Log probabilities are of the model's own logits.
@@ -202,14 +203,14 @@ def test_row_that_is_not_numbers_fails_alone() -> None:
     greedy = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
     kinds = (greedy, greedy, PARAMS["plain"], PARAMS["top_p"], greedy, PARAMS["all"])
     sequences = [sequence(params) for params in kinds]
-    expected = Sampler(frozenset()).sample(logits, sequences)
+    expected = sample_rows(Sampler(frozenset()), logits, sequences)
     for bad in (math.nan, math.inf):
         broken = logits.clone()
         broken[1, 40] = broken[2, 3] = broken[3, 299] = bad
-        results = Sampler(frozenset()).sample(broken, sequences)
+        results = sample_rows(Sampler(frozenset()), broken, sequences)
         assert [row for row, result in enumerate(results) if result.error is not None] == [1, 2, 3]
         assert [results[row] for row in (0, 4, 5)] == [expected[row] for row in (0, 4, 5)]
-    results = Sampler(frozenset()).sample(torch.full((2, 9), -math.inf), sequences[:2])
+    results = sample_rows(Sampler(frozenset()), torch.full((2, 9), -math.inf), sequences[:2])
     assert all(result.error is not None and result.token_id is None for result in results)
 
 
@@ -218,7 +219,7 @@ def test_logprobs_are_log_softmax_of_the_models_logits() -> None:
     params = SamplingParams(max_tokens=8, temperature=0.3, seed=1)
     sequences = [sequence(replace(params, logprobs=count)) for count in (0, 5, 400)]
     reference = logits.float().log_softmax(-1)
-    for row, result in enumerate(Sampler(frozenset()).sample(logits, sequences)):
+    for row, result in enumerate(sample_rows(Sampler(frozenset()), logits, sequences)):
         assert result.logprobs is not None
         top = result.logprobs.top
         assert len(top) == (0, 5, 400)[row]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from replicas.errors import ModelLoadError
 from replicas.model.attention_choice import choose_attention
-from replicas.model.errors import ModelLoadError
 from replicas.model.gather_attention import GatherAttention
 from replicas.model.loader import LoadedModel
 from tests.model.serving import load
@@ -23,12 +23,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def test_a_cpu_gets_no_triton_unless_it_is_demanded(loaded: LoadedModel) -> None:
     pytest.importorskip("triton")
-    assert choose_attention(loaded, "gather", block_size=16) is GatherAttention
-    assert not hasattr(choose_attention(loaded, "auto", block_size=16), "planned")
+    assert choose_attention(loaded.attention_spec(16), "gather") is GatherAttention
+    assert not hasattr(choose_attention(loaded.attention_spec(16), "auto"), "planned")
     with pytest.raises(ModelLoadError, match=r"'triton', which does not work here: .*Error: "):
-        choose_attention(loaded, "triton", block_size=16)
+        choose_attention(loaded.attention_spec(16), "triton")
     with pytest.raises(ModelLoadError, match="'fast'; it must be one of auto, flash, triton, gather"):
-        choose_attention(loaded, "fast", block_size=16)
+        choose_attention(loaded.attention_spec(16), "fast")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens where kernels do not work")
@@ -37,7 +37,7 @@ def test_kernels_that_do_not_work_are_replaced_with_a_warning(
 ) -> None:
     pytest.importorskip("triton")
     on_cuda = replace(loaded, device=torch.device("cuda"))
-    assert choose_attention(on_cuda, "auto", block_size=16) is GatherAttention
+    assert choose_attention(on_cuda.attention_spec(16), "auto") is GatherAttention
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "Triton's kernels do not work here: " in caplog.text
 
@@ -48,8 +48,8 @@ def test_without_triton_all_else_works(
     for name in [name for name in sys.modules if name.startswith("replicas.model.triton_")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    choose_attention(loaded, "auto", block_size=16)
-    assert choose_attention(replace(loaded, device=torch.device("cuda")), "auto", block_size=16) is GatherAttention
+    choose_attention(loaded.attention_spec(16), "auto")
+    assert choose_attention(replace(loaded, device=torch.device("cuda")).attention_spec(16), "auto") is GatherAttention
     assert "import of triton halted" in caplog.text
     with pytest.raises(ModelLoadError, match="import of triton halted"):
-        choose_attention(loaded, "triton", block_size=16)
+        choose_attention(loaded.attention_spec(16), "triton")

@@ -79,7 +79,7 @@ def read_stream(url: str, max_tokens: int) -> list[str]:
 
 def test_the_number_of_replicas_is_fixed_unless_bounds_are_given():
     config = HeadwayConfig(num_replicas=2)
-    assert (config.fewest_replicas, config.most_replicas, config.is_autoscaled) == (2, 2, False)
+    assert (config.effective_min_replicas, config.effective_max_replicas, config.is_autoscaled) == (2, 2, False)
     assert HeadwayConfig(min_replicas=0).is_autoscaled
     assert HeadwayConfig(max_replicas=2).is_autoscaled
     with pytest.raises(ValidationError, match=r"num_replicas \(1\).* min_replicas \(2\).* max_replicas \(3\)"):

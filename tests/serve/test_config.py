@@ -1,12 +1,32 @@
 """What an operator writes becomes what the parts are told, or is refused with both values named."""
 
+import ast
+from collections import defaultdict
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from replicas.engine.config import EngineConfig, KVPressurePolicy
+from replicas.engine.config import EngineLimits, KVPressurePolicy
+from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.options import StreamOptions
 from replicas.protocol import Band
+from replicas.settings import settings_of
 from router.latency_targets import LatencyTargets
-from serve_app.config import HeadwayConfig
+from serve_app.config import PARTS, HeadwayConfig
+from serve_app.config_page import page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HOMONYMS = {
+    ("EngineConfig", "async_scheduling"),  # the setting, decided for the device that was found
+    ("EngineLimits", "max_queued_requests"),  # of the engine's own short queue; the setting is an ingress's
+    ("EngineLimits", "max_queued_tokens"),
+    ("ReplicaStats", "block_size"),  # a report of the value in use
+    ("TokenizeBody", "model"),  # of a request
+    ("DetokenizeBody", "model"),
+}
+"""Fields that share a setting's name, but not its meaning, and have a default."""
 
 
 def test_strings_of_the_command_line_become_typed_values():
@@ -21,13 +41,14 @@ def test_strings_of_the_command_line_become_typed_values():
             "coalesce_interval_s": "0.05",
         }
     )
+    options = config.replica_options()
     assert config.num_replicas == 2
-    assert config.kv_cache_bytes == 2 * 2**30
-    assert config.enable_prefix_caching is False
-    assert config.max_model_len is None
-    assert config.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW
+    assert (options.runner.kv_cache_bytes, type(options.runner.kv_cache_bytes)) == (2 * 2**30, int)
+    assert options.limits.enable_prefix_caching is False
+    assert options.model.max_model_len is None
+    assert options.limits.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW
     assert config.num_gpus_per_replica == 0.5
-    assert config.coalesce_interval_s == 0.05
+    assert options.streams.coalesce_interval_s == 0.05
 
 
 @pytest.mark.parametrize(
@@ -35,9 +56,18 @@ def test_strings_of_the_command_line_become_typed_values():
     [
         ({"max_num_seq": 3}, ["max_num_seq", "not permitted"]),
         ({"num_replicas": 0}, ["num_replicas", "greater than or equal to 1"]),
+        ({"max_num_seqs": "many"}, ["max_num_seqs", "Input should be a valid integer"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs", "greater than or equal to 1"]),
+        ({"gpu_memory_utilization": 1.5}, ["gpu_memory_utilization", "less than or equal to 1"]),
+        ({"kv_cache_bytes": "much"}, ["kv_cache_bytes", "byte string"]),
+        ({"kv_cache_bytes": 0}, ["kv_cache_bytes", "greater than 0"]),
+        ({"batch_drain_s": 1}, ["batch_drain_s (1)", "target_drain_s (2)"]),
         ({"max_num_seqs": 600}, ["max_num_batched_tokens (512)", "max_num_seqs (600)"]),
         ({"device": "cpu", "num_gpus_per_replica": 1}, ["device (cpu)", "num_gpus_per_replica (1)"]),
-        ({"device": "cuda", "num_gpus_per_replica": 0}, ["device (cuda)", "num_gpus_per_replica (0)"]),
+        (
+            {"device": "cuda", "async_scheduling": True, "num_gpus_per_replica": 0},
+            ["device (cuda)", "num_gpus_per_replica (0)"],
+        ),
         ({"device": "cpu", "compile_layers": True}, ["device (cpu)", "compile_layers (true)"]),
         ({"device": "cpu", "attention_backend": "triton"}, ["device (cpu)", "attention_backend (triton)"]),
         ({"attention_backend": "fast"}, ["attention_backend", "'auto', 'flash', 'triton' or 'gather'"]),
@@ -75,23 +105,96 @@ def test_a_directory_is_made_absolute_and_gives_its_name(tmp_path, monkeypatch):
     assert config.model_name == "my-model"
 
 
-def test_replicas_are_told_every_engine_limit():
-    config = HeadwayConfig(max_num_seqs=7, max_starvation_s=4.0, cpus_per_replica=2.0)
+def declarations() -> dict[str, list[str]]:
+    """The classes of the product that give a field a default, by the field's name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for package in ("serve_app", "router", "replicas"):
+        for path in (ROOT / package).rglob("*.py"):
+            classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+            for declaring, field in ((one.name, field) for one in classes for field in one.body):
+                match field:
+                    case ast.AnnAssign(target=ast.Name(name), value=ast.expr()) if (declaring, name) not in HOMONYMS:
+                        found[name].append(declaring)
+    return found
+
+
+def test_each_setting_is_declared_once():
+    declared = declarations()
+    classes = {name: declared[name] for name in HeadwayConfig.model_fields}
+    assert {name: where for name, where in classes.items() if len(where) != 1} == {}
+    assert {where for (where,) in classes.values()} == {"HeadwayConfig"} | {part.__name__ for part in PARTS}
+
+
+def test_the_documentation_is_what_the_code_says():
+    told = (ROOT / "docs" / "configuration.md").read_text()
+    assert told == page(), "python -m serve_app.config_page > docs/configuration.md"
+
+
+def test_a_field_is_accepted_under_its_former_name_with_a_warning():
+    with pytest.warns(FutureWarning, match="max_deltas_per_s is called max_stream_chunks_per_s now"):
+        config = HeadwayConfig.model_validate({"max_deltas_per_s": "40"})
+    assert config.replica_options().streams.max_stream_chunks_per_s == 40
+    with pytest.raises(ValidationError, match="max_deltas_per_s"):
+        HeadwayConfig.model_validate({"max_deltas_per_s": 40, "max_stream_chunks_per_s": 50})
+
+
+def test_a_removed_field_is_accepted_with_a_warning_where_it_says_what_happens_anyway():
+    with pytest.warns(FutureWarning, match="routing_policy is always least_tokens now"):
+        HeadwayConfig.model_validate({"routing_policy": "least_tokens"})
+    with pytest.warns(FutureWarning, match="num_bound_early is always 0 now"):
+        HeadwayConfig.model_validate({"num_bound_early": "0"})
+    with pytest.raises(ValidationError, match="routing_policy"):
+        HeadwayConfig.model_validate({"routing_policy": "random"})
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_setting_reaches_its_part(part):
+    other_than_7 = {
+        "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
+        "attention_backend": "flash", "gpu_memory_utilization": 0.5, "kernel_cache_dir": "there",
+        "api_key_file": "there", "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
+        "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
+    }  # fmt: skip
+    values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
+    config = HeadwayConfig.model_validate(values)
     options = config.replica_options()
-    assert (options.max_num_seqs, options.promote_after_s, options.num_threads) == (7, 3.0, 2)
-    # Requests wait in the ingress; an engine's queue is as long as late binding needs, which is derived.
-    shared = EngineConfig.__dataclass_fields__.keys() & HeadwayConfig.model_fields.keys() - {"max_queued_requests"}
-    assert {name: getattr(options, name) for name in shared} == {name: getattr(config, name) for name in shared}
+    composed = [options.model, options.runner, options.limits, options.streams, config.flow_limits(),
+                config.autoscaling_settings(), config.ingress_settings(), config.ingress_settings().limits,
+                config.jobs_settings()]  # fmt: skip
+    (made,) = (one for one in composed if type(one) is part)
+    expected = {name: getattr(config, name) for name in values}
+    assert {name: getattr(made, name) for name in values} == expected
+    assert all(expected[name] != entry.default for name, entry in settings_of(part).items())
+
+
+def test_a_part_checks_its_bounds_itself():
+    with pytest.raises(ValueError, match="max_num_seqs is 0; it must be at least 1"):
+        EngineLimits(max_num_seqs=0)
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5; it must be at most 1"):
+        RunnerOptions(gpu_memory_utilization=1.5)
+    with pytest.raises(ValueError, match="max_stream_chunks_per_s is 0; it must be above 0"):
+        StreamOptions(max_stream_chunks_per_s=0)
+    assert ModelOptions("m", max_model_len=None).max_model_len is None
+
+
+def test_replicas_are_given_what_follows_from_other_settings():
+    config = HeadwayConfig.model_validate({"max_num_seqs": 7, "max_starvation_s": 4.0, "cpus_per_replica": 2.0})
+    options = config.replica_options()
+    assert (options.limits.promote_after_s, options.model.num_threads) == (3.0, 2)
+    # Requests wait in the ingress; an engine's queue is as long as late binding needs.
+    assert options.limits.max_queued_requests == 7 * 3 * len(Band)
 
 
 @pytest.mark.parametrize("num_ingress_replicas", [1, 4])
 def test_serve_refuses_later_than_we_do(num_ingress_replicas):
-    config = HeadwayConfig(
-        max_num_seqs=4, max_queued_requests=10, num_replicas=3, num_ingress_replicas=num_ingress_replicas
+    config = HeadwayConfig.model_validate(
+        {"max_num_seqs": 4, "max_queued_requests": 10, "num_replicas": 3, "num_ingress_replicas": num_ingress_replicas}
     )
-    assert config.max_ongoing_requests_per_replica > config.max_num_seqs + config.replica_options().max_queued_requests
+    assert config.max_ongoing_requests_per_replica > 4 + config.engine_limits().max_queued_requests
     may_wait = sum(limits.max_requests for limits in config.flow_limits().bands.values())
     assert config.max_ongoing_requests_per_ingress > 3 * config.max_ongoing_requests_per_replica + may_wait
+    in_all_ingresses = config.num_ingress_replicas * config.max_ongoing_requests_per_ingress
+    assert config.max_ongoing_requests_for_jobs > in_all_ingresses
 
 
 def test_latency_targets_are_per_band_and_may_be_none():

@@ -11,7 +11,10 @@ import openai
 import pytest
 import torch
 
-from replicas.model_replica import ModelReplica, ReplicaOptions
+from replicas.engine.async_engine import AsyncEngine
+from replicas.engine.config import EngineLimits
+from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
 from tests.model.tiny import write_checkpoint
 from tests.service.local_service import local_service
@@ -21,10 +24,10 @@ MODEL = "tiny"
 
 @dataclass
 class Service:
-    """A running server, the replica behind it, and clients."""
+    """A running server, the engine behind it, and clients."""
 
     url: str
-    replica: ModelReplica
+    engine: AsyncEngine
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
 
@@ -38,13 +41,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def service(checkpoint: Path) -> AsyncIterator[Service]:
     options = ReplicaOptions(
-        str(checkpoint), dtype="float32", num_threads=1, max_num_seqs=16, max_num_batched_tokens=64,
-        kv_cache_bytes=2**20, max_queued_requests=4096, coalesce_interval_s=0.002,
-    )  # fmt: skip
+        ModelOptions(str(checkpoint), dtype="float32", num_threads=1),
+        RunnerOptions(kv_cache_bytes=2**20),
+        EngineLimits(max_num_seqs=16, max_num_batched_tokens=64, max_queued_requests=4096),
+        StreamOptions(coalesce_interval_s=0.002),
+    )
     settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL)
     async with (
         local_service(options, settings) as local,
         httpx.AsyncClient(base_url=local.url, timeout=60) as http,
         openai.AsyncOpenAI(api_key="none", base_url=f"{local.url}/v1", max_retries=0) as client,
     ):
-        yield Service(local.url, local.replica, http, client)
+        yield Service(local.url, local.engine, http, client)

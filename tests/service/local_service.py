@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import cast
 
 from replicas.clock import Clock
-from replicas.model_replica import ModelReplica, ReplicaOptions
+from replicas.engine.async_engine import AsyncEngine
+from replicas.model_replica import ModelReplica
+from replicas.options import ReplicaOptions
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.dispatch import Dispatcher
 from router.flow_control import FlowController, FlowLimits
@@ -47,40 +49,40 @@ _POLL_PERIOD_S = 0.2
 class LocalReplicaClient:
     """Reaches one replica in this process; see `router.types.ReplicaClient`."""
 
-    def __init__(self, replica: ModelReplica) -> None:
-        self._replica = replica
+    def __init__(self, engine: AsyncEngine, card: ModelCard) -> None:
+        self._engine, self._card = engine, card
 
     def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        return self._replica.generate(request)
+        return self._engine.generate(request)
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        return [self._replica.stats()]
+        return [self._engine.stats()]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
-        return [self._replica.metrics()]
+        return [self._engine.metrics()]
 
     async def describe(self) -> ModelCard:
-        return self._replica.describe()
+        return self._card
 
 
 class LocalRouting:
     """Flow control and dispatcher of one ingress over one replica in this process."""
 
-    def __init__(self, replica: ModelReplica, metrics: HttpMetrics) -> None:
+    def __init__(self, client: LocalReplicaClient, metrics: HttpMetrics) -> None:
         table = LoadTable(time.monotonic)
         observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
-        limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band})
-        flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer, time.monotonic)
+        limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
+        flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
         self.queue = flow.queue
-        self.dispatcher = Dispatcher(LocalReplicaClient(replica), flow, table, observer, _POLL_PERIOD_S)
+        self.dispatcher = Dispatcher(client, flow, observer, _POLL_PERIOD_S)
 
 
 @dataclass(frozen=True)
 class LocalService:
-    """A running HTTP server, and the replica behind it."""
+    """A running HTTP server, and the engine behind it."""
 
     url: str
-    replica: ModelReplica
+    engine: AsyncEngine
 
 
 @contextlib.asynccontextmanager
@@ -90,26 +92,28 @@ async def local_service(
     """Serve a model; with files, batches and jobs where there is a directory for them."""
     async with contextlib.AsyncExitStack() as stack:
         replica = ModelReplica(options, "replica-0", "node-0")
-        await replica.start()
-        stack.push_async_callback(replica.stop)
+        engine = replica.start()
+        stack.push_async_callback(engine.stop)
+        client = LocalReplicaClient(engine, replica.card)
         jobs = None
         if data_dir is not None:
-            jobs = await stack.enter_async_context(_jobs(replica, settings, data_dir))
+            jobs = await stack.enter_async_context(_jobs(client, settings, data_dir))
         metrics = HttpMetrics(settings.served_model_name)
-        app = create_api(settings, Backends(LocalRouting(replica, metrics).dispatcher, jobs=jobs), metrics=metrics)
-        yield LocalService(await stack.enter_async_context(serving(app)), replica)
+        app = create_api(settings, Backends(LocalRouting(client, metrics).dispatcher, jobs=jobs), metrics=metrics)
+        yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 
 @contextlib.asynccontextmanager
-async def _jobs(replica: ModelReplica, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
+async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
     """The jobs process's parts, and what an ingress is given of them."""
     name = settings.served_model_name
-    routing, files = LocalRouting(replica, HttpMetrics(name)), FsspecStore(f"{data_dir}/files")
+    routing, files = LocalRouting(client, HttpMetrics(name)), FsspecStore(f"{data_dir}/files")
+    job_settings = JobsSettings(name)
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     known = KnownModel(name, routing.dispatcher, time.monotonic)
     tokenizer = PromptTokenizer.load(settings.model, WorkerThreads(1))
     runtime = JobsRuntime(
-        JobsContext(database, files, JobsSettings(name)),
+        JobsContext(database, files, job_settings),
         CompletionService(routing.dispatcher, known, tokenizer, settings.limits, random.Random(0)),
         Room(routing.dispatcher.load, routing.queue),
         BacklogView(Pace(Clock())),
@@ -118,6 +122,6 @@ async def _jobs(replica: ModelReplica, settings: IngressSettings, data_dir: Path
     await runtime.start(routing.dispatcher.run(), files.keep_clean())
     try:
         guard = WebhookGuard(AllowedHosts.parse([]), SystemResolver())
-        yield JobsAccess(cast(JobsService, runtime.service), files, guard)
+        yield JobsAccess(cast(JobsService, runtime.service), files, guard, job_settings)
     finally:
         await runtime.stop()

@@ -15,7 +15,9 @@ import openai
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from replicas.model_replica import ReplicaOptions
+from replicas.engine.config import EngineLimits
+from replicas.model.options import ModelOptions, RunnerOptions
+from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
 from tests.fakes import key_digest
 from tests.limits import LIMIT_S
@@ -35,7 +37,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = str(write_checkpoint(folder / MODEL_NAME, max_position_embeddings=32768))
     keys = folder / "keys.yaml"
     keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("acme", "zeta")))
-    options = ReplicaOptions(model, dtype="float32", num_threads=1, max_num_seqs=4, kv_cache_bytes=64 * 2**20)
+    options = ReplicaOptions(
+        ModelOptions(model, dtype="float32", num_threads=1),
+        RunnerOptions(kv_cache_bytes=64 * 2**20),
+        EngineLimits(max_num_seqs=4),
+        StreamOptions(),
+    )
     settings = IngressSettings(model=model, served_model_name=MODEL_NAME, api_key_file=str(keys))
     with (
         start_blocking_portal() as portal,

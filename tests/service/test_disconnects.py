@@ -55,7 +55,7 @@ async def test_connections_dropped_at_random_moments_leave_no_block_and_no_task(
         for _ in range(NUM_CONNECTIONS):
             group.create_task(one())
     async with asyncio.timeout(LIMIT_S):
-        while (stats := service.replica.stats()).num_running or stats.num_waiting:
+        while (stats := service.engine.stats()).num_running or stats.num_waiting:
             await asyncio.sleep(0.01)
         while len(asyncio.all_tasks()) > tasks_before:
             await asyncio.sleep(0.01)
@@ -64,7 +64,7 @@ async def test_connections_dropped_at_random_moments_leave_no_block_and_no_task(
     assert answer.choices[0].finish_reason in ("length", "stop")
     aborted = [
         metric.value
-        for metric in service.replica.metrics().metrics
+        for metric in service.engine.metrics().metrics
         if metric.name == "vllm:request_success" and ("finished_reason", "abort") in metric.labels
     ]
     assert aborted[0] > NUM_CONNECTIONS / 4, "too few were cut while they were being served"

@@ -86,12 +86,12 @@ async def test_urgent_requests_that_preempt_change_no_token(service: Service, re
         asyncio.create_task(complete(service, list(prompt), max_tokens=100, extra_body={"priority": 2}))
         for prompt in prompts
     ]
-    while service.replica.stats().num_running < 16:
+    while service.engine.stats().num_running < 16:
         await asyncio.sleep(0.001)
     urgent = await asyncio.gather(
         *(complete(service, list(prompt), max_tokens=8, extra_body={"priority": 0}) for prompt in prompts[:8])
     )
     assert [tokens for (tokens,) in urgent] == [tokens[:8] for tokens in expected[:8]]
     assert [tokens for (tokens,) in await asyncio.gather(*background)] == expected
-    counters = {metric.name: metric.value for metric in service.replica.metrics().metrics}
+    counters = {metric.name: metric.value for metric in service.engine.metrics().metrics}
     assert counters["vllm:num_preemptions"] > 0

@@ -16,14 +16,21 @@ from transformers import AutoModelForCausalLM
 
 from bench.gpu.kernel_checks import check_layer
 from replicas.model import triton_attention
-from replicas.model.attention import ATTENTION_NAME, AttentionCall, AttentionPort, Scoring, register_attention
-from replicas.model.attention_check import AttentionProblem, check_attention
+from replicas.model.attention import (
+    ATTENTION_NAME,
+    AttentionCall,
+    AttentionPort,
+    AttentionSpec,
+    Scoring,
+    register_attention,
+)
+from replicas.model.attention_check import check_attention
 from replicas.model.attention_choice import choose_attention
 from replicas.model.fast_parts import cuda_parts, speed_up
 from replicas.model.fused_decoder import FusedDecoder
-from replicas.model.kv_cache import KVCache
+from replicas.model.kv_cache import AttentionLayer, KVCache
 from replicas.model.loader import LoadedModel
-from replicas.model.probe import AttentionLayer, probe_attention
+from replicas.model.probe import probe_attention
 from replicas.model.triton_attention import TritonBackend
 from replicas.model.triton_layer_math import TritonLayerMath, check_layer_math
 from replicas.model.triton_tiles import TileGroup, TilePlan
@@ -123,8 +130,8 @@ LAYERS = [
 
 
 def test_right_kernels_pass_the_check() -> None:
-    problem = AttentionProblem(LAYERS[1:], 16, torch.float16, CPU)
-    assert check_attention(problem, [TritonBackend(0), TritonBackend(4096)]) is None
+    spec = AttentionSpec(LAYERS[1:], 16, torch.float16, CPU)
+    assert check_attention(spec, [TritonBackend(0), TritonBackend(4096)]) is None
 
 
 def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +140,10 @@ def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget_the_first(layer, shape, slots, call):
         write(layer, shape, slots.clamp(min=int(slots.min()) + 1), call)
 
-    problem = AttentionProblem(LAYERS[:1], 16, torch.float32, CPU)
+    spec = AttentionSpec(LAYERS[:1], 16, torch.float32, CPU)
     for wrong in (forget_the_first, lambda *_: None):
         monkeypatch.setattr(triton_attention, "write_keys_and_values", wrong)
-        fault = check_attention(problem, [TritonBackend(0)])
+        fault = check_attention(spec, [TritonBackend(0)])
         assert fault is not None and "differs from plain torch" in fault
 
 
@@ -189,7 +196,9 @@ def test_equals_generate(tmp_path: Path) -> None:
     prompts = random_prompts((5, 22))
     path = write_checkpoint(tmp_path, "gpt_oss-window", with_tokenizer=False)
     loaded = load(path)
-    engine = build_engine(loaded, Sizes(max_num_batched_tokens=20), choose_attention(loaded, "triton", block_size=16))
+    engine = build_engine(
+        loaded, Sizes(max_num_batched_tokens=20), choose_attention(loaded.attention_spec(16), "triton")
+    )
     outputs = tokens(engine, prompts, SamplingParams(max_tokens=3, temperature=0.0))
     assert outputs == reference_tokens(reference_model(path), prompts, max_tokens=3)
 

@@ -9,7 +9,8 @@ import pytest
 from bench.gpu.device_time import MarkedRunner, covered_share
 from bench.gpu.host_gap import summarise
 from bench.gpu.mixed_trace import left_padded, make_trace
-from replicas.engine.batch import FinishedStep, ScheduledBatch
+from bench.timed_runner import FinishedStep
+from replicas.engine.batch import ScheduledBatch
 
 
 @dataclass

@@ -19,8 +19,8 @@ from replicas.cpu_sharing import do_not_interrupt_others
 from replicas.engine.async_engine import AsyncEngine, Coalescing, Rhythm
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
+from replicas.engine.interfaces import IncrementalDecoder
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
 from tests.limits import LIMIT_S

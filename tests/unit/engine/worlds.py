@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from bench.timed_runner import FinishedStep
 from replicas.clock import Clock
-from replicas.engine.batch import FinishedStep, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
-from replicas.engine.detokenizer import IncrementalDecoder
 from replicas.engine.engine import Engine
+from replicas.engine.interfaces import IncrementalDecoder, LaunchedStep
 from replicas.engine.sequence import Sequence
 from replicas.protocol import (
     Band,

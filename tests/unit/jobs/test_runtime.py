@@ -47,7 +47,7 @@ def completions() -> ScriptedCompletions:
 @pytest.fixture
 def quick() -> JobsSettings:
     """Leases that end soon after their owner."""
-    return JobsSettings(MODEL, lease_s=0.3)
+    return JobsSettings(MODEL, job_lease_s=0.3)
 
 
 async def submit_file(process: Process, files: MemoryFiles, num_lines: int, **fields: Any) -> BatchRecord:

@@ -1,107 +1,275 @@
-"""Calls that are made again when the jobs process died before it answered."""
+"""Calls of the jobs deployment over a handle that keeps Serve's promises and no others."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import pickle
+from collections.abc import Awaitable, Generator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import RayServeException
 
-from serve_app.jobs.errors import BatchNotCancellable, UnknownFile
-from serve_app.jobs.rpc import RpcAddress, RpcServer
-from serve_app.jobs.serve_client import ServeJobs
-from tests.unit.jobs.runtimes import until
+from replicas.errors import NoReplicaAvailable, Overloaded, ServingError
+from serve_app.jobs.errors import BatchNotCancellable, UnknownBatch, UnknownFile
+from serve_app.jobs.records import BatchKind, BatchStatus, FileRecord, JobsService, PageRequest
+from serve_app.jobs.serve_client import ServeJobs, answers_service_calls
+from serve_app.metrics import JobsCounts
+from tests.limits import LIMIT_S
+from tests.unit.jobs.runtimes import ScriptedCompletions, jobs_process, until
+from tests.unit.jobs.worlds import MemoryFiles, new_batch
 
-
-class Handle:
-    """What Serve gives: here it tells one address after the other."""
-
-    def __init__(self, *addresses: RpcAddress) -> None:
-        self._addresses = list(addresses)
-        self.address = self
-
-    async def remote(self) -> RpcAddress:
-        return self._addresses.pop(0)
+TENANT = "acme"
 
 
-class Jobs:
-    """The methods of a jobs process, which dies, if it is to, once it has done what it was asked for."""
+@answers_service_calls
+class Deployment:
+    """The jobs deployment as far as calls see it."""
 
-    def __init__(self, done: dict[str, list[tuple[Any, ...]]], dies: bool) -> None:
-        self._done = done
-        self._dies = dies
-        self._server: RpcServer | None = None
+    def __init__(self, service: Any) -> None:
+        self.service = service
 
-    async def start(self) -> RpcAddress:
-        methods = {name: getattr(self, name) for name in ("cancel", "delete_file", "batch", "wait")}
-        self._server = RpcServer(methods)
-        return await self._server.start("127.0.0.1")
+    async def metrics(self) -> JobsCounts:
+        return JobsCounts()
 
-    async def stop(self) -> None:
-        assert self._server is not None
-        await self._server.stop()
 
-    async def cancel(self, *arguments: Any) -> str:
-        return await self._do("cancel", arguments, BatchNotCancellable("it has ended"))
+class Service:
+    """The work of a jobs process, which does it once and then holds its answers back or not."""
 
-    async def delete_file(self, *arguments: Any) -> str:
-        return await self._do("delete_file", arguments, UnknownFile("there is none"))
+    def __init__(self) -> None:
+        self.done: list[tuple[str, dict[str, Any]]] = []
+        self.is_holding = False
+        self.num_cancelled = 0
+        self.error: Exception | None = None
 
-    async def batch(self, *arguments: Any) -> str:
+    async def delete_file(self, **arguments: Any) -> None:
+        await self._do("delete_file", arguments, again=UnknownFile("there is none"))
+
+    async def cancel(self, **arguments: Any) -> str:
+        return await self._do("cancel", arguments, again=BatchNotCancellable("it has ended"))
+
+    async def wait(self, **arguments: Any) -> str:
+        return await self._do("wait", arguments)
+
+    async def batch(self, **arguments: Any) -> str:
+        if self.error is not None:
+            raise self.error
         return "as it is"
 
-    async def wait(self, *arguments: Any) -> str:
-        return await self._do("wait", arguments, None)
-
-    async def _do(self, name: str, arguments: tuple[Any, ...], again: Exception | None) -> str:
-        calls = self._done.setdefault(name, [])
-        calls.append(arguments)
-        if self._dies:
-            await asyncio.Event().wait()
-        if len(calls) > 1 and again is not None:
+    async def _do(self, name: str, arguments: dict[str, Any], again: ServingError | None = None) -> str:
+        is_again = name in [done for done, _ in self.done]
+        self.done.append((name, arguments))
+        try:
+            if self.is_holding:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        if is_again and again is not None:
             raise again
         return "done"
 
 
-@asynccontextmanager
-async def client_of(done: dict[str, list[tuple[Any, ...]]], *dies: bool) -> AsyncIterator[tuple[ServeJobs, list[Jobs]]]:
-    """A client of processes that follow each other."""
-    processes = [Jobs(done, each) for each in dies]
-    client = ServeJobs(Handle(*[await process.start() for process in processes]))
-    try:
-        yield client, processes
-    finally:
-        await client.close()
-        for process in processes:
-            await process.stop()
+class Handle:
+    """A deployment handle over one process, or none yet."""
+
+    def __init__(self, deployment: Deployment | None) -> None:
+        self.deployment = deployment
+        self.responses: list[Response] = []
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self, name)
+
+    def lose(self, error: BaseException) -> None:
+        """End what is under way with what Serve raises when the process does not live to answer."""
+        for response in self.responses:
+            if not response.answer.done():
+                response.answer.set_exception(error)
 
 
+class Method:
+    """A method of a handle."""
+
+    def __init__(self, handle: Handle, name: str) -> None:
+        self._handle = handle
+        self._name = name
+
+    def remote(self, **arguments: Any) -> Response:
+        deployment = self._handle.deployment
+        work = None if deployment is None else getattr(deployment, self._name)(**by_value(arguments))
+        response = Response(work)
+        self._handle.responses.append(response)
+        return response
+
+
+class Response:
+    """A call under way. Only `cancel` ends it: the task that awaits it may be cancelled without that."""
+
+    def __init__(self, work: Awaitable[Any] | None) -> None:
+        self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.was_cancelled = False
+        self._work = None if work is None else asyncio.ensure_future(self._run(work))
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(self.answer).__await__()
+
+    def cancel(self) -> None:
+        self.was_cancelled = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _run(self, work: Awaitable[Any]) -> None:
+        try:
+            answer = by_value(await work)
+        except Exception as error:
+            self.answer.set_exception(error)
+        else:
+            if not self.answer.done():
+                self.answer.set_result(answer)
+
+
+def by_value(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def client_of(service: Service) -> tuple[ServeJobs, Handle]:
+    handle = Handle(Deployment(service))
+    return ServeJobs(handle), handle
+
+
+LOST = [
+    ActorUnavailableError("it is gone", b"\0" * 16),
+    RayServeException("it is being stopped"),
+    grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata()),
+    asyncio.CancelledError(),
+]
+"""Errors of calls that a process does not live to answer, or that it gives up as it stops."""
+
+
+async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
+    completions = ScriptedCompletions()
+    async with jobs_process(f"sqlite:///{tmp_path}/jobs.sqlite3", MemoryFiles(), completions) as process:
+        service: JobsService = ServeJobs(Handle(Deployment(process.service)))
+        file = FileRecord("file-1", TENANT, "batch", "in.jsonl", 1, 1_000_000.0)
+        await service.add_file(file)
+        assert await service.file(TENANT, file.id) == file
+        assert (await service.files(TENANT, "batch", PageRequest(10))).items == (file,)
+        await service.delete_file(TENANT, file.id)
+        assert (await service.files(TENANT, None, PageRequest(10))).items == ()
+
+        new = new_batch(num_lines=2, idempotency_key="key", body_digest="digest")
+        submission = await service.submit(new)
+        batch_id = submission.batch.id
+        assert submission.is_new and not (await service.submit(new)).is_new
+        assert (await service.batch(TENANT, batch_id)).id == batch_id
+        assert not (await service.wait(TENANT, batch_id, 0.0)).status.is_final
+        assert [one.id for one in (await service.batches(TENANT, BatchKind.PROMPTS, PageRequest(10))).items] == [
+            batch_id
+        ]
+        assert [line.index for line in await service.lines(TENANT, batch_id, 0, 10)] == [1]
+        assert (await service.stats(TENANT)).total == 1
+        assert (await service.cancel(TENANT, batch_id)).status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
+        assert await service.metrics() == JobsCounts()
+
+
+async def test_an_error_of_the_service_arrives_as_itself() -> None:
+    service = Service()
+    client, _ = client_of(service)
+    service.error = Overloaded("too many", 7.0, "max_batches_per_tenant", "rate_limit_exceeded")
+    with pytest.raises(Overloaded) as refused:
+        await client.batch(TENANT, "id")
+    assert (refused.value.retry_after_s, refused.value.code) == (7.0, "rate_limit_exceeded")
+    service.error = UnknownBatch("there is none")
+    with pytest.raises(UnknownBatch):
+        await client.batch(TENANT, "id")
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True], ids=["over gRPC", "by reference"])
+async def test_a_failure_is_reported_without_its_words(is_wrapped: bool) -> None:
+    service = Service()
+    client, _ = client_of(service)
+    fault = ValueError("a secret")
+    service.error = RayTaskError("batch", "a secret", fault).as_instanceof_cause() if is_wrapped else fault
+    with pytest.raises(ServingError) as error:
+        await client.batch(TENANT, "id")
+    assert type(error.value) is ServingError and "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(("method", "answer"), [("cancel", "as it is"), ("delete_file", None)])
-async def test_what_was_done_before_the_answer_was_lost_is_done(method: str, answer: str | None) -> None:
-    done: dict[str, list[tuple[Any, ...]]] = {}
-    async with client_of(done, True, False) as (client, [first, _]):
-        call = asyncio.create_task(getattr(client, method)("acme", "id"))
-        await until(lambda: bool(done))
-        await first.stop()
-        assert await call == answer
-    assert done[method] == [("acme", "id")] * 2
+async def test_work_done_before_the_answer_was_lost_is_done(method: str, answer: object, lost: BaseException) -> None:
+    service = Service()
+    client, handle = client_of(service)
+    service.is_holding = True
+    call = asyncio.create_task(getattr(client, method)(TENANT, "id"))
+    await until(lambda: len(service.done) == 1)
+    service.is_holding = False
+    handle.lose(lost)
+    assert await call == answer
+    assert [name for name, _ in service.done] == [method] * 2
 
 
 @pytest.mark.parametrize(("method", "error"), [("cancel", BatchNotCancellable), ("delete_file", UnknownFile)])
-async def test_what_others_have_done_is_told(method: str, error: type[Exception]) -> None:
-    async with client_of({method: [()]}, False) as (client, _):
-        with pytest.raises(error):
-            await getattr(client, method)("acme", "id")
+async def test_work_that_others_have_done_is_an_error(method: str, error: type[Exception]) -> None:
+    service = Service()
+    service.done.append((method, {}))
+    client, _ = client_of(service)
+    with pytest.raises(error):
+        await getattr(client, method)(TENANT, "id")
 
 
-async def test_who_waits_waits_no_longer_for_a_second_process() -> None:
-    done: dict[str, list[tuple[Any, ...]]] = {}
-    async with client_of(done, True, False) as (client, [first, _]):
-        call = asyncio.create_task(client.wait("acme", "id", 60.0))
-        await until(lambda: bool(done))
-        await first.stop()
-        assert str(await call) == "done"
-    [(*_, before_s), (*_, after_s)] = done["wait"]
+async def test_a_batch_submitted_twice_comes_under_one_id() -> None:
+    ids: list[str | None] = []
+
+    class LosesTheFirst:
+        async def submit(self, batch: Any, batch_id: str | None = None) -> str:
+            ids.append(batch_id)
+            if len(ids) == 1:
+                raise LOST[0]
+            return "accepted"
+
+    client = ServeJobs(Handle(Deployment(LosesTheFirst())))
+    assert str(await client.submit(new_batch())) == "accepted"
+    assert ids[0] is not None and ids == [ids[0]] * 2
+
+
+async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest() -> None:
+    service = Service()
+    client, handle = client_of(service)
+    service.is_holding = True
+    call = asyncio.create_task(client.wait(TENANT, "id", 60.0))
+    await until(lambda: len(service.done) == 1)
+    service.is_holding = False
+    handle.lose(LOST[0])
+    assert str(await call) == "done"
+    [before_s, after_s] = [arguments["timeout_s"] for _, arguments in service.done]
     assert after_s < before_s <= 60.0
+
+
+async def test_a_caller_that_leaves_cancels_its_call_alone() -> None:
+    service = Service()
+    client, _ = client_of(service)
+    service.is_holding = True
+    leaving, staying = (asyncio.create_task(client.wait(TENANT, name, 60.0)) for name in ("leaving", "staying"))
+    await until(lambda: len(service.done) == 2)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await until(lambda: service.num_cancelled > 0)
+    assert service.num_cancelled == 1 and not staying.done()
+    staying.cancel()
+
+
+async def test_without_a_process_the_caller_hears_so_at_the_limit() -> None:
+    handle = Handle(None)
+    client = ServeJobs(handle, limit_s=0.3)
+    call = asyncio.create_task(client.batch(TENANT, "id"))
+    await until(lambda: len(handle.responses) == 1)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(NoReplicaAvailable) as error:
+            await call
+    assert error.value.retryable
+    assert [response.was_cancelled for response in handle.responses] == [True]

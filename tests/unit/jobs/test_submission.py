@@ -25,7 +25,7 @@ from tests.unit.jobs.worlds import MODEL, World, new_batch
 @pytest.fixture
 def world(database_url: str) -> Iterator[World]:
     database = Database(database_url)
-    yield World(database, JobsSettings(MODEL, max_batch_lines=10, max_batches_per_tenant=3, max_lines_per_tenant=12))
+    yield World(database, JobsSettings(MODEL, max_batch_lines=10, max_unfinished_batches=3, max_unfinished_lines=12))
     database.close()
 
 

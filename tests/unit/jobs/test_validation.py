@@ -191,7 +191,7 @@ async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
 
 
 async def test_a_file_of_more_lines_than_its_tenant_may_have_waiting_fails(world):
-    world.settings = replace(world.settings, max_lines_per_tenant=4)
+    world.settings = replace(world.settings, max_unfinished_lines=4)
     await world.submit(new_batch(2))
     record = await world.validate(file_of(line("a"), line("b"), line("c")))
     [error] = record.errors

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
-from router.flow_control import FlowController, FlowLimits, Placement, SampleGroup
+from router.flow_control import FlowController, FlowLimits, SampleGroup
 from router.flow_queue import BandLimits
 from router.load_table import LoadTable
 from router.policy import LeastTokens
+from router.served_account import Placement
 from tests.unit.router.fakes import FakeObserver, request, stats
 from tests.unit.router.simulated_time import settle_down, simulated_clock
 
@@ -19,7 +20,8 @@ from tests.unit.router.simulated_time import settle_down, simulated_clock
 def limits(
     max_requests: int = 1000, max_tokens: int = 10**9, max_predicted_wait_s: float | None = None, **changes: Any
 ) -> FlowLimits:
-    return FlowLimits({band: BandLimits(max_requests, max_tokens, max_predicted_wait_s) for band in Band}, **changes)
+    bands = {band: BandLimits(max_requests, max_tokens, max_predicted_wait_s) for band in Band}
+    return FlowLimits(bands, **{"promote_after_s": 22.5, **changes})
 
 
 @dataclass(eq=False)
@@ -54,7 +56,7 @@ class Flow:
         self.table = LoadTable(self.clock)
         self.observer = FakeObserver()
         self.policy = LeastTokens(random.Random(0))
-        self.controller = FlowController(self.limits, self.table, self.policy, self.observer, self.clock)
+        self.controller = FlowController(self.limits, self.table, self.policy, self.observer)
 
     def report(self, *reported: ReplicaStats) -> None:
         """Hear of replicas."""

@@ -111,8 +111,10 @@ def test_served_rate_is_over_all_replicas_and_forgets():
     rate.observe(quiet := [served("a", x=30, y=50), served("b", x=5050)], 4.0)
     rate.observe(quiet, 9.0)  # the same answers, looked at again
     assert rate.tokens_per_s(4.0) == (100 + 50 + 50 + 30) / 4.0
-    assert rate.tokens_per_s(12.5) == 30 / 2.0
+    assert rate.tokens_per_s(12.5) == (100 + 50 + 50 + 30) / 4.0, "while polls fail, the last ones count"
     assert rate.tokens_per_s(20.0) == 0.0
+    rate.observe([*quiet], 21.0)
+    assert rate.tokens_per_s(21.0) == 0.0
 
 
 def test_served_batch_work_keeps_no_replica():

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from bench.routing.baselines import LeastRequests, PowerOfTwo, RoundRobin
 from replicas.block_hash import extend_hashes
 from replicas.protocol import Band
 from router.load_table import InFlight, LoadTable
-from router.policy import LeastRequests, LeastTokens, PowerOfTwo, RoundRobin
+from router.policy import LeastTokens
 from router.prefix_index import PrefixIndex
 from router.types import RoutingPolicy, RoutingRequest
 from tests.unit.router.fakes import BLOCK_SIZE, request, stats

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from router.flow_control import SampleGroup
-from router.policy import LeastRequests, PowerOfTwo, Random, RoundRobin
-from router.types import Ranking, Reason, RoutingPolicy
+from router.types import Ranking, Reason
 from tests.unit.router.fakes import routing, stats, view
 from tests.unit.router.flows import Flow
 from tests.unit.router.simulated_time import settle_down
@@ -55,19 +52,6 @@ def test_it_has_the_least_to_do():
 def test_it_was_drawn_and_no_key_chose():
     assert least_tokens().rank(routing(), EQUAL).reason is Reason.DRAWN
     assert least_tokens().rank(routing(), EQUAL[:1]).reason is Reason.ONLY_ONE
-
-
-@pytest.mark.parametrize(
-    ("policy", "reason"),
-    [
-        (LeastRequests(random.Random(0)), Reason.LEAST_LOADED),
-        (PowerOfTwo(random.Random(0)), Reason.LEAST_LOADED),
-        (RoundRobin(), Reason.IN_TURN),
-        (Random(random.Random(0)), Reason.DRAWN),
-    ],
-)
-def test_baselines_give_their_only_reason(policy: RoutingPolicy, reason: Reason):
-    assert policy.rank(routing(), EQUAL).reason is reason
 
 
 def test_a_ranking_is_led_only_by_one_that_is_in_it():

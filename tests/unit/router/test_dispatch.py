@@ -14,7 +14,7 @@ from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
 from tests.unit.router.fakes import FakeReplica, request, stats, undisturbed
 from tests.unit.router.flows import limits
 from tests.unit.router.simulated_time import settle_down
-from tests.unit.router.worlds import World, read
+from tests.unit.router.worlds import Outcome, World, read
 
 
 async def test_a_stream_is_the_whole_output_in_order():
@@ -194,6 +194,19 @@ async def test_a_replica_that_falls_silent_does_not_outlast_the_deadline():
     outcome = await read(world.stream(wanted))
     assert isinstance(outcome.error, DeadlineExceeded)
     assert world.clock.now - started_s < 10.0
+    world.check_idle()
+
+
+async def test_a_reader_that_lags_beyond_the_deadline_is_not_interrupted():
+    world = World(FakeReplica("a", tokens_per_delta=2))
+    wanted = request(max_tokens=4, deadline_unix_s=world.clock.unix() + 2.0)
+    outcome = Outcome()
+    async with aclosing(world.stream(wanted)) as deltas:
+        outcome.read(await anext(deltas))
+        await asyncio.sleep(10.0)
+        assert outcome.finish_reason is None
+        with pytest.raises(DeadlineExceeded):
+            await anext(deltas)
     world.check_idle()
 
 

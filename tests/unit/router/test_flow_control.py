@@ -217,7 +217,7 @@ async def test_room_at_the_very_moment_of_expiry_is_not_lost():
 
 
 async def test_nothing_waits_longer_than_the_longest_wait():
-    flow = Flow(limits(max_wait_s=20.0))
+    flow = Flow(limits(max_queue_wait_s=20.0))
     flow.report(stats(slots=1))
     await flow.ask_many(1)
     other = flow.ask()
@@ -237,7 +237,7 @@ async def test_without_a_replica_requests_are_held_and_go_out_when_one_appears()
 
 
 async def test_without_a_replica_the_longest_wait_ends_with_its_own_word():
-    flow = Flow(limits(max_wait_s=20.0))
+    flow = Flow(limits(max_queue_wait_s=20.0))
     [asked] = await flow.ask_many(1)
     assert isinstance(await raised_by(asked.task), NoReplicaAvailable)
     assert flow.observer.waits == [(Band.STANDARD, Outcome.EVICTED_NO_ENDPOINTS, 20.0)]
@@ -300,14 +300,6 @@ async def test_of_several_replicas_none_gets_what_would_wait_there_unless_for_a_
     flow.settle(ended)
     await settle_down()
     assert not standard[4].has_place, "its slot is an interactive request's"
-
-
-async def test_what_is_bound_early_goes_where_the_policy_says_full_or_not():
-    flow = Flow(limits(num_bound_early=3))
-    flow.report(stats("a", slots=1, free_blocks=1), stats("b", slots=1, free_blocks=1))
-    asked = await flow.ask_many(9, prompt=tuple(range(40)))
-    assert [a.has_place for a in asked] == [True] * 8 + [False], "one runs and three wait in each"
-    assert flow.in_flight() == {"a": 4, "b": 4}
 
 
 async def test_a_starved_band_takes_the_place_in_line_before_more_urgent_work():
@@ -512,7 +504,7 @@ async def test_tenants_are_charged_what_requests_really_cost():
 @pytest.mark.parametrize("seed", range(60))
 async def test_random_operations_leak_nothing(seed: int):
     rng = random.Random(seed)
-    flow = Flow(limits(max_requests=12, max_tokens=600, promote_after_s=4.0, max_wait_s=30.0))
+    flow = Flow(limits(max_requests=12, max_tokens=600, promote_after_s=4.0, max_queue_wait_s=30.0))
     asked: list[Asked] = []
 
     async def random_operation() -> None:

@@ -48,7 +48,7 @@ async def test_as_many_as_are_left_are_accepted(max_tokens: int):
 
 async def test_none_are_left_where_the_wait_would_be_too_long():
     band_limits = BandLimits(max_requests=100, max_tokens=10_000, max_wait_s=5.0)
-    flow = Flow(FlowLimits(dict.fromkeys(Band, band_limits)))
+    flow = Flow(FlowLimits(dict.fromkeys(Band, band_limits), promote_after_s=30.0))
     flow.report(stats(slots=1, rate=10.0, running=(1, 0, 0)))
     for _ in range(20):
         with suppress(Overloaded):
@@ -75,7 +75,8 @@ def test_nothing_may_wait_behind_what_takes_too_long():
 
 
 async def test_each_limit_refuses_under_its_own_name():
-    flow = Flow(FlowLimits(dict.fromkeys(Band, BandLimits(max_requests=3, max_tokens=40, max_wait_s=10.0))))
+    band_limits = BandLimits(max_requests=3, max_tokens=40, max_wait_s=10.0)
+    flow = Flow(FlowLimits(dict.fromkeys(Band, band_limits), promote_after_s=30.0))
     flow.report(stats(slots=1, rate=2.0))
     await flow.ask_many(3, Band.INTERACTIVE)
 

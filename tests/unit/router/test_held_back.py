@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from replicas.protocol import Band, ReplicaStats
+from replicas.protocol import Band
 from router.autoscaling import Autoscaler, AutoscalingSettings
 from router.autoscaling_loop import AutoscalingLoop
 from router.flow_queue import BandLimits, FlowQueue
-from router.held_work import HeldWork, Work
+from router.held_work import HeldWork, IngressGossip, Work
 from router.load_table import LoadTable
-from router.scaling_inputs import WaitingWork, work_held_back
+from router.scaling_inputs import IngressLoad, WaitingWork, work_held_back
 from tests.unit.router.fakes import stats
 from tests.unit.router.simulated_time import FakeClock
 
@@ -40,35 +40,20 @@ class Lines:
         return self.waiting
 
 
-@dataclass
-class Client:
-    """A `ScalingClient` that remembers what it is told."""
-
-    told: list[HeldWork] = field(default_factory=list)
-    has_woken: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def share(self, held: HeldWork) -> None:
-        self.told.append(held)
-
-    def held_elsewhere(self) -> Sequence[HeldWork]:
-        return ()
-
-    def polled(self) -> Sequence[ReplicaStats]:
-        return ()
-
-    async def wake(self) -> None:
-        self.has_woken.set()
-
-
 class Scaled:
     """An autoscaling loop of a jobs process, and everything around it."""
 
     def __init__(self) -> None:
-        self.clock, self.lines, self.client = FakeClock(), Lines(), Client()
+        self.clock, self.lines, self.gossip = FakeClock(), Lines(), IngressGossip("jobs")
+        self.has_woken = asyncio.Event()
         self.table = LoadTable(self.clock)
         queue = FlowQueue({band: BandLimits(10, 10**6) for band in Band}, 30.0)
         autoscaler = Autoscaler(SETTINGS, self.clock)
-        self.loop = AutoscalingLoop("jobs", autoscaler, queue, self.table, self.client, self.lines, lambda: NOW)
+        load = IngressLoad(queue, self.table, self.gossip, self.lines, lambda: NOW)
+        self.loop = AutoscalingLoop(autoscaler, load, self.gossip, self.wake)
+
+    async def wake(self) -> None:
+        self.has_woken.set()
 
     def desired(self) -> int:
         return self.loop.decide().desired_replicas
@@ -96,8 +81,7 @@ def test_it_asks_for_replicas_and_others_are_told():
     assert scaled.desired() == 1
     scaled.lines.waiting = [WaitingWork(Band.BATCH, 64_000, NOW + 160.0)]
     assert scaled.desired() == 5
-    assert scaled.client.told[-1].work == (Work(64_000, 128.0),)
-    assert (scaled.client.told[-1].num_requests, scaled.client.told[-1].desired_replicas) == (1, 5)
+    assert scaled.gossip.own == HeldWork("jobs", (Work(64_000, 128.0),), num_requests=1, desired_replicas=5)
 
 
 def test_a_batch_with_all_the_time_in_the_world_keeps_one_replica():
@@ -123,7 +107,7 @@ async def test_it_wakes_a_deployment_that_has_gone_to_zero():
 
     running = asyncio.create_task(scaled.loop.run(refresh))
     async with asyncio.timeout(10.0):
-        await scaled.client.has_woken.wait()
+        await scaled.has_woken.wait()
     running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running

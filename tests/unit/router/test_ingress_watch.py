@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.ingress_watch import IngressWatch
+from router.held_work import IngressWatch
 
 
 class Clock:

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 from replicas.block_hash import extend_hashes
-from router.policy import LeastRequests, LeastTokens, PowerOfTwo, Random, RoundRobin
+from router.policy import LeastTokens
 from router.types import RoutingRequest
 from tests.unit.router.fakes import BLOCK_SIZE, request, routing, view
 
@@ -126,44 +126,3 @@ def test_without_prefix_or_key_ties_are_drawn_evenly_and_reproducibly():
     policy = least_tokens(7)
     chosen = Counter(policy.rank(routing(), views).first for _ in range(3000))
     assert all(900 < count < 1100 for count in chosen.values())
-
-
-def test_least_requests_counts_requests_and_not_their_length():
-    policy = LeastRequests(random.Random(0))
-    views = [view("long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(1, 1, 1), outstanding=30)]
-    assert policy.rank(routing(), views).replica_ids == ["long", "short"]
-
-
-def test_power_of_two_puts_the_emptier_of_two_first():
-    policy = PowerOfTwo(random.Random(0))
-    views = [view("busy", by_band=(0, 9, 0)), view("a"), view("b")]
-    rankings = [policy.rank(routing(), views).replica_ids for _ in range(300)]
-    assert {tuple(sorted(ranking)) for ranking in rankings} == {("a", "b", "busy")}
-    firsts = Counter(ranking[0] for ranking in rankings)
-    assert firsts["busy"] == 0, "whichever other is drawn with it has fewer"
-    assert min(firsts["a"], firsts["b"]) > 100
-    assert policy.rank(routing(), [view("only")]).replica_ids == ["only"]
-
-
-def test_round_robin_takes_turns():
-    policy = RoundRobin()
-    views = [view("b"), view("a", outstanding=4)]
-    assert [policy.rank(routing(), views).replica_ids for _ in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
-
-
-def test_random_ranks_every_replica_once():
-    policy = Random(random.Random(0))
-    rankings = {tuple(policy.rank(routing(), [view("a"), view("b")]).replica_ids) for _ in range(50)}
-    assert rankings == {("a", "b"), ("b", "a")}
-
-
-def test_the_baselines_take_every_prompt_for_new():
-    wanted = with_prefix()
-    for policy in (
-        LeastRequests(random.Random(0)),
-        PowerOfTwo(random.Random(0)),
-        RoundRobin(),
-        Random(random.Random(0)),
-    ):
-        assert [policy.placed(wanted, "a") for _ in range(2)] == [len(PROMPT)] * 2
-        policy.forget("a")

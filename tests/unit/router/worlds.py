@@ -18,7 +18,7 @@ from router.types import RoutingPolicy
 from tests.unit.router.fakes import FakeClient, FakeObserver, FakeReplica, prompt_logprobs, undisturbed
 from tests.unit.router.simulated_time import simulated_clock
 
-ROOMY = FlowLimits({band: BandLimits(10_000, 10**9) for band in Band})
+ROOMY = FlowLimits({band: BandLimits(10_000, 10**9) for band in Band}, promote_after_s=30.0)
 
 
 @dataclass
@@ -79,12 +79,8 @@ class World:
             self.client.add(replica)
         self.observer = FakeObserver()
         self.table = LoadTable(self.clock)
-        self.flow = FlowController(
-            limits, self.table, policy or LeastTokens(random.Random(0)), self.observer, self.clock
-        )
-        self.dispatcher = Dispatcher(
-            self.client, self.flow, self.table, self.observer, poll_period_s, unix_clock=self.clock.unix
-        )
+        self.flow = FlowController(limits, self.table, policy or LeastTokens(random.Random(0)), self.observer)
+        self.dispatcher = Dispatcher(self.client, self.flow, self.observer, poll_period_s, unix_clock=self.clock.unix)
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         [stream] = self.dispatcher.start([request])

@@ -1,0 +1,266 @@
+"""Processor time of one ingress for each delta of its streams: `python -m bench.delta_path`.
+
+The real HTTP application and router, in one process, over a replica that gives each stream one delta a step and
+computes nothing. The streams are driven as an ASGI server drives them, without sockets. A bare floor runs by turns
+with it: as many coroutines that wait for the same steps and send bytes of the same length. What the application
+costs beside the floor is the path of a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import sys
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.record import write
+from replicas.protocol import (
+    Band,
+    EngineMetrics,
+    FinishReason,
+    GenerateRequest,
+    ModelCard,
+    ReplicaStats,
+    TokenDelta,
+    Usage,
+)
+from router.dispatch import Dispatcher
+from router.flow_control import FlowController, FlowLimits
+from router.flow_queue import BandLimits
+from router.latency_targets import LatencyTargets
+from router.load_table import LoadTable
+from router.policy import LeastTokens
+from serve_app.config import HeadwayConfig
+from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.metrics import HttpMetrics
+from serve_app.router_metrics import RouterMetrics
+
+_MODEL = "demo"
+_TEXT = " word"
+
+
+class Steps:
+    """Steps of an engine: everyone who waits for the next one goes on with it."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> None:
+        """Wait for the next step."""
+        await self._next
+
+    def step(self) -> None:
+        """Let those who wait go on."""
+        done, self._next = self._next, asyncio.get_running_loop().create_future()
+        done.set_result(None)
+
+
+class ScriptedReplica:
+    """One replica in this process that gives every stream a delta a step; see `router.types.ReplicaClient`."""
+
+    def __init__(self, steps: Steps, num_streams: int, num_deltas: int) -> None:
+        self._steps = steps
+        self._num_streams = num_streams
+        self._num_deltas = num_deltas
+
+    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        """`num_deltas` deltas, after the first each with a step."""
+        for start in range(self._num_deltas):
+            if start:
+                await self._steps.wait()
+            reason = FinishReason.LENGTH if start == self._num_deltas - 1 else None
+            usage = Usage(len(request.prompt_token_ids), start + 1, 0)
+            yield TokenDelta(
+                request.request_id, start, (7,), _TEXT, usage, finish_reason=reason, stats=self._stats(start)
+            )
+
+    async def poll_stats(self) -> list[ReplicaStats]:
+        """The one replica's."""
+        return [self._stats(0)]
+
+    async def poll_metrics(self) -> list[EngineMetrics]:
+        """None are counted."""
+        return []
+
+    async def describe(self) -> ModelCard:
+        """A card that lets every request in."""
+        return ModelCard(_MODEL, 4096, 512, 16, 10**6, self._num_streams, "none", "scripted")
+
+    def _stats(self, num_steps: int) -> ReplicaStats:
+        return ReplicaStats(
+            replica_id="replica",
+            node_id="node",
+            pid=1,
+            taken_unix_s=float(num_steps),
+            num_slots=2 * self._num_streams,  # so that none waits, however many are taken for other ingresses
+            num_blocks=10**6,
+            num_free_blocks=10**6,
+            num_running_by_band=(0, self._num_streams, 0),
+            num_waiting_by_band=(0, 0, 0),
+            waiting_tokens=0,
+            generated_tokens_per_s=0.0,
+            is_draining=False,
+            outstanding_tokens=1000,
+            block_size=16,
+        )
+
+
+class Client:
+    """One client's side of an ASGI exchange: sends a request and counts what comes."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._has_sent = False
+        self._forever = asyncio.Event()
+        self.num_parts = self.num_bytes = 0
+        self.has_begun = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        """The body, then nothing more."""
+        if self._has_sent:
+            await self._forever.wait()
+        self._has_sent = True
+        return {"type": "http.request", "body": self._body, "more_body": False}
+
+    async def send(self, message: Any) -> None:
+        """Count a part of the answer."""
+        if message["type"] == "http.response.body" and message["body"]:
+            self.num_parts += 1
+            self.num_bytes += len(message["body"])
+            self.has_begun.set()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What some steps of all streams cost."""
+
+    deltas_per_s: float
+    cpu_us_per_delta: float
+
+
+Serve = Callable[[Client], Awaitable[None]]
+
+
+async def timed(serve: Serve, steps: Steps, num_streams: int, num_deltas: int, body: bytes) -> tuple[Turn, Client]:
+    """Time the steps from the moment at which every stream has begun until every one has ended."""
+    clients = [Client(body) for _ in range(num_streams)]
+    running = [asyncio.create_task(_finish(serve(client))) for client in clients]
+    await asyncio.gather(*(client.has_begun.wait() for client in clients))
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    while not all(task.done() for task in running):
+        seen = sum(client.num_parts for client in clients)
+        steps.step()
+        for _ in range(100):
+            await asyncio.sleep(0)
+            if sum(client.num_parts for client in clients) - seen >= num_streams:
+                break
+    cpu_s, took_s = time.process_time() - cpu_s, time.perf_counter() - started_s
+    assert all(client.num_parts >= num_deltas for client in clients), "a stream is not whole"
+    count = num_streams * (num_deltas - 1)
+    return Turn(count / took_s, cpu_s / count * 1e6), clients[0]
+
+
+async def _finish(answer: Awaitable[None]) -> None:
+    await answer
+
+
+def ingress(steps: Steps, num_streams: int, num_deltas: int) -> Serve:
+    """The application over the scripted replica."""
+    table, metrics = LoadTable(time.monotonic), HttpMetrics(_MODEL)
+    observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
+    limits = FlowLimits({band: BandLimits(10**5, 10**9) for band in Band}, promote_after_s=30.0)
+    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
+    dispatcher = Dispatcher(ScriptedReplica(steps, num_streams, num_deltas), flow, observer)
+    settings = IngressSettings(model=HeadwayConfig().model_path, served_model_name=_MODEL)
+    app = create_api(settings, Backends(dispatcher), metrics=metrics)
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "raw_path": b"/v1/chat/completions",
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+
+    async def serve(client: Client) -> None:
+        await app(dict(scope), client.receive, client.send)
+
+    return serve
+
+
+def floor(steps: Steps, num_deltas: int, part: bytes) -> Serve:
+    """Coroutines that wait for the same steps and send parts of the same length."""
+
+    async def serve(client: Client) -> None:
+        for start in range(num_deltas):
+            if start:
+                await steps.wait()
+            await client.send({"type": "http.response.body", "body": part, "more_body": True})
+
+    return serve
+
+
+async def measure(num_streams: int, num_deltas: int, num_turns: int) -> dict[str, Any]:
+    """Run both by turns."""
+    chat = {"model": _MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+    body = json.dumps({**chat, "max_tokens": num_deltas}).encode()
+    of_ingress, of_floor, num_bytes = [], [], 100
+    for _ in range(num_turns):
+        steps = Steps()
+        turn, client = await timed(ingress(steps, num_streams, num_deltas), steps, num_streams, num_deltas, body)
+        of_ingress.append(turn)
+        num_bytes = client.num_bytes // client.num_parts
+        steps = Steps()
+        bare, _ = await timed(floor(steps, num_deltas, b"x" * num_bytes), steps, num_streams, num_deltas, body)
+        of_floor.append(bare)
+    return {
+        "num_streams": num_streams,
+        "bytes_per_delta": num_bytes,
+        "ingress": _median(of_ingress),
+        "floor": _median(of_floor),
+        "turns": {"ingress": [asdict(turn) for turn in of_ingress], "floor": [asdict(turn) for turn in of_floor]},
+    }
+
+
+def _median(turns: list[Turn]) -> dict[str, float]:
+    return {
+        "deltas_per_s": round(median(turn.deltas_per_s for turn in turns), 1),
+        "cpu_us_per_delta": round(median(turn.cpu_us_per_delta for turn in turns), 2),
+    }
+
+
+def main() -> None:
+    """Measure and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 128])
+    parser.add_argument("--deltas", type=int, default=300, help="of each stream")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="a file for the figures alone, instead of a result")
+    options = parser.parse_args()
+    logging.disable(logging.INFO)
+    rows = [asyncio.run(measure(count, options.deltas, options.turns)) for count in options.streams]
+    for row in rows:
+        print({key: value for key, value in row.items() if key != "turns"}, file=sys.stderr)
+    figures = {"deltas_per_stream": options.deltas, "rows": rows}
+    if options.out is None:
+        write("delta_path", " ".join(sys.argv), figures)
+    else:
+        options.out.write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

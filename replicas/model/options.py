@@ -1,0 +1,61 @@
+"""Options for loading and running a model. Imports no torch, so that every process can read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from replicas.settings import check_bounds, setting
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+DEFAULT_KERNEL_CACHE_DIR = "~/.cache/headway"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Model, number format and device of a replica."""
+
+    path: str
+    """Directory or hub id. Only safetensors weights are read, and no code that comes with them is run."""
+    dtype: Dtype = setting("auto")
+    """Number format of weights and KV cache; auto: bfloat16 where the hardware has it natively, else float32."""
+    device: Device = setting("auto")
+    """Device that runs the model; auto: the GPU that the replica was given, else the CPU."""
+    max_model_len: int | None = setting(None, ge=1)
+    """Most tokens (prompt + output) of one sequence; None: as many as the model and the KV cache allow."""
+    num_threads: int | None = setting(None, ge=1)
+    """torch threads of a model replica on CPU; None: one for each CPU that is reserved for the replica."""
+    kernel_cache_dir: str | None = setting(DEFAULT_KERNEL_CACHE_DIR)
+    """Directory for the kernels that the first replica on a machine without a GPU compiles when it starts.
+    Compilation takes about half a minute, once for each version of torch. None: replicas use plain torch and are
+    slower."""
+    compile_layers: bool = setting(False)
+    """On a GPU, have torch.compile fuse the layers of models for which Headway has no fused layers. Start-up takes
+    longer."""
+    quantization: Literal["none", "int8"] = setting("none")
+    """Number format of the weights of linear layers on CPU. int8 saves memory and time and needs the compiled
+    kernels."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """KV cache and attention of a replica."""
+
+    kv_cache_bytes: int = setting(512 * 2**20, gt=0)
+    """Size of a replica's KV cache on CPU, bytes."""
+    gpu_memory_utilization: float = setting(0.9, gt=0, le=1)
+    """Share of a GPU's memory for weights, activations and KV cache together."""
+    attention_backend: Literal["auto", "flash", "triton", "gather"] = setting("auto")
+    """Implementation of attention. flash: FlashAttention 3, if it is installed; triton: Headway's GPU kernels; gather:
+    plain torch; auto: the first of these that passes the check at start-up. A replica whose backend was chosen
+    explicitly and fails the check does not start."""
+    enforce_eager: bool = setting(False)
+    """On a GPU, launch the operations of a decode one by one instead of replaying captured CUDA graphs."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)

@@ -1,0 +1,101 @@
+"""What routing is compared with: blind policies, and requests bound to a replica when they come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+from bench.routing.baselines import BaselineFlow, EarlyBinding, LeastRequests, PowerOfTwo, Random, RoundRobin
+from replicas.protocol import Band
+from router.flow_control import SampleGroup
+from router.load_table import LoadTable
+from router.types import Reason, RoutingPolicy
+from serve_app.config import HeadwayConfig
+from tests.unit.router.fakes import FakeObserver, request, routing, stats, view
+from tests.unit.router.simulated_time import FakeClock
+from tests.unit.router.test_policy import PROMPT, with_prefix
+
+
+def test_least_requests_counts_requests_and_not_their_length():
+    policy = LeastRequests(random.Random(0))
+    views = [view("long", by_band=(0, 1, 0), outstanding=4000), view("short", by_band=(1, 1, 1), outstanding=30)]
+    assert policy.rank(routing(), views).replica_ids == ["long", "short"]
+
+
+def test_power_of_two_puts_the_emptier_of_two_first():
+    policy = PowerOfTwo(random.Random(0))
+    views = [view("busy", by_band=(0, 9, 0)), view("a"), view("b")]
+    rankings = [policy.rank(routing(), views).replica_ids for _ in range(300)]
+    assert {tuple(sorted(ranking)) for ranking in rankings} == {("a", "b", "busy")}
+    firsts = Counter(ranking[0] for ranking in rankings)
+    assert firsts["busy"] == 0, "whichever other is drawn with it has fewer"
+    assert min(firsts["a"], firsts["b"]) > 100
+    assert policy.rank(routing(), [view("only")]).replica_ids == ["only"]
+
+
+def test_round_robin_takes_turns():
+    policy = RoundRobin()
+    views = [view("b"), view("a", outstanding=4)]
+    assert [policy.rank(routing(), views).replica_ids for _ in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+
+
+def test_random_ranks_every_replica_once():
+    policy = Random(random.Random(0))
+    rankings = {tuple(policy.rank(routing(), [view("a"), view("b")]).replica_ids) for _ in range(50)}
+    assert rankings == {("a", "b"), ("b", "a")}
+
+
+def test_the_baselines_take_every_prompt_for_new():
+    wanted = with_prefix()
+    for policy in (
+        LeastRequests(random.Random(0)),
+        PowerOfTwo(random.Random(0)),
+        RoundRobin(),
+        Random(random.Random(0)),
+    ):
+        assert [policy.placed(wanted, "a") for _ in range(2)] == [len(PROMPT)] * 2
+        policy.forget("a")
+
+
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [
+        (LeastRequests(random.Random(0)), Reason.LEAST_LOADED),
+        (PowerOfTwo(random.Random(0)), Reason.LEAST_LOADED),
+        (RoundRobin(), Reason.IN_TURN),
+        (Random(random.Random(0)), Reason.DRAWN),
+    ],
+)
+def test_baselines_give_their_only_reason(policy: RoutingPolicy, reason: Reason):
+    assert policy.rank(routing(), [view(name, outstanding=1000) for name in "abcd"]).reason is reason
+
+
+def test_early_binding_gives_a_full_replica_more_of_each_band():
+    slots, full = EarlyBinding(3), view(by_band=(0, 4, 0), of=stats(slots=4, free_blocks=0))
+    assert [slots.places(full, band, set(), False) for band in Band] == [7, 3, 3]
+    assert slots.places(view(of=stats(slots=4, is_draining=True)), Band.STANDARD, set(), False) == 0
+    assert slots.has_blocks(full, request(prompt=tuple(range(10_000))), set())
+    idle = view("idle", of=stats(slots=4))
+    assert slots.best([full, idle], Band.STANDARD) == [full, idle], "full or not, the routing policy says"
+
+
+async def test_early_binding_leaves_nothing_waiting_until_every_line_is_full():
+    table = LoadTable(FakeClock())
+    flow = BaselineFlow("least_requests", 3)(HeadwayConfig(), table, FakeObserver())
+    table.record(stats("a", slots=1, free_blocks=1))
+    table.record(stats("b", slots=1, free_blocks=1))
+    asked = [request(f"r-{number}", prompt=tuple(range(40))) for number in range(9)]
+    numbers = [flow.admit(each, None) for each in asked]
+    waiting = [
+        asyncio.create_task(flow.acquire(each, number, None, SampleGroup()))
+        for each, number in zip(asked, numbers, strict=True)
+    ]
+    done, left = await asyncio.wait(waiting, timeout=0.05)
+    assert (len(done), len(left)) == (8, 1), "one runs and three wait in each"
+    assert {view.stats.replica_id: view.num_in_flight for view in table.views()} == {"a": 4, "b": 4}
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
