@@ -125,8 +125,8 @@ class ServeJobs:
     ) -> Any:
         """Call until an answer comes, and return it.
 
-        `already_done`: an error which, after a lost call, means that the lost call did the work. It is then
-        returned as None; without a lost call it is raised.
+        `already_done`: an error which, after a lost call, means that the lost call did the work. The answer is
+        then None; without a lost call the error is raised.
 
         Raises:
             NoReplicaAvailable: no answer within `limit_s`.

@@ -114,7 +114,7 @@ def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -
 
 
 def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLine]) -> None:
-    """Return leased lines that have not ended to the queue."""
+    """Put leased lines that have not ended back into the queue."""
     lock_batches(connection, (line.batch_id for line in leased))
     num_freed: Counter[str] = Counter()
     for line in leased:

@@ -53,7 +53,7 @@ class Ownership:
         """Write a heartbeat; False: this process had been declared dead, and now has a new id."""
         if await self._database.write(lambda connection: heartbeat(connection, self.id, self._clock.unix())):
             return True
-        logger.warning("this process was taken for dead; what it was doing is done again", extra={"owner": self.id})
+        logger.warning("this process was declared dead; its work is done again", extra={"owner": self.id})
         self.id = new_id("owner")
         await self.start()
         return False
