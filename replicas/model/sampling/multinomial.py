@@ -90,7 +90,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _mix(value: int) -> int:
-    """Return SplitMix64's output for `value`: a bijection of 64-bit integers in which every input bit affects all outputs."""
+    """Return SplitMix64's output for `value`: a 64-bit bijection in which every input bit affects every output bit."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
