@@ -44,7 +44,7 @@ class PendingPart:
 
 
 class TorchStep:
-    """A launched step. `collect` waits for its results."""
+    """Launched step. `collect` waits for its results."""
 
     def __init__(self, num_items: int, parts: list[PendingPart], to_host: DeviceToHostBuffer) -> None:
         self._num_items = num_items

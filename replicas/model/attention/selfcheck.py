@@ -17,7 +17,7 @@ from replicas.model.batch.inputs import BatchInputs, build_inputs
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 
 ChunkSchedule = tuple[tuple[tuple[int, int], ...], ...]
-"""The chunks [start, end) of each pass, one per sequence; earlier passes have computed the positions before them."""
+"""Chunks [start, end) of each pass, one per sequence; earlier passes have computed the positions before them."""
 _EARLIER = ((0, 3), (0, 299), (0, 37))
 SHORT_SCHEDULE: ChunkSchedule = (
     _EARLIER,

@@ -20,7 +20,7 @@ from replicas.model.batch.inputs import BatchInputs
 
 # A second program per processor hides the latency of memory.
 _PROGRAMS_PER_PROCESSOR = 2
-# A part of fewer keys costs more than it saves.
+# Smallest number of keys per part: a smaller part costs more time than it saves.
 _MIN_PART_KEYS = 128
 
 
@@ -94,7 +94,7 @@ class _Launch:
 
     @property
     def sinks(self) -> Tensor:
-        """The sinks; without sinks any tensor, which the kernels do not read."""
+        """Sinks of the layer; without sinks any tensor, which the kernels do not read."""
         return self.output if self.call.scoring.sinks is None else self.call.scoring.sinks.contiguous()
 
 
@@ -109,7 +109,7 @@ class _Parts:
 
     @classmethod
     def of(cls, launch: _Launch) -> _Parts:
-        """Allocate memory for the parts; with one part, return the output in its place, which is not read as parts."""
+        """Allocate memory for the parts. With one part, which needs no memory, use the output as a placeholder."""
         if launch.num_splits == 1:
             return cls(launch.output, launch.output)
         shape, num_programs = launch.shape, len(launch.group.tiles) * launch.shape.num_kv_heads * launch.num_splits

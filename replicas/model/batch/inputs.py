@@ -21,7 +21,7 @@ class Chunk:
     start: int
     end: int
     block_table: list[int]
-    """The sequence's own list, not a copy; block_table[p // block_size] holds position p."""
+    """Block table of the sequence, not a copy; block_table[p // block_size] holds position p."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +48,7 @@ class BatchInputs:
     logits_rows: Tensor
     """[num_rows] int64: rows of the tokens whose logits are computed, in order of the items."""
     chunks: tuple[Chunk, ...]
-    """One per item, on the host. The attention backends make their own plans from them."""
+    """Chunks on the host, one per item. The attention backends make their own plans from them."""
 
 
 def wants_prompt_logprobs(item: ScheduledSequence) -> bool:

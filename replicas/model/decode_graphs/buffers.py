@@ -29,7 +29,7 @@ class StaticInputs:
     slots: Tensor
     """[num_rows] int64"""
     plan: TilePlan
-    """One decode tile per row; the tile of a row without a sequence has no token."""
+    """Plan with one decode tile per row; the tile of a row without a sequence has no token."""
 
 
 @dataclass(frozen=True, slots=True)

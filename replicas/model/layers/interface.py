@@ -29,7 +29,7 @@ class HeadLayout:
     query_norm: Norm | None
     """Norm [size] of each query head before its rotation; None: not normalised."""
     key_norm: Norm | None
-    """The same for each key head."""
+    """Norm [size] of each key head before its rotation; None: not normalised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,16 +40,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to run, and its constants."""
+    """Model that is ready to run, and its constants."""
 
     model_id: str
     model: PreTrainedModel
     port: AttentionPort
     """Connection of the model's attention layers to the context of each forward pass."""
     layers: tuple[AttentionLayer, ...]
-    """One per layer, in order of index."""
+    """Attention shapes, one per layer, in order of index."""
     tokenizer: PreTrainedTokenizerFast | None
-    """None if the model's directory has no tokenizer files."""
+    """Tokenizer; None if the model's directory has no tokenizer files."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
