@@ -70,11 +70,15 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke version; its figures mean nothing")
-    parser.add_argument("--profile", choices=("default", "throughput"), default="default", help="of Ray Serve")
-    parser.add_argument("--step-times", default="slow-gpu", help="of timed replicas, see bench.timed_app")
+    parser.add_argument(
+        "--profile", choices=("default", "throughput"), default="default", help="tuning profile of Ray Serve"
+    )
+    parser.add_argument("--step-times", default="slow-gpu", help="step times of timed replicas, see bench.timed_app")
     parser.add_argument("--seed", type=int, default=0)
     if kinds:
-        parser.add_argument("--kinds", type=some, default=(), help=f"some of {','.join(kinds)}, recorded by themselves")
+        parser.add_argument(
+            "--kinds", type=some, default=(), help=f"some of {','.join(kinds)}, in a record of their own"
+        )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="configuration of the application")
     parsed = parser.parse_args(arguments)
     return Options(
