@@ -247,7 +247,7 @@ def main() -> None:
     """Measure and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 128])
-    parser.add_argument("--deltas", type=int, default=300, help="of each stream")
+    parser.add_argument("--deltas", type=int, default=300, help="deltas of each stream")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a file for the figures alone, instead of a result")
     options = parser.parse_args()

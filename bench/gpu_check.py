@@ -219,7 +219,7 @@ PARTS: dict[str, Callable[[Device], dict[str, object]]] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_check.json")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, separated by commas")
     options = parser.parse_args(arguments)
     parts, output = options.parts.split(","), options.output
     if unknown := set(parts) - set(PARTS):

@@ -108,9 +108,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--target-ms", type=float, default=15.0)
-    parser.add_argument("--rates", default="4,8,16", help="requests a second")
+    parser.add_argument("--rates", default="4,8,16", help="arrival rates, requests per second")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of arrivals at each rate")
-    parser.add_argument("--name", default="latency_target", help="of the result file")
+    parser.add_argument("--name", default="latency_target", help="name of the result file")
     arguments = parser.parse_args()
     bench = TargetBench(arguments)
     rates = [float(rate) for rate in arguments.rates.split(",")]

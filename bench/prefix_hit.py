@@ -103,7 +103,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--system-tokens", type=int, default=1500)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--name", default="prefix_hit", help="of the result file")
+    parser.add_argument("--name", default="prefix_hit", help="name of the result file")
     return parser.parse_args()
 
 

@@ -151,7 +151,7 @@ def main() -> None:
     """Serve in the foreground until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--app", default=TIMED, help="module:builder")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--port", type=int, default=0, help="port of the application; 0: a free one")
     parser.add_argument("--throughput", action="store_true", help="HAProxy in front and Serve's throughput flags")
     parser.add_argument("arguments", nargs="*", metavar="key=value")
     options = parser.parse_args()

@@ -2,8 +2,8 @@
 
 Eight sequences decode; then a long prompt arrives. Compared in the same process, round by round: the gap between two
 tokens of the decodes undisturbed, the same gap while the prompt prefills, and the prefill alone. The promise: the gap's
-p99 grows by at most the cost of one chunk, and an operator can choose a chunk size (`max_num_batched_tokens`) at which it
-grows by at most half.
+p99 grows by at most the cost of one chunk, and an operator can choose a chunk size (`max_num_batched_tokens`) at
+which it grows by at most half.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--budgets", default="512,256,128,64,32,16,12", help="values of max_num_batched_tokens")
-    parser.add_argument("--name", default="step_fairness", help="of the result file")
+    parser.add_argument("--name", default="step_fairness", help="name of the result file")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     bench = Bench(arguments.model, arguments.dtype, arguments.threads, arguments.max_model_len)

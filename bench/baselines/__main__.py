@@ -124,17 +124,17 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="replicas/demo", help="directory")
+    parser.add_argument("--model", default="replicas/demo", help="directory of the model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--kv-cache-mib", type=int, default=512)
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--rate", type=float, default=16.0, help="requests a second; more than can be served")
-    parser.add_argument("--only", default="", help="batchers whose names contain this")
+    parser.add_argument("--rate", type=float, default=16.0, help="requests per second; more than the engine can serve")
+    parser.add_argument("--only", default="", help="run only batchers whose name contains this")
     parser.add_argument("--no-generate", action="store_true", help="leave transformers' generate() out")
-    parser.add_argument("--name", default="baselines", help="of the result file")
+    parser.add_argument("--name", default="baselines", help="name of the result file")
     arguments = parser.parse_args()
     arguments.model = str(Path(arguments.model).resolve())
     return arguments

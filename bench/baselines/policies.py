@@ -1,7 +1,7 @@
 """Policies of static batching: start time and members of each batch.
 
 A policy sees the waiting requests, in order of arrival, whenever the device is free. It chooses some of them, or none
-yet. No partial batch waits for ever: after `max_wait_s` the oldest request runs with the requests at hand.
+yet. No partial batch waits for ever: after a maximum wait the oldest request runs, with other waiting requests.
 """
 
 from __future__ import annotations

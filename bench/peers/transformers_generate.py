@@ -1,6 +1,6 @@
 """transformers' `generate()`: left-padded batches in order of arrival, each run to its longest request.
 
-`--static 1` runs one request at a time. Padding and finished rows are wasted work, as is usual with static batches.
+`--static 1` runs one request at a time. Padding and finished rows are wasted work that is part of the method.
 """
 
 from __future__ import annotations
