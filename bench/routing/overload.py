@@ -40,7 +40,7 @@ _SHARES = {0: 0.3, 1: 0.4, 2: 0.3}
 _PEAK_FACTORS = (1.0, 1.1, 1.2)
 _NORMAL, _OVERLOAD = 0.7, 3.0
 _SIGMA = 0.25
-"""Sigma of the lengths' logarithms, small enough for equal means over a few hundred requests."""
+"""Sigma of the lengths' logarithms, small enough for nearly equal means over a few hundred requests."""
 _WAIT_SHARE = 0.15
 """Share of the TTFT target. A longer predicted wait is refused: the prompt is still to be computed after it."""
 

@@ -122,7 +122,7 @@ class Generation:
 
 
 def shown_text(token_ids: Sequence[int]) -> str:
-    """Return one letter per token; every third token's letter shows only with the next token, like half a character."""
+    """Return one letter per token; an id divisible by 3 shows only with the next token, like half a character."""
     letters = "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
     return letters[:-1] if token_ids and token_ids[-1] % 3 == 0 else letters
 
