@@ -37,7 +37,7 @@ class TimedConfig(HeadwayConfig):
     """true: replicas turn tokens into text; false: they omit the text, to save CPU with many replicas."""
     baseline_policy: str | None = None
     """Routing policy to compare with: a name in `bench.routing.baselines`; none: the product's own."""
-    num_bound_early: int = Field(default=0, ge=0)
+    max_queued_per_replica: int = Field(default=0, ge=0)
     """Requests of each band that a baseline gives a replica beyond its slots; 0: they wait in the ingress."""
 
     @model_validator(mode="after")
@@ -46,8 +46,10 @@ class TimedConfig(HeadwayConfig):
             raise ValueError(f"step_times ({self.step_times}) is neither a file nor one of {', '.join(STEP_TIMES)}")
         if self.baseline_policy is not None and self.baseline_policy not in POLICIES:
             raise ValueError(f"baseline_policy ({self.baseline_policy}) must be one of {', '.join(POLICIES)}")
-        if self.num_bound_early and self.baseline_policy is None:
-            raise ValueError(f"num_bound_early ({self.num_bound_early}) needs a baseline_policy, and there is none")
+        if self.max_queued_per_replica and self.baseline_policy is None:
+            raise ValueError(
+                f"max_queued_per_replica ({self.max_queued_per_replica}) needs a baseline_policy, and there is none"
+            )
         return self
 
 
@@ -57,7 +59,7 @@ def build(config: TimedConfig) -> serve.Application:
     loader = TimedBackendLoader(read_step_times(config.step_times), config.num_blocks, config.detokenize)
     if config.baseline_policy is None:
         return build_with(plain, loader)
-    return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.num_bound_early))
+    return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.max_queued_per_replica))
 
 
 class _SilentDecoder:

@@ -41,7 +41,7 @@ OURS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_tw
 _SETTINGS: dict[str, dict[str, object]] = {
     OURS: {},
     LEAST_LOADED: {"baseline_policy": "least_requests"},
-    RAY_DEFAULT: {"baseline_policy": "power_of_two", "num_bound_early": 1000},
+    RAY_DEFAULT: {"baseline_policy": "power_of_two", "max_queued_per_replica": 1000},
 }
 _BUDGET = 512
 _NUM_SLOTS_AT_ONCE, _NUM_SLOTS = 64, 8

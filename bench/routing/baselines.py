@@ -111,9 +111,9 @@ class BaselineFlow:
     """Factory of an ingress's flow control with a baseline policy; its two fields cross processes."""
 
     policy: str
-    num_bound_early: int
+    max_queued_per_replica: int
 
     def __call__(self, config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
-        """Return the controller; `num_bound_early` 0 means late binding, as in the product."""
-        slots = EarlyBinding(self.num_bound_early) if self.num_bound_early else None
+        """Return the controller; `max_queued_per_replica` 0 means late binding, as in the product."""
+        slots = EarlyBinding(self.max_queued_per_replica) if self.max_queued_per_replica else None
         return FlowController(config.flow_limits(), table, POLICIES[self.policy](), observer, slots)
