@@ -84,7 +84,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known and awaited tokens that must be computed; the same before and after an awaited one arrives."""
+        """Number of known and awaited tokens that must be computed; an awaited one counts the same once it is known."""
         return min(len(self.token_ids) + self.num_placeholder_tokens, self._max_computed_tokens)
 
     @property

@@ -63,7 +63,7 @@ class WaitingQueue:
         self._num_outstanding_tokens -= sequence.num_outstanding_tokens
 
     def head(self, band: Band, with_long: bool) -> Sequence | None:
-        """Return the most urgent sequence scheduled in `band`, or None; without `with_long` only from the short line."""
+        """Return the most urgent sequence scheduled in `band`, or None; without `with_long` of the short line only."""
         lines = (self._short[band], self._long[band]) if with_long else (self._short[band],)
         heads = [line[0] for line in lines if line]
         return min(heads)[1] if heads else None
