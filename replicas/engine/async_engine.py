@@ -139,7 +139,7 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, coalescing: Coalescing, clock: Clock | None = None) -> None:
-        """Must be called on the event loop that will read the streams."""
+        """Prepare the engine thread. Called on the event loop that will read the streams."""
         self._engine = engine
         self._coalescing = coalescing
         self._clock = clock or Clock()

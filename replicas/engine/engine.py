@@ -92,7 +92,7 @@ class Engine:
         self._scheduler.add(sequence, now)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its blocks are free when this returns. An unknown id is ignored: the request may have ended."""
+        """End a request; its blocks are free when this returns. An unknown id is ignored: it may have ended."""
         processor = self._output_processors.get(request_id)
         if processor is not None:
             self._end(processor.sequence, FinishReason.ABORT)

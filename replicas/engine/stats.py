@@ -27,10 +27,12 @@ _REQUEST_S = (
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 _NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
-_REFUSALS_HELP = "requests given back to the ingress, where they wait again; vllm:admission_rejections is of clients"
+_REFUSALS_HELP = (
+    "requests returned to the ingress, where they wait again; vllm:admission_rejections counts clients' ones"
+)
 _PADDING_HELP = (
-    "tokens of a step / (its sequences x the most tokens of one): what a padded batch of them would have had of use; "
-    "nothing is padded here"
+    "tokens of a step / (its sequences x the most tokens of one): the useful share of a padded batch; "
+    "the engine pads nothing"
 )
 _RATE_WINDOW_S = 5.0
 _MAX_TENANT_ENTRIES = 64
@@ -118,7 +120,7 @@ class WasteCause(Enum):
 class WastedTokens:
     """Counter of wasted tokens by cause; written by the engine thread, read by any.
 
-    A token counts as often as it was computed in vain, so that the sum is comparable with the number of computed tokens.
+    A token counts as often as it was computed in vain, so that the sum is a share of all computed tokens.
     """
 
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ class PrefixIndex:
         self._trim()
 
     def num_blocks_held(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Return the number of leading blocks that each replica holds without a gap; none: left out."""
+        """Return the number of leading blocks that each replica holds without a gap; zeros are left out."""
         held: dict[str, int] = defaultdict(int)
         remaining: frozenset[str] | None = None
         for count, block_hash in enumerate(hashes, start=1):

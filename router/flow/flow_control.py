@@ -158,7 +158,7 @@ class FlowController:
         self.notify()
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
-        """Note, before `settle`, that the replica refused the request and computed none of its prompt.
+        """Note that the replica refused the request and computed none of its prompt. Called before `settle`.
 
         The replica gets no request until its next report, so that this request and the ones behind it do not go
         straight back to it.
