@@ -27,9 +27,7 @@ _REQUEST_S = (
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 _NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
-_REFUSALS_HELP = (
-    "requests returned to the ingress, where they wait again; vllm:admission_rejections counts clients' ones"
-)
+_REFUSALS_HELP = "requests returned to the ingress to wait again; vllm:admission_rejections counts refusals of clients"
 _PADDING_HELP = (
     "tokens of a step / (its sequences x the most tokens of one): the useful share of a padded batch; "
     "the engine pads nothing"
