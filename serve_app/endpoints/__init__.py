@@ -1,4 +1,4 @@
-"""Routes of the HTTP API: each turns a request into calls and results into a response.
+"""Routes of the HTTP API: each handler turns a request into calls to the services and their results into a response.
 
 Read `completions.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.protocol`, `router.dispatch`,
 `router.scaling`, `router.types`, `serve_app.auth`, `serve_app.errors`, `serve_app.http`, `serve_app.jobs`,

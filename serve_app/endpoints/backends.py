@@ -1,4 +1,4 @@
-"""Services behind the HTTP application."""
+"""Services behind the HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from serve_app.jobs.access import JobsAccess
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """Services that the endpoints use."""
+    """Bundle of the services that the endpoints use."""
 
     dispatcher: Dispatcher
     autoscaling: AutoscalingLoop | None = None
-    """Shown in `/load`; None: the number of replicas is fixed."""
+    """Autoscaling loop, whose decision `/load` shows; None: `/load` shows none."""
     jobs: JobsAccess | None = None
-    """None: there are no endpoints of files, batches and jobs."""
+    """Access to the jobs service; None: there are no endpoints for files, batches and jobs."""

@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI writes them."""
+"""JSON objects of files and batches in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNITS = (("h", 3600), ("m", 60), ("s", 1))
 
 
 def file_object(file: FileRecord) -> JsonObject:
-    """OpenAI's file object."""
+    """Return OpenAI's file object."""
     return {
         "id": file.id,
         "object": "file",
@@ -26,7 +26,7 @@ def file_object(file: FileRecord) -> JsonObject:
 
 
 def batch_object(batch: BatchRecord, model_name: str) -> JsonObject:
-    """OpenAI's batch object, and how many seconds are left (`eta_seconds`), which is ours."""
+    """Return OpenAI's batch object with the additional field `eta_seconds`, the estimated time left."""
     return {
         "id": batch.id,
         "object": "batch",
@@ -53,13 +53,13 @@ def batch_object(batch: BatchRecord, model_name: str) -> JsonObject:
 
 
 def counts_object(batch: BatchRecord) -> JsonObject:
-    """OpenAI's counts of a batch's lines."""
+    """Return OpenAI's counts of a batch's lines."""
     counts = batch.counts
     return {"total": counts.total, "completed": counts.completed, "failed": counts.failed}
 
 
 def list_object(items: Sequence[JsonObject], has_more: bool) -> JsonObject:
-    """OpenAI's page of a list; every item has an `id`."""
+    """Return OpenAI's page of a list; every item has an `id`."""
     return {
         "object": "list",
         "data": list(items),
@@ -70,7 +70,7 @@ def list_object(items: Sequence[JsonObject], has_more: bool) -> JsonObject:
 
 
 def unix_second(moment_unix_s: float | None) -> int | None:
-    """A moment in whole seconds; None: it has not come."""
+    """Return a time in whole unix seconds; None stays None: the event has not happened."""
     return None if moment_unix_s is None else int(moment_unix_s)
 
 
@@ -100,7 +100,7 @@ def _errors(batch: BatchRecord) -> JsonObject | None:
 
 
 def _window(batch: BatchRecord) -> str | None:
-    """The completion window in the largest unit that tells it exactly."""
+    """Return the completion window in the largest unit that expresses it exactly."""
     if batch.expires_unix_s is None:
         return None
     window_s = round(batch.expires_unix_s - batch.created_unix_s)

@@ -1,4 +1,4 @@
-"""Batches of requests in files, as OpenAI's /v1/batches."""
+"""Endpoints of OpenAI's /v1/batches: batches of requests in uploaded files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve_app.openai.request.parsing import parse_body
 
 
 class BatchEndpoints:
-    """Make batches of uploaded files, list them, look at them, cancel them; everybody sees only their own."""
+    """Endpoints that create, list, show and cancel batches; a tenant sees only its own batches."""
 
     def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, model_name: str) -> None:
         self._authenticator = authenticator
@@ -31,7 +31,7 @@ class BatchEndpoints:
         self._model_name = model_name
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {
             "POST /v1/batches": self.create,
             "GET /v1/batches": self.batches,
@@ -40,7 +40,7 @@ class BatchEndpoints:
         }
 
     async def create(self, request: Request) -> Response:
-        """POST /v1/batches: the file is validated afterwards, as a part of the batch."""
+        """Answer POST /v1/batches: create a batch, which validates its file later."""
         submitter = Submitter.of(request, self._authenticator)
         new = await self._bodies.convert(request, partial(_new_batch, submitter))
         if new.callback_url is not None:
@@ -50,7 +50,7 @@ class BatchEndpoints:
         return json_response(batch_object(submission.batch, self._model_name))
 
     async def batches(self, request: Request) -> Response:
-        """GET /v1/batches, newest first."""
+        """Answer GET /v1/batches, newest first."""
         tenant = self._tenant(request)
         query = parse_body(BatchListQuery, request.query_params, {})
         page = await self._jobs.service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
@@ -59,12 +59,12 @@ class BatchEndpoints:
         )
 
     async def batch(self, request: Request) -> Response:
-        """GET /v1/batches/{id}."""
+        """Answer GET /v1/batches/{id}."""
         batch = await self._jobs.find(BatchKind.FILE, self._tenant(request), request.path_params["batch_id"])
         return json_response(batch_object(batch, self._model_name))
 
     async def cancel(self, request: Request) -> Response:
-        """POST /v1/batches/{id}/cancel: what is done by then is kept."""
+        """Answer POST /v1/batches/{id}/cancel: cancel a batch and keep the results that it already has."""
         tenant = self._tenant(request)
         batch = await self._jobs.find(BatchKind.FILE, tenant, request.path_params["batch_id"])
         return json_response(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""Endpoints POST /v1/chat/completions and /v1/completions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from serve_app.openai.request.validation import Caller
 from serve_app.openai.service import CompletionService, PreparedCompletion
 
 _MIN_WAIT_S = 0.5
-"""Shortest wait that a client's read time-out makes of a stream's, seconds: a stream of comments is work too."""
+"""Shortest interval of a stream's comments that a client's read time-out can set, seconds; comments cost work."""
 
 
 class CompletionEndpoints:
-    """Chat and text completions, streamed or whole; when the client leaves, its sequences are aborted."""
+    """Endpoints of chat and text completions, streamed or whole; a client's disconnect aborts its sequences."""
 
     def __init__(
         self,
@@ -39,21 +39,21 @@ class CompletionEndpoints:
         self._service = service
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {
             "POST /v1/chat/completions": self.chat,
             "POST /v1/completions": self.completion,
         }
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         caller = caller_of(request, self._authenticator.authenticate(request.headers))
         body = await self._bodies.read(request, ChatBody, CHAT_IGNORED)
         prepared = await while_connected(request.receive, self._service.chat(body, caller))
         return await self._respond(request, prepared, caller)
 
     async def completion(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Answer POST /v1/completions."""
         caller = caller_of(request, self._authenticator.authenticate(request.headers))
         body = await self._bodies.read(request, CompletionBody, COMPLETION_IGNORED)
         prepared = await while_connected(request.receive, self._service.completion(body, caller))
@@ -64,7 +64,7 @@ class CompletionEndpoints:
         exchange.prepared = prepared
         exchange.headroom = partial(self._service.headroom, prepared)
         if prepared.body.stream:
-            # Half the client's patience, so that something has arrived before it runs out.
+            # Half the client's read time-out, so that a byte arrives before the client gives up.
             wait_s = max(_MIN_WAIT_S, (caller.hints.sdk_timeout_s or float("inf")) / 2)
             header_wait_s = min(self._settings.max_header_wait_s, wait_s)
             keep_alive_s = min(self._settings.keep_alive_s, wait_s)

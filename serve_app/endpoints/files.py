@@ -1,4 +1,4 @@
-"""Files, as OpenAI's /v1/files: streamed to and from the file store."""
+"""Endpoints of OpenAI's /v1/files: files are streamed to and from the file store."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
 
 BATCH_FILE_KEPT_S = 30 * 86_400.0
-"""How long a batch's input is kept when its upload does not say, seconds, as at OpenAI; other files stay."""
+"""Default lifetime of a batch's input file, seconds, as in OpenAI's API; other files are kept without limit."""
 
 
 class FileEndpoints:
-    """Upload, list, look at, download and delete files; everybody sees only their own."""
+    """Endpoints that upload, list, show, download and delete files; a tenant sees only its own files."""
 
     def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, clock: Clock) -> None:
         self._authenticator = authenticator
@@ -35,7 +35,7 @@ class FileEndpoints:
         self._clock = clock
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {
             "POST /v1/files": self.upload,
             "GET /v1/files": self.files,
@@ -45,7 +45,7 @@ class FileEndpoints:
         }
 
     async def upload(self, request: Request) -> Response:
-        """POST /v1/files."""
+        """Answer POST /v1/files: stream a file into the store and record it."""
         tenant = self._tenant(request)
         boundary = boundary_of(request.headers.get("content-type"))
         max_file_bytes = self._jobs.settings.max_file_bytes
@@ -56,7 +56,7 @@ class FileEndpoints:
         file_id = f"file-{uuid.uuid4().hex}"
         try:
             num_bytes = await self._jobs.files.write(file_id, upload.content())
-            # A form may say what the file is for only behind it.
+            # The fields of the form, such as the purpose, may follow the file.
             form = parse_body(UploadForm, await upload.fields(), {})
             record = self._record(file_id, tenant, filename, num_bytes, form)
             await self._jobs.service.add_file(record)
@@ -67,7 +67,7 @@ class FileEndpoints:
         return json_response(file_object(record))
 
     async def files(self, request: Request) -> Response:
-        """GET /v1/files."""
+        """Answer GET /v1/files."""
         tenant = self._tenant(request)
         query = parse_body(FileListQuery, request.query_params, {})
         part = PageRequest(query.limit, query.after, is_ascending=query.order == "asc")
@@ -75,17 +75,17 @@ class FileEndpoints:
         return json_response(list_object([file_object(file) for file in page.items], page.has_more))
 
     async def file(self, request: Request) -> Response:
-        """GET /v1/files/{id}."""
+        """Answer GET /v1/files/{id}."""
         return json_response(file_object(await self._file(request)))
 
     async def delete(self, request: Request) -> Response:
-        """DELETE /v1/files/{id}."""
+        """Answer DELETE /v1/files/{id}."""
         tenant, file_id = self._tenant(request), checked_file_id(request.path_params["file_id"])
         await self._jobs.service.delete_file(tenant, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
-        """GET /v1/files/{id}/content."""
+        """Answer GET /v1/files/{id}/content."""
         file = await self._file(request)
         headers = {"content-length": str(file.num_bytes), "x-content-type-options": "nosniff"}
         parts = self._jobs.files.read(file.id)

@@ -1,4 +1,4 @@
-"""Jobs, and the prompts of prompt batches, as clients see them."""
+"""JSON objects of jobs and of the outputs of prompt batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATUS_OF_STOPPED_BATCH = {
 
 
 def job_status(job: BatchRecord, line: LineRecord | None) -> str:
-    """How far a job is: queued, running, completed, failed, expired, cancelling or cancelled."""
+    """Return a job's status: queued, running, completed, failed, expired, cancelling or cancelled."""
     if line is None or line.status in (LineStatus.QUEUED, LineStatus.RUNNING):
         default = "queued" if line is None else _STATUS_OF_LINE[line.status]
         return _STATUS_OF_STOPPED_BATCH.get(job.status, default)
@@ -32,7 +32,7 @@ def job_status(job: BatchRecord, line: LineRecord | None) -> str:
 
 
 def job_object(job: BatchRecord, line: LineRecord | None) -> JsonObject:
-    """A job; `result` is what its endpoint answered, `error` an error object; both are null until it ended."""
+    """Return a job object; its `result` is the endpoint's reply or null, its `error` an error object or null."""
     return {
         "id": job.id,
         "object": "job",
@@ -51,7 +51,7 @@ def job_object(job: BatchRecord, line: LineRecord | None) -> JsonObject:
 
 
 def status_object(job: BatchRecord, line: LineRecord | None) -> JsonObject:
-    """The short form of the same, for /status."""
+    """Return the short job object of GET /status."""
     return {
         "job_id": job.id,
         "status": job_status(job, line),
@@ -61,12 +61,12 @@ def status_object(job: BatchRecord, line: LineRecord | None) -> JsonObject:
 
 
 def result_of(line: LineRecord | None) -> JsonObject | None:
-    """The endpoint's reply, where there is one."""
+    """Return the endpoint's reply, or None if the line has not succeeded."""
     return line.response if line is not None and line.status is LineStatus.SUCCEEDED else None
 
 
 def line_error(line: LineRecord) -> JsonObject | None:
-    """Why a line has no reply, as an error object: its own, or the one its endpoint answered."""
+    """Return the error object of a line: its own, or the one in its endpoint's reply; None without either."""
     if line.status is LineStatus.SUCCEEDED:
         return None
     error = line.error if line.error is not None else (line.response or {}).get("error")
@@ -77,14 +77,14 @@ def line_error(line: LineRecord) -> JsonObject | None:
 
 
 def prompt_output(line: LineRecord) -> JsonObject:
-    """One prompt of an asynchronous prompt batch, whether it is done or not."""
+    """Return the output of one prompt of an asynchronous prompt batch, finished or not."""
     if line.status is LineStatus.SUCCEEDED and line.response is not None:
         return completed_output(line.index, line.response)
     return unfinished_output(line.index, _STATUS_OF_LINE[line.status], line_error(line))
 
 
 def completed_output(index: int, reply: JsonObject) -> JsonObject:
-    """What came of a prompt: the only choice of its completion, and what that cost."""
+    """Return the output of a completed prompt: the only choice of its completion, with the usage."""
     return {
         **reply["choices"][0],
         "index": index,
@@ -95,7 +95,7 @@ def completed_output(index: int, reply: JsonObject) -> JsonObject:
 
 
 def unfinished_output(index: int, status: str, error: JsonObject | None) -> JsonObject:
-    """A prompt that has no completion, yet or for good."""
+    """Return the output of a prompt without a completion: unfinished, failed, expired or cancelled."""
     return {"index": index, "status": status, "text": None, "finish_reason": None, "usage": None, "error": error}
 
 

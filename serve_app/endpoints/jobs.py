@@ -1,4 +1,4 @@
-"""Jobs: one request, accepted at once, run later. POST /v1/jobs and /generate, GET and DELETE."""
+"""Endpoints of jobs, requests that are accepted at once and run later: /v1/jobs, /generate and /status."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from serve_app.openai.request.job_schema import WaitQuery
 from serve_app.openai.request.parsing import parse_body
 
 RETRY_AFTER_S = 1
-"""When a client that does not wait for the end should ask again, seconds."""
+"""Poll interval advised to clients in `retry-after`, seconds."""
 
 
 class JobEndpoints:
-    """Submit jobs, poll them, wait for them, cancel them; everybody sees only their own."""
+    """Endpoints that submit, poll, await and cancel jobs; a tenant sees only its own jobs."""
 
     def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, maker: JobMaker) -> None:
         self._authenticator = authenticator
@@ -35,7 +35,7 @@ class JobEndpoints:
         self._maker = maker
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {
             "POST /v1/jobs": self.submit,
             "GET /v1/jobs/{job_id}": self.job,
@@ -45,7 +45,7 @@ class JobEndpoints:
         }
 
     async def submit(self, request: Request) -> Response:
-        """POST /v1/jobs: when this answers 202, no crash loses the job."""
+        """Answer POST /v1/jobs: record the job durably, then answer 202."""
         submitter = Submitter.of(request, self._authenticator)
         new = await self._bodies.convert(request, partial(self._maker.job, submitter))
         submission = await self._submit(request, new)
@@ -53,7 +53,7 @@ class JobEndpoints:
         return _accepted(job_object(job, await self._line_known(submission)), f"/v1/jobs/{job.id}")
 
     async def generate(self, request: Request) -> Response:
-        """POST /generate: the same with fewer words."""
+        """Answer POST /generate: submit a job in the short form."""
         submitter = Submitter.of(request, self._authenticator)
         new = await self._bodies.convert(request, partial(self._maker.short_job, submitter))
         submission = await self._submit(request, new)
@@ -62,17 +62,17 @@ class JobEndpoints:
         return _accepted({"job_id": job.id, "status": status}, f"/status/{job.id}")
 
     async def job(self, request: Request) -> Response:
-        """GET /v1/jobs/{id}, at once or, with `wait`, when it has ended or so many seconds later."""
+        """Answer GET /v1/jobs/{id}: at once, or after the job's end or `wait` seconds, whichever is first."""
         job = await self._waited_for(request)
         return _polled(job, job_object(job, await self._line(job)))
 
     async def status(self, request: Request) -> Response:
-        """GET /status/{id}."""
+        """Answer GET /status/{id}: the short form of GET /v1/jobs/{id}."""
         job = await self._waited_for(request)
         return _polled(job, status_object(job, await self._line(job)))
 
     async def cancel(self, request: Request) -> Response:
-        """DELETE /v1/jobs/{id}: it is cancelled; its record stays."""
+        """Answer DELETE /v1/jobs/{id}: cancel the job and keep its record."""
         tenant = self._authenticator.authenticate(request.headers).tenant
         job = await self._jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
         job = await self._jobs.service.cancel(tenant, job.id)
@@ -94,7 +94,7 @@ class JobEndpoints:
         return await while_connected(request.receive, self._jobs.service.wait(tenant, job.id, query.wait))
 
     async def _line_known(self, submission: Submission) -> LineRecord | None:
-        """The line of a job that came before; a new one is queued, which is not worth a question."""
+        """Return the line of a job that was submitted before; None for a new job, whose line is still queued."""
         return None if submission.is_new else await self._line(submission.batch)
 
     async def _line(self, job: BatchRecord) -> LineRecord | None:

@@ -1,4 +1,4 @@
-"""The model that is served, and its tokenizer: GET /v1/models, POST /tokenize and /detokenize."""
+"""Endpoints of the served model and its tokenizer: GET /v1/models, POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 
 
 class ModelEndpoints:
-    """What is served, and what its tokenizer makes of text."""
+    """Endpoints that show the served model and use its tokenizer."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class ModelEndpoints:
         tokenizer: PromptTokenizer,
         created_unix_s: float,
     ) -> None:
-        """`created_unix_s` is what /v1/models gives as the model's age: when this process began to serve it."""
+        """Create the endpoints; `created_unix_s` is the time when this process started, shown as `created`."""
         self._authenticator = authenticator
         self._bodies = bodies
         self._model = model
@@ -35,7 +35,7 @@ class ModelEndpoints:
         self._created_unix_s = created_unix_s
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {
             "GET /v1/models": self.models,
             "GET /v1/models/{model_id:path}": self.model,
@@ -44,18 +44,18 @@ class ModelEndpoints:
         }
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """Answer GET /v1/models."""
         self._authenticator.authenticate(request.headers)
         return json_response({"object": "list", "data": [await self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}."""
+        """Answer GET /v1/models/{id}."""
         self._authenticator.authenticate(request.headers)
         check_model(request.path_params["model_id"], self._model.name)
         return json_response(await self._card())
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize: of a prompt or of messages."""
+        """Answer POST /tokenize: encode a prompt or messages."""
         self._authenticator.authenticate(request.headers)
         body = await self._bodies.read(request, TokenizeBody, TOKENIZE_IGNORED)
         check_model(body.model, self._model.name)
@@ -72,7 +72,7 @@ class ModelEndpoints:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
+        """Answer POST /detokenize."""
         self._authenticator.authenticate(request.headers)
         body = await self._bodies.read(request, DetokenizeBody, {})
         check_model(body.model, self._model.name)
@@ -82,7 +82,7 @@ class ModelEndpoints:
         return json_response({"prompt": await self._tokenizer.decode(body.tokens)})
 
     async def _token_ids(self, body: TokenizeBody, max_model_len: int) -> tuple[int, ...]:
-        """May be more than `max_model_len`, but not of a text that could not have so few."""
+        """Return the token ids; they may exceed `max_model_len`, but a text that certainly does is refused."""
         if body.messages is not None:
             prompt = await self._tokenizer.encode_chat(
                 body.messages,

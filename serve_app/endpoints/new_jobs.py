@@ -1,4 +1,4 @@
-"""From the body of a request to the job that it asks for."""
+"""Conversion of a request's body into a new job."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from serve_app.openai.service import CompletionService
 CHAT_ENDPOINT, COMPLETION_ENDPOINT = "/v1/chat/completions", "/v1/completions"
 
 SHORT_FORM_MAX_TOKENS = 50
-"""Most tokens of a job that came to /generate and does not say."""
+"""Default of `max_tokens` for a prompt sent to /generate."""
 
 _OF_THE_BATCH = frozenset({"callback_url", "deadline_ms", "priority", "service_tier", "stream", "stream_options"})
-"""Fields that say how a job is run: they are kept with its batch, so that its line is nothing but the request."""
+"""Fields about the execution of a job, stored with its batch; the line holds only the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobMaker:
-    """Makes batches of one line; what only tokenizing can find out is left to the job itself."""
+    """Factory of jobs, which are batches of one line; errors that only tokenizing finds fail the job later."""
 
     service: CompletionService
     model_name: str
 
     def job(self, submitter: Submitter, fields: JsonObject) -> NewBatch:
-        """The job for a body of POST /v1/jobs.
+        """Return the job for a body of POST /v1/jobs.
 
         Raises:
-            InvalidRequest, UnknownModel: there can be none.
+            InvalidRequest, UnknownModel: the body is invalid.
         """
         given = {name: value for name, value in fields.items() if value is not None}
         options = parse_body(JobOptions, {name: given[name] for name in JobOptions.model_fields if name in given}, {})
@@ -55,10 +55,10 @@ class JobMaker:
         )
 
     def short_job(self, submitter: Submitter, fields: JsonObject) -> NewBatch:
-        """The job for a body of POST /generate, which may leave out the model and, of a prompt, `max_tokens`.
+        """Return the job for a body of POST /generate, where `model` and a prompt's `max_tokens` have defaults.
 
         Raises:
-            InvalidRequest, UnknownModel: there can be none.
+            InvalidRequest, UnknownModel: the body is invalid.
         """
         defaults: JsonObject = {"model": self.model_name}
         if fields.get("prompt") is not None:
@@ -66,7 +66,7 @@ class JobMaker:
         return self.job(submitter, defaults | {name: value for name, value in fields.items() if value is not None})
 
     def _checked(self, fields: JsonObject) -> tuple[str, GenerationBody]:
-        """The endpoint that a body is for, and the body as that endpoint takes it."""
+        """Return the endpoint for a body, and the body parsed with that endpoint's schema."""
         if "messages" in fields and "prompt" in fields:
             raise InvalidRequest("`prompt` and `messages` are both given; a job has one of them", "prompt")
         body: ChatBody | CompletionBody
@@ -84,10 +84,10 @@ class JobMaker:
 
 
 def window_of(body: GenerationBody) -> float | None:
-    """How long work may take from its submission, seconds; None: as long as it needs.
+    """Return the completion window of asynchronous work, seconds from its submission; None: no limit.
 
     Raises:
-        InvalidRequest: longer than a window may be.
+        InvalidRequest: `deadline_ms` is longer than the longest window.
     """
     if body.deadline_ms is None:
         return None
@@ -98,5 +98,5 @@ def window_of(body: GenerationBody) -> float | None:
 
 
 def line_of(fields: JsonObject) -> JsonObject:
-    """The request alone, without what says how it is run."""
+    """Return the request without the fields about its execution."""
     return {name: value for name, value in fields.items() if name not in _OF_THE_BATCH}

@@ -1,4 +1,4 @@
-"""From the body of a prompt batch to one completion for each prompt."""
+"""Conversion of a prompt batch's body into one completion for each prompt."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from serve_app.openai.request.schema import CompletionBody
 from serve_app.openai.service import CompletionService
 
 _STAND_IN = "a"
-"""Stands for the prompts while the fields that they share are checked."""
+"""Placeholder prompt for checking the fields that all prompts share."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPrompts:
-    """A batch that is answered at once."""
+    """Prompt batch that is answered at once."""
 
     bodies: Sequence[CompletionBody | InvalidRequest]
-    """What to complete, or why that cannot be, prompt by prompt."""
+    """Completion body, or the error, of each prompt in order."""
     is_streamed: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBatchMaker:
-    """Reads prompt batches; a prompt that is no good is left to fail by itself."""
+    """Parser of prompt batches; an invalid prompt fails alone."""
 
     service: CompletionService
     model_name: str
 
     def sync(self, max_prompts: int, fields: JsonObject) -> SyncPrompts:
-        """The prompts of a body of POST /v1/batch/sync.
+        """Return the prompts of a body of POST /v1/batch/sync.
 
         Raises:
-            InvalidRequest, UnknownModel: what the prompts share is no good, or they are too many.
+            InvalidRequest, UnknownModel: the shared fields are invalid, or the prompts are too many.
         """
         options = self._options(fields, max_prompts)
         if options.callback_url is not None:
@@ -54,17 +54,18 @@ class PromptBatchMaker:
         return SyncPrompts([_body_or_refusal(shared, prompt) for prompt in options.prompts], options.stream)
 
     def batch(self, submitter: Submitter, max_prompts: int, max_bytes: int, fields: JsonObject) -> NewBatch:
-        """The batch for a body of POST /v1/batch/async; as lines of a file it would have at most `max_bytes`.
+        """Return the batch for a body of POST /v1/batch/async; `max_bytes` bounds the size of all its requests.
 
         Raises:
-            InvalidRequest, UnknownModel: what the prompts share is no good or too much, or they are too many.
+            InvalidRequest, UnknownModel: the shared fields are invalid, the requests are too large together, or the
+                prompts are too many.
         """
         options = self._options(fields, max_prompts)
         if options.stream:
             raise InvalidRequest("`stream` is for POST /v1/batch/sync", "stream", "unsupported_parameter")
         shared = self._shared(fields)
         body, request = self._checked(shared), line_of(shared)
-        # Each line has what all share, once more.
+        # Each line repeats the shared fields.
         num_bytes = len(to_json(request)) * len(options.prompts) + len(to_json(options.prompts))
         if num_bytes > max_bytes:
             message = (
@@ -101,13 +102,13 @@ class PromptBatchMaker:
         return options
 
     def _shared(self, fields: JsonObject) -> JsonObject:
-        """The fields that every prompt gets."""
+        """Return the fields that every prompt shares."""
         own = PromptBatchOptions.model_fields
         given = {name: value for name, value in fields.items() if name not in own and value is not None}
         return {"model": self.model_name} | given
 
     def _checked(self, shared: JsonObject) -> CompletionBody:
-        """What every prompt gets, which must be right whatever the prompt."""
+        """Return the shared fields as a completion body with a placeholder prompt; raise if they are invalid."""
         body = parse_body(CompletionBody, shared | {"prompt": _STAND_IN}, COMPLETION_IGNORED)
         if body.n > 1:
             raise InvalidRequest(f"`n` is {grouped(body.n)}; a prompt batch takes 1: repeat the prompt instead", "n")
@@ -123,5 +124,5 @@ def _body_or_refusal(shared: JsonObject, prompt: object) -> CompletionBody | Inv
 
 
 def _alone(prompt: object) -> object:
-    """A prompt as `prompt` of a completion of its own: a list is token ids, never several prompts."""
+    """Return one prompt as the `prompt` of a completion: a list is one prompt's token ids, never several prompts."""
     return [prompt] if isinstance(prompt, list) else prompt

@@ -1,4 +1,4 @@
-"""What operators and orchestrators ask: /health, /metrics and /load. None of it needs an API key."""
+"""Endpoints for operators and orchestrators: /health, /metrics and /load; none needs an API key."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from serve_app.openai.known_model import KnownModel
 from serve_app.openai.reply.format import JsonObject
 
 _JOBS_LIMIT_S = 2.0
-"""Longest that a scrape waits for the jobs deployment, seconds."""
+"""Longest wait of a scrape for the jobs deployment, seconds."""
 
 
 class OperationsEndpoints:
-    """Health, metrics and load of what is behind this ingress."""
+    """Endpoints that show the health, metrics and load of this ingress and the processes behind it."""
 
     def __init__(self, backends: Backends, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float) -> None:
         self._dispatcher = backends.dispatcher
@@ -35,7 +35,7 @@ class OperationsEndpoints:
         self._stall_timeout_s = stall_timeout_s
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {
             "GET /health/live": self.live,
             "GET /health/ready": self.ready,
@@ -45,10 +45,10 @@ class OperationsEndpoints:
         }
 
     async def live(self, request: Request) -> Response:
-        """Whether this process answers and every engine with work moves.
+        """Answer 200 if this process runs and no engine has stalled, else 503.
 
-        An engine counts as stalled when it had running sequences and no step of it has been heard of, by
-        delta or by poll, for `stall_timeout_s`; it is asked once more before that is said.
+        An engine has stalled if it has running or waiting sequences and neither a delta nor a poll has reported a step
+        of it for `stall_timeout_s`. Before a 503 all engines are polled once more.
         """
         if self._stalled():
             with contextlib.suppress(ServingError):
@@ -60,9 +60,9 @@ class OperationsEndpoints:
         return json_response({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
-        """Whether requests would be served: a replica says what it serves, and not all are draining.
+        """Answer 200 if a request would be served now: a replica answers and not all replicas are draining; else 503.
 
-        Where none is needed there may be none: the model is known then, and a request has one started.
+        With `min_replicas` 0 no replica has to run, if the model's card is known: a request starts a replica.
         """
         try:
             await self._model.refresh()
@@ -76,16 +76,16 @@ class OperationsEndpoints:
         return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
-        """The counts of every engine that answers, of the jobs deployment if it does, and this ingress's own."""
+        """Answer GET /metrics: metrics of this ingress, of each engine that answers, and of the jobs deployment."""
         engines: list[EngineMetrics] = []
-        # This ingress's own counts are worth a scrape even when no engine answers.
+        # Without an answer from the engines, the page still has this ingress's own metrics.
         with contextlib.suppress(ServingError):
             engines = await self._dispatcher.metrics()
         jobs = await self._jobs_metrics()
         return Response(exposition(engines, self._model.name, self._metrics, jobs), media_type=CONTENT_TYPE)
 
     async def load(self, request: Request) -> Response:
-        """What this ingress knows of every replica's load, how old that is, and how many replicas it wants."""
+        """Answer GET /load: each replica's last known load with its age, and this ingress's autoscaling decision."""
         replicas = [_load_of(view) for view in self._dispatcher.load()]
         autoscaling = None if self._autoscaling is None else _autoscaling_of(self._autoscaling)
         return json_response({"replicas": replicas, "autoscaling": autoscaling})
@@ -132,7 +132,7 @@ def _load_of(view: ReplicaView) -> JsonObject:
 
 
 def _autoscaling_of(autoscaling: AutoscalingLoop) -> JsonObject:
-    """Bounds, and the last decision with all it rests on."""
+    """Return the bounds on the number of replicas, and the last decision with its inputs."""
     settings, decision = autoscaling.settings, autoscaling.decision
     bounds: JsonObject = {
         "min_replicas": settings.min_replicas,

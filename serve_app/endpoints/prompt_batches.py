@@ -1,4 +1,4 @@
-"""Prompt batches that run later: POST /v1/batch/async, and GET /v1/batch/{id} and /v1/batch/stats."""
+"""Endpoints of prompt batches that run later: /v1/batch/async, /v1/batch/{id} and /v1/batch/stats."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from serve_app.openai.request.parsing import parse_body
 
 
 class PromptBatchEndpoints:
-    """Submit prompt batches, look at what there is of them so far, cancel them; everybody sees only their own."""
+    """Endpoints that submit, show and cancel prompt batches; a tenant sees only its own batches."""
 
     def __init__(
         self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, maker: PromptBatchMaker
@@ -35,7 +35,7 @@ class PromptBatchEndpoints:
         self._maker = maker
 
     def routes(self) -> Routes:
-        """Handlers by method and path; `stats` stands before the path that would take it for an id."""
+        """Return the handlers by method and path; /stats comes before the path where `stats` would match as an id."""
         return {
             "POST /v1/batch/async": self.submit,
             "GET /v1/batch/stats": self.stats,
@@ -44,7 +44,7 @@ class PromptBatchEndpoints:
         }
 
     async def submit(self, request: Request) -> Response:
-        """POST /v1/batch/async: when this answers 202, no crash loses the batch."""
+        """Answer POST /v1/batch/async: record the batch durably, then answer 202."""
         submitter = Submitter.of(request, self._authenticator)
         limits = self._jobs.settings
         make = partial(self._maker.batch, submitter, limits.max_batch_lines, limits.max_file_bytes)
@@ -57,7 +57,7 @@ class PromptBatchEndpoints:
         return json_response({"batch_id": batch.id, "status": _status_name(batch)}, 202, headers)
 
     async def stats(self, request: Request) -> Response:
-        """GET /v1/batch/stats: all of the caller's asynchronous work."""
+        """Answer GET /v1/batch/stats: statistics of all the tenant's asynchronous work."""
         stats = await self._jobs.service.stats(self._tenant(request))
         return json_response(
             {
@@ -72,7 +72,7 @@ class PromptBatchEndpoints:
         )
 
     async def batch(self, request: Request) -> Response:
-        """GET /v1/batch/{id}: how far it is, and a page of its outputs, those that are not there yet included."""
+        """Answer GET /v1/batch/{id}: the batch's progress and a page of its outputs, unfinished ones included."""
         tenant = self._tenant(request)
         query = parse_body(OutputsQuery, request.query_params, {})
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
@@ -83,7 +83,7 @@ class PromptBatchEndpoints:
         return json_response(_batch_object(batch) | {"status": status, "outputs": outputs, "has_more": has_more})
 
     async def cancel(self, request: Request) -> Response:
-        """POST /v1/batch/{id}/cancel: what is done by then is kept."""
+        """Answer POST /v1/batch/{id}/cancel: cancel a batch and keep the outputs that it already has."""
         tenant = self._tenant(request)
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
         return json_response(_batch_object(await self._jobs.service.cancel(tenant, batch.id)))
@@ -93,7 +93,7 @@ class PromptBatchEndpoints:
 
 
 def _status_name(batch: BatchRecord, has_started: bool = False) -> str:
-    """How far a batch is; `has_started` when one of its lines is known to run."""
+    """Return a batch's status; `has_started`: one of its lines is known to have started."""
     has_started = has_started or batch.counts.completed + batch.counts.failed > 0
     if batch.status is BatchStatus.IN_PROGRESS and not has_started:
         return "pending"

@@ -1,4 +1,4 @@
-"""Who submits asynchronous work, and what the request's headers say of it."""
+"""Sender of a request for asynchronous work, with the request's headers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 @dataclass(frozen=True, slots=True)
 class Submitter:
-    """Whoever sent a request that makes asynchronous work."""
+    """Sender of a request for asynchronous work, and the headers that apply to the work."""
 
     principal: Principal
     hints: ClientHints
@@ -30,11 +30,11 @@ class Submitter:
 
     @classmethod
     def of(cls, request: Request, authenticator: Authenticator) -> Submitter:
-        """Who sent `request`.
+        """Return the sender of `request`.
 
         Raises:
-            HttpError: nobody with a key.
-            InvalidRequest: a header has a value it cannot have.
+            HttpError: 401, the API key is missing or unknown.
+            InvalidRequest: a header has an invalid value.
         """
         key = request.headers.get("idempotency-key")
         if key is not None and not _KEY.fullmatch(key):
@@ -51,7 +51,7 @@ class Submitter:
         )
 
     def digest(self, fields: Mapping[str, object]) -> str | None:
-        """What tells a body that came before under the same key, at the same path; None: there is no key."""
+        """Return a digest of path and body, to recognize a retry under one idempotency key; None: there is no key."""
         if self.idempotency_key is None:
             return None
         canonical = json.dumps([self.path, fields], sort_keys=True, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""POST /v1/batch/sync: many prompts in one body, answered at once, side by side."""
+"""Endpoint POST /v1/batch/sync: many prompts in one body, run concurrently and answered at once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from serve_app.openai.request.validation import Caller
 from serve_app.openai.service import CompletionService, PreparedCompletion
 
 _Arrived = asyncio.Queue[JsonObject | None]
-"""Events as they come; None: there are no more."""
+"""Queue of events in order of arrival; None ends it."""
 
 
 @dataclass(slots=True)
 class PromptRun:
-    """One batch; a prompt that fails fails alone. Cancelling whoever runs it aborts every sequence."""
+    """Run of one prompt batch; a failed prompt does not affect the others. Cancelling the run aborts every sequence."""
 
     service: CompletionService
     prompts: SyncPrompts
@@ -47,10 +47,10 @@ class PromptRun:
     num_tokens: int = 0
 
     async def outputs(self) -> list[JsonObject]:
-        """What came of each prompt, in order.
+        """Run all prompts and return their outputs in order.
 
         Raises:
-            ServingError: not one prompt was served, and trying again may help with all of them.
+            ServingError: every prompt failed, each with a retryable error.
         """
         errors: list[Exception] = []
 
@@ -58,7 +58,7 @@ class PromptRun:
             try:
                 prepared = await self._prepare(index)
                 reply = await self.service.answer(prepared)
-            except Exception as error:  # whatever it is, the others go on
+            except Exception as error:  # fails this prompt only
                 errors.append(error)
                 return self._failed(index, error)
             self._count(prepared)
@@ -70,7 +70,7 @@ class PromptRun:
         return outputs
 
     async def events(self, keep_alive_s: float) -> AsyncGenerator[JsonObject, None]:
-        """Pieces of outputs as they come, each with its prompt's index; silence is broken with the progress."""
+        """Yield pieces of outputs on arrival, each with its prompt's index; after a silence yield the progress."""
         arrived: _Arrived = asyncio.Queue(maxsize=len(self.prompts.bodies))
         running = asyncio.create_task(self._follow_all(arrived))
         try:
@@ -83,7 +83,7 @@ class PromptRun:
             await asyncio.gather(running, return_exceptions=True)
 
     def progress(self, status: str) -> JsonObject:
-        """The batch as a whole."""
+        """Return the progress of the whole batch."""
         duration_s = max(self.clock.monotonic() - self.exchange.started_s, 1e-6)
         return {
             "batch_id": f"batch_sync_{self.caller.request_id}",
@@ -110,7 +110,7 @@ class PromptRun:
         await arrived.put(None)
 
     async def _follow(self, index: int, arrived: _Arrived) -> None:
-        """The text of one prompt's completion piece by piece, then how it ended."""
+        """Run one prompt; put the pieces of its completion into `arrived`, then its end."""
         try:
             prepared = await self._prepare(index)
             async with self.service.start(prepared) as deltas:
@@ -118,7 +118,7 @@ class PromptRun:
                     prepared.progress.add(item)
                     for chunk in prepared.format.chunk(item):
                         await arrived.put({**chunk["choices"][0], "index": index})
-        except Exception as error:  # whatever it is, the others go on
+        except Exception as error:  # fails this prompt only
             await arrived.put(self._failed(index, error))
             return
         self._count(prepared)
@@ -143,7 +143,7 @@ class PromptRun:
 
 
 class SyncPromptEndpoints:
-    """Runs prompt batches while their client waits; when it leaves, every sequence is aborted."""
+    """Endpoint that runs prompt batches while the client waits; the client's disconnect aborts every sequence."""
 
     def __init__(
         self,
@@ -160,11 +160,11 @@ class SyncPromptEndpoints:
         self._clock = clock
 
     def routes(self) -> Routes:
-        """Handlers by method and path."""
+        """Return the handlers by method and path."""
         return {"POST /v1/batch/sync": self.run}
 
     async def run(self, request: Request) -> Response:
-        """POST /v1/batch/sync; with `stream`, as lines of JSON that tell their prompts by `index`."""
+        """Answer POST /v1/batch/sync; with `stream` as lines of JSON, each with the `index` of its prompt."""
         exchange = exchange_of(request)
         caller = caller_of(request, self._authenticator.authenticate(request.headers))
         query = parse_body(StreamQuery, request.query_params, {})

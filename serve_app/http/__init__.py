@@ -1,4 +1,4 @@
-"""HTTP exchanges: bodies, uploads, streams, disconnects, time-outs and headers.
+"""HTTP layer: request bodies, uploads, streamed responses, disconnects, time-outs and headers.
 
 Read `exchange.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.settings`, `router.types`,
 `serve_app.auth`, `serve_app.errors`, `serve_app.metrics`, `serve_app.openai`.

@@ -1,4 +1,4 @@
-"""The `Host` headers that are answered: the guard against DNS rebinding."""
+"""Guard against DNS rebinding: only requests with an allowed `Host` header are answered."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _HOST = re.compile(r"(\[[^\]]*\]|[^:]*)(?::[0-9]*)?")
 
 
 class AllowedHostsMiddleware:
-    """A guard in front of an application: refuses requests whose `Host` is not in a list.
+    """Middleware that refuses requests whose `Host` is not in a list.
 
-    A page of another site can give its own name the address of this machine, and then call this server from the
-    visitor's browser. Such a call carries the page's name in `Host`.
+    In DNS rebinding a web page points its own host name to this machine's address and calls this server from the
+    visitor's browser. Such a call carries the page's host name in `Host`.
     """
 
     def __init__(self, app: ASGIApp, allowed: str) -> None:
-        """`allowed`: the setting `allowed_hosts`."""
+        """Create the middleware; `allowed` is the setting `allowed_hosts`."""
         self._app = app
         self._allowed = frozenset(host.strip().lower() for host in allowed.split(","))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or raise the `HttpError` that refuses it."""
+        """Pass a request on, or raise an `HttpError` (403) if its host is not allowed."""
         if scope["type"] == "http":
             host = Headers(scope=scope).get("host", "")
             if not self._allows(host):

@@ -1,4 +1,4 @@
-"""The bodies of JSON requests: bounded in size and time, and checked against their schema."""
+"""Reading of request bodies with bounds on size and time, and parsing of JSON bodies."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from serve_app.openai.tokenize.workers import WorkerThreads
 ResultT = TypeVar("ResultT")
 
 _LARGE_BODY_BYTES = 2**16
-"""Parsing a body of this size takes about a millisecond; larger ones are parsed in a thread."""
+"""Size from which a body is parsed in a thread, bytes; parsing a body of this size takes about a millisecond."""
 
 
 class BodyReader:
-    """Reads bodies and makes them what their endpoint takes."""
+    """Reader of request bodies."""
 
     def __init__(self, settings: IngressSettings, workers: WorkerThreads) -> None:
         self._settings = settings
         self._workers = workers
 
     async def read(self, request: Request, schema: type[BodyT], ignored: IgnoredValues) -> BodyT:
-        """The body as a `schema`; fields in `ignored` are accepted at the values given there.
+        """Return the body as a `schema`; a field in `ignored` is accepted with the values listed there.
 
         Raises:
-            HttpError: it is of another type, too large, or too slow to arrive.
-            InvalidRequest: it is no JSON object, or not what the schema says.
-            RequestAborted: the client left before it was sent.
+            HttpError: the body's content type is wrong, or the body is too large or too slow.
+            InvalidRequest: the body is not a JSON object, or does not match the schema.
+            RequestAborted: the client left before the body was complete.
         """
         return await self.convert(request, lambda fields: parse_body(schema, fields, ignored))
 
     async def convert(self, request: Request, make: Callable[[dict[str, object]], ResultT]) -> ResultT:
-        """What `make` makes of the body's fields; it runs in a thread where the body is large.
+        """Return `make(fields)` for the body's fields; a large body is parsed and converted in a thread.
 
         Raises:
             HttpError, InvalidRequest, RequestAborted: as `read` does.
@@ -51,17 +51,18 @@ class BodyReader:
         return await self._workers.run(lambda: make(parse_json(data)))
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
-        """The body in parts as they arrive, of whatever type and size.
+        """Yield the body of any type and size in parts, as they arrive.
 
         Raises:
-            HttpError: it is slower to arrive than the largest JSON body may be.
-            RequestAborted: the client left before it was sent.
+            HttpError: the client sends more slowly than `max_body_bytes` in `upload_timeout_s`, after a first
+                `upload_timeout_s`.
+            RequestAborted: the client left before the body was complete.
         """
         limit_s = self._settings.upload_timeout_s
         loop, parts = asyncio.get_running_loop(), request.stream()
         waited_s, num_bytes = 0.0, 0
         while True:
-            # Only the client's time counts, not that of whoever takes the parts.
+            # Only the wait for the client counts, not the consumer's time between the parts.
             asked_s = loop.time()
             try:
                 async with asyncio.timeout(limit_s * (1 + num_bytes / self._settings.max_body_bytes) - waited_s):

@@ -1,4 +1,4 @@
-"""A response whose body is sent while it is made."""
+"""Response that sends its body part by part while the parts are produced."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from serve_app.http.exchange import CLIENT_CLOSED, Exchange
 
 
 class ByteStream(Response):
-    """Sends parts as they come, and closes their source when the client leaves.
+    """Response that sends the parts of a generator on arrival, and closes the generator when the client leaves.
 
-    The status waits for the first part, so that what fails before it has a status of its own. What fails
-    later cuts the connection: half an answer must not look whole.
+    The status is sent with the first part, so that an earlier failure gets its own status. A later failure cuts the
+    connection, so that the client does not take a partial answer for a whole one.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ByteStream(Response):
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as an ASGI application."""
+        """Send the response, as an ASGI application."""
         try:
             await while_connected(receive, self._run(send))
             await end_body(send)

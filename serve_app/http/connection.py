@@ -1,4 +1,4 @@
-"""The client's connection: work that ends when the client leaves, and parts of a body that are sent to it."""
+"""Client connection: work that a disconnect cancels, and the sending of body parts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ResultT = TypeVar("ResultT")
 async def while_connected(
     receive: Receive, work: Coroutine[Any, Any, ResultT], keep_alive: Callable[[], Awaitable[float]] | None = None
 ) -> ResultT:
-    """The result of `work`, which is cancelled, and waited for, when the client leaves before it is done.
+    """Return the result of `work`; if the client leaves first, cancel `work` and wait for its end.
 
-    The request's body must have been read. While `work` goes on, `keep_alive` is called, first at once, and again
-    after as many seconds as it returned; what it raises ends `work` too.
+    The request's body must have been read. While `work` runs, `keep_alive` is called at once and then again after the
+    number of seconds that it returned. An error of `keep_alive` cancels `work` and is raised.
 
     Raises:
         RequestAborted: the client left.
@@ -41,7 +41,7 @@ async def while_connected(
 
 
 async def send_part(send: Send, data: bytes) -> None:
-    """Send a part of a body; nothing where there is no data.
+    """Send a part of a body; empty data sends nothing.
 
     Raises:
         RequestAborted: the client left.
@@ -55,7 +55,7 @@ async def send_part(send: Send, data: bytes) -> None:
 
 
 async def end_body(send: Send) -> None:
-    """End a body, after `while_connected`: a server may report the end of a response like a client that left."""
+    """End a body. Call it after `while_connected`: a server may report a response's end as a disconnect."""
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

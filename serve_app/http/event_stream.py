@@ -1,4 +1,4 @@
-"""A generation as a stream of server-sent events."""
+"""Response that streams a generation as server-sent events."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from serve_app.openai.service import CompletionService, PreparedCompletion
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 
 DONE = b"data: [DONE]\n\n"
-"""Says that the stream is complete; only after success."""
+"""Event that ends a complete stream; sent only after success."""
 
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment, which clients ignore; it resets their read time-outs."""
+"""Comment of server-sent events, which clients ignore; it resets their read time-outs."""
 
 
 class EventStream(Response):
-    """Runs a generation while its client listens.
+    """Response that runs a generation and sends its deltas as events.
 
-    The status waits for the first delta, at most `header_wait_s`, so that what fails early has a status of its own;
-    what fails later is one error event. After `keep_alive_s` without an event a comment is sent. `[DONE]` is sent
-    only after success. When the client leaves, at whatever moment, the sequences are aborted.
+    The status is sent with the first delta, at the latest after `header_wait_s`, so that an early failure gets its own
+    status. A later failure is sent as one error event. After `keep_alive_s` without an event a comment is sent.
+    `[DONE]` is sent only after success. A disconnect at any moment aborts the sequences.
 
-    The task that writes the events waits for deltas without a time limit; the task of the response, which waits for
-    it, sends the comments. Invariant: one part is sent at a time.
+    One task waits for deltas without a time limit and writes the events. The response's task waits for that task and
+    sends the comments. Invariant: one part is sent at a time.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class EventStream(Response):
         self._usage_on_every_chunk = options is not None and options.continuous_usage_stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as an ASGI application.
+        """Send the response, as an ASGI application.
 
         Raises:
             ServingError: the generation failed before the response began.
@@ -82,14 +82,14 @@ class EventStream(Response):
             except Exception as error:
                 if not sender.has_begun:
                     raise
-                # The status has been sent, so the stream itself must say whatever went wrong.
+                # The status has been sent, so the error is an event of the stream.
                 await sender.send(event(fail(self._exchange, error).body))
 
     def _written(self, item: IndexedDelta) -> bytes:
         return b"".join(event(self._with_usage(chunk)) for chunk in self._prepared.format.chunk(item))
 
     def _with_usage(self, chunk: JsonObject) -> JsonObject:
-        """With `include_usage` every chunk has the field, but only the last one says it, unless asked to."""
+        """Add `usage` to a chunk: the counts with `continuous_usage_stats`, null with `include_usage` alone."""
         if self._usage_on_every_chunk:
             chunk["usage"] = self._prepared.progress.usage()
         elif self._include_usage:
@@ -108,9 +108,9 @@ class EventStream(Response):
 
 
 class _Sender:
-    """The response of a stream: the first part begins it, and a comment breaks each long silence.
+    """Sender of a stream's parts: it sends the headers before the first part, and a comment after a long silence.
 
-    Invariant: one part is sent at a time, in the order in which they were given.
+    Invariant: one part is sent at a time, in the order of the calls.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Sender:
         self.has_begun = False
 
     async def send(self, data: bytes) -> None:
-        """Send a part of the body, and the headers before the first.
+        """Send a part of the body, and the headers before the first part.
 
         Raises:
             RequestAborted: the client left.
@@ -139,7 +139,7 @@ class _Sender:
             self._sent_s = self._now()
 
     async def keep_alive(self) -> float:
-        """Send a comment if nothing has been sent for too long; return after how many seconds to look again.
+        """Send a comment if nothing has been sent for too long; return the seconds until the next check.
 
         Raises:
             RequestAborted: the client left.
@@ -147,12 +147,12 @@ class _Sender:
         left_s = self._sent_s + self._max_silence_s - self._now()
         if left_s > 0:
             return min(left_s, self._keep_alive_s)
-        # A client that does not read what is being sent needs no comment.
+        # A send that is still blocked on a slow client needs no comment behind it.
         if not self._sending.locked():
             await self.send(KEEP_ALIVE)
         return self._keep_alive_s
 
 
 def event(payload: JsonObject) -> bytes:
-    """One event that carries a JSON object."""
+    """Return an event with a JSON object as its data."""
     return b"data: " + to_json(payload) + b"\n\n"

@@ -1,4 +1,4 @@
-"""One HTTP exchange: its id, its log lines, its metrics, and an answer whatever happens."""
+"""HTTP exchange: its ids, log lines and metrics, and an answer to every request."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ from serve_app.openai.service import PreparedCompletion
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
-"""The status of requests whose client went away; it is only ever logged."""
+"""Status of requests whose client disconnected; it appears only in logs and metrics."""
 
 _SCOPE_KEY = "headway.exchange"
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,128}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
-"""Polled all the time: logged at debug level only."""
+"""Paths that are polled all the time and therefore logged at debug level only."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """A request and what becomes of it; one task owns it."""
+    """State of one request and its response; one task owns it."""
 
     request_id: str
-    """The client's, if it sent a usable one."""
+    """Id from the client's `x-request-id` if it is usable, else `sequence_id`."""
     sequence_id: str
-    """Ours, and unique, which a client's need not be: what is generated is named after it."""
+    """Unique id made here, from which the ids of sequences are made; a client's id need not be unique."""
     method: str
     path: str
     arrival_unix_s: float
     started_s: float
-    """Monotonic."""
+    """Arrival of the request, monotonic seconds."""
     status: int = 0
-    """0 until the response has begun."""
+    """Status of the response; 0 until the response has begun."""
     request_bytes: int = 0
-    """Of the body, as far as it was read: what a client says of its size proves nothing."""
+    """Bytes of the request's body that were read; the client's `content-length` may be wrong."""
     response_bytes: int = 0
     headers_s: float | None = None
-    """When the response began, monotonic."""
+    """Start of the response, monotonic seconds."""
     prepared: PreparedCompletion | None = None
-    """What was generated, if it came so far."""
+    """Completion of the request; None: the request failed before one was prepared, or asked for none."""
     headroom: Callable[[], Headroom] | None = None
-    """What may still wait in the request's band, now; None: it never had one."""
+    """Function that returns the room left in the request's band now; None: the request has no band."""
     error: ErrorReply | None = None
-    """What the client was told instead of, or at the end of, an answer."""
+    """Error sent to the client, as the response or at the end of a stream."""
     details: dict[str, object] = field(default_factory=dict)
-    """What an endpoint adds to the line that is logged at the end: ids, counts, no text of the client's."""
+    """Fields that an endpoint adds to the final log line: ids and counts, never the client's text."""
 
     def describe(self, now_s: float) -> dict[str, object]:
-        """The fields of the line that is logged when the exchange ends."""
+        """Return the fields of the log line at the end of the exchange."""
         fields: dict[str, object] = {
             "request_id": self.request_id,
             "http_method": self.method,
@@ -99,29 +99,29 @@ class Exchange:
 
 
 def exchange_of(request: Request) -> Exchange:
-    """The exchange that `ExchangeMiddleware` has opened for a request."""
+    """Return the exchange that `ExchangeMiddleware` opened for a request."""
     exchange: Exchange = request.scope[_SCOPE_KEY]
     return exchange
 
 
 def caller_of(request: Request, principal: Principal) -> Caller:
-    """Who sent a request, as those who generate for it need to know.
+    """Return a request's sender, with its arrival time and the hints in its headers.
 
     Raises:
-        InvalidRequest: a header has a value it cannot have.
+        InvalidRequest: a header has an invalid value.
     """
     exchange = exchange_of(request)
     return Caller(exchange.sequence_id, exchange.arrival_unix_s, principal, hints_from(request.headers))
 
 
 def content_length(headers: Headers) -> int:
-    """What a request says of its size, bytes; 0 where it says nothing that makes sense."""
+    """Return a request's `content-length`, bytes; 0 if it is missing or invalid."""
     length = headers.get("content-length", "")
     return int(length) if _LENGTH.fullmatch(length) else 0
 
 
 def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
-    """What the client is told of `error`, noted in the exchange; an error nobody foresaw is logged in full."""
+    """Return the reply to `error` and note it in the exchange; log an unexpected error with its traceback."""
     if not is_expected(error):
         logger.error("request failed", extra={"request_id": exchange.request_id}, exc_info=error)
     exchange.error = reply_to(error, exchange.request_id)
@@ -129,13 +129,13 @@ def fail(exchange: Exchange, error: BaseException) -> ErrorReply:
 
 
 def error_response(exchange: Exchange, error: BaseException) -> Response:
-    """The error object for `error` as a response."""
+    """Return the response with the error object for `error`."""
     reply = fail(exchange, error)
     return json_response(reply.body, reply.status, dict(reply.headers))
 
 
 class ExchangeMiddleware:
-    """Opens an exchange for every request, and closes it with a log line, metrics and, if all else failed, a 500."""
+    """Middleware that opens an exchange for each request, answers errors, and logs and counts the finished exchange."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ExchangeMiddleware:
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on and see it through."""
+        """Pass a request on, and answer the error if the application raises one before the response has begun."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -165,7 +165,7 @@ class ExchangeMiddleware:
             raise
         except Exception as error:
             if exchange.status:
-                raise  # the server must cut the connection, or half an answer would look whole
+                raise  # the server then cuts the connection, so that a partial answer does not look whole
             response = error_response(exchange, error)
             await response(scope, receive, response_send)
         finally:
@@ -187,7 +187,7 @@ class ExchangeMiddleware:
         return exchange
 
     def _counting_send(self, exchange: Exchange, request_headers: Headers, send: Send) -> Send:
-        """`send`, which completes the headers and notes what goes through it."""
+        """Return a `send` that adds response headers and notes status, time and bytes in the exchange."""
         is_announced = self._server_sets_request_id and request_headers.get("x-request-id") == exchange.request_id
 
         async def counting_send(message: Message) -> None:
@@ -221,7 +221,7 @@ class ExchangeMiddleware:
 
 
 def _counting_receive(exchange: Exchange, receive: Receive) -> Receive:
-    """`receive`, which counts bytes; a failure to hear the client (Serve cancels the call) is its disconnect."""
+    """Return a `receive` that counts bytes; its failure, as when Serve cancels the call, counts as a disconnect."""
 
     async def counting_receive() -> Message:
         try:
@@ -239,7 +239,7 @@ def _log_level(exchange: Exchange) -> int:
 
 
 def rate_limit_headers(headroom: Headroom) -> HeaderPairs:
-    """The `x-ratelimit-*` headers: what may wait in the band, how much more may, and when nothing would any more."""
+    """Return the `x-ratelimit-*` headers: the band's queue limits, the room left, and the time until all room is free."""
     headers = [
         ("x-ratelimit-limit-requests", str(headroom.max_requests)),
         ("x-ratelimit-limit-tokens", str(headroom.max_tokens)),
@@ -253,8 +253,8 @@ def rate_limit_headers(headroom: Headroom) -> HeaderPairs:
 
 
 def duration_text(seconds: float) -> str:
-    """`0s`, `20ms`, `8.64s`, `6m0s` or `1h2m3s`; never less than `seconds`."""
-    # What is less than a microsecond is the error of a floating-point number.
+    """Return a duration rounded up, such as `0s`, `20ms`, `8.64s`, `6m0s` or `1h2m3s`."""
+    # Less than a microsecond is floating-point error, not time to round up.
     milliseconds = math.ceil(round(seconds * 1000, 3))
     if 0 < milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,4 +1,4 @@
-"""The parts of a multipart form, as events."""
+"""Parsing of a multipart form into events."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _MAX_HEADER_BYTES = 2**14
 
 @dataclass(frozen=True, slots=True)
 class PartStart:
-    """A part of a form begins."""
+    """Start of a part of a form."""
 
     name: str
     filename: str | None
-    """None: the part is no file."""
+    """Name of the file; None: the part is a field, not a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartEnd:
-    """The part is over."""
+    """End of the current part of a form."""
 
 
 FormEvent = PartStart | bytes | PartEnd
-"""Bytes are some of the content of the part that began last."""
+"""Event of a form; bytes are a piece of the current part's content."""
 
 
 class FormParser:
-    """Makes a form's bytes the events in it; all its refusals are InvalidRequest."""
+    """Incremental parser from a form's bytes to events; all its errors are InvalidRequest."""
 
     def __init__(self, boundary: bytes) -> None:
-        """`events` is the caller's to take from; `is_complete` once the form's last boundary was there."""
+        """Create the parser. The caller takes from `events`; `is_complete` becomes true at the form's last boundary."""
         self.events: deque[FormEvent] = deque()
         self.is_complete = False
         self._header_name, self._header_value = bytearray(), bytearray()
@@ -58,7 +58,7 @@ class FormParser:
             raise InvalidRequest(f"the form is malformed: {error}") from None
 
     def feed(self, data: bytes) -> None:
-        """Take in the next bytes."""
+        """Parse the next bytes and append their events."""
         try:
             self._parser.write(data)
         except FormParserError as error:

@@ -1,4 +1,4 @@
-"""Routes and responses of endpoints."""
+"""Types and helpers of the endpoints: routes and JSON responses."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from starlette.responses import Response
 from serve_app.openai.reply.format import JsonObject
 
 Routes = Mapping[str, Callable[[Request], Awaitable[Response]]]
-"""Handlers by method and path, such as `GET /v1/files`; of two that match, the first is used."""
+"""Handlers by method and path, such as `GET /v1/files`; the first match is used."""
 
 
 def json_response(value: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON object as a response."""
+    """Return a response with a JSON object."""
     return Response(to_json(value), status, headers, "application/json")

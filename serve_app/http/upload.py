@@ -1,4 +1,4 @@
-"""One file that comes as multipart/form-data: read part by part as it arrives, never held whole."""
+"""Upload of one file as multipart/form-data, read in pieces as they arrive and never held whole."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from serve_app.errors import body_too_large, shortened, unsupported_media_type
 from serve_app.http.form_parser import FormEvent, FormParser, PartEnd, PartStart
 
 FORM_BYTES = 2**16
-"""Most that a form may hold beside its file, bytes."""
+"""Most bytes that a form may hold in addition to its file."""
 
 _FIELD_BYTES = 64
-"""What a field counts for beside its name and value."""
+"""Bytes that a field counts for in addition to its name and value."""
 _FILE_FIELD = "file"
 _MAX_FILENAME_CHARS = 512
 _NESTED = re.compile(r"([a-z_]+)\[([a-z_]+)\]")
 
 
 def boundary_of(content_type: str | None) -> bytes:
-    """What separates the parts of a form.
+    """Return the boundary between the parts of a form.
 
     Raises:
-        HttpError: the content type is another one.
-        InvalidRequest: it names no boundary.
+        HttpError: 415, the content type is not multipart/form-data.
+        InvalidRequest: the content type names no boundary.
     """
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
@@ -37,10 +37,10 @@ def boundary_of(content_type: str | None) -> bytes:
 
 
 class Upload:
-    """A form with one file, named `file`, and a few short fields before and behind it.
+    """Form with one file, named `file`, and a few short fields before and after the file.
 
-    Use in this order: `open_file`, `content`, `fields`. All raise InvalidRequest where the form is malformed,
-    and whatever reading `body` raises.
+    Call in this order: `open_file`, `content`, `fields`. All raise InvalidRequest if the form is malformed, and pass on
+    the errors of `body`.
     """
 
     def __init__(self, body: AsyncGenerator[bytes, None], boundary: bytes, max_file_bytes: int) -> None:
@@ -52,7 +52,7 @@ class Upload:
         self._has_ended = False
 
     async def open_file(self) -> str:
-        """Read up to the file's first byte; gives its name."""
+        """Read up to the file's first byte; return the file's name."""
         part = await self._read_fields()
         if part is None:
             raise InvalidRequest("`file` is missing", _FILE_FIELD, "missing_required_parameter")
@@ -65,10 +65,11 @@ class Upload:
         return filename
 
     async def content(self) -> AsyncGenerator[bytes, None]:
-        """The bytes of the file as they arrive.
+        """Yield the bytes of the file as they arrive.
 
         Raises:
-            HttpError: there are more than it may have.
+            HttpError: 413, the file is larger than `max_file_bytes`.
+            InvalidRequest: the file is empty.
         """
         num_bytes = 0
         while not isinstance(event := await self._next(), PartEnd):
@@ -81,7 +82,7 @@ class Upload:
             raise InvalidRequest("`file` is empty", _FILE_FIELD)
 
     async def fields(self) -> dict[str, object]:
-        """Read the rest; gives the fields, those named `a[b]` as objects."""
+        """Read the rest of the form and return all fields; `a[b]` becomes the entry `b` of the object `a`."""
         if await self._read_fields() is not None:
             raise InvalidRequest("there is more than one file; send one at a time", _FILE_FIELD)
         fields: dict[str, object] = {}
@@ -97,7 +98,7 @@ class Upload:
         return fields
 
     async def _read_fields(self) -> PartStart | None:
-        """Take in fields up to the next file; None: there is none."""
+        """Read fields up to the next file and return its start; None: the form has no more files."""
         while (event := await self._next()) is not None:
             assert isinstance(event, PartStart)
             if event.filename is not None:
@@ -122,7 +123,7 @@ class Upload:
         return value.decode(errors="replace")
 
     async def _next(self) -> FormEvent | None:
-        """What comes next in the form; None: it has ended."""
+        """Return the next event of the form; None: the form has ended."""
         while not self._parser.events:
             if self._has_ended:
                 if not self._parser.is_complete:

@@ -1,4 +1,4 @@
-"""OpenAI's API over the engine's types, without HTTP.
+"""OpenAI's API on the engine's types, without HTTP.
 
 Read `service.py` first. May import `replicas.errors`, `replicas.protocol`, `router.dispatch`, `router.types`.
 """

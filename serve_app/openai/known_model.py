@@ -1,4 +1,4 @@
-"""The model that is served: its public name and its card."""
+"""The served model: its public name and its card."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from router.dispatch import Dispatcher
 
 
 class KnownModel:
-    """The one model that is served: its public name, and its card, which requests need not wait for.
+    """Cache of the served model's card, with the model's public name.
 
-    What is known stays in use while nobody answers: a request then waits where requests wait,
-    and is what wakes a deployment that has scaled to zero.
+    The last known card stays in use while no replica answers. A request is then accepted and waits in flow control,
+    where it wakes a deployment that has scaled to zero.
     """
 
     def __init__(self, name: str, dispatcher: Dispatcher, clock: Callable[[], float], max_age_s: float = 30.0) -> None:
@@ -26,7 +26,7 @@ class KnownModel:
         self._asked_s = 0.0
 
     async def card(self) -> ModelCard:
-        """What the replicas serve, at most a little older than `max_age_s` while replicas answer.
+        """Return the model's card; while replicas answer it is at most a little older than `max_age_s`.
 
         Raises:
             NoReplicaAvailable: no replica has ever answered.
@@ -40,10 +40,10 @@ class KnownModel:
         return self._card
 
     async def refresh(self) -> ModelCard:
-        """What a replica says now that it serves.
+        """Ask a replica for the model's card.
 
         Raises:
-            NoReplicaAvailable: none answers.
+            NoReplicaAvailable: no replica answers.
         """
         self._card = await self._dispatcher.model_card()
         self._asked_s = self._clock()

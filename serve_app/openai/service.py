@@ -1,4 +1,4 @@
-"""Chat and text completions without HTTP: from a body to a running generation and its reply."""
+"""Chat and text completions without HTTP: a request body becomes a running generation and its reply."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 
 @dataclass(frozen=True, slots=True)
 class PreparedCompletion:
-    """A valid request, ready to be started, and how its reply is written."""
+    """Valid request that is ready to start, with the format of its reply."""
 
     id: str
-    """The id of the reply."""
+    """Id of the reply."""
     body: GenerationBody
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
@@ -35,7 +35,7 @@ class PreparedCompletion:
 
 
 class CompletionService:
-    """Makes generations of bodies, starts them, and answers those that are not streamed."""
+    """Service that turns bodies into generations, starts them and builds the replies that are not streamed."""
 
     def __init__(
         self,
@@ -52,30 +52,30 @@ class CompletionService:
         self._rng = rng
 
     def check_chat(self, body: ChatBody) -> None:
-        """Refuse what can be seen to be refused before anything is rendered or tokenized.
+        """Check a chat body as far as possible without rendering or tokenizing it.
 
         Raises:
-            InvalidRequest, UnknownModel: it cannot be served.
+            InvalidRequest, UnknownModel: the body cannot be served.
         """
         check_model(body.model, self._model.name)
         check_counts(body, 1, self._limits)
         check_at_most("top_logprobs", body.top_logprobs or 0, self._limits.max_logprobs)
 
     def check_completion(self, body: CompletionBody) -> None:
-        """The same for a text completion.
+        """Check the body of a text completion as far as possible without tokenizing it.
 
         Raises:
-            InvalidRequest, UnknownModel: it cannot be served.
+            InvalidRequest, UnknownModel: the body cannot be served.
         """
         check_model(body.model, self._model.name)
         check_counts(body, len(body.prompt), self._limits)
         check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
 
     async def chat(self, body: ChatBody, caller: Caller) -> PreparedCompletion:
-        """A chat completion.
+        """Prepare a chat completion: render, tokenize and validate its messages.
 
         Raises:
-            InvalidRequest, UnknownModel, NoReplicaAvailable: it cannot be served.
+            InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
         self.check_chat(body)
         card = await self._model.card()
@@ -87,10 +87,10 @@ class CompletionService:
         return PreparedCompletion(head.id, body, requests, reply_format, Progress([len(prompt.token_ids)], body.n))
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
-        """A text completion of one or several prompts.
+        """Prepare a text completion of one or several prompts.
 
         Raises:
-            InvalidRequest, UnknownModel, NoReplicaAvailable: it cannot be served.
+            InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
         self.check_completion(body)
         card = await self._model.card()
@@ -106,18 +106,18 @@ class CompletionService:
         return PreparedCompletion(head.id, body, requests, reply_format, Progress(lengths, body.n))
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
-        """What may still wait in the band that it runs in."""
+        """Return the room that flow control has left in the completion's band."""
         return self._dispatcher.headroom(prepared.requests[0].band)
 
     def start(self, prepared: PreparedCompletion) -> Deltas:
-        """The deltas of all its sequences; leaving the context aborts what has not finished."""
+        """Start all sequences and return their deltas; leaving the context aborts the unfinished sequences."""
         return read_together(self._dispatcher.start(prepared.requests))
 
     async def answer(self, prepared: PreparedCompletion) -> JsonObject:
-        """The whole reply; cancelling this aborts the sequences.
+        """Run the completion and return its whole reply; cancelling the call aborts the sequences.
 
         Raises:
-            ServingError: of the first sequence that failed; the others are aborted.
+            ServingError: a sequence failed. The first failure is raised and the other sequences are aborted.
         """
         deltas: Sequence[list[TokenDelta]] = [[] for _ in prepared.requests]
         async with self.start(prepared) as arriving:

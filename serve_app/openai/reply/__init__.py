@@ -1,4 +1,4 @@
-"""Replies, whole and streamed, made of the engine's deltas.
+"""Replies of OpenAI's API, whole and streamed, built from the engine's deltas.
 
 Read `format.py` first. May import `replicas.errors`, `replicas.protocol`, `serve_app.openai.request`,
 `serve_app.openai.tokenize`.

@@ -1,4 +1,4 @@
-"""Chat completions as OpenAI writes them."""
+"""Replies of chat completions in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.openai.tokenize.token_text import TokenText
 
 
 class ChatFormat:
-    """Writes one chat completion."""
+    """Format of one chat completion's reply."""
 
     def __init__(self, head: ReplyHead, body: ChatBody, prompt_token_ids: Sequence[int], token_text: TokenText) -> None:
         self._head = head
@@ -22,7 +22,7 @@ class ChatFormat:
         self._started: set[int] = set()
 
     def chunk(self, item: IndexedDelta) -> list[JsonObject]:
-        """The role before a choice's first content, then the content, then the reason of its end."""
+        """Return a delta's chunks: a choice's role before its first content, then content, then the finish reason."""
         delta, chunks = item.delta, []
         if item.index not in self._started:
             chunks.append(self._chunk(item.index, {"role": "assistant", "content": ""}))
@@ -40,11 +40,11 @@ class ChatFormat:
         return chunks
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """The chunk without choices that ends a stream with usage."""
+        """Return the last chunk of a stream with usage; it has no choices."""
         return self._head.fields("chat.completion.chunk") | {"choices": [], "usage": usage}
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
-        """The whole completion."""
+        """Return the whole completion from one merged delta per choice."""
         choices = [
             {
                 "index": index,
@@ -64,7 +64,7 @@ class ChatFormat:
         return self._head.fields("chat.completion.chunk") | {"choices": [choice]}
 
     def _tokens_of(self, delta: TokenDelta) -> JsonObject:
-        """What a choice tells of its tokens beside their text."""
+        """Return a choice's fields about its tokens: log probabilities and token ids."""
         fields: JsonObject = {"logprobs": None}
         if self._body.logprobs:
             fields["logprobs"] = {"content": [self._position(position) for position in delta.logprobs], "refusal": None}
@@ -84,6 +84,6 @@ class ChatFormat:
 
 
 def _ending(delta: TokenDelta) -> JsonObject:
-    """Why a choice ended, and at which stop string or token (vLLM's `stop_reason`)."""
+    """Return a choice's finish reason and the stop string or token that ended the choice (vLLM's `stop_reason`)."""
     assert delta.finish_reason is not None
     return {"finish_reason": delta.finish_reason.value, "stop_reason": delta.stop_reason}

@@ -1,4 +1,4 @@
-"""Text completions as OpenAI writes them."""
+"""Replies of text completions in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from serve_app.openai.tokenize.token_text import TokenText
 
 
 class CompletionFormat:
-    """Writes one text completion; choice i is a sample of prompt i // n."""
+    """Format of one text completion's reply; choice i is a sample of prompt i // n."""
 
     def __init__(
         self, head: ReplyHead, body: CompletionBody, prompts: Sequence[EncodedPrompt], token_text: TokenText
     ) -> None:
-        """With `echo` every prompt has its text."""
+        """Create the format; with `echo` every prompt must have its text."""
         self._head = head
         self._body = body
         self._choices = [
@@ -28,7 +28,7 @@ class CompletionFormat:
         ]
 
     def chunk(self, item: IndexedDelta) -> list[JsonObject]:
-        """One chunk a delta, unless there is nothing to show yet."""
+        """Return one chunk for a delta, or none while there is nothing to show."""
         delta = item.delta
         choice = self._choices[item.index]
         is_echo = self._body.echo and not choice.has_started
@@ -38,17 +38,17 @@ class CompletionFormat:
         return [self._head.fields("text_completion") | {"choices": [choice.render(delta)]}]
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """The chunk without choices that ends a stream with usage."""
+        """Return the last chunk of a stream with usage; it has no choices."""
         return self._head.fields("text_completion") | {"choices": [], "usage": usage}
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
-        """The whole completion."""
+        """Return the whole completion from one merged delta per choice."""
         choices = [choice.render(delta) for choice, delta in zip(self._choices, deltas, strict=True)]
         return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
 
 
 class _Choice:
-    """One sequence's share of a completion, written delta by delta."""
+    """One choice of a completion, written delta by delta."""
 
     def __init__(self, body: CompletionBody, prompt: EncodedPrompt, index: int, token_text: TokenText) -> None:
         self._body = body
@@ -59,7 +59,7 @@ class _Choice:
         self.has_started = False
 
     def render(self, delta: TokenDelta) -> JsonObject:
-        """The choice as this delta continues it; the first comes with the prompt, if that is echoed."""
+        """Return the choice object for this delta; with `echo` the first one starts with the prompt."""
         is_first, self.has_started = not self.has_started, True
         text = (self._prompt.text or "") + delta.text if is_first and self._body.echo else delta.text
         choice: JsonObject = {
@@ -87,7 +87,7 @@ class _Choice:
         return lists
 
     def _append(self, lists: JsonObject, token_id: int, position: PositionLogprobs | None) -> None:
-        """One token's entries; the first token of a prompt follows nothing, so it has no probability."""
+        """Append one token's entries; `position` is None for a prompt's first token, which has no probability."""
         name_of = self._token_text.name_of
         lists["tokens"].append(name_of(token_id))
         lists["text_offset"].append(self._offsets.add(token_id))
@@ -95,13 +95,13 @@ class _Choice:
         if position is None:
             lists["top_logprobs"].append(None)
             return
-        # The token that was chosen is told even where it is none of the likeliest.
+        # The chosen token is listed even if it is not among the likeliest ones.
         tokens = (*position.top, position.chosen)
         lists["top_logprobs"].append({name_of(token.token_id): shown_logprob(token.logprob) for token in tokens})
 
 
 class _TextOffsets:
-    """Where each token begins in the text, in characters; special tokens have no text."""
+    """Counter of the offset of each token in the text, in characters; special tokens have no text."""
 
     def __init__(self, token_text: TokenText) -> None:
         self._token_text = token_text
@@ -109,7 +109,7 @@ class _TextOffsets:
         self._num_chars = 0
 
     def add(self, token_id: int) -> int:
-        """The offset of the next token."""
+        """Return the offset of the next token and advance past the token's text."""
         offset = self._num_chars
         if not self._token_text.is_special(token_id):
             self._num_chars += len(self._decoder.decode(self._token_text.bytes_of(token_id)))

@@ -1,4 +1,4 @@
-"""The streams of one request's sequences, read as one."""
+"""Merging of the delta streams of one request's sequences into one stream."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ DeltaStream = AsyncGenerator[TokenDelta, None]
 
 @dataclass(frozen=True, slots=True)
 class IndexedDelta:
-    """A delta and the number of the stream it came from."""
+    """Delta with the index of its stream."""
 
     index: int
     delta: TokenDelta
 
 
 class Deltas(Protocol):
-    """Deltas of all streams of a request, in the order they come; end when every stream has its last delta.
+    """Deltas of all streams of a request, in order of arrival; they end when every stream has given its last delta.
 
-    The first failure of a stream is raised and ends all. Leaving the context closes every stream, which aborts the
-    requests that have not finished. A reader that lags holds the streams back, so that deltas merge where they wait.
+    The first failure of a stream is raised and ends the iteration. Leaving the context closes every stream, which
+    aborts the unfinished requests. A slow reader holds the streams back, so that waiting deltas merge in the mailboxes.
     """
 
     async def __aenter__(self) -> Self:
-        """Begin to read."""
+        """Start reading."""
         ...
 
     async def __aexit__(
@@ -41,11 +41,11 @@ class Deltas(Protocol):
         ...
 
     def __aiter__(self) -> AsyncIterator[IndexedDelta]:
-        """The deltas."""
+        """Return the iterator over the deltas."""
         ...
 
     async def __anext__(self) -> IndexedDelta:
-        """The next delta of any stream.
+        """Return the next delta of any stream.
 
         Raises:
             ServingError: a stream failed.
@@ -54,12 +54,12 @@ class Deltas(Protocol):
 
 
 def read_together(streams: Sequence[DeltaStream]) -> Deltas:
-    """Read one stream in the reader's own task, several in a task each."""
+    """Return the merged deltas: one stream is read in the reader's own task, several streams in one task each."""
     return SingleStream(streams[0]) if len(streams) == 1 else MergedStreams(streams)
 
 
 class SingleStream(AsyncIterator[IndexedDelta]):
-    """Deltas of one stream, which the reader's task advances itself; see `Deltas`."""
+    """Deltas of one stream, which the reader's own task advances; see `Deltas`."""
 
     def __init__(self, stream: DeltaStream) -> None:
         self._stream = stream
@@ -88,13 +88,13 @@ class SingleStream(AsyncIterator[IndexedDelta]):
         _raise_if_failed(delta)
         if delta.finish_reason is not None:
             self._is_exhausted = True
-            # At once, so that the request's place is free before the client has read the last delta.
+            # Close now: the request's slot is free before the client has read the last delta.
             await self._stream.aclose()
         return IndexedDelta(0, delta)
 
 
 class MergedStreams(AsyncIterator[IndexedDelta]):
-    """Deltas of several streams, each advanced by a task of its own; see `Deltas`."""
+    """Deltas of several streams, each advanced by its own task; see `Deltas`."""
 
     def __init__(self, streams: Sequence[DeltaStream]) -> None:
         self._streams = streams
@@ -114,7 +114,7 @@ class MergedStreams(AsyncIterator[IndexedDelta]):
         for pump in self._pumps:
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
-        # A pump that was cancelled before its first step has not closed its stream.
+        # A pump task that was cancelled before its first step has not closed its stream.
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
     async def __anext__(self) -> IndexedDelta:
@@ -140,7 +140,7 @@ class MergedStreams(AsyncIterator[IndexedDelta]):
             if self._is_closing:
                 raise
             await self._arrived.put(RequestAborted("the request was cancelled"))
-        except Exception as error:  # whatever it is, the reader must hear of it
+        except Exception as error:  # passed on to the reader, which raises it
             await self._arrived.put(error)
 
 
@@ -149,7 +149,7 @@ def _ended_early() -> ServingError:
 
 
 def _raise_if_failed(delta: TokenDelta) -> None:
-    """Raise where the sequence failed or was aborted by somebody else: it has no answer to show."""
+    """Raise if the sequence failed or was aborted from elsewhere: such a sequence has no result."""
     if delta.error is not None:
         raise delta.error
     if delta.finish_reason is FinishReason.ABORT:

@@ -1,4 +1,4 @@
-"""What chat and text completions have in common in their replies."""
+"""Common parts of the replies to chat and text completions."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from serve_app.openai.reply.fan_in import IndexedDelta
 JsonObject = dict[str, Any]
 
 MIN_LOGPROB = -9999.0
-"""What stands for a probability of zero, as at OpenAI: JSON has no infinity."""
+"""Log probability shown for a probability of zero, as in OpenAI's API: JSON has no infinity."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyHead:
-    """What every part of a reply repeats."""
+    """Fields that every chunk of a reply repeats."""
 
     id: str
     created: int
-    """Unix seconds."""
+    """Time of the request's arrival, whole unix seconds."""
     model: str
     system_fingerprint: str
     service_tier: str
-    """The tier in which the request really runs."""
+    """OpenAI's name of the band in which the request runs."""
 
     def fields(self, kind: str) -> JsonObject:
-        """The head of an object of this kind."""
+        """Return the head fields of an object of this kind."""
         return {
             "id": self.id,
             "object": kind,
@@ -41,26 +41,26 @@ class ReplyHead:
 
 
 class ReplyFormat(Protocol):
-    """Writes one request's reply, streamed or whole, from the same deltas."""
+    """Format of one request's reply, streamed or whole, from the same deltas."""
 
     def chunk(self, item: IndexedDelta) -> list[JsonObject]:
-        """The stream's chunks for one delta: none where there is nothing to show yet."""
+        """Return the stream's chunks for one delta; the list is empty while there is nothing to show."""
         ...
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """The last chunk of a stream that tells usage."""
+        """Return the last chunk of a stream with usage."""
         ...
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
-        """The reply that is not streamed; one delta per choice, in order."""
+        """Return the whole reply from one merged delta per choice, in order."""
         ...
 
 
 class Progress:
-    """How far a request has come: token counts, ends of its choices, and the replica that serves it."""
+    """Progress of a request: token counts, finish reasons of its choices, and the replica that serves it."""
 
     def __init__(self, prompt_lengths: Sequence[int], num_samples: int) -> None:
-        """Choice i is a sample of prompt i // `num_samples`."""
+        """Create the progress; choice i is a sample of prompt i // `num_samples`."""
         self._prompt_lengths = prompt_lengths
         self._num_samples = num_samples
         self._usages: dict[int, Usage] = {}
@@ -68,7 +68,7 @@ class Progress:
         self.replica_id: str | None = None
 
     def add(self, item: IndexedDelta) -> None:
-        """Take in what a delta says."""
+        """Add the usage, finish reason and replica id of a delta."""
         self._usages[item.index] = item.delta.usage
         if item.delta.finish_reason is not None:
             self._finish_reasons[item.index] = item.delta.finish_reason
@@ -77,27 +77,27 @@ class Progress:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts; each prompt counts once."""
         return sum(self._prompt_lengths)
 
     @property
     def completion_tokens(self) -> int:
-        """Of all samples."""
+        """Output tokens of all samples."""
         return sum(usage.completion_tokens for usage in self._usages.values())
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the first sample of each prompt found; the others find what the first has computed."""
+        """Cached prompt tokens of each prompt's first sample; later samples only hit blocks that the first computed."""
         first_samples = range(0, len(self._prompt_lengths) * self._num_samples, self._num_samples)
         return sum(self._usages[index].cached_tokens for index in first_samples if index in self._usages)
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of the choices that have ended, in order of choice."""
+        """Finish reasons of the choices that have ended, in order of choice."""
         return [reason.value for _, reason in sorted(self._finish_reasons.items())]
 
     def usage(self) -> JsonObject:
-        """OpenAI's usage object."""
+        """Return OpenAI's usage object."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -107,11 +107,11 @@ class Progress:
 
 
 def fingerprint_of(card: ModelCard) -> str:
-    """A name for the configuration that decides what a seed gives."""
+    """Return a name for the configuration on which the output of a seed depends."""
     decisive = (card.model_id, card.dtype, card.device, card.max_model_len, card.vocab_size)
     return f"fp_{hashlib.sha256(repr(decisive).encode()).hexdigest()[:10]}"
 
 
 def shown_logprob(logprob: float) -> float:
-    """A log probability that JSON can carry."""
+    """Return a log probability that JSON can express, at least `MIN_LOGPROB`."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -1,4 +1,4 @@
-"""Request schemas, and their validation into `GenerateRequest`.
+"""Schemas of request bodies, and their validation into `GenerateRequest`.
 
 Read `schema.py` first, then `validation.py`. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`,
 `serve_app.auth`, `serve_app.errors`.

@@ -1,11 +1,11 @@
-"""OpenAI and vLLM fields that are not supported, and the values at which they ask for nothing."""
+"""Unsupported fields of OpenAI and vLLM, with the values that are accepted and ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 IgnoredValues = Mapping[str, tuple[object, ...]]
-"""Field -> the values that are accepted and then ignored; null always is."""
+"""Map from a field's name to the values that are accepted and ignored; null always is."""
 
 COMMON_IGNORED: IgnoredValues = {
     "store": (False,),
@@ -77,11 +77,11 @@ MESSAGE_IGNORED: IgnoredValues = {
     "reasoning": (),
     "reasoning_content": (),
 }
-"""What the SDKs' own message objects carry when a reply is sent back as history."""
+"""Fields of the SDKs' message objects, which clients send back with a reply as history."""
 
 
 def without_ignored(fields: Mapping[str, object], ignored: IgnoredValues) -> dict[str, object]:
-    """`fields` without those that are not supported but ask for nothing."""
+    """Return `fields` without the unsupported fields whose value is in `ignored` or null."""
     return {
         name: value
         for name, value in fields.items()

@@ -1,4 +1,4 @@
-"""The bodies and queries of files, batches and jobs: names, types and fixed bounds."""
+"""Schemas of the bodies and queries of files, batches and jobs: names, types and fixed bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_WINDOW_S = 30 * 86_400
 """Longest completion window, seconds."""
 
 MAX_WAIT_S = 60.0
-"""Longest that a poll may wait, seconds: clients and proxies give up on silence not much later."""
+"""Longest wait of a poll, seconds; clients and proxies give up on a silent connection not much later."""
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -37,7 +37,7 @@ def _window_s(text: object) -> float:
 
 
 def _web_address(url: str) -> str:
-    """A URL of the form that callbacks have; whether its host may be called is another question."""
+    """Return `url` if it has the form of a callback URL; `WebhookGuard` decides if its host may be called."""
     try:
         parts = urlsplit(url)
         is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -63,19 +63,19 @@ def _small_metadata(pairs: dict[str, str]) -> dict[str, str]:
 
 
 Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\z")]
-"""Of a file or a batch; a purpose is such a word, too."""
+"""Id of a file or batch. The purpose in a query of files has the same form."""
 CallbackUrl = Annotated[str, Field(max_length=2048), AfterValidator(_web_address)]
 Metadata = Annotated[dict[str, str], AfterValidator(_small_metadata)]
 CompletionWindow = Annotated[float, BeforeValidator(_window_s)]
-"""Seconds; on the wire a number with a unit."""
+"""Completion window, seconds; in the body a number with a unit, such as `24h`."""
 
 
 class ExpiresAfter(StrictBody):
-    """How long a file is kept after it was made."""
+    """Time for which a file is kept after its creation."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(strict=False, ge=3600, le=2_592_000)]
-    """1 hour to 30 days; a form can only send it as text."""
+    """Seconds from 1 hour to 30 days. Not strict, since a form sends numbers as text."""
 
 
 class BatchBody(StrictBody):
@@ -87,46 +87,46 @@ class BatchBody(StrictBody):
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None
     callback_url: CallbackUrl | None = None
-    """Ours."""
+    """Headway's own field: URL that receives a webhook."""
 
 
 class UploadForm(StrictBody):
-    """The fields that come with an uploaded file."""
+    """Form fields of a file upload."""
 
     purpose: UploadPurpose
     expires_after: ExpiresAfter | None = None
 
 
 class JobOptions(StrictBody):
-    """What a job's body has beside the endpoint's own fields."""
+    """Fields of a job's body in addition to its endpoint's fields."""
 
     callback_url: CallbackUrl | None = None
 
 
 class PromptBatchOptions(StrictBody):
-    """What the body of a prompt batch has beside the fields that all its prompts share."""
+    """Fields of a prompt batch's body in addition to the fields that all its prompts share."""
 
     prompts: Annotated[list[Any], Field(min_length=1)]
-    """Each is checked by itself, so that a bad one does not fail the others."""
+    """Prompts, each checked by itself, so that an invalid one does not fail the others."""
     stream: bool = False
     callback_url: CallbackUrl | None = None
 
 
 class Query(BaseModel):
-    """What every query is: numbers are written as text, and unknown names are refused."""
+    """Base of the queries: numbers arrive as text, and unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class BatchListQuery(Query):
-    """Which part of a list of batches."""
+    """Page of a list of batches."""
 
     after: Id | None = None
     limit: int = Field(20, ge=1, le=100)
 
 
 class FileListQuery(Query):
-    """Which part of a list of files."""
+    """Page of a list of files."""
 
     after: Id | None = None
     limit: int = Field(10_000, ge=1, le=10_000)
@@ -135,20 +135,20 @@ class FileListQuery(Query):
 
 
 class WaitQuery(Query):
-    """How long a poll waits for the end of a job, seconds."""
+    """Longest wait of a poll for the end of a job, seconds."""
 
     wait: float = Field(0.0, ge=0, le=MAX_WAIT_S)
 
 
 class StreamQuery(Query):
-    """Whether outputs are sent as they come."""
+    """Option to stream the outputs of a prompt batch."""
 
     stream: bool = False
 
 
 class OutputsQuery(Query):
-    """Which outputs of a prompt batch."""
+    """Page of the outputs of a prompt batch."""
 
     after: int = Field(-1, ge=-1, le=2**31)
-    """Index of the last output that is known already."""
+    """Index of the last output that the client already has."""
     limit: int = Field(1000, ge=1, le=1000)

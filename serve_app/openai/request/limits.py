@@ -1,4 +1,4 @@
-"""Bounds that depend on configuration or on the model; each refusal names field, limit and value."""
+"""Checks of the limits that depend on the configuration or the model; each error names field, limit and value."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from serve_app.openai.request.settings import RequestLimits
 
 
 def check_model(model: str | None, served_model_name: str) -> None:
-    """Refuse a model that is not served; None, where a body may leave it out, is the one that is.
+    """Refuse a model that is not served; None is the served model, for bodies that may leave the model out.
 
     Raises:
-        UnknownModel: it is another.
+        UnknownModel: `model` is not the served model.
     """
     if model is not None and model != served_model_name:
         raise UnknownModel(f"model `{shortened(model)}` is not served here; `{served_model_name}` is")
@@ -49,7 +49,7 @@ def check_at_most(name: str, value: int, limit: int) -> None:
 
 
 def check_num_tokens(name: str, token_ids: Sequence[int], max_model_len: int) -> None:
-    """Refuse more ids than the model takes in one sequence.
+    """Refuse more token ids than the model's context holds.
 
     Raises:
         InvalidRequest: naming the field, the limit and the value.
@@ -60,13 +60,13 @@ def check_num_tokens(name: str, token_ids: Sequence[int], max_model_len: int) ->
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that are no tokens of the model.
+    """Refuse ids that are not in the model's vocabulary.
 
     Raises:
         InvalidRequest: naming the field and the first such id.
     """
     if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        return  # without a loop of ours, as this runs in the event loop and there may be millions
+        return  # min and max loop in C: the check runs in the event loop and there may be millions of ids
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             message = f"`{name}` has the token id {shortened(token_id)}; the model's are 0 to {vocab_size - 1}"
@@ -74,12 +74,12 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
 
 
 def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:
-    """The refusal of a prompt that leaves no room for a token of output."""
+    """Return the error for a prompt that leaves no room for an output token."""
     count = f"{'at least ' if at_least else ''}{grouped(num_tokens)}"
     message = f"prompt has {count} tokens; the model accepts {grouped(max_model_len)}, output included"
     return InvalidRequest(message, param, "context_length_exceeded")
 
 
 def grouped(number: int) -> str:
-    """A number with its thousands apart: 9 000."""
+    """Return a number with spaces between the thousands, such as `9 000`."""
     return f"{number:,}".replace(",", " ")

@@ -1,4 +1,4 @@
-"""From the bytes of a body to its schema; every refusal is an InvalidRequest that names the field."""
+"""Parsing of a body's bytes into its schema; every error is an InvalidRequest that names the field."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from serve_app.openai.request.schema import CONFLICT, UNSUPPORTED
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 _MAX_NAMES = 10
-"""Most fields that one refusal names."""
+"""Most fields that one error names."""
 
 
 def parse_json(data: bytes) -> dict[str, object]:
-    """The JSON object in `data`.
+    """Return the JSON object in `data`.
 
     Raises:
-        InvalidRequest: it is no JSON (NaN and half surrogates are none), or no object.
+        InvalidRequest: `data` is not valid JSON (NaN and lone surrogates are invalid), or not an object.
     """
     try:
         value = _from_json(data)
@@ -36,7 +36,7 @@ def parse_json(data: bytes) -> dict[str, object]:
 
 
 def _from_json(data: bytes) -> object:
-    """With the garbage collector off: it would walk the whole heap again and again, while no other thread can run."""
+    """Parse with the garbage collector off: each of its runs walks the whole heap while it holds the GIL."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -47,7 +47,7 @@ def _from_json(data: bytes) -> object:
 
 
 def parse_body(schema: type[BodyT], fields: Mapping[str, object], ignored: IgnoredValues) -> BodyT:
-    """`fields` as a `schema`; fields in `ignored` are accepted at the values given there.
+    """Return `fields` as a `schema`; a field in `ignored` is accepted with the values listed there.
 
     Raises:
         InvalidRequest: a field is unknown, not supported, missing or of a wrong type or value.
@@ -63,7 +63,7 @@ def parse_body(schema: type[BodyT], fields: Mapping[str, object], ignored: Ignor
 
 
 def invalid_request(errors: Sequence[ErrorDetails]) -> InvalidRequest:
-    """The refusal for what a schema found; of several findings the first."""
+    """Return the error for the first of a schema's findings."""
     error = errors[0]
     context = error.get("ctx", {})
     param = context.get("param") or _path(error["loc"])
@@ -88,13 +88,13 @@ def _refusal(names: list[str], ignored: IgnoredValues) -> InvalidRequest:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """A field's place in OpenAI's notation: messages[0].content."""
+    """Return a field's location in OpenAI's notation, such as `messages[0].content`."""
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" for part in location)
     return path.removeprefix(".")
 
 
 def _shown(error: ErrorDetails) -> str:
-    """The value that was refused, where it is plain."""
+    """Return the refused value as text if it is a plain one, else an empty string."""
     value = error["input"]
     if isinstance(value, bool | int | float | str) and error["type"] != CONFLICT:
         return f"; got {shortened(repr(value))}"

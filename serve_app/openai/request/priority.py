@@ -1,4 +1,4 @@
-"""How urgent a request is and how long its client waits, as clients already say it."""
+"""Band and deadline of a request, from its body and from headers that clients already send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.errors import shortened
 from serve_app.openai.request.schema import GenerationBody
 
 SDK_DEFAULT_TIMEOUT_S = 600.0
-"""What the OpenAI SDKs send when nobody chose a time-out; it means none."""
+"""Time-out that the OpenAI SDKs send by default, seconds; it counts as none."""
 
 _BAND_OF_TIER = {
     "priority": Band.INTERACTIVE,
@@ -28,22 +28,22 @@ _BAND_OF_NAME = {band.name.lower(): band for band in Band} | {str(band.value): b
 
 @dataclass(frozen=True, slots=True)
 class ClientHints:
-    """What a request's headers say of urgency; None: nothing."""
+    """Hints in a request's headers about its urgency; None: the header is not given."""
 
     band: Band | None = None
-    """`x-headway-priority`: a band's name or number."""
+    """Band from `x-headway-priority`, which holds a band's name or number."""
     timeout_s: float | None = None
-    """`request-timeout-ms`: the answer is useless later than this after its arrival, seconds."""
+    """Time-out from `request-timeout-ms`, seconds from the request's arrival; a later answer is useless."""
     sdk_timeout_s: float | None = None
-    """The SDK's own time-out, seconds. It bounds a whole answer that is not streamed; of a stream it
-    bounds the time to the first byte and the gaps."""
+    """Time-out of the SDK, seconds. Without streaming it bounds the whole answer. With streaming it bounds the time to
+    the first byte and the gaps."""
 
 
 def hints_from(headers: Mapping[str, str]) -> ClientHints:
-    """What the headers of a request say.
+    """Return the hints in the headers of a request.
 
     Raises:
-        InvalidRequest: a header has a value it cannot have.
+        InvalidRequest: a header has an invalid value.
     """
     band_name = headers.get("x-headway-priority")
     if band_name is not None and band_name.lower() not in _BAND_OF_NAME:
@@ -52,7 +52,7 @@ def hints_from(headers: Mapping[str, str]) -> ClientHints:
             "x-headway-priority",
         )
     timeout_ms = _positive(headers, "request-timeout-ms")
-    # openai-python sends the first, openai-node the second, whole seconds only: "0" is somewhere below one.
+    # openai-python sends the first header, openai-node the second in whole seconds: its "0" is less than a second.
     python_s, node_s = (_positive(headers, name) for name in ("x-stainless-read-timeout", "x-stainless-timeout"))
     sdk_timeout_s = python_s or node_s
     return ClientHints(
@@ -63,7 +63,7 @@ def hints_from(headers: Mapping[str, str]) -> ClientHints:
 
 
 def band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> Band:
-    """The band a request runs in: `priority`, else the header, else `service_tier`, but no more urgent than allowed."""
+    """Return a request's band: `priority`, else the header, else `service_tier`, no more urgent than the ceiling."""
     if body.priority is not None:
         wanted = Band(body.priority)
     elif hints.band is not None:
@@ -74,18 +74,18 @@ def band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> B
 
 
 def background_band_of(body: GenerationBody, hints: ClientHints, principal: Principal) -> Band:
-    """The band of work that nobody waits for: `batch`, unless the request itself asks for another."""
+    """Return the band of asynchronous work: `batch`, unless the request asks for another band."""
     is_explicit = body.priority is not None or hints.band is not None or body.service_tier is not None
     return band_of(body, hints, principal) if is_explicit else Band.BATCH
 
 
 def tier_of(band: Band) -> str:
-    """OpenAI's word for a band."""
+    """Return OpenAI's service tier for a band."""
     return _TIER_OF_BAND[band]
 
 
 def deadline_of(body: GenerationBody, hints: ClientHints, arrival_unix_s: float) -> float | None:
-    """When the answer becomes useless, unix seconds: the earliest moment that anything in the request names."""
+    """Return the earliest deadline that the request names, unix seconds; None: it names none."""
     limits_s = [
         None if body.deadline_ms is None else body.deadline_ms / 1000,
         hints.timeout_s,
@@ -96,7 +96,7 @@ def deadline_of(body: GenerationBody, hints: ClientHints, arrival_unix_s: float)
 
 
 def _positive(headers: Mapping[str, str], name: str) -> float | None:
-    """The number in a header; None where there is none or it is 0 or infinite."""
+    """Return the number in a header; None if the header is missing, 0 or infinite."""
     text = headers.get(name)
     if text is None:
         return None

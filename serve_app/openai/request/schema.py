@@ -1,11 +1,11 @@
-"""The bodies of requests, as OpenAI and vLLM define them: names, types and fixed bounds.
+"""Schemas of request bodies, as OpenAI and vLLM define them: names, types and fixed bounds.
 
-Types are strict: "5" is no number, 5.0 no token count. Null means "not given" in every object (it is
-dropped), hence fields with a default are not optional here. Bounds that depend on the model or on
-configuration are `validation`'s.
+Types are strict: "5" is not a number and 5.0 is not a token count. Null means "not given" in every object: nulls are
+dropped, so fields with a default do not admit None. `limits` and `validation` check the bounds that depend on the model
+or the configuration.
 
-A body may hold millions of items, and the GIL is held while pydantic goes through a list of them. Hence
-long lists are checked in Python, which lets other threads run, and searched only to the first bad item.
+A body may hold millions of items, and pydantic holds the GIL while it checks a list. Hence long lists are checked in
+Python, which lets other threads run, and only up to the first bad item.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from serve_app.openai.request.ignored_fields import MESSAGE_IGNORED, without_ign
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 UNSUPPORTED = "unsupported"
-"""Type of a schema error that means: OpenAI knows this, we do not support it."""
+"""Type of a schema error for a value that OpenAI's API has and this server does not support."""
 
 CONFLICT = "conflict"
-"""Type of a schema error between fields; its context names the field to blame as `param`."""
+"""Type of a schema error between fields; `param` in its context is the field that the client should change."""
 
 Prompt = str | list[int]
-"""Text, or token ids."""
+"""Prompt as text or as token ids."""
 
 ServiceTier = Literal["auto", "default", "scale", "flex", "priority", "fast"]
 
@@ -46,7 +46,7 @@ def _as_list(value: object) -> object:
 
 
 def _joined_text(content: object) -> object:
-    """The text of a message: a string, or the text parts of a list joined by newlines, as vLLM does."""
+    """Return a message's text: a string, or a list's text parts joined by newlines, as in vLLM."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -68,7 +68,7 @@ def _is_token_ids(value: object) -> bool:
 
 
 def _as_prompts(value: object) -> list[Prompt]:
-    """OpenAI's four forms of `prompt` as a list of prompts."""
+    """Return any of OpenAI's four forms of `prompt` as a list of prompts."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -97,7 +97,7 @@ def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
 
 
 def _no_longer_than(limit: int) -> BeforeValidator:
-    """Looks at the size before anything looks at the items."""
+    """Return a validator that checks the number of items before any item is validated."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > limit:
@@ -121,14 +121,14 @@ TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids)]
 
 
 class StrictBody(BaseModel):
-    """What every body is: of strict types, without unknown fields, null meaning "not given"."""
+    """Base of the bodies: strict types, no unknown fields, and null for "not given"."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _given(cls, fields: object) -> object:
-        """The fields that are not null; of the unknown ones, null or not, the first, as pydantic would report each."""
+        """Return the fields that are not null, and the first unknown field even if null: pydantic reports each one."""
         if not isinstance(fields, dict):
             return fields
         first_unknown = next((name for name in fields if name not in cls.model_fields), None)
@@ -140,16 +140,16 @@ class StrictBody(BaseModel):
 
 
 class StreamOptions(StrictBody):
-    """What a stream tells beside its tokens."""
+    """Options for the usage on a stream's chunks."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: usage on every chunk."""
+    """vLLM's option: usage on every chunk."""
     include_obfuscation: Literal[False] = False
 
 
 class GenerationBody(StrictBody):
-    """What chat and text completions have in common."""
+    """Fields that chat and text completions share."""
 
     model: str
     stream: bool = False
@@ -158,7 +158,7 @@ class GenerationBody(StrictBody):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=MAX_INT64)
-    """0 and -1 are off, as in vLLM."""
+    """Top-k limit; 0 and -1 switch it off, as in vLLM."""
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
@@ -177,7 +177,7 @@ class GenerationBody(StrictBody):
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
-    """Accepted for the SDKs' sake; nothing is stored."""
+    """Metadata of the SDKs; accepted and not stored."""
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationBody:
@@ -252,7 +252,7 @@ class TokenizeBody(StrictBody):
     messages: Messages | None = None
     add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
-    """None: true for a prompt, false for messages, whose template writes them."""
+    """None: true for a prompt, false for messages, whose template writes the special tokens itself."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -271,8 +271,8 @@ class DetokenizeBody(StrictBody):
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """One prompt as the model reads it."""
+    """Prompt as token ids, with its text if known."""
 
     token_ids: tuple[int, ...]
     text: str | None
-    """As the client wrote it; None where it sent token ids."""
+    """Text of the prompt: the client's, or that of the rendered messages; None if the client sent token ids."""

@@ -1,4 +1,4 @@
-"""From a body, its prompts and who sent it to requests that are valid for the model."""
+"""Validation of a body and its encoded prompts into requests that are valid for the model."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from serve_app.openai.request.priority import ClientHints, band_of, deadline_of
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt
 
 COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for text completions."""
+"""OpenAI's default of `max_tokens` for text completions."""
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, when, and what its headers say."""
+    """Sender of a request, with the arrival time and the hints in the headers."""
 
     request_id: str
-    """Unique here and now; the sequences are named after it."""
+    """Id that no other running request has; the ids of the sequences start with it."""
     arrival_unix_s: float
     principal: Principal
     hints: ClientHints
@@ -35,7 +35,7 @@ class Caller:
 def chat_requests(
     body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard, rng: random.Random
 ) -> tuple[GenerateRequest, ...]:
-    """The sequences of a chat completion; without `max_tokens` each may use the rest of the context."""
+    """Return the sequences of a chat completion; without `max_tokens` each may use the rest of the context."""
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     given = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
     num_free = card.max_model_len - len(prompt.token_ids)
@@ -52,9 +52,9 @@ def chat_requests(
 def completion_requests(
     body: CompletionBody, prompts: Sequence[EncodedPrompt], caller: Caller, card: ModelCard, rng: random.Random
 ) -> tuple[GenerateRequest, ...]:
-    """The sequences of a text completion, all of the first prompt first.
+    """Return the sequences of a text completion, in order of prompts.
 
-    The default of `max_tokens` shrinks to the room a prompt leaves; a given number must fit.
+    The default of `max_tokens` is lowered to the room that a prompt leaves; a given value must fit.
     """
     params = []
     for prompt in prompts:
@@ -65,7 +65,7 @@ def completion_requests(
             raise prompt_too_long(len(prompt.token_ids), card.max_model_len, "prompt")
         _check_room("max_tokens", body.max_tokens, prompt, card)
         max_tokens = min(COMPLETION_MAX_TOKENS, num_free) if body.max_tokens is None else body.max_tokens
-        # Without output to score, the prompt's scores are what makes the engine's request a valid one.
+        # With `max_tokens` 0 the engine only accepts a request that asks for the prompt's log probabilities.
         prompt_logprobs = (body.logprobs or 0) if body.echo and (body.logprobs is not None or not max_tokens) else None
         params.append(
             replace(
@@ -78,10 +78,10 @@ def completion_requests(
 
 
 def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
-    """Refuse prompts that need no tokenizer to be seen as useless.
+    """Refuse invalid prompts as far as this needs no tokenizer.
 
     Raises:
-        InvalidRequest: a prompt is empty, or its ids are too many or no tokens.
+        InvalidRequest: a prompt is empty, or its token ids are too many or not in the vocabulary.
     """
     for prompt in prompts:
         if not prompt:
@@ -94,7 +94,7 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
 
 
 def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> SamplingParams:
-    """What both kinds of body say about sampling; the model's generation_config has no part in it."""
+    """Return the sampling parameters of a body; the model's generation_config has no influence on them."""
     if body.min_tokens > max_tokens:
         message = f"`min_tokens` is {grouped(body.min_tokens)}; at most {grouped(max_tokens)} tokens can be generated"
         raise InvalidRequest(message, "min_tokens")
@@ -133,7 +133,7 @@ def _requests(
     caller: Caller,
     rng: random.Random,
 ) -> tuple[GenerateRequest, ...]:
-    """`n` sequences of each prompt; sample i has the seed `seed` + i, or one of its own where none was given."""
+    """Return `n` sequences of each prompt; sample i has the seed `seed` + i, or a random one if no seed is given."""
     band = band_of(body, caller.hints, caller.principal)
     deadline_unix_s = deadline_of(body, caller.hints, caller.arrival_unix_s)
     tenant = _tenant(body, caller.principal)
@@ -157,11 +157,11 @@ def _requests(
 
 
 def _tenant(body: GenerationBody, principal: Principal) -> str:
-    """Between whom the scheduler is fair: the key's owner, or else the user whom an anonymous client names.
+    """Return the tenant for fair scheduling: the key's owner, or the user that an anonymous client names.
 
-    A key's owner cannot multiply its share by naming users.
+    A key's owner cannot enlarge its share by naming users.
     """
-    if principal is not ANONYMOUS:  # a key's owner may bear that name, too
+    if principal is not ANONYMOUS:  # identity, not equality: a key's tenant may be called "anonymous" too
         return principal.tenant
     return body.user or body.safety_identifier or principal.tenant
 
@@ -178,5 +178,5 @@ def _check_room(field: str, max_tokens: int | None, prompt: EncodedPrompt, card:
 
 
 def _int64(value: int) -> int:
-    """`value` wrapped around to the range of a seed."""
+    """Return `value` wrapped around to the range of a seed, a signed 64-bit integer."""
     return (value - MIN_INT64) % 2**64 + MIN_INT64

@@ -1,4 +1,4 @@
-"""Chat templates and tokenization, in worker threads.
+"""Chat templates and tokenization in worker threads.
 
 Read `prompt_tokenizer.py` first. May import `replicas.errors`, `replicas.tokenizer_files`, `serve_app.openai.request`.
 """

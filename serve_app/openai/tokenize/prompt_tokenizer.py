@@ -1,4 +1,4 @@
-"""Tokenizer and chat template: prompts become token ids, off the event loop."""
+"""Tokenizer and chat template: prompts become token ids in worker threads."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from serve_app.openai.tokenize.workers import WorkerThreads
 
 
 class PromptTokenizer:
-    """Turns messages and texts into token ids, in worker threads.
+    """Tokenizer of messages and texts, which works in worker threads.
 
-    Only the batch calls of `tokenizers` let go of the GIL, so even one text is a batch.
-    No code that comes with a model is ever run but its chat template, in transformers' Jinja sandbox.
+    Only the batch calls of `tokenizers` release the GIL, so even a single text is encoded as a batch.
+    The chat template is the only code of a model that runs, in transformers' Jinja sandbox.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, workers: WorkerThreads) -> None:
         backend: Tokenizer = tokenizer.backend_tokenizer
-        # A tokenizer file may ask for either; both would change prompts without a word.
+        # A tokenizer file may switch on truncation and padding; both would silently change prompts.
         backend.no_truncation()
         backend.no_padding()
         self._templates = tokenizer
@@ -38,7 +38,7 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, model: str, workers: WorkerThreads) -> PromptTokenizer:
-        """The tokenizer of `model`, a directory or hub id."""
+        """Load the tokenizer of `model`, a directory or hub id."""
         return cls(load_tokenizer(model), model, workers)
 
     async def encode_chat(
@@ -49,11 +49,13 @@ class PromptTokenizer:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> EncodedPrompt:
-        """The conversation in the model's own format, up to where the assistant's turn begins.
+        """Render messages with the model's chat template and encode them.
+
+        With `add_generation_prompt` the text ends where the assistant's turn begins.
 
         Raises:
-            InvalidRequest: the model has no chat template, its template refuses the messages, or they
-                are so long that they cannot have `max_prompt_tokens` tokens or fewer.
+            InvalidRequest: the model has no chat template, its template refuses the messages, or their text
+                is too long for `max_prompt_tokens` tokens.
         """
 
         def encode() -> EncodedPrompt:
@@ -66,10 +68,10 @@ class PromptTokenizer:
     async def encode_prompts(
         self, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None = None, add_special_tokens: bool = True
     ) -> list[EncodedPrompt]:
-        """Texts as token ids, with the special tokens the model wants around them; token ids as they are.
+        """Encode texts, by default with the model's special tokens; token ids stay as they are.
 
         Raises:
-            InvalidRequest: one is so long that it cannot have `max_prompt_tokens` tokens or fewer.
+            InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
         """
 
         def encode(prompt: Prompt) -> EncodedPrompt:
@@ -81,7 +83,7 @@ class PromptTokenizer:
         return await self._workers.run(lambda: [encode(prompt) for prompt in prompts])
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
 
         def decode() -> str:
             (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -90,7 +92,7 @@ class PromptTokenizer:
         return await self._workers.run(decode)
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The tokens as the vocabulary spells them."""
+        """Return the tokens as the vocabulary spells them."""
         return await self._workers.run(
             lambda: [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids],
         )
@@ -114,7 +116,7 @@ class PromptTokenizer:
         return EncodedPrompt(tuple(encoding.ids), text)
 
     def _refuse_oversized(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
-        """Refuse without tokenizing what would be too long even if every token were the longest one."""
+        """Refuse, without tokenizing, a text that is too long even if every token were the vocabulary's longest."""
         min_tokens = -(-len(text) // self._max_token_chars)
         if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
             raise prompt_too_long(min_tokens, max_prompt_tokens, param, at_least=True)

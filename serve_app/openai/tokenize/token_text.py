@@ -1,4 +1,4 @@
-"""What single tokens look like: the bytes and names that log probabilities and /tokenize show."""
+"""Bytes and names of single tokens, as log probabilities show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenText:
-    """Bytes and names of single tokens of one tokenizer; keeps what it has worked out."""
+    """Cache of the bytes of single tokens of one tokenizer, and their names."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -25,14 +25,14 @@ class TokenText:
         self._bytes: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The UTF-8 bytes the token stands for, which may be part of a character; none for an unknown id."""
+        """Return the token's UTF-8 bytes, which may be a part of a character; an unknown id has none."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._decode(token_id)
         return known
 
     def name_of(self, token_id: int) -> str:
-        r"""The token as text; of one that is no whole text its bytes, as OpenAI writes them: `bytes:\xe2\x80`."""
+        r"""Return the token's text; for invalid UTF-8 its bytes in OpenAI's notation, such as `bytes:\xe2\x80`."""
         data = self.bytes_of(token_id)
         try:
             return data.decode()
@@ -40,7 +40,7 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether generated text leaves the token out."""
+        """Return True if generated text leaves the token out."""
         return self._added.get(token_id, ("", False))[1]
 
     def _decode(self, token_id: int) -> bytes:
@@ -58,7 +58,7 @@ class TokenText:
 
 
 def _decoder_kinds(decoder: dict[str, object] | None) -> set[str]:
-    """The types of all decoders that a tokenizer's chains."""
+    """Return the types of all decoders in a tokenizer's chain of decoders."""
     if decoder is None:
         return set()
     parts = decoder.get("decoders", [])
@@ -67,7 +67,7 @@ def _decoder_kinds(decoder: dict[str, object] | None) -> set[str]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level tokenizers, GPT-2's: printable bytes are themselves, the others follow U+0100."""
+    """Return GPT-2's alphabet of byte-level tokenizers: a printable byte is itself, the others follow from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

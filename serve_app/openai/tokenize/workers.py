@@ -1,4 +1,4 @@
-"""Threads for work that would hold up the event loop."""
+"""Thread pool for work that would block the event loop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ ResultT = TypeVar("ResultT")
 
 
 class WorkerThreads:
-    """A bounded number of threads; work that finds none free waits its turn.
+    """Thread pool of fixed size; work waits for a free thread in order of arrival.
 
-    What holds the GIL all through one call into C still stops the event loop.
+    Work that holds the GIL throughout a call into C still blocks the event loop.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, "tokenizer")
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """The result of `work`.
+        """Run `work` in a thread and return its result.
 
-        Who is cancelled leaves at once: work that waits is dropped, while a thread finishes what it has
-        begun and is not free until then.
+        A cancelled caller returns at once. Work that still waits is then dropped; work that runs continues to its end
+        and occupies its thread until then.
         """
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
