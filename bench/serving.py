@@ -47,8 +47,8 @@ class Served:
 
     url: str
     dashboard_url: str
-    token_path: str
-    """File with the token that the dashboard asks for."""
+    token_path: str | None
+    """File with the token that the dashboard asks for; None: it asks for none, as in older checkouts."""
     process: subprocess.Popen[bytes]
     log: Path
     http: httpx.Client
@@ -61,7 +61,7 @@ class Served:
 
     def model_deployment(self) -> dict[str, Any]:
         """Return Serve's record of the model deployment: its target and its replicas' states."""
-        headers = {"authorization": f"Bearer {Path(self.token_path).read_text()}"}
+        headers = {"authorization": f"Bearer {Path(self.token_path).read_text()}"} if self.token_path else {}
         applications = self._get(f"{self.dashboard_url}/api/serve/applications/", headers)["applications"]
         [application] = applications.values()
         deployment: dict[str, Any] = application["deployments"]["Model"]
@@ -106,7 +106,7 @@ def serving(
             places = _first_line(process, log)
             descendants = psutil.Process(process.pid).children(recursive=True)
             with httpx.Client(timeout=30.0, trust_env=False) as http:
-                yield Served(places["url"], places["dashboard_url"], places["token_path"], process, log, http)
+                yield Served(places["url"], places["dashboard_url"], places.get("token_path"), process, log, http)
         finally:
             process.terminate()
             try:
