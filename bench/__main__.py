@@ -1,6 +1,6 @@
-"""`make bench`: run the measurements that this machine can run, all or those named: `python -m bench peers baselines`.
+"""`make bench`: run all measurements, or those named: `python -m bench peers baselines`.
 
-What follows `--` goes to each of them.
+Arguments after `--` go to each measurement.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import subprocess
 import sys
 
 MEASUREMENTS = {
-    "step": ("bench.scheduler_step", "what an engine step costs beside the device"),
-    "prefix": ("bench.prefix_hit", "time to first token, prefix found or not"),
-    "fairness": ("bench.step_fairness", "what a long prefill does to running decodes"),
-    "target": ("bench.latency_target", "whether target_itl_ms holds while the load grows"),
-    "baselines": ("bench.baselines", "the classic batchers beside continuous batching"),
+    "step": ("bench.scheduler_step", "cost of an engine step outside the device"),
+    "prefix": ("bench.prefix_hit", "time to first token with and without a prefix hit"),
+    "fairness": ("bench.step_fairness", "effect of a long prefill on running decodes"),
+    "target": ("bench.latency_target", "target_itl_ms under growing load"),
+    "baselines": ("bench.baselines", "classic batchers compared with continuous batching"),
     "peers": ("bench.peers", "other engines on the same workload"),
 }
-"""Each in a process of its own; the quick ones first."""
+"""Module and subject by name. Each runs in a process of its own; the quick ones come first."""
 
 
 def main() -> int:
-    """Run them one after the other, whatever became of those before; non-zero if one failed."""
+    """Run the measurements one after another, also after a failure; return non-zero if one failed."""
     arguments = sys.argv[1:]
     options = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
     names = arguments[: arguments.index("--")] if "--" in arguments else arguments

@@ -1,6 +1,6 @@
-"""How long a decode step takes on CPU, with each way of computing the model, side by side in one process.
+"""Duration of a decode step on CPU, for each way to compute the model, measured in one process.
 
-The models are those of bench/models.py. Ways take turns within a round, so that a disturbance hits them all.
+The models are those of bench/models.py. The ways take turns within a round, so that a disturbance hits them all.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class Figure:
     min_ms: float
     median_ms: float
     min_cpu_ms: float
-    """Of the process, over all threads: on a busy machine it says more than the clock, with one thread."""
+    """CPU time of the process, over all threads. On a busy machine, with one thread, it is steadier than wall time."""
     num_repetitions: int
 
 
 def _leave(loaded: LoadedModel) -> LoadedModel:
-    """transformers' own modules."""
+    """Return the model with transformers' own modules."""
     return loaded
 
 
 def _pack(loaded: LoadedModel) -> LoadedModel:
-    """transformers' own modules, with packed linear layers."""
+    """Return the model with transformers' own modules and packed linear layers."""
     replace_linears(loaded.model, choose_linears(loaded.dtype, False, "none"))
     return loaded
 
 
 def _fuse(loaded: LoadedModel) -> LoadedModel:
-    """What a replica runs where there is no compiler."""
+    """Return the model as a replica runs it without a compiler."""
     optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, False, "none"))
     return loaded
 
 
 def _compile(loaded: LoadedModel, quantization: str = "none") -> LoadedModel:
-    """What a replica runs where there is one."""
+    """Return the model as a replica runs it with a compiler."""
     if not load_kernels(DEFAULT_KERNEL_CACHE_DIR, loaded.dtype):
         raise SystemExit("the kernels cannot be compiled here")
     optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, True, quantization))
@@ -79,7 +79,7 @@ WAYS: dict[str, Callable[[LoadedModel], LoadedModel]] = {
 
 
 def build(directory: Path, dtype: torch.dtype, way: str) -> TorchModelRunner:
-    """A runner over a model, computed in the given way."""
+    """Return a runner over a model, computed in the given way."""
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
     port = AttentionPort(model)
@@ -99,17 +99,17 @@ def build(directory: Path, dtype: torch.dtype, way: str) -> TorchModelRunner:
 
 
 def decode_batch(num_seqs: int, context: int, block_size: int) -> ScheduledBatch:
-    """One token each of sequences that hold `context` tokens."""
+    """Return a batch of sequences with `context` tokens that compute one token each."""
     return ScheduledBatch(tuple(_item(number, context, context - 1, block_size) for number in range(num_seqs)))
 
 
 def prefill_batch(num_tokens: int, block_size: int) -> ScheduledBatch:
-    """One whole prompt."""
+    """Return a batch of one whole prompt."""
     return ScheduledBatch((_item(0, num_tokens, 0, block_size),))
 
 
 def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBatch], seconds: float) -> list[Figure]:
-    """Each step for about `seconds` in each way."""
+    """Measure each step for about `seconds` in each way."""
     figures = []
     for step, batch in batches.items():
         times_ms: dict[str, list[float]] = {way: [] for way in runners}
@@ -148,9 +148,9 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16,32")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--prefill", type=int, default=0, help="also a whole prompt of this many tokens")
-    parser.add_argument("--threads", type=int, default=2, help="of torch")
-    parser.add_argument("--seconds", type=float, default=1.5, help="a step and way")
-    parser.add_argument("--name", help="of the result in bench/results; none: nothing is written")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--seconds", type=float, default=1.5, help="seconds for each step and way")
+    parser.add_argument("--name", help="name of the result in bench/results; none: nothing is written")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     directory = model_directory(arguments.models, arguments.shape)

@@ -1,9 +1,9 @@
-"""Processor time of one ingress for each delta of its streams: `python -m bench.delta_path`.
+"""CPU time of one ingress per delta of its streams: `python -m bench.delta_path`.
 
-The real HTTP application and router, in one process, over a replica that gives each stream one delta a step and
-computes nothing. The streams are driven as an ASGI server drives them, without sockets. A bare floor runs by turns
-with it: as many coroutines that wait for the same steps and send bytes of the same length. What the application
-costs beside the floor is the path of a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
+The real HTTP application and router, in one process, over a replica that gives each stream one delta per step and
+computes nothing. The streams are driven like in an ASGI server, without sockets. A bare floor runs in turn with it: as
+many coroutines that wait for the same steps and send bytes of the same length. The cost above the floor is the path of
+a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TEXT = " word"
 
 
 class Steps:
-    """Steps of an engine: everyone who waits for the next one goes on with it."""
+    """Steps of an engine: each step wakes all waiting streams."""
 
     def __init__(self) -> None:
         self._next = asyncio.get_running_loop().create_future()
@@ -58,13 +58,13 @@ class Steps:
         await self._next
 
     def step(self) -> None:
-        """Let those who wait go on."""
+        """Wake all waiting streams."""
         done, self._next = self._next, asyncio.get_running_loop().create_future()
         done.set_result(None)
 
 
 class ScriptedReplica:
-    """One replica in this process that gives every stream a delta a step; see `router.types.ReplicaClient`."""
+    """Replica in this process that gives every stream one delta per step; see `router.types.ReplicaClient`."""
 
     def __init__(self, steps: Steps, num_streams: int, num_deltas: int) -> None:
         self._steps = steps
@@ -72,7 +72,7 @@ class ScriptedReplica:
         self._num_deltas = num_deltas
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """`num_deltas` deltas, after the first each with a step."""
+        """Yield `num_deltas` deltas: the first at once, each other one with a step."""
         for start in range(self._num_deltas):
             if start:
                 await self._steps.wait()
@@ -83,15 +83,15 @@ class ScriptedReplica:
             )
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        """The one replica's."""
+        """Return the report of the one replica."""
         return [self._stats(0)]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
-        """None are counted."""
+        """Return no metrics."""
         return []
 
     async def describe(self) -> ModelCard:
-        """A card that lets every request in."""
+        """Return a card with limits that admit every request."""
         return ModelCard(_MODEL, 4096, 512, 16, 10**6, self._num_streams, "none", "scripted")
 
     def _stats(self, num_steps: int) -> ReplicaStats:
@@ -100,7 +100,7 @@ class ScriptedReplica:
             node_id="node",
             pid=1,
             taken_unix_s=float(num_steps),
-            num_slots=2 * self._num_streams,  # so that none waits, however many are taken for other ingresses
+            num_slots=2 * self._num_streams,  # so many that no request waits, even with slots kept for other ingresses
             num_blocks=10**6,
             num_free_blocks=10**6,
             num_running_by_band=(0, self._num_streams, 0),
@@ -114,7 +114,7 @@ class ScriptedReplica:
 
 
 class Client:
-    """One client's side of an ASGI exchange: sends a request and counts what comes."""
+    """Client side of an ASGI exchange: it sends a request and counts the parts of the answer."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -124,7 +124,7 @@ class Client:
         self.has_begun = asyncio.Event()
 
     async def receive(self) -> dict[str, Any]:
-        """The body, then nothing more."""
+        """Return the body; wait for ever on later calls."""
         if self._has_sent:
             await self._forever.wait()
         self._has_sent = True
@@ -140,7 +140,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Turn:
-    """What some steps of all streams cost."""
+    """Cost of a run of steps of all streams."""
 
     deltas_per_s: float
     cpu_us_per_delta: float
@@ -150,7 +150,7 @@ Serve = Callable[[Client], Awaitable[None]]
 
 
 async def timed(serve: Serve, steps: Steps, num_streams: int, num_deltas: int, body: bytes) -> tuple[Turn, Client]:
-    """Time the steps from the moment at which every stream has begun until every one has ended."""
+    """Time the steps from the first delta of the last stream until every stream has ended."""
     clients = [Client(body) for _ in range(num_streams)]
     running = [asyncio.create_task(_finish(serve(client))) for client in clients]
     await asyncio.gather(*(client.has_begun.wait() for client in clients))
@@ -173,7 +173,7 @@ async def _finish(answer: Awaitable[None]) -> None:
 
 
 def ingress(steps: Steps, num_streams: int, num_deltas: int) -> Serve:
-    """The application over the scripted replica."""
+    """Return the application over the scripted replica."""
     table, metrics = LoadTable(time.monotonic), HttpMetrics(_MODEL)
     observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
     limits = FlowLimits({band: BandLimits(10**5, 10**9) for band in Band}, promote_after_s=30.0)
@@ -203,7 +203,7 @@ def ingress(steps: Steps, num_streams: int, num_deltas: int) -> Serve:
 
 
 def floor(steps: Steps, num_deltas: int, part: bytes) -> Serve:
-    """Coroutines that wait for the same steps and send parts of the same length."""
+    """Return coroutines that wait for the same steps and send parts of the same length."""
 
     async def serve(client: Client) -> None:
         for start in range(num_deltas):
@@ -215,7 +215,7 @@ def floor(steps: Steps, num_deltas: int, part: bytes) -> Serve:
 
 
 async def measure(num_streams: int, num_deltas: int, num_turns: int) -> dict[str, Any]:
-    """Run both by turns."""
+    """Run application and floor in turn."""
     chat = {"model": _MODEL, "messages": [{"role": "user", "content": "hello"}], "stream": True}
     body = json.dumps({**chat, "max_tokens": num_deltas}).encode()
     of_ingress, of_floor, num_bytes = [], [], 100
@@ -247,7 +247,7 @@ def main() -> None:
     """Measure and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 128])
-    parser.add_argument("--deltas", type=int, default=300, help="of each stream")
+    parser.add_argument("--deltas", type=int, default=300, help="deltas of each stream")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a file for the figures alone, instead of a result")
     options = parser.parse_args()

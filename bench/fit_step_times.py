@@ -1,8 +1,8 @@
-"""Fit a step-time function to a real model's steps: `python -m bench.fit_step_times`.
+"""Fit of a step-time function to a real model's steps: `python -m bench.fit_step_times`.
 
-Runs batches of many shapes (decodes at several contexts, prefill chunks, both together) in shuffled rounds,
-takes each shape's median, and fits seconds = base + a decodes + b prefill tokens + c context tokens by least
-squares on relative errors, no term negative. The result file is a value for `step_times=` of `bench.timed_app`.
+Runs batches of many shapes (decodes at several contexts, prefill chunks, both together) in shuffled rounds and takes
+each shape's median. Fits seconds = base + a decodes + b prefill tokens + c context tokens by least squares on relative
+errors, no term negative. The result file is a value for `step_times=` of `bench.timed_app`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PREFILLS = (0, 16, 64, 128, 256, 448)
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One shape and how long its step took."""
+    """One shape and the median duration of its step."""
 
     shape: StepShape
     median_s: float
 
 
 def make_batch(num_decodes: int, context: int, num_prefill_tokens: int, block_size: int) -> ScheduledBatch:
-    """Sequences that hold `context` tokens and decode, and one that prefills from the start; blocks may be shared."""
+    """Return a batch of decodes at `context` tokens and one prefill from the start; sequences may share blocks."""
     items = []
     for number in range(num_decodes):
         sequence = _sequence(number, context, block_size)
@@ -52,7 +52,7 @@ def make_batch(num_decodes: int, context: int, num_prefill_tokens: int, block_si
 
 
 def measure(runner: TorchModelRunner, num_rounds: int, max_model_len: int) -> list[Measured]:
-    """The median of every shape, over rounds in which the shapes come in random order."""
+    """Return the median of every shape over rounds, each with the shapes in random order."""
     shapes = [
         make_batch(num_decodes, context, num_prefill_tokens, runner.block_size)
         for num_decodes, context, num_prefill_tokens in itertools.product(DECODES, CONTEXTS, PREFILLS)
@@ -69,7 +69,7 @@ def measure(runner: TorchModelRunner, num_rounds: int, max_model_len: int) -> li
 
 
 def fit(measured: list[Measured]) -> StepTimes:
-    """Least squares on relative errors; a term that comes out negative is left out and the rest fitted again."""
+    """Fit by least squares on relative errors; a negative term is left out and the rest fitted again."""
     rows = np.array(
         [[1, m.shape.num_decodes, m.shape.num_prefill_tokens, m.shape.num_context_tokens] for m in measured], float
     )
@@ -85,7 +85,7 @@ def fit(measured: list[Measured]) -> StepTimes:
 
 
 def relative_errors(step_times: StepTimes, measured: list[Measured]) -> list[float]:
-    """|fitted - measured| / measured of every shape."""
+    """Return |fitted - measured| / measured of every shape."""
     return [abs(step_times.of(m.shape) - m.median_s) / m.median_s for m in measured]
 
 
@@ -95,9 +95,9 @@ def main() -> None:
     parser.add_argument("--model", default="replicas/demo", help="directory or hub id")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on CPU")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch on CPU")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--name", default="step_times", help="of the result in bench/results")
+    parser.add_argument("--name", default="step_times", help="name of the result in bench/results")
     arguments = parser.parse_args()
     loaded = load_model(ModelOptions(arguments.model, arguments.dtype, arguments.device, None, arguments.threads))
     limits = EngineLimits()

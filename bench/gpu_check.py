@@ -1,6 +1,6 @@
-"""`make gpu-check`: is the model right on this CUDA device, and how fast is a step?
+"""Correctness of the model and step times on this CUDA device: `make gpu-check`.
 
-Needs nothing but torch and transformers: no network, no test framework. Without a CUDA device it fails.
+Needs only torch and transformers: no network, no test framework. Without a CUDA device it fails.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ARCHITECTURES = (
     "deepseek_v3",
 )
 COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
-# Two logits this close may change places between two orders of summation in float32.
+# Two logits this close may swap between two orders of summation in float32.
 NEAR_TIE = 1e-3
 NUM_ITERATIONS = 20
 
@@ -81,7 +81,7 @@ class StepTime:
 def check_architecture(
     architecture: str, device: Device, attention: str = "auto", *, compile_layers: bool = False
 ) -> Check:
-    """Batched and chunked output in float32 on `device` equals transformers' `generate()` there."""
+    """Check that batched and chunked float32 output on `device` equals transformers' `generate()` there."""
     prompts = random_prompts((5, 33, 60, 90))
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
@@ -105,7 +105,7 @@ def check_architecture(
 
 
 def check_sampler(device: str) -> Check:
-    """Every kind of row draws the same token on `device` as on the CPU."""
+    """Check that every kind of row draws the same token on `device` as on the CPU."""
     kinds = [
         SamplingParams(max_tokens=8, temperature=0.0),
         SamplingParams(max_tokens=8),
@@ -127,7 +127,7 @@ def check_sampler(device: str) -> Check:
 
 
 def measure_decode(runner: TorchModelRunner, num_seqs: int, context: int, params: SamplingParams) -> StepTime:
-    """One token of each of `num_seqs` sequences that hold `context` tokens."""
+    """Measure a step of one token for each of `num_seqs` sequences with `context` tokens."""
     items = []
     for number in range(num_seqs):
         sequence = _sequence(number, context, params)
@@ -139,7 +139,7 @@ def measure_decode(runner: TorchModelRunner, num_seqs: int, context: int, params
 
 
 def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
-    """A whole prompt of `num_tokens` tokens in one step."""
+    """Measure a step of a whole prompt of `num_tokens` tokens."""
     sequence = _sequence(0, num_tokens, SamplingParams(max_tokens=8, temperature=0.0))
     sequence.block_table = list(range(1, 1 + -(-num_tokens // runner.block_size)))
     batch = ScheduledBatch((ScheduledSequence(sequence, 0, num_tokens),))
@@ -147,8 +147,8 @@ def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
 
 
 def run_checks(device: Device) -> list[Check]:
-    """Everything that must be right, each printed when known."""
-    from bench.gpu.kernel_checks import check_flash, kernel_checks  # Triton comes with torch for CUDA only.
+    """Run all checks; print each as soon as it is known."""
+    from bench.gpu.kernel_checks import check_flash, kernel_checks  # Triton comes only with torch for CUDA
 
     runs: list[Callable[[str], Check]] = [
         *kernel_checks(),
@@ -158,20 +158,20 @@ def run_checks(device: Device) -> list[Check]:
         check_sampler,
         *(partial(check_ahead, name) for name in AHEAD_ARCHITECTURES),
         *(partial(check_ahead, name, compile_layers=True) for name in COMPILED_ARCHITECTURES),
-        check_flash,  # Last: it may end the process.
+        check_flash,  # last: it may end the process
     ]
     checks: list[Check] = []
     for run in runs:
         try:
             checks.append(run(device))
-        except Exception as error:  # What one raises must not hide what the others would have shown.
+        except Exception as error:  # an error in one check must not hide the others
             checks.append(Check(str(run), False, f"{type(error).__name__}: {error}"))
         print(f"{'ok  ' if checks[-1].passed else 'FAIL'}  {checks[-1].name}: {checks[-1].detail}", flush=True)
     return checks
 
 
 def run_benchmark(device: str) -> list[StepTime]:
-    """Step times of a random model of Llama-3.2-1B's shape in bfloat16."""
+    """Measure step times of a random model of Llama-3.2-1B's shape in bfloat16."""
     limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=2048)
     runner = build_runner(random_model(LLAMA_1B, torch.bfloat16, device), limits, RunnerOptions())
     greedy, seeded = SamplingParams(max_tokens=8, temperature=0.0), SamplingParams(max_tokens=8, top_p=0.95)
@@ -187,7 +187,7 @@ def run_benchmark(device: str) -> list[StepTime]:
 
 
 def run_decodes(device: str) -> tuple[float, list[dict[str, object]]]:
-    """The device's bandwidth in bytes a second, and decodes of three models' shapes as shares of it."""
+    """Return the device's bandwidth in bytes per second, and decodes of three models' shapes as shares of it."""
     from bench.gpu.kernel_times import copy_bandwidth, measure_decodes
 
     bandwidth = copy_bandwidth(torch.device(device))
@@ -196,7 +196,7 @@ def run_decodes(device: str) -> tuple[float, list[dict[str, object]]]:
 
 
 def run_host_gap(device: str) -> dict[str, object]:
-    """Gaps between decodes with and without graphs and a step ahead, and requests of mixed lengths on three engines."""
+    """Return gaps between decodes with and without graphs and async scheduling, and a mixed trace on three engines."""
     from bench.gpu.host_gap import run
     from bench.gpu.mixed_trace import plain_model
 
@@ -219,7 +219,7 @@ PARTS: dict[str, Callable[[Device], dict[str, object]]] = {
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "gpu_check.json")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts to run, separated by commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, separated by commas")
     options = parser.parse_args(arguments)
     parts, output = options.parts.split(","), options.output
     if unknown := set(parts) - set(PARTS):
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> int:
     for part in parts:
         started_s = time.monotonic()
         figures |= PARTS[part]("cuda")
-        gc.collect()  # What this part held on the device, the next one needs.
+        gc.collect()  # frees this part's device memory for the next one
         output.write_text(json.dumps(figures, indent=2) + "\n")
         print(f"{part} took {time.monotonic() - started_s:.0f} s; written to {output}", flush=True)
     return 0 if figures.get("all_passed", True) else 1
@@ -262,7 +262,7 @@ def _sequence(number: int, num_tokens: int, params: SamplingParams) -> Sequence:
 
 
 def _time(step: str, num_tokens: int, execute: Callable[[], object]) -> StepTime:
-    """`execute` returns when its tokens are on the host, so that the wall clock sees the whole step."""
+    """Time `execute`, which returns once its tokens are on the host, so wall time covers the whole step."""
     durations = []
     for _ in range(NUM_ITERATIONS + 3):
         started_s = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What 8-bit weights cost in quality: the demo model's held-out bits per byte, and how far its logits move.
+"""Quality cost of 8-bit weights: the demo model's held-out bits per byte, and the error of its logits.
 
-Compares the same texts computed by the replica's runner with weights as they are and in 8 bits.
+The replica's runner computes the same texts with the original weights and with 8-bit weights.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Totals:
 
 @torch.inference_mode()
 def logits_of(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
-    """After each of `token_ids`, [num_tokens, vocab_size] float32."""
+    """Return the logits after each of `token_ids`, [num_tokens, vocab_size] float32."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     request = GenerateRequest("text", tuple(token_ids), SamplingParams(max_tokens=1))
@@ -59,7 +59,7 @@ def logits_of(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
 
 
 def compare(plain: LoadedModel, int8: LoadedModel, max_files: int, end_s: float) -> Totals:
-    """Over the first tokens of held-out files, as many as fit a context, until the time is up."""
+    """Compare over the first context of each held-out file, until the time is up."""
     totals = Totals()
     assert plain.tokenizer is not None
     separator = plain.tokenizer.get_vocab()[END_OF_TEXT]
@@ -86,9 +86,9 @@ def main() -> None:
     parser.add_argument("--model", default=str(_DEMO))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--files", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=60.0, help="no file is begun after these")
+    parser.add_argument("--seconds", type=float, default=60.0, help="no file is started after this time")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="of the result in bench/results; none: nothing is written")
+    parser.add_argument("--name", help="name of the result in bench/results; none: nothing is written")
     arguments = parser.parse_args()
     options = ModelOptions(arguments.model, dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
     plain, int8 = load_model(options), load_model(replace(options, quantization="int8"))

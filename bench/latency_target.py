@@ -1,8 +1,8 @@
-"""Whether `target_itl_ms` holds while the load grows fourfold: `python -m bench.latency_target`.
+"""Accuracy of `target_itl_ms` while the load grows fourfold: `python -m bench.latency_target`.
 
-One engine with the target and one without, each under Poisson arrivals of mixed lengths at several rates. What is
-promised is the mean gap between two tokens of a sequence: within 20 % of the target wherever there is work enough
-to fill the steps, and not more than 20 % above it elsewhere.
+One engine with the target and one without, each under Poisson arrivals of mixed lengths at several rates. The promise
+is about the mean gap between two tokens of a sequence: within 20 % of the target if there is enough work to fill the
+steps, and at most 20 % above it otherwise.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TargetBench:
         self._duration_s: float = arguments.duration
 
     def measure(self, target_itl_ms: float | None, requests_per_s: float) -> LatencyResult:
-        """Offer one load for the whole duration; then finish what is there."""
+        """Offer one load for the whole duration; then finish the open requests."""
         spec = TraceSpec(round(requests_per_s * self._duration_s), requests_per_s)
         trace = make_trace(spec)
         answers = serve_continuously(trace, EngineBatches(self._engine(target_itl_ms), Timeline()), Timeline())
@@ -79,7 +79,7 @@ class TargetBench:
     def _figures(
         self, target_itl_ms: float | None, requests_per_s: float, trace: list[TraceRequest], answers: TokenTimes
     ) -> LatencyResult:
-        """Of the time between settling and the last arrival."""
+        """Return the figures of the time between settling and the last arrival."""
         ends_s = trace[-1].arrival_s
         begins_s = _SETTLING_SHARE * ends_s
         gaps_ms = [
@@ -108,9 +108,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--target-ms", type=float, default=15.0)
-    parser.add_argument("--rates", default="4,8,16", help="requests a second")
+    parser.add_argument("--rates", default="4,8,16", help="arrival rates, requests per second")
     parser.add_argument("--duration", type=float, default=20.0, help="seconds of arrivals at each rate")
-    parser.add_argument("--name", default="latency_target", help="of the result file")
+    parser.add_argument("--name", default="latency_target", help="name of the result file")
     arguments = parser.parse_args()
     bench = TargetBench(arguments)
     rates = [float(rate) for rate in arguments.rates.split(",")]

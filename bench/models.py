@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, for machines that can download none: `python -m bench.models DIR`.
+"""Models of real shapes with random weights, for machines without downloads: `python -m bench.models DIR`.
 
 The tokenizer is the bundled demo model's: prompts are token ids, and most ids of so large a vocabulary have no text.
 """
@@ -52,11 +52,11 @@ def _qwen25_05b() -> PreTrainedModel:
 
 
 SHAPES: dict[str, Callable[[], PreTrainedModel]] = {"S": _smollm2_135m, "Q": _qwen25_05b}
-"""S: of SmolLM2-135M. Q: of Qwen2.5-0.5B."""
+"""Model shapes. S: SmolLM2-135M. Q: Qwen2.5-0.5B."""
 
 
 def model_directory(parent: Path, shape: str) -> Path:
-    """The directory of a bfloat16 model below `parent`; made, always with the same weights, where it is missing."""
+    """Return the directory of a bfloat16 model below `parent`; if missing, make it, always with the same weights."""
     directory = parent / shape
     if not (directory / "config.json").exists():
         _make(directory, shape)
@@ -71,7 +71,7 @@ def _make(directory: Path, shape: str) -> None:
     model = SHAPES[shape]().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # Zeros could be skipped.
+            if name.endswith("bias"):  # zeros could be skipped
                 parameter.normal_(0, _BIAS_DEVIATION)
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(do_sample=False, **_SPECIAL_IDS)
@@ -79,7 +79,7 @@ def _make(directory: Path, shape: str) -> None:
 
 
 def main() -> None:
-    """Make the shapes asked for."""
+    """Make the chosen shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--shapes", default=",".join(SHAPES))
@@ -104,7 +104,7 @@ LLAMA_1B = LlamaConfig(
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> LoadedModel:
-    """A model with random weights, made on the device."""
+    """Return a model with random weights, made on the device."""
     register_attention()
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()

@@ -1,7 +1,7 @@
-"""What a prefix hit saves: `python -m bench.prefix_hit`.
+"""Time saved by a prefix hit: `python -m bench.prefix_hit`.
 
-Requests that begin with the same system prompt and end in questions of their own. In each round a new system
-prompt comes twice: the first time it is computed, the second time its blocks are found. Nothing else runs.
+Requests begin with the same system prompt and end in different questions. In each round a new system prompt comes
+twice: first it is computed, then its blocks are found in the prefix cache. Nothing else runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUTPUT_TOKENS = 4
 
 
 class PrefixBench:
-    """An engine with prefix caching over a loaded model."""
+    """Engine with prefix caching over a loaded model."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
@@ -47,11 +47,11 @@ class PrefixBench:
         self._num_requests = 0
 
     def tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """A prompt nobody has sent before."""
+        """Return a new random prompt."""
         return tuple(self._rng.randint(259, self._most_token_id) for _ in range(num_tokens))
 
     def ttft_s(self, prompt: tuple[int, ...]) -> tuple[float, int]:
-        """Seconds to the first token of `prompt`, and how many of its tokens were found."""
+        """Return the seconds to the first token of `prompt`, and the number of its cached tokens."""
         self._num_requests += 1
         params = SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         started_s = time.perf_counter()
@@ -66,7 +66,7 @@ class PrefixBench:
 
 
 def main() -> None:
-    """Measure in alternation, say whether a hit is five times faster."""
+    """Measure misses and hits in turn; print whether a hit is five times faster."""
     arguments = _parse()
     bench = PrefixBench(arguments)
     misses, hits, shares = [], [], []
@@ -103,7 +103,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--system-tokens", type=int, default=1500)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--name", default="prefix_hit", help="of the result file")
+    parser.add_argument("--name", default="prefix_hit", help="name of the result file")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What every result says about where it came from, and where it is kept."""
+"""Result files: figures with the commit, machine and library versions they were measured with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Linearly interpolated percentile of a non-empty list."""
+    """Return the linearly interpolated percentile of a non-empty list."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     below = int(position)
@@ -26,7 +26,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def write(name: str, command: str, figures: dict[str, Any]) -> Path:
-    """Write one benchmark's figures with the environment they were measured in."""
+    """Write one benchmark's figures with the environment they were measured in; return the file."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"command": command, "environment": _environment(), **figures}, indent=2) + "\n")

@@ -1,9 +1,9 @@
-"""What an engine step costs beside the device: `python -m bench.scheduler_step`.
+"""Cost of an engine step outside the device: `python -m bench.scheduler_step`.
 
-The real engine over a runner that computes nothing: what is timed is the choice of the step, its results applied
-and the deltas made. Two states: all running sequences decode; and the same while one in twenty ends each step and
-a waiting one takes its place. Swept over the running and over the waiting, to show how it grows. Beside each size, in
-the same minute, a bare loop over as many sequences, which tells how fast the machine is.
+The real engine over a runner that computes nothing. The timed work is scheduling the step, applying its results and
+making the deltas. Two states: all running sequences decode; and the same while one in twenty ends each step and a
+waiting one takes its place. Sizes vary in running and in waiting sequences, to show the growth. Beside each size a bare
+loop over as many sequences measures the speed of the machine at that moment.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _STOPS, _MOST_TOKENS = frozenset({0}), 10**6
 
 
 class FreeRunner:
-    """A device that needs no time; its own time is kept apart."""
+    """Runner without a device; its own CPU time is counted separately."""
 
     def __init__(self) -> None:
         self.spent_s = 0.0
 
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
-        """The same token for everybody."""
+        """Return the same token for every sampled item."""
         started_s = time.thread_time()
         sampled, nothing = ItemResult(token_id=7), ItemResult()
         step = FinishedStep([sampled if item.samples else nothing for item in batch.items])
@@ -61,20 +61,20 @@ def _letters(request: GenerateRequest) -> IncrementalDecoder:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Milliseconds of processor time of one step."""
+    """CPU time of one step, in milliseconds."""
 
     num_running: int
     num_waiting: int
     decoding_ms: float
     decoding_p99_ms: float
     changing_ms: float
-    """With one in twenty sequences ending in each step."""
+    """Time with one in twenty sequences ending in each step."""
     bare_loop_ms: float
-    """What creating and counting alone takes."""
+    """Time of the bare loop, which only creates and counts objects."""
 
 
 def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
-    """Both states at one size."""
+    """Measure both states at one size."""
     decoding = _steps_ms(num_running, num_waiting, 100_000, num_steps)
     bare = _bare_loops_ms(num_running, num_steps)
     changing = _steps_ms(num_running, num_waiting, _ENDING_SHARE, num_steps)
@@ -83,7 +83,7 @@ def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
 
 
 def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps: int) -> list[float]:
-    """Milliseconds of each step; the queue is filled up again between them, untimed."""
+    """Return the milliseconds of each step; the queue is refilled between steps, untimed."""
     rng, runner = random.Random(0), FreeRunner()
     engine = Engine(_config(num_running), runner, _letters, ReplicaIdentity("bench", "bench", 0))
     num_added, is_settled = 0, False
@@ -103,8 +103,11 @@ def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps
 
 
 def _bare_loops_ms(num_sequences: int, num_loops: int) -> list[float]:
-    """Milliseconds of each loop that makes an item for the device and a delta for the stream of every sequence, takes
-    its token in and asks whether it has ended: no queue, no blocks, no bands, no text."""
+    """Return the milliseconds of each bare loop.
+
+    For every sequence a loop makes an item and a delta, appends the token and checks for the end. It has no queue,
+    blocks, bands or text.
+    """
     outputs: list[list[int]] = [[] for _ in range(num_sequences)]
     loops_ms = []
     for position in range(num_loops):
@@ -139,7 +142,7 @@ def _request(number: int, longest_output: int, rng: random.Random) -> GenerateRe
 
 
 def main() -> None:
-    """Measure every size, print the table, say whether the promise is kept."""
+    """Measure every size, print the table and whether the promise is kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each state and size")
     parser.add_argument("--only-promise", action="store_true", help=f"{NUM_RUNNING} running, {NUM_WAITING} waiting")

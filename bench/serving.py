@@ -1,8 +1,8 @@
 """A served application for an experiment: a private Ray cluster and the application on free ports.
 
-As a program, `python -m bench.serving --app bench.timed_app:build key=value`, it serves in the foreground,
-says where in one line of JSON, and stops everything on SIGTERM or when its parent has ended. `serving` runs
-that program.
+As a program, `python -m bench.serving --app bench.timed_app:build key=value`, it serves in the foreground. It prints
+its addresses in one line of JSON. It stops everything on SIGTERM or when its parent has ended. `serving` runs that
+program.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ _POLL_PERIOD_S = 0.2
 
 
 class CannotServe(Exception):
-    """The application did not start; the message holds the end of its log."""
+    """Application that did not start; the message holds the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running application."""
+    """Running application."""
 
     url: str
     dashboard_url: str
-    token_path: str
-    """File with the token that the dashboard asks for."""
+    token_path: str | None
+    """File with the token that the dashboard asks for; None: it asks for none, as in older checkouts."""
     process: subprocess.Popen[bytes]
     log: Path
     http: httpx.Client
-    """One for all questions: to make one takes 50 ms of a processor, which whatever is measured would feel."""
+    """Client for all requests: making one takes 50 ms of CPU time, which would disturb a measurement."""
 
     def load(self) -> list[dict[str, Any]]:
-        """The replicas in `/load`."""
+        """Return the replicas in `/load`."""
         replicas: list[dict[str, Any]] = self._get(f"{self.url}/load")["replicas"]
         return replicas
 
     def model_deployment(self) -> dict[str, Any]:
-        """What Serve says of the model deployment: its target and its replicas' states."""
-        headers = {"authorization": f"Bearer {Path(self.token_path).read_text()}"}
+        """Return Serve's record of the model deployment: its target and its replicas' states."""
+        headers = {"authorization": f"Bearer {Path(self.token_path).read_text()}"} if self.token_path else {}
         applications = self._get(f"{self.dashboard_url}/api/serve/applications/", headers)["applications"]
         [application] = applications.values()
         deployment: dict[str, Any] = application["deployments"]["Model"]
         return deployment
 
     def metric(self, name: str) -> float:
-        """A metric of `/metrics`, summed over its labels."""
+        """Return a metric of `/metrics`, summed over its labels."""
         text = self.http.get(f"{self.url}/metrics").text
         lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def owns(self, pid: int) -> bool:
-        """Whether a process descends from this application's."""
+        """Return True if a process descends from this application's."""
         return pid in {process.pid for process in psutil.Process(self.process.pid).children(recursive=True)}
 
     def _get(self, url: str, headers: Mapping[str, str] | None = None) -> Any:
@@ -87,10 +87,10 @@ class Served:
 def serving(
     app: str, arguments: Mapping[str, object], throughput_profile: bool = False, checkout: str | None = None
 ) -> Iterator[Served]:
-    """Serve for as long as the context lasts; nothing of it is left afterwards.
+    """Serve within the context; end all processes afterwards.
 
-    `app` is `TIMED` or `REAL`, or any other `module:builder`; `arguments` are the fields of its config; `checkout` is
-    the directory of the code that runs, None: of this code.
+    `app` is `TIMED` or `REAL`, or any other `module:builder`; `arguments` are the fields of its config. `checkout` is
+    the directory of the code that runs; None: this code.
 
     Raises:
         CannotServe: it ended or was not ready within five minutes.
@@ -106,7 +106,7 @@ def serving(
             places = _first_line(process, log)
             descendants = psutil.Process(process.pid).children(recursive=True)
             with httpx.Client(timeout=30.0, trust_env=False) as http:
-                yield Served(places["url"], places["dashboard_url"], places["token_path"], process, log, http)
+                yield Served(places["url"], places["dashboard_url"], places.get("token_path"), process, log, http)
         finally:
             process.terminate()
             try:
@@ -128,7 +128,7 @@ def _start(command: list[str], home: str, log: Path, checkout: str) -> subproces
 
 
 def _first_line(process: subprocess.Popen[bytes], log: Path) -> dict[str, str]:
-    """Where the program says that it serves; other lines, of libraries, are passed over."""
+    """Return the addresses in the program's first line of JSON; skip lines that libraries print."""
     assert process.stdout is not None
     deadline_s = time.monotonic() + _START_LIMIT_S
     with selectors.DefaultSelector() as selector:
@@ -151,7 +151,7 @@ def main() -> None:
     """Serve in the foreground until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--app", default=TIMED, help="module:builder")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--port", type=int, default=0, help="port of the application; 0: a free one")
     parser.add_argument("--throughput", action="store_true", help="HAProxy in front and Serve's throughput flags")
     parser.add_argument("arguments", nargs="*", metavar="key=value")
     options = parser.parse_args()
@@ -164,7 +164,7 @@ def main() -> None:
         places = {"url": f"http://127.0.0.1:{port}", "dashboard_url": cluster.dashboard_url}
         print(json.dumps({**places, "token_path": str(cluster.token_path)}), flush=True)
         try:
-            # Not for longer than whoever started it: a killed experiment leaves nothing behind.
+            # Stop with the parent: a killed experiment leaves no process behind.
             while os.getppid() == parent_pid:
                 time.sleep(_POLL_PERIOD_S)
         finally:
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def _run(app: str, fields: dict[str, str], port: int) -> None:
-    """Start the application; return when the ingress says that it is ready."""
+    """Start the application; return when the ingress is ready."""
     from ray import serve
 
     module, name = app.split(":")
@@ -192,7 +192,7 @@ def _run(app: str, fields: dict[str, str], port: int) -> None:
 
 
 def _catch_signals() -> None:
-    """After ray.init, which puts handlers of its own in place."""
+    """Install signal handlers; must come after ray.init, which installs its own."""
 
     def stop(signum: int, frame: FrameType | None) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

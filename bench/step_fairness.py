@@ -1,9 +1,9 @@
-"""What a long prefill does to running decodes: `python -m bench.step_fairness`.
+"""Effect of a long prefill on running decodes: `python -m bench.step_fairness`.
 
-Eight sequences decode; then a long prompt arrives. Compared, in the same process and round by round:
-the gap between two tokens of the decodes undisturbed, the same gap while the prompt prefills, and the
-prefill alone. The promise: the gap's p99 grows by no more than one chunk costs, and an operator can
-choose the chunk (`max_num_batched_tokens`) so that it grows by no more than half.
+Eight sequences decode; then a long prompt arrives. Compared in the same process, round by round: the gap between two
+tokens of the decodes undisturbed, the same gap while the prompt prefills, and the prefill alone. The promise: the gap's
+p99 grows by at most the cost of one chunk, and an operator can choose a chunk size (`max_num_batched_tokens`) at
+which it grows by at most half.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ UNDISTURBED_STEPS = 150
 
 @dataclass(frozen=True)
 class Fairness:
-    """Milliseconds at one token budget: of each round's percentile the median, so that one stall of the machine in
-    one round decides nothing."""
+    """Figures at one token budget, in milliseconds.
+
+    Each is the median over the rounds of a round's percentile, so that one stall in one round has no effect.
+    """
 
     max_num_batched_tokens: int
     undisturbed_p50_ms: float
@@ -51,7 +53,7 @@ class Fairness:
 
     @property
     def keeps_promise(self) -> bool:
-        """Whether the p99 grew by at most the cost of one chunk."""
+        """True if the p99 grew by at most the cost of one chunk."""
         return self.disturbed_p99_ms <= self.undisturbed_p99_ms + self.chunk_p99_ms
 
     @property
@@ -70,7 +72,7 @@ class Bench:
         self._num_requests = 0
 
     def engine(self, budget: int) -> Engine:
-        """A fresh engine without prefix caching, so that every round computes the same."""
+        """Return a fresh engine without prefix caching, so that every round computes the same."""
         config = EngineConfig(
             num_blocks=self._runner.num_blocks,
             max_model_len=self._loaded.max_model_len,
@@ -81,7 +83,7 @@ class Bench:
         return Engine(config, self._runner, self._decoder, ReplicaIdentity("bench", "bench", 0))
 
     def request(self, num_prompt_tokens: int, max_tokens: int) -> GenerateRequest:
-        """A greedy request of its own random-looking tokens."""
+        """Return a greedy request with its own pseudo-random tokens."""
         self._num_requests += 1
         modulus = self._loaded.vocab_size - 10
         prompt = tuple((self._num_requests * 7919 + 31 * index) % modulus + 5 for index in range(num_prompt_tokens))
@@ -92,13 +94,13 @@ class Bench:
         return make_decoder(self._loaded.tokenizer, request.prompt_token_ids)
 
     def prefill_alone(self, budget: int) -> list[float]:
-        """Seconds of each step of the long prompt's prefill with nothing beside it."""
+        """Return the seconds of each step of the long prompt's prefill, with no other work."""
         engine = self.engine(budget)
         engine.add(self.request(self.long_prompt_tokens, 1))
         return _step_until_done(engine)
 
     def beside_decodes(self, budget: int) -> tuple[list[float], list[float]]:
-        """Seconds of each decode step undisturbed, and of each while the long prompt prefills."""
+        """Return the seconds of each decode step undisturbed, and of each while the long prompt prefills."""
         engine = self.engine(budget)
         for _ in range(NUM_DECODING):
             engine.add(self.request(DECODE_PROMPT_TOKENS, self._loaded.max_model_len - DECODE_PROMPT_TOKENS))
@@ -121,7 +123,7 @@ def _num_tokens(engine: Engine) -> int:
 
 
 def _timed_step(engine: Engine) -> tuple[float, set[str]]:
-    """Seconds of one step, and the requests that ended with it."""
+    """Run one step; return its seconds and the requests that ended with it."""
     started_s = time.perf_counter()
     deltas = engine.step()
     return time.perf_counter() - started_s, {delta.request_id for delta in deltas if delta.finish_reason}
@@ -135,7 +137,7 @@ def _step_until_done(engine: Engine) -> list[float]:
 
 
 def measure(bench: Bench, budget: int, rounds: int) -> Fairness:
-    """All rounds at one budget; alone and beside alternate, so that noise hits both."""
+    """Measure all rounds at one budget; alone and beside alternate, so that noise hits both."""
     undisturbed: list[list[float]] = []
     disturbed: list[list[float]] = []
     chunks: list[list[float]] = []
@@ -172,7 +174,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--budgets", default="512,256,128,64,32,16,12", help="values of max_num_batched_tokens")
-    parser.add_argument("--name", default="step_fairness", help="of the result file")
+    parser.add_argument("--name", default="step_fairness", help="name of the result file")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     bench = Bench(arguments.model, arguments.dtype, arguments.threads, arguments.max_model_len)

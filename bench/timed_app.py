@@ -1,7 +1,7 @@
 """The real application over `TimedRunner`s: `serve run bench.timed_app:build key=value`.
 
-Same ingress, router, engine and scheduler; only the device is replaced. The tokenizer is that of the model
-named (the bundled demo model by default). Takes every field of `HeadwayConfig` and those of `TimedConfig`.
+Ingress, router, engine and scheduler are the real ones; only the device is replaced. The tokenizer is that of the named
+model (by default the bundled demo model). Takes every field of `HeadwayConfig` and those of `TimedConfig`.
 
 No `from __future__ import annotations` here: Serve reads the annotation of `build` at run time.
 """
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class TimedConfig(HeadwayConfig):
-    """What a timed application has beside the real one's fields."""
+    """Configuration of a timed application: the real one's fields and these."""
 
     num_blocks: int = Field(default=8192, ge=1)
     """KV blocks of a replica."""
     step_times: str = "gpu-8b"
-    """How long steps take: a name in `testkit.engine.timed_runner`, or a result file of `bench.fit_step_times`."""
+    """Duration of steps: a name in `testkit.engine.timed_runner`, or a result file of `bench.fit_step_times`."""
     detokenize: bool = True
-    """true: replicas turn tokens into text; false: they leave it out, to spare the processor with many replicas."""
+    """true: replicas turn tokens into text; false: they omit the text, to save CPU with many replicas."""
     baseline_policy: str | None = None
     """Routing policy to compare with: a name in `bench.routing.baselines`; none: the product's own."""
-    num_bound_early: int = Field(default=0, ge=0)
+    max_queued_per_replica: int = Field(default=0, ge=0)
     """Requests of each band that a baseline gives a replica beyond its slots; 0: they wait in the ingress."""
 
     @model_validator(mode="after")
@@ -46,18 +46,20 @@ class TimedConfig(HeadwayConfig):
             raise ValueError(f"step_times ({self.step_times}) is neither a file nor one of {', '.join(STEP_TIMES)}")
         if self.baseline_policy is not None and self.baseline_policy not in POLICIES:
             raise ValueError(f"baseline_policy ({self.baseline_policy}) must be one of {', '.join(POLICIES)}")
-        if self.num_bound_early and self.baseline_policy is None:
-            raise ValueError(f"num_bound_early ({self.num_bound_early}) needs a baseline_policy, and there is none")
+        if self.max_queued_per_replica and self.baseline_policy is None:
+            raise ValueError(
+                f"max_queued_per_replica ({self.max_queued_per_replica}) needs a baseline_policy, and there is none"
+            )
         return self
 
 
 def build(config: TimedConfig) -> serve.Application:
-    """The application, for `serve run` and `bench.serving`."""
+    """Return the application, for `serve run` and `bench.serving`."""
     plain = HeadwayConfig(**config.model_dump(include=set(HeadwayConfig.model_fields)))
     loader = TimedBackendLoader(read_step_times(config.step_times), config.num_blocks, config.detokenize)
     if config.baseline_policy is None:
         return build_with(plain, loader)
-    return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.num_bound_early))
+    return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.max_queued_per_replica))
 
 
 class _SilentDecoder:
@@ -71,14 +73,14 @@ def _silent(request: GenerateRequest) -> IncrementalDecoder:
 
 @dataclass(frozen=True, slots=True)
 class TimedBackendLoader:
-    """Makes what a timed replica runs on, in the replica's process."""
+    """Factory of a timed replica's backend, called in the replica's process."""
 
     step_times: StepTimes
     num_blocks: int
     has_text: bool
 
     def __call__(self, options: "ReplicaOptions") -> "Backend":
-        """A `TimedRunner` with the vocabulary, the context length and the tokenizer of the model named."""
+        """Return a `TimedRunner` with the vocabulary, context length and tokenizer of the named model."""
         from replicas.model.loading.tokenizer import make_decoder
         from replicas.model_replica import Backend
         from replicas.tokenizer_files import load_tokenizer

@@ -1,7 +1,7 @@
 """Chain hashes of token blocks: the key of the prefix cache and of prefix-aware routing.
 
-A block's hash covers its own tokens and, through its parent's hash, everything before
-them, so equal hashes mean equal prefixes. Ingress and engine compute the same keys.
+A block's hash covers its own tokens and, through its parent's hash, all tokens before them. So equal hashes mean equal
+prefixes. Ingress and engine compute the same hashes.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from array import array
 from collections.abc import Sequence
 
 ROOT = b"\x00" * 16
-"""The parent of a sequence's first block."""
+"""Parent hash of a sequence's first block."""
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of a full block of tokens that follows the prefix hashed as `parent`; 16 bytes."""
+    """Return the 16-byte hash of a full block of tokens that follows the prefix hashed as `parent`."""
     return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append to `hashes` the chain hash of every full block of `token_ids` it does not cover yet."""
+    """Append to `hashes` the chain hash of each full block of `token_ids` that it does not cover yet."""
     for index in range(len(hashes), len(token_ids) // block_size):
         parent = hashes[-1] if hashes else ROOT
         hashes.append(chain_hash(parent, token_ids[index * block_size : (index + 1) * block_size]))

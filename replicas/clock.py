@@ -1,4 +1,4 @@
-"""Time as an argument."""
+"""Clock that is passed as an argument, so that tests can set the time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Monotonic time for durations, unix time for what crosses processes; both in seconds."""
+    """Clock in seconds: monotonic time for durations, unix time for values that cross processes."""
 
     monotonic: Callable[[], float] = time.monotonic
     unix: Callable[[], float] = time.time
 
     def from_unix(self, unix_s: float) -> float:
-        """The monotonic time of a moment given in unix time."""
+        """Convert a unix time to monotonic time."""
         return self.monotonic() + (unix_s - self.unix())

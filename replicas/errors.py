@@ -1,8 +1,8 @@
-"""Errors: of a request, as one tree under `ServingError`, and of a model that cannot be loaded.
+"""Errors of requests, as one tree under `ServingError`, and errors of loading a model.
 
-An error knows its `kind`, its `code` (the word clients see) and whether trying again may help.
-Only `serve_app/errors.py` knows what each kind means in HTTP. Every argument goes to
-`Exception.__init__`, so that errors survive pickling between processes.
+An error has a `kind`, a `code` (which clients see) and `retryable`, which says if a retry may help. Only
+`serve_app/errors.py` maps kinds to HTTP. Every argument goes to `Exception.__init__`, so that errors survive pickling
+between processes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from enum import Enum, auto
 
 
 class ErrorKind(Enum):
-    """Kinds of errors that a transport tells apart."""
+    """Kind of an error, as a transport needs it."""
 
     INVALID = auto()
     NOT_FOUND = auto()
     CONFLICT = auto()
-    """The state of what the request names does not allow it."""
+    """The object that the request names is in a state that does not allow the request."""
     OVERLOADED = auto()
     ABORTED = auto()
     LOST = auto()
@@ -27,17 +27,17 @@ class ErrorKind(Enum):
 
 
 class ServingError(Exception):
-    """A request could not be served; `message` is written for the client."""
+    """Failure of a request; `message` is written for the client."""
 
     kind: ErrorKind = ErrorKind.INTERNAL
     code: str = "internal_error"
     retryable: bool = False
     param: str | None = None
-    """The field of the request that is at fault, if one is."""
+    """Field of the request that caused the error, if one did."""
     reason: str | None = None
-    """The limit that left no room for the request, if one did."""
+    """Name of the limit that the request exceeded, if it exceeded one."""
     retry_after_s: float | None = None
-    """Seconds after which trying again may help, if known."""
+    """Seconds after which a retry may help, if known."""
 
     def __init__(self, message: str, *args: object) -> None:
         super().__init__(message, *args)
@@ -48,7 +48,7 @@ class ServingError(Exception):
 
 
 class InvalidRequest(ServingError):
-    """The request can never be served as written; `param` names the offending field."""
+    """Error of a request that can never be served as written; `param` names the offending field."""
 
     kind = ErrorKind.INVALID
 
@@ -59,7 +59,7 @@ class InvalidRequest(ServingError):
 
 
 class UnknownModel(ServingError):
-    """No such model is served here."""
+    """Error of a request for a model that is not served here."""
 
     kind = ErrorKind.NOT_FOUND
     code = "model_not_found"
@@ -67,9 +67,9 @@ class UnknownModel(ServingError):
 
 
 class Overloaded(ServingError):
-    """A queue is full; `retry_after_s` is when room is expected, 1 to 60 seconds.
+    """Refusal because a queue is full; room is expected after `retry_after_s`, 1 to 60 seconds.
 
-    `reason` names the limit; `code` is `server_overloaded`, or `slow_down` where the request's own deadline is.
+    `reason` names the limit. `code` is `server_overloaded`, or `slow_down` if the limit is the request's own deadline.
     """
 
     kind = ErrorKind.OVERLOADED
@@ -91,7 +91,7 @@ class Overloaded(ServingError):
 
 
 class NoReplicaAvailable(ServingError):
-    """No replica accepts work; `code` says why: no_ready_replica, draining or model_loading."""
+    """Refusal because no replica accepts work; `code` is no_ready_replica, draining or model_loading."""
 
     kind = ErrorKind.UNAVAILABLE
     retryable = True
@@ -103,14 +103,14 @@ class NoReplicaAvailable(ServingError):
 
 
 class DeadlineExceeded(ServingError):
-    """The request's deadline passed before it was finished."""
+    """Failure of a request whose deadline passed before it was finished."""
 
     kind = ErrorKind.DEADLINE
     code = "deadline_exceeded"
 
 
 class ReplicaLost(ServingError):
-    """The replica that served the request is gone; `has_died`, or else it was stopped in good order."""
+    """Failure because the request's replica is gone. It has died if `has_died`; otherwise it was stopped in order."""
 
     kind = ErrorKind.LOST
     code = "replica_lost"
@@ -122,37 +122,37 @@ class ReplicaLost(ServingError):
 
 
 class RequestQuarantined(ServingError):
-    """Every replica that the request was given to died, the last while it ran there alone."""
+    """Final failure of a request on which three replicas died, the last while the request ran there alone."""
 
     code = "request_quarantined"
 
 
 class EngineDead(ServingError):
-    """The engine stopped after an error of its own; it answers nothing until it is replaced."""
+    """Failure because the engine stopped after an internal error; its replica must be replaced."""
 
     code = "engine_dead"
     retryable = True
 
 
 class SequenceFailed(ServingError):
-    """Computing this one sequence failed; its neighbours were not affected."""
+    """Failure to compute this one sequence; the other sequences of its batch are not affected."""
 
     code = "internal_error"
 
 
 class RequestAborted(ServingError):
-    """The client went away or cancelled; never rendered."""
+    """End of a request whose client disconnected or cancelled; never sent to a client."""
 
     kind = ErrorKind.ABORTED
     code = "request_aborted"
 
 
 class ModelLoadError(Exception):
-    """A model's files or options cannot be used; raised at start-up, before any request exists."""
+    """Error in a model's files or options; raised at start-up, before any request exists."""
 
 
 class UnsupportedModel(ModelLoadError):
-    """The model's code cannot run over a paged KV cache in a flat batch."""
+    """Error of a model whose code cannot run over a paged KV cache in a flat batch."""
 
     def __init__(self, model_type: str, reason: str) -> None:
         super().__init__(model_type, reason)

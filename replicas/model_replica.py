@@ -1,4 +1,4 @@
-"""One model served from one device: the plain object that a Serve deployment wraps."""
+"""Replica of one model on one device: the plain object that a Serve deployment wraps."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 
 _STREAM_CHUNKS_PER_S = 2000.0
 _STREAM_CHUNKS_PER_S_ON_CPU = 25.0
-"""A processor, where the engine computes on those that carry them."""
+"""Chunks per second and processor, for an engine that computes on the processors that carry the chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What an engine runs on: a device that computes steps, and the facts it derives its limits from."""
+    """Backend of an engine: a runner that computes steps, and the facts from which the engine's limits follow."""
 
     runner: ModelRunner
     decoders: DecoderFactory
@@ -49,7 +49,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
 
     Raises:
         ModelLoadError: files or options cannot be used, or the KV cache does not fit.
-        UnsupportedModel: its architecture cannot be served.
+        UnsupportedModel: the model's architecture cannot be served.
     """
     loaded = load_model(options.model)
     runner = build_runner(loaded, options.limits, options.runner)
@@ -70,17 +70,17 @@ LoadBackend = Callable[[ReplicaOptions], Backend]
 
 
 class ModelReplica:
-    """A loaded model and its engine; knows nothing of Ray or HTTP.
+    """Loaded model and its engine, independent of Ray and HTTP.
 
-    Made in any thread (loading blocks); its engine is started and used on one event loop.
+    It may be made in any thread; loading blocks that thread. Its engine is started and used on one event loop.
     """
 
     def __init__(
         self, options: ReplicaOptions, replica_id: str, node_id: str, load_backend: LoadBackend = load_torch_backend
     ) -> None:
         started_s = time.monotonic()
-        # In a thread that ends: while threads that computed for it were left, OpenMP would have those of the engine
-        # sleep after each operation.
+        # Load in a temporary thread. OpenMP keeps a pool of threads per calling thread. While the pool of the loading
+        # thread exists, OpenMP puts the engine's threads to sleep after each operation.
         with ThreadPoolExecutor(1, "loading") as loading:
             backend = loading.submit(load_backend, options).result()
         config = _engine_config(options, backend)
@@ -108,14 +108,14 @@ class ModelReplica:
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
 
     def start(self) -> AsyncEngine:
-        """Begin to serve on the running event loop; called once."""
+        """Start the engine on the running event loop, and return it. Called once."""
         engine = AsyncEngine(self._engine, self._coalescing)
         engine.start()
         return engine
 
 
 def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
-    """Complete the engine's limits. A small KV cache lowers the model's `max_model_len` if none was chosen."""
+    """Return the engine's complete limits. If no `max_model_len` was chosen, a small KV cache lowers the model's."""
     limits = asdict(options.limits)
     max_model_len = backend.max_model_len
     if options.model.max_model_len is None:

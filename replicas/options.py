@@ -1,4 +1,4 @@
-"""Options of one model replica, composed of those of its parts. Imports no torch."""
+"""Options of one model replica, composed of those of its parts. The module imports no torch."""
 
 from __future__ import annotations
 

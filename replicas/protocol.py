@@ -1,4 +1,4 @@
-"""What crosses between the ingress and a replica: frozen values, no behaviour beyond merging."""
+"""Values that cross between the ingress and a replica: frozen, without behaviour beyond merging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Band(IntEnum):
 
 
 class FinishReason(Enum):
-    """Why a sequence ended. The values are OpenAI's words (`abort` and `error` are vLLM's)."""
+    """Reason for the end of a sequence. The values are OpenAI's terms; `abort` and `error` are vLLM's."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -32,7 +32,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """Add `bias` to the logit of one token before sampling."""
+    """Bias that is added to the logit of one token before sampling."""
 
     token_id: int
     bias: float
@@ -40,12 +40,12 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose output tokens. Validated at the edge; vLLM's and OpenAI's meanings."""
+    """Parameters of sampling, validated at the edge; names and meanings are vLLM's and OpenAI's."""
 
     max_tokens: int
-    """Most output tokens; >= 1, or 0 only together with `prompt_logprobs` (echo without generation)."""
+    """Most output tokens: at least 1, or 0 together with `prompt_logprobs` (echo without generation)."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """Temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
@@ -53,23 +53,23 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
-    """Always set (the ingress draws one where the client gave none): output is a function of it alone."""
+    """Seed of the sampling, the only source of randomness. The ingress draws one if the client gave none."""
     min_tokens: int = 0
-    """Stop tokens cannot be sampled, and stop strings are not looked for, before this many output tokens."""
+    """Number of output tokens before which no stop token is sampled and no stop string is searched."""
     stop: tuple[str, ...] = ()
-    """Stop strings; the text ends before the first one found."""
+    """Stop strings. The text ends before the first one found."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logit_bias: tuple[LogitBias, ...] = ()
     logprobs: int | None = None
-    """None: none. k >= 0: the chosen token's log probability and those of the k likeliest tokens."""
+    """Number k of likeliest tokens to return log probabilities for, beside the chosen token's. None: none at all."""
     prompt_logprobs: int | None = None
-    """The same for every prompt token but the first; such a request takes no prefix hit."""
+    """The same for each prompt token but the first. A request with it reuses no cached prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One valid sequence to generate.
+    """Request for one sequence, already validated.
 
     Invariants: 1 <= len(prompt_token_ids); len(prompt_token_ids) + max_tokens <= max_model_len.
     """
@@ -80,26 +80,26 @@ class GenerateRequest:
     band: Band = Band.STANDARD
     tenant: str = "anonymous"
     arrival_unix_s: float | None = None
-    """When the ingress received the request, unix seconds; None: when the engine gets it."""
+    """Time at which the ingress received the request, unix seconds; None: the time at which the engine gets it."""
     deadline_unix_s: float | None = None
-    """No engine step is spent on the request after this moment, unix seconds."""
+    """Time after which no engine step is spent on the request, unix seconds; None: no deadline."""
     expected_output_tokens: int | None = None
-    """What the ingress expects of it, from what the tenant's requests came to before; None: `max_tokens`."""
+    """Output length that the ingress predicts from the tenant's earlier requests; None: `max_tokens`."""
     affinity_key: str | None = None
-    """Requests with one key prefer one replica (OpenAI's `prompt_cache_key`)."""
+    """Key whose requests prefer one replica (OpenAI's `prompt_cache_key`)."""
     output_token_ids: tuple[int, ...] = ()
-    """Output that another replica has already given; generation goes on behind it, as if it had never moved."""
+    """Output that other replicas have already generated. Generation continues behind it, as on one replica."""
     is_promoted: bool = False
-    """It was dispatched because its band had starved: it takes the next free slot, and keeps it."""
+    """True if the request was dispatched because its band had starved: it takes the next free slot, and keeps it."""
     is_isolated: bool = False
-    """Nothing else runs beside it: it was there when two replicas died."""
+    """True if the request must run alone, as it was on two replicas when they died."""
     delta_interval_s: float | None = None
-    """Nobody reads its deltas one by one: those after the first are put together for so long, seconds, which spares
-    everybody the work of carrying them. None: as the replica does for streams."""
+    """Time between two deltas after the first, seconds, for a request that is not streamed. Fewer deltas cost less to
+    carry. None: the replica's flush policy for streams."""
 
     @property
     def max_total_tokens(self) -> int:
-        """Most tokens, prompt and output, that the sequence may come to hold."""
+        """Most tokens, prompt and output, that the sequence can have."""
         return len(self.prompt_token_ids) + self.params.max_tokens
 
 
@@ -113,7 +113,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log probabilities at one position: of the token that stands there, and of the likeliest, best first."""
+    """Log probabilities at one position: of the token at it, and of the likeliest tokens, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]
@@ -126,12 +126,12 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    """Prompt tokens that were found in the prefix cache when the sequence was first scheduled."""
+    """Prompt tokens that were in the prefix cache when the sequence was first scheduled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Which replica, and where it runs."""
+    """Identity of a replica: its id, node and process."""
 
     replica_id: str
     node_id: str
@@ -140,7 +140,7 @@ class ReplicaIdentity:
 
 @dataclass(frozen=True, slots=True)
 class TenantTokens:
-    """Tokens (prompt and output) that one tenant has had in one band."""
+    """Tokens, prompt and output, computed for one tenant in one band."""
 
     tenant: str
     band: Band
@@ -149,7 +149,7 @@ class TenantTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """What a replica holds at one moment; attached to every delta and returned by a poll."""
+    """Load of a replica at one moment; attached to every delta and returned by a poll."""
 
     replica_id: str
     node_id: str
@@ -159,53 +159,53 @@ class ReplicaStats:
     """Sequences that can run together (`max_num_seqs`)."""
     num_blocks: int
     num_free_blocks: int
-    """Blocks nobody holds, cached ones included."""
+    """Blocks that no sequence holds, cached ones included."""
     num_running_by_band: tuple[int, ...]
-    """By the band they are scheduled in: a promoted sequence counts as interactive."""
+    """Running sequences by the band they are scheduled in: a promoted one counts as interactive."""
     num_waiting_by_band: tuple[int, ...]
+    """Waiting sequences by the band of their request: a promoted one counts in its own."""
     waiting_tokens: int
-    """Prompt and output tokens that the waiting sequences may still come to need."""
+    """Prompt tokens plus `max_tokens` of the waiting sequences."""
     generated_tokens_per_s: float
-    """Output tokens a second, measured over recent steps that had work."""
+    """Output tokens per second of computing time, over recent steps."""
     is_draining: bool
     num_held_blocks_by_band: tuple[int, ...] = (0, 0, 0)
-    """Blocks in the running sequences' tables, a shared one counted for each."""
+    """Blocks in the running sequences' tables, by the band they are scheduled in; a shared block counts for each."""
     outstanding_tokens: int = 0
-    """Tokens still to compute: known ones of all sequences, and the output expected of them."""
+    """Tokens still to compute: the known ones of all sequences, and their expected output."""
     saturated_tokens_per_s: float = 0.0
-    """Tokens computed a second (prompt and output) over recent steps in which every slot was taken or something
-    waited: what this replica can do, where `generated_tokens_per_s` is what was asked of it. 0 before the first."""
+    """Speed of the replica under load: tokens computed per second, prompt and output, over recent saturated steps. A
+    step is saturated if sequences wait, every slot is taken or its token budget is used up. 0 before the first."""
     block_size: int = 16
     """Token slots in a block."""
     stalled_s: float = 0.0
-    """While sequences wait or run: seconds since the engine thread was last heard of; in polled stats only."""
+    """Seconds since the engine thread last reported, while sequences wait or run; in polled stats only."""
     served_tokens: tuple[TenantTokens, ...] = ()
-    """Tokens computed for the tenants served last, since the replica began; in polled stats only, not in deltas'."""
+    """Tokens computed since the replica started, for the tenants served last; in polled stats only."""
 
     @property
     def num_running(self) -> int:
-        """Sequences in the running batch."""
+        """Number of sequences in the running batch."""
         return sum(self.num_running_by_band)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the engine's waiting queue."""
+        """Number of sequences in the engine's waiting queue."""
         return sum(self.num_waiting_by_band)
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that sequences hold, 0 to 1."""
+        """Share of the blocks that are held by sequences, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What a sequence produced since its last delta.
+    """Output of a sequence since its last delta.
 
-    Token indices are contiguous over a sequence's deltas. Exactly one delta, the last,
-    has a finish reason; `error` is set if and only if that reason is ERROR. `text` may lag
-    behind `token_ids` (half characters and possible stop strings are held back) and is
-    complete on the last delta.
+    Token indices are contiguous over a sequence's deltas. Exactly one delta, the last, has a finish reason; `error` is
+    set if and only if that reason is ERROR. `text` may lag behind `token_ids`, since incomplete characters and possible
+    stop strings are held back. It is complete with the last delta.
     """
 
     request_id: str
@@ -215,24 +215,24 @@ class TokenDelta:
     text: str
     usage: Usage
     logprobs: tuple[PositionLogprobs, ...] = ()
-    """One per token id where the request asked for them, otherwise empty."""
+    """Log probabilities, one entry per token id; empty if the request did not ask for them."""
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
-    """For prompt tokens 1, 2, ... in order, spread over the first deltas."""
+    """Log probabilities of prompt tokens 1, 2, ... in order, spread over the first deltas."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token id or stop string that ended the sequence, if one did (EOS: None)."""
+    """Stop token id or stop string that ended the sequence, if one did; None for EOS."""
     error: ServingError | None = None
     stats: ReplicaStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a replica serves and accepts; constant over its life."""
+    """Description of the model that a replica serves, and of its limits; constant over the replica's life."""
 
     model_id: str
-    """The directory or hub id it was loaded from."""
+    """Directory or hub id from which the model was loaded."""
     max_model_len: int
-    """Most tokens (prompt + output) of one sequence."""
+    """Most tokens of one sequence, prompt and output."""
     vocab_size: int
     block_size: int
     num_blocks: int
@@ -242,7 +242,7 @@ class ModelCard:
 
 
 class MetricKind(Enum):
-    """Prometheus metric types of a single value."""
+    """Prometheus type of a metric with a single value."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -250,7 +250,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One value under one set of labels. `name` is without the `_total` that Prometheus adds to counters."""
+    """Metric with one value and one set of labels. `name` is without the `_total` that Prometheus adds to counters."""
 
     name: str
     help: str
@@ -261,7 +261,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class HistogramMetric:
-    """A distribution: `counts[i]` observations in (bounds[i - 1], bounds[i]], the last above all bounds."""
+    """Metric with a distribution: `counts[i]` observations in (bounds[i - 1], bounds[i]], the last above all bounds."""
 
     name: str
     help: str
@@ -272,7 +272,7 @@ class HistogramMetric:
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """Everything one replica's engine counts, ready for any exposition format."""
+    """All metrics of one replica's engine, independent of the exposition format."""
 
     replica_id: str
     metrics: tuple[Metric, ...]
@@ -280,7 +280,7 @@ class EngineMetrics:
 
 
 def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
-    """The one delta that says what successive deltas of a sequence say; at least one. Associative."""
+    """Merge successive deltas of a sequence, at least one, into one delta with the same contents. Associative."""
     first, last = deltas[0], deltas[-1]
     if first is last:
         return first

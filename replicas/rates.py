@@ -1,4 +1,4 @@
-"""A rate over a sliding window of time."""
+"""Rate over a sliding window of time."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class SlidingRate:
     """
 
     def __init__(self, window_s: float, start_s: float = float("-inf"), resolution_s: float = 0.0) -> None:
-        """`start_s`: nothing is known of the time before it; by default nothing was added then.
+        """Time before `start_s` is left out of the rate; by default it counts, with an amount of zero.
 
-        Amounts less than `resolution_s` apart are kept as one, so at most about `window_s / resolution_s` are kept;
-        the rate is over at least this time.
+        Amounts less than `resolution_s` apart are merged, so at most about `window_s / resolution_s` are kept. The rate
+        is over at least `resolution_s`.
         """
         self._window_s = window_s
         self._start_s = start_s

@@ -22,8 +22,8 @@ class Setting(NamedTuple):
 def setting(default: T, **bounds: float) -> T:
     """Declare a dataclass field as a setting: an operator may choose its value.
 
-    The default, the bounds (`ge`, `gt`, `le`; they do not bind None) and the docstring below the field stand nowhere
-    else. A field that is declared without `setting` gets its value from the code that makes the object.
+    The field is the only place of the default, the bounds (`ge`, `gt`, `le`; None is not checked) and the docstring
+    below it. A field that is declared without `setting` gets its value from the code that makes the object.
     """
     assert bounds.keys() <= _RULES.keys()
     return field(default=default, metadata={_BOUNDS: bounds})
@@ -38,7 +38,7 @@ def check_bounds(part: Any) -> None:
     """Check the settings of a dataclass instance against their bounds.
 
     Raises:
-        ValueError: naming the setting, its value and the bound.
+        ValueError: a value is out of bounds; the message names the setting, its value and the bound.
     """
     for name, (_, bounds) in settings_of(type(part)).items():
         value = getattr(part, name)

@@ -1,4 +1,4 @@
-"""A model's tokenizer, as its files say."""
+"""Tokenizer of a model, loaded from the model's files."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from transformers.utils import cached_file
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of `model`, a directory or hub id; no code that comes with it is run.
+    """Load the tokenizer of `model`, a directory or hub id, without running code that comes with the model.
 
-    tokenizer.json alone says how texts are split. transformers' classes for families of models may say otherwise, and
-    bring torch into processes that need none: they are for models that have no such file.
+    If the model has a tokenizer.json, only that file defines the tokenizer. transformers' classes for model families
+    may split texts differently, and import torch into processes that do not need it. They are used only for models
+    without a tokenizer.json.
 
     Raises:
-        OSError, ValueError, KeyError: it has no tokenizer, or none of the `tokenizers` library.
+        OSError, ValueError, KeyError: the model has no tokenizer, or none of the `tokenizers` library.
     """
     if cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is not None:
         return PreTrainedTokenizerFast.from_pretrained(model)

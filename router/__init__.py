@@ -1,4 +1,4 @@
-"""Flow control, load balancing and autoscaling: ordinary Python; Ray only in `serve_router.py`.
+"""Flow control, load balancing and autoscaling; only `serve_router.py` uses Ray.
 
 Read `types.py` first, then `dispatch.py`.
 """

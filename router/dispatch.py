@@ -1,4 +1,4 @@
-"""Takes requests through flow control to replicas, and through the loss of replicas to their end."""
+"""Dispatch of requests through flow control to replicas, and their migration when a replica is lost."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ _MAX_MIGRATIONS = 16
 _DEATHS_BEFORE_ALONE = 2
 _DEADLINE_GRACE_S = 1.0
 _MAX_REFUSALS = 1000
-"""In a row. Each waits for news of the replica that refused, so this many mean that something is wrong."""
+"""Most refusals of one request in a row. After each, the request waits for a new report of the replica that refused,
+so this many mean a fault."""
 
 
 class ResumableRequest:
-    """What a request has given so far, on all the replicas it has been to."""
+    """State of a request across replicas: the output so far, and the replicas lost."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._request = request
@@ -48,20 +49,20 @@ class ResumableRequest:
 
     @property
     def is_isolated(self) -> bool:
-        """Whether the next replica must run nothing beside it."""
+        """True if the next replica must run the request alone."""
         return self.num_deaths >= _DEATHS_BEFORE_ALONE
 
     def to_resume(self) -> GenerateRequest:
-        """The request for the next replica: it goes on behind what has been given."""
+        """Return the request for the next replica, which continues behind the output so far."""
         request = replace(self._request, output_token_ids=tuple(self.output_token_ids), is_isolated=self.is_isolated)
         if self.output_token_ids:
-            # The prompt's scores came before the first token.
+            # The prompt's log probabilities came before the first token.
             request = replace(request, params=replace(request.params, prompt_logprobs=None))
         self._num_seen_here = 0
         return request
 
     def record(self, delta: TokenDelta) -> TokenDelta:
-        """Note a delta; it comes back without what the client has already, and without an error."""
+        """Note a delta; return it without its error and without the prompt log probabilities that the client has."""
         repeated = max(0, self._num_prompt_logprobs - self._num_seen_here)
         self._num_seen_here += len(delta.prompt_logprobs)
         self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_seen_here)
@@ -73,18 +74,18 @@ class ResumableRequest:
         return replace(delta, prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
 
     def record_migration(self, has_died: bool) -> None:
-        """Note that a replica was left."""
+        """Note that the request left a replica; `has_died` says that the replica died."""
         self.num_migrations += 1
         self.num_deaths += has_died
 
 
 class Dispatcher:
-    """Starts requests when flow control says, keeps the load table true, and owns the slow poll.
+    """Dispatcher of one ingress: sends requests to replicas, updates the load table and polls the replicas.
 
-    A request survives its replica: what it has already given is sent along to the next one, which goes on behind
-    it. Sampling depends on the seed and the index of a token alone, so the client's stream is the one it would
-    have been. A request that was there when two replicas died runs alone on the third; if that one dies too, it is
-    what kills them, and it is refused for good.
+    A request survives the loss of its replica. The next replica gets the output so far and continues behind it.
+    Sampling depends only on the seed and the index of a token, so the client's stream is the same as without the loss.
+    A request that was on two replicas when they died runs alone on the third. If the third dies too, the request is
+    taken for the cause and refused for good.
 
     Invariant: between its dispatch and its end a request is counted exactly once, on the replica that is known or
     expected to serve it.
@@ -94,7 +95,7 @@ class Dispatcher:
         self, client: ReplicaClient, flow: FlowController, observer: RouterObserver,
         poll_period_s: float = 1.0, unix_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`poll_period_s` bounds how long load that came by another ingress stays unknown."""
+        """`poll_period_s` bounds the time for which load from another ingress stays unknown, seconds."""
         self._client = client
         self._flow = flow
         self._table = flow.table
@@ -104,21 +105,21 @@ class Dispatcher:
         self._learning = asyncio.Lock()
 
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
-        """One stream of deltas per request. Closing a stream aborts its request.
+        """Return one stream of deltas per request. Closing a stream aborts its request.
 
-        A stream raises ServingError where its request fails, so no delta that it yields has an error; a stream
-        that ends otherwise ended with a finish reason. Requests with one prompt go to one replica, while it
-        has room, so that they share the prompt's blocks.
+        A stream raises ServingError if its request fails, so no delta that it yields has an error. Every other stream
+        ends with a finish reason. Requests with the same prompt go to one replica while that replica has room, so that
+        they share the prompt's blocks.
         """
         groups = {request.prompt_token_ids: SampleGroup() for request in requests}
         return [self._stream(request, groups[request.prompt_token_ids]) for request in requests]
 
     def headroom(self, band: Band) -> Headroom:
-        """What may still wait in a band of this ingress."""
+        """Return the limits of a band's queue in this ingress, and their present use."""
         return self._flow.headroom(band)
 
     def load(self) -> list[ReplicaView]:
-        """What is known of every replica, by id."""
+        """Return the known load of every replica, sorted by id."""
         return self._table.views()
 
     async def refresh(self) -> None:
@@ -134,19 +135,19 @@ class Dispatcher:
         self._flow.polled(polled)
 
     async def metrics(self) -> list[EngineMetrics]:
-        """Everything that every replica's engine counts."""
+        """Return everything that every replica's engine counts."""
         return await self._client.poll_metrics()
 
     async def model_card(self) -> ModelCard:
-        """What the replicas serve.
+        """Return the description of the model that the replicas serve.
 
         Raises:
-            NoReplicaAvailable: none is ready yet.
+            NoReplicaAvailable: no replica is ready yet.
         """
         return await self._client.describe()
 
     async def run(self) -> None:
-        """Poll all replicas until cancelled, so that new, idle and foreign load is known too."""
+        """Poll all replicas until cancelled, to learn of new replicas, idle ones and other ingresses' load."""
         while True:
             try:
                 await self.refresh()
@@ -160,7 +161,7 @@ class Dispatcher:
         deadline_s = self._deadline_s(request)
         if not self._table.views():
             await self._learn_replicas()
-        # From here until it is in line nothing may be awaited: what is admitted counts only once it waits.
+        # No `await` between here and the queue: an admitted request counts against the limits only once it is queued.
         arrival_index = self._flow.admit(request, deadline_s)
         while not resumable.is_finished:
             request = resumable.to_resume()
@@ -170,7 +171,7 @@ class Dispatcher:
                     async for delta in deltas:
                         resumable.first_s = resumable.first_s or self._table.now()
                         if resumable.is_finished:
-                            self._learn_end(request, resumable, started_s)  # Nobody may ask for more.
+                            self._learn_end(request, resumable, started_s)  # The reader may stop after this delta.
                         yield delta
             except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
                 if not resumable.is_finished:
@@ -179,7 +180,11 @@ class Dispatcher:
     async def _attempt(
         self, request: GenerateRequest, placement: Placement, resumable: ResumableRequest, deadline_s: float | None
     ) -> AsyncGenerator[TokenDelta, None]:
-        """What one replica gives of a request; ends or raises with the request's stay there."""
+        """Yield what one replica generates of a request, until the request ends there or leaves that replica.
+
+        Raises:
+            ServingError: the replica failed the request, refused it, or was lost.
+        """
         limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
         num_had = len(resumable.output_token_ids)
         try:
@@ -207,10 +212,10 @@ class Dispatcher:
             self._flow.settle(placement, request, len(resumable.output_token_ids) - num_had)
 
     def _learn(self, delta: TokenDelta, request: GenerateRequest, placement: Placement) -> None:
-        """Take in the load that a delta brings."""
+        """Update the load table from a delta."""
         if delta.stats is not None:
             if delta.stats.replica_id != placement.in_flight.replica_id:
-                # The replica that it was meant for did not take it, and gets nothing until it is heard of again.
+                # The intended replica did not take the request. It gets no more requests until it reports again.
                 self._table.forget(placement.in_flight.replica_id)
                 self._table.move(placement.in_flight, delta.stats.replica_id)
             self._flow.progressed(placement, request, len(delta.token_ids))
@@ -224,9 +229,9 @@ class Dispatcher:
         self._observer.finished(request.band, ttft_s, now - started_s, num_tokens)
 
     async def _learn_replicas(self) -> None:
-        """Fill an empty table, if replicas answer; a request can wait for the first one as well.
+        """Fill an empty load table from a poll. A failed poll is only logged: the request waits for the first replica.
 
-        Requests that come together share one poll.
+        Concurrent requests share one poll.
         """
         try:
             async with self._learning:
@@ -236,7 +241,11 @@ class Dispatcher:
             logger.warning("load poll failed", extra={"error": str(error)})
 
     def _leave_replica(self, resumable: ResumableRequest, request_id: str, error: ServingError) -> None:
-        """Note why a request left a replica; raises where it must not go to another."""
+        """Note that a request left a replica because of `error`.
+
+        Raises:
+            ServingError: the request must not go to another replica.
+        """
         fields = {"request_id": request_id, "cause": str(error)}
         if isinstance(error, Overloaded | NoReplicaAvailable):
             resumable.num_refusals += 1
@@ -266,13 +275,13 @@ class Dispatcher:
 
 
 async def _next_before(limit_s: float | None, deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta | None:
-    """The next delta; None: there is none.
+    """Return the next delta; None at the end of the stream.
 
-    The time limit, by the event loop's clock, is one of this wait: a reader that lags is not interrupted while it
-    does something else. It lies a little beyond the deadline, which the engine keeps itself.
+    `limit_s` is a time of the event loop's clock. It limits this wait alone, so a slow reader is not interrupted while
+    it processes a delta. It lies a little after the deadline, which the engine enforces itself.
 
     Raises:
-        DeadlineExceeded: none came in time.
+        DeadlineExceeded: no delta came in time.
     """
     if limit_s is None:
         return await anext(deltas, None)

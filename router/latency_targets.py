@@ -1,4 +1,4 @@
-"""How soon each band's requests should be answered, and which were."""
+"""Latency targets (SLOs) of a band, and the check of a request against them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Slo(Enum):
-    """What a request can be in time for."""
+    """Service level objective that a request can meet."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -16,7 +16,7 @@ class Slo(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LatencyTargets:
-    """How soon a band's requests should be answered; None: whenever."""
+    """Latency targets of one band; None: no target."""
 
     ttft_s: float | None = None
     """From the request's arrival at the router to its first output, seconds."""
@@ -24,7 +24,10 @@ class LatencyTargets:
     """(last - first output) / (output tokens - 1), seconds."""
 
     def attained(self, ttft_s: float | None, duration_s: float, num_tokens: int) -> list[Slo]:
-        """What a request that ended well was in time for; without a target, or without output to wait for, it was."""
+        """Return the targets that a request met which ended without an error.
+
+        A target is met if it is None, or if the request's output is too short to measure it.
+        """
         tpot_s = None if ttft_s is None or num_tokens < 2 else (duration_s - ttft_s) / (num_tokens - 1)
         met = [
             slo

@@ -1,4 +1,4 @@
-"""The Ray adapter of the router: obeys rankings, carries streams, turns Ray's errors into ours."""
+"""Ray adapter of the router: follows rankings, carries streams, translates Ray's errors into `ServingError`s."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from router.scaling.ingress_reports import IngressGossip, PollReply
 
 _WAKE_S = 1.0
 HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
-"""What a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
+"""Errors that a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
 
 
 class RankedRouter(RequestRouter):
-    """Tries replicas in the order of the call's `ranking` argument, one at a time.
+    """Request router of Serve that tries replicas in the order of the call's `ranking` argument, one at a time.
 
-    A replica id is the `unique_id` of Serve's. Replicas that are not in the ranking come last, in
-    one rank that Serve chooses from by queue length, as all do for a call without a ranking.
+    A replica id is the `unique_id` of Serve's replica id. Replicas that are not in the ranking form one last rank, from
+    which Serve chooses by queue length. A call without a ranking has only that rank.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of replicas, best first."""
+        """Return ranks of replicas, best first."""
         ranking = pending_request.kwargs.get("ranking", ()) if pending_request is not None else ()
         unranked = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         ranks = [[unranked.pop(replica_id)] for replica_id in ranking if replica_id in unranked]
@@ -48,12 +48,12 @@ class RankedRouter(RequestRouter):
 
 
 class ServeReplicaClient:
-    """Reaches the model replicas over a Serve deployment handle.
+    """Client of the model replicas over a Serve deployment handle; implements `router.types.ReplicaClient`.
 
-    See `router.types.ReplicaClient`. Polls carry the gossip between ingresses.
+    Polls carry the gossip between ingresses.
 
-    A replica that polls no longer reach though its streams go on is being stopped: Serve has taken it from its list.
-    It shows as draining then, and its end is no death.
+    A replica that no longer answers polls while its streams go on is being stopped: Serve has removed it from its list
+    of replicas. The client then reports it as draining, and its end does not count as a death.
     """
 
     def __init__(self, handle: DeploymentHandle[Any], gossip: IngressGossip, poll_timeout_s: float = 2.0) -> None:
@@ -66,10 +66,10 @@ class ServeReplicaClient:
         self._poll_timeout_s = poll_timeout_s
         self._num_streams: Counter[str] = Counter()
         self._missed: set[str] = set()
-        """Replicas with streams of ours that were in an earlier poll and not in the last one."""
+        """Replicas with open streams of this client that answered an earlier poll but not the last one."""
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request; closing the generator cancels it in the replica."""
+        """Yield the deltas of one request. Closing the generator cancels the request in the replica."""
         response = in_own_context(self._generate.remote, request, ranking=ranking, ingress_id=self._gossip.ingress_id)
         replica_id: str | None = None
         is_stopping = False
@@ -96,28 +96,32 @@ class ServeReplicaClient:
             response.cancel()
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        """The present load of every replica that answers; each hears what this ingress holds."""
+        """Return the present load of every replica that answers, and send each one this ingress's report."""
         replies = await self._poll_all()
         before = self._missed.union(stats.replica_id for stats in self._gossip.polled)
         polled = [reply.stats for reply in replies]
-        self._num_streams += Counter()  # drops those at zero
+        self._num_streams += Counter()  # Drops replicas without streams.
         self._missed = before.difference(stats.replica_id for stats in polled).intersection(self._num_streams)
         newest = {report.ingress_id: report for reply in replies for report in reply.peer_reports}
         self._gossip.polled, self._gossip.peer_reports = polled, list(newest.values())
         return polled
 
     async def wake(self) -> None:
-        """Have a replica started where there is none: a call that waits for one does that, if only for a moment."""
+        """Have a replica started where there is none, by a call that waits for one for at most 1 s."""
         with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(_WAKE_S):
                 await in_own_context(self._describe.remote)
 
     async def poll_metrics(self) -> list[EngineMetrics]:
-        """Everything that every replica's engine counts."""
+        """Return everything that every replica's engine counts."""
         return await self._broadcast("metrics")
 
     async def describe(self) -> ModelCard:
-        """What the replicas serve, as any one of them says; does not wake any where there are none."""
+        """Return the model description of any one replica. Does not have a replica started where there is none.
+
+        Raises:
+            ServingError: no replica is running, or the call failed.
+        """
         with contextlib.suppress(ReplicaLost):
             if not await self.poll_stats():
                 raise NoReplicaAvailable("no model replica is running yet", code="model_loading")
@@ -134,7 +138,7 @@ class ServeReplicaClient:
         try:
             replies: list[PollReply] = await self._broadcast("poll", self._gossip.own)
         except ReplicaLost:
-            # One that hangs would hide all others until Serve has noticed it: those known are asked one by one.
+            # A replica that hangs fails the whole broadcast until Serve notices it. Poll the known ones one by one.
             known = [stats.replica_id for stats in self._gossip.polled]
             asked = await asyncio.gather(*map(self._poll_one, known))
             replies = list({reply.stats.replica_id: reply for reply in asked if reply is not None}.values())
@@ -143,7 +147,7 @@ class ServeReplicaClient:
         return replies
 
     async def _poll_one(self, replica_id: str) -> PollReply | None:
-        """What one replica answers, or another one in its place; None if neither does."""
+        """Return the poll reply of one replica, or of another one in its place; None if there is no reply in time."""
         with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
             async with asyncio.timeout(self._poll_timeout_s):
                 reply: PollReply = await in_own_context(self._poll.remote, self._gossip.own, ranking=[replica_id])
@@ -151,12 +155,16 @@ class ServeReplicaClient:
         return None
 
     async def _broadcast(self, method_name: str, *args: object) -> list[Any]:
-        """What each replica answers; those that fail are left out."""
+        """Return the reply of each replica; failed calls are left out.
+
+        Raises:
+            ServingError: the broadcast as a whole failed or took longer than the poll timeout.
+        """
         try:
             response = self._handle.broadcast(method_name, *args)
             replies = await response.results_async(timeout_s=self._poll_timeout_s, return_exceptions=True)
         except DeploymentUnavailableError:
-            return []  # Serve's word for: there is no running replica
+            return []  # Serve raises this when no replica is running.
         except TimeoutError:
             raise ReplicaLost(f"a model replica did not answer `{method_name}` in {self._poll_timeout_s} s") from None
         except HANDLE_ERRORS as error:
@@ -169,25 +177,25 @@ def _as_draining(delta: TokenDelta) -> TokenDelta:
 
 
 def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    """Make a handle call that Serve does not take for a part of the HTTP request being served.
+    """Make a handle call in an empty context, so that Serve does not link it to the HTTP request being served.
 
-    Calls made for one HTTP request share its internal id, and Serve's router (2.60) finds a waiting
-    call by that id alone: of several concurrent ones all but one would wait for ever, at full speed.
+    Calls made for one HTTP request share its internal id, and Serve's router (2.60) finds a waiting call by that id
+    alone. Of several concurrent calls all but one would busy-wait for ever.
     """
     return contextvars.Context().run(call, *args, **kwargs)
 
 
 def is_cancelled() -> bool:
-    """Whether the current task is being cancelled.
+    """Return True if the current task is being cancelled.
 
-    If not, a CancelledError came from the replica: it gave up the call, as it does when it is being stopped.
+    Otherwise a CancelledError came from the replica, which gives up its calls when it is stopped.
     """
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 def _as_serving_error(error: Exception) -> ServingError:
-    """Our word for an error of Ray's; an error that the replica raised itself is unwrapped."""
+    """Translate an error of Ray's into a `ServingError`; a `ServingError` that the replica raised is unwrapped."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, ServingError):

@@ -1,4 +1,4 @@
-"""What the router's parts say to each other."""
+"""Values and interfaces that the router's folders share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, R
 
 
 class Outcome(Enum):
-    """How waiting for a replica ended; the words of llm-d's flow control."""
+    """Outcome of a request's wait for a replica, in the terms of llm-d's flow control."""
 
     DISPATCHED = "Dispatched"
     REJECTED_CAPACITY = "RejectedCapacity"
@@ -24,39 +24,43 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """What this ingress knows of one replica: its last report, and what we and others have there since."""
+    """Load of one replica as this ingress knows it: the last report, and the requests counted since."""
 
     stats: ReplicaStats
     age_s: float
-    """Seconds since `stats` came."""
+    """Seconds since `stats` arrived."""
     num_by_band: tuple[int, ...] = (0,) * len(Band)
-    """Requests there, running and waiting: ours exactly, those of others as last reported."""
+    """Requests on the replica, running and waiting. This ingress's own are exact; the others are as last reported."""
     own_by_band: tuple[int, ...] = (0,) * len(Band)
-    """Ours among them: those that this ingress has given the replica and that have not ended."""
+    """Requests among `num_by_band` that this ingress gave the replica and that have not ended."""
     outstanding_tokens: int = 0
-    """Tokens that those requests are expected to need still."""
+    """Tokens that the requests in `num_by_band` are expected to need still."""
     unseen_tokens: int = 0
-    """Prompt tokens of requests of ours that the last report cannot have counted yet."""
+    """Prompt tokens of this ingress's requests that the last report cannot have counted yet."""
 
     @property
     def num_in_flight(self) -> int:
-        """Requests of ours there, of any band."""
+        """Number of this ingress's requests on the replica, of all bands."""
         return sum(self.own_by_band)
 
     def num_free_slots(self, band: Band) -> int:
-        """Slots that a request of `band` would find, since it takes those of lower bands."""
+        """Return the number of slots that a request of `band` would find: free ones, and those of lower bands."""
         return 0 if self.stats.is_draining else self.stats.num_slots - sum(self.num_by_band[: band + 1])
 
     def num_free_tokens(self, band: Band) -> int:
-        """KV cache slots that a request of `band` would find: free ones, and those held by lower bands."""
+        """Return the number of KV cache slots that a request of `band` would find: free ones, and those of lower bands.
+
+        Prompt tokens that the last report has not counted are subtracted.
+        """
         held_below = sum(self.stats.num_held_blocks_by_band[band + 1 :])
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
         return num_blocks * self.stats.block_size - self.unseen_tokens
 
     def is_filled_by_other_ingresses(self, band: Band) -> bool:
-        """Whether requests of `band` run there and none is ours.
+        """Return True if requests of `band` run on the replica and none is of this ingress.
 
-        An ingress fills a slot that its own request leaves before any other hears of it, and so may keep them all.
+        The ingress whose request ends refills the slot before other ingresses learn that it is free, so it may keep
+        every slot.
         """
         has_running = self.stats.num_running_by_band[band] > 0
         return has_running and self.own_by_band[band] == 0 and not self.stats.is_draining
@@ -64,54 +68,54 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What a policy knows of a request."""
+    """Request as a routing policy sees it."""
 
     request: GenerateRequest
     expected_output_tokens: int
     block_hashes: Sequence[bytes]
-    """Of the prompt's full blocks, as the engine computes them."""
+    """Hashes of the prompt's full blocks, as the engine computes them."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens and the output expected."""
+        """Number of prompt tokens and expected output tokens."""
         return len(self.request.prompt_token_ids) + self.expected_output_tokens
 
 
 class Reason(Enum):
-    """Why a replica comes first in a ranking."""
+    """Reason for the first place in a ranking."""
 
     SAME_PROMPT = "same_prompt"
-    """A request with the same prompt, of one client's call, went there."""
+    """The replica got another request of the same call with the same prompt."""
     PREFIX_HIT = "prefix_hit"
-    """It holds the beginning of the prompt, and has not too much to do for that to count."""
+    """The replica holds the beginning of the prompt, and its load is low enough for that to count."""
     PREFIX_OVERRIDDEN = "prefix_overridden"
-    """Another one holds more of the prompt, but has no room or too much to do."""
+    """Another replica holds more of the prompt, but has no room or too high a load."""
     AFFINITY = "affinity"
-    """Several have equally little to do; the request's key, or its first block, always chooses the same of them."""
+    """Several replicas have equally little load; the hash of the request's key or of its first block chose one."""
     LEAST_LOADED = "least_loaded"
-    """It has less to do than the others."""
+    """The replica has the least load."""
     ROUND_ROBIN = "in_turn"
-    """It is its turn."""
+    """Round robin chose the replica."""
     RANDOM = "drawn"
-    """It was drawn by lot."""
+    """Several replicas have equally little load; one was drawn at random."""
     SINGLE_CANDIDATE = "only_one"
-    """No other has room."""
+    """No other replica has room."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Replica ids, best first, at least one; and why the first is."""
+    """Ranking of at least one replica, by id and best first, with the reason for the first place."""
 
     replica_ids: list[str]
     reason: Reason
 
     @property
     def first(self) -> str:
-        """The replica that the request is meant for."""
+        """Replica that the request is meant for."""
         return self.replica_ids[0]
 
     def with_first(self, replica_id: str | None, reason: Reason) -> Ranking:
-        """The ranking with this replica first, for this reason; unchanged where it is not ranked at all."""
+        """Return the ranking with this replica first, for this reason; unchanged if the replica is not in it."""
         if replica_id not in self.replica_ids:
             return self
         return Ranking(sorted(self.replica_ids, key=lambda other: other != replica_id), reason)
@@ -119,32 +123,32 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """What may wait in one band of this ingress, and what does."""
+    """Limits of one band's queue in this ingress, and their present use."""
 
     max_requests: int
     num_requests: int
     max_tokens: int
-    """Prompt and output expected."""
+    """Most tokens that may wait: prompt tokens and expected output tokens."""
     num_tokens: int
     wait_s: float | None
-    """Until a request that came now would start, seconds; None: nothing is known of the replicas' speed."""
+    """Predicted wait of a request that arrives now, seconds; None: the replicas' speed is unknown."""
     max_wait_s: float | None = None
-    """Nothing is accepted that is predicted to wait longer, seconds; None: however long."""
+    """Longest predicted wait at which a request is accepted, seconds; None: no limit."""
 
     @property
     def num_requests_left(self) -> int:
-        """How many more would be accepted."""
-        # What comes back after a dispatch waits beyond the limits.
+        """Number of requests that the band still accepts."""
+        # Requests that come back after a dispatch wait beyond the limits.
         return 0 if self._is_too_late else max(0, self.max_requests - self.num_requests)
 
     @property
     def num_tokens_left(self) -> int:
-        """How many more would be accepted."""
+        """Number of tokens that the band still accepts."""
         return 0 if self._is_too_late else max(0, self.max_tokens - self.num_tokens)
 
     @property
     def reset_s(self) -> float | None:
-        """Until all that may wait is left again, seconds, if nothing more comes; None: unknown."""
+        """Seconds until the band's queue is empty again if no more requests arrive; None: unknown."""
         return self.wait_s if self.num_requests or self._is_too_late else 0.0
 
     @property
@@ -153,70 +157,76 @@ class Headroom:
 
 
 class RoutingPolicy(Protocol):
-    """Chooses where a request goes. Synchronous, no I/O, deterministic given its RNG."""
+    """Policy that ranks replicas for a request. Synchronous, without I/O, and deterministic given its RNG."""
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """The replicas in `views`, of which there is at least one."""
+        """Rank the replicas in `views`, of which there is at least one."""
         ...
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
-        """Learn that a request was given to a replica; prompt tokens that it will have to compute there."""
+        """Note that a request was given to a replica; return the prompt tokens that the replica has to compute."""
         ...
 
     def forget(self, replica_id: str) -> None:
-        """Learn that a replica is gone."""
+        """Note that a replica is gone."""
         ...
 
 
 class RouterObserver(Protocol):
-    """Hears what the router does; metrics are made of it."""
+    """Observer of the router's events; the ingress's metrics are one."""
 
     def waited(self, band: Band, outcome: Outcome, seconds: float) -> None:
-        """A request's waiting ended."""
+        """Note that a request's wait ended with `outcome` after `seconds`."""
         ...
 
     def decided(self, reason: Reason) -> None:
-        """A request was given to the first replica of a ranking."""
+        """Note that a request was given to the first replica of a ranking."""
         ...
 
     def promoted(self, band: Band) -> None:
-        """A band that had starved was served first."""
+        """Note that a request of a starved band was promoted."""
         ...
 
     def migrated(self, outcome: str) -> None:
-        """A request whose replica was lost went on elsewhere (`resumed`, `restarted`) or did not (`failed`)."""
+        """Note the outcome for a request whose replica was lost.
+
+        It went on elsewhere behind its output (`resumed`), began anew elsewhere (`restarted`), or ended (`failed`).
+        """
         ...
 
     def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
-        """A request ended well, so long after it came; `ttft_s` is when its first delta came, None: there was none."""
+        """Note that a request ended without an error, `duration_s` after its arrival.
+
+        `ttft_s` is the time from its arrival to its first delta; None: there was no delta.
+        """
         ...
 
 
 class ReplicaClient(Protocol):
-    """Reaches the model replicas; the Ray adapter is `serve_router.ServeReplicaClient`.
+    """Client of the model replicas; the Ray adapter is `serve_router.ServeReplicaClient`.
 
     Every method raises only `ServingError`s.
     """
 
     def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """The deltas of one request, served by the first replica of `ranking` that takes it.
+        """Yield the deltas of one request, served by the first replica of `ranking` that takes it.
 
         Replicas that are not in `ranking` are tried last. Closing the generator aborts the request.
         """
         ...
 
     async def poll_stats(self) -> list[ReplicaStats]:
-        """The present load of every replica that answers."""
+        """Return the present load of every replica that answers."""
         ...
 
     async def poll_metrics(self) -> list[EngineMetrics]:
-        """Everything that every replica's engine counts."""
+        """Return everything that every replica's engine counts."""
         ...
 
     async def describe(self) -> ModelCard:
-        """What the replicas serve.
+        """Return the description of the model that the replicas serve.
 
         Raises:
-            NoReplicaAvailable: none is ready yet.
+            NoReplicaAvailable: no replica is ready yet.
         """
         ...

@@ -1,1 +1,1 @@
-"""Test kit of tests and benchmarks: fakes with behaviour, simulated time, tiny models, served applications."""
+"""Test kit for tests and benchmarks: fakes with behaviour, simulated time, tiny models, served applications."""

@@ -1,6 +1,6 @@
-"""How long tests wait for what must happen: they say what comes, never how fast, on however busy a machine."""
+"""Time limits of waits in tests. They are generous: tests check that something happens, not how fast."""
 
 LIMIT_S = 300.0
-"""For an answer, or a change of state."""
+"""Limit in seconds for an answer or a change of state."""
 START_LIMIT_S = 900.0
-"""For an application, from nothing: imports, a Ray cluster, the first compilation of kernels."""
+"""Limit in seconds for starting an application: imports, a Ray cluster, the first compilation of kernels."""

@@ -1,1 +1,1 @@
-"""The classic ways to batch requests, as policies over our own engine, beside continuous batching."""
+"""Classic ways to batch requests, as policies over Headway's engine, compared with continuous batching."""

@@ -1,6 +1,6 @@
-"""Every classic batcher beside continuous batching on one trace: `python -m bench.baselines`.
+"""Every classic batcher compared with continuous batching on one trace: `python -m bench.baselines`.
 
-The model, its kernels, the KV cache, `max_num_seqs` and the tokens of a step are the same for all; the last row is
+The model, its kernels, the KV cache, `max_num_seqs` and the tokens of a step are the same for all. The last row is
 transformers' `generate()` in static batches, with its own cache and kernels.
 """
 
@@ -38,7 +38,7 @@ from replicas.protocol import ReplicaIdentity
 
 _GENERATE = "transformers generate(), fixed size"
 _COMPARED = "fixed size, no padding"
-"""Continuous batching does what this does, save that slots do not idle: so the gain between the two is the lengths'."""
+"""Base of the gain. Continuous batching differs only in that slots do not idle, so the gain is due to the lengths."""
 _MAX_MODEL_LEN = 1024
 
 
@@ -59,13 +59,13 @@ class Comparison:
         self.num_slots_tokens = self._runner.num_blocks * self._runner.block_size
 
     def continuous(self, trace: Sequence[TraceRequest]) -> Outcome:
-        """Our own way."""
+        """Serve the trace with continuous batching."""
         engine = self._engine()
         answers = serve_continuously(trace, engine, Timeline())
         return outcome_of(CONTINUOUS, trace, answers, engine.figures())
 
     def static(self, trace: Sequence[TraceRequest], only: str) -> list[Outcome]:
-        """Every batcher whose name contains `only`."""
+        """Serve the trace with every batcher whose name contains `only`."""
         outcomes = []
         for method in methods(self._limits):
             if only in method.name:
@@ -77,7 +77,7 @@ class Comparison:
         return outcomes
 
     def costs(self, trace: Sequence[TraceRequest]) -> StepCosts:
-        """Of decode steps behind a prompt as long as the trace's are on average, and of prompts."""
+        """Measure decode steps after a prompt of the trace's mean length, and the prompts."""
         num_tokens = round(fmean(len(request.prompt) for request in trace))
         longest = max((request.prompt for request in trace), key=len)
         runner = RaggedBatches(self._engine())
@@ -96,7 +96,7 @@ class Comparison:
 
 
 def main() -> None:
-    """Run all, print the table and what the lengths allow, write the figures."""
+    """Run all methods, print the table and the allowed gain, write the figures."""
     arguments = _parse()
     spec = TraceSpec(num_requests=arguments.requests, requests_per_s=arguments.rate)
     trace = make_trace(spec)
@@ -124,17 +124,17 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="replicas/demo", help="directory")
+    parser.add_argument("--model", default="replicas/demo", help="directory of the model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--kv-cache-mib", type=int, default=512)
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--rate", type=float, default=16.0, help="requests a second; more than can be served")
-    parser.add_argument("--only", default="", help="batchers whose names contain this")
+    parser.add_argument("--rate", type=float, default=16.0, help="requests per second; more than the engine can serve")
+    parser.add_argument("--only", default="", help="run only batchers whose name contains this")
     parser.add_argument("--no-generate", action="store_true", help="leave transformers' generate() out")
-    parser.add_argument("--name", default="baselines", help="of the result file")
+    parser.add_argument("--name", default="baselines", help="name of the result file")
     arguments = parser.parse_args()
     arguments.model = str(Path(arguments.model).resolve())
     return arguments

@@ -1,4 +1,4 @@
-"""Static batches, and continuous batching, on one engine: the same model, kernels, KV cache and step limits."""
+"""Static and continuous batching on one engine: the same model, kernels, KV cache and step limits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from replicas.engine.engine import Engine
 from replicas.protocol import Band, GenerateRequest, SamplingParams
 
 TokenTimes = dict[int, list[float]]
-"""The moments at which each request's output tokens came, by request number."""
+"""Arrival times of each request's output tokens, by request number."""
 
 _PADDING_TOKEN_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What an engine has computed."""
+    """Totals of an engine's steps."""
 
     num_steps: int
     num_tokens: int
@@ -28,7 +28,7 @@ class StepFigures:
 
 
 class EngineBatches:
-    """An engine that is given a batch, or single requests."""
+    """Engine that takes requests of a batch or of a trace and records token times."""
 
     def __init__(self, engine: Engine, timeline: Timeline) -> None:
         self._engine = engine
@@ -38,11 +38,11 @@ class EngineBatches:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything has not ended."""
+        """True if a request has not ended."""
         return self._engine.has_work
 
     def add(self, prompt: tuple[int, ...], num_output_tokens: int, band: Band) -> list[float]:
-        """Let the engine continue a prompt by exactly so many tokens; the list fills as they come."""
+        """Continue a prompt by exactly `num_output_tokens` tokens; return the list that their times are appended to."""
         request_id = str(next(self._ids))
         params = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
         self._engine.add(GenerateRequest(request_id, prompt, params, band))
@@ -50,7 +50,7 @@ class EngineBatches:
         return self._times[request_id]
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Run one step of the engine."""
         deltas = self._engine.step()
         now = self._timeline.clock()
         for delta in deltas:
@@ -58,7 +58,7 @@ class EngineBatches:
             self._times[delta.request_id] += [now] * len(delta.token_ids)
 
     def figures(self) -> StepFigures:
-        """Everything computed so far."""
+        """Return the totals so far."""
         histograms = {histogram.name: histogram for histogram in self._engine.metrics().histograms}
         tokens = histograms["vllm:iteration_tokens_total"]
         utilization = histograms["headway:batch_utilization"]
@@ -67,13 +67,13 @@ class EngineBatches:
 
 
 class RaggedBatches:
-    """A batch without padding: a slot whose sequence has ended computes nothing, and idles until the longest ends."""
+    """Batch without padding: the slot of an ended sequence computes nothing and idles until the longest ends."""
 
     def __init__(self, engine: EngineBatches) -> None:
         self._engine = engine
 
     def run(self, batch: Sequence[TraceRequest]) -> TokenTimes:
-        """Run `batch` to the end of its longest."""
+        """Run `batch` to the end of its longest request."""
         times = {r.number: self._engine.add(r.prompt, r.num_output_tokens, Band.STANDARD) for r in batch}
         while self._engine.has_work:
             self._engine.step()
@@ -81,17 +81,17 @@ class RaggedBatches:
 
 
 class PaddedBatches:
-    """A rectangle: prompts as long as the longest, and every row computed until the longest output has ended.
+    """Rectangular batch: prompts padded to the longest, and every row computed until the longest output has ended.
 
-    Padding stands before the prompt and is computed like any token, which costs what masking it would. It changes
-    which tokens come, not how many or when.
+    Padding tokens stand before the prompt and are computed like any token, at the same cost as masked ones. Padding
+    changes the token values, not their number or times.
     """
 
     def __init__(self, engine: EngineBatches) -> None:
         self._engine = engine
 
     def run(self, batch: Sequence[TraceRequest]) -> TokenTimes:
-        """Run `batch` to the end of its longest; what a row computes beyond its own end is thrown away."""
+        """Run `batch` to the end of its longest request; drop the tokens that a row computes after its own end."""
         width = max(len(request.prompt) for request in batch)
         num_output_tokens = max(request.num_output_tokens for request in batch)
         times: TokenTimes = {}

@@ -1,4 +1,4 @@
-"""transformers' `generate()` as the runner of static batches."""
+"""transformers' `generate()` as a runner of static batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _TORCH_NAMES = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
 
 
 class GenerateBatches:
-    """The plain model, in the dtype that our own loader would choose."""
+    """The plain model, in the dtype that Headway's loader would choose."""
 
     def __init__(self, model: str, dtype: str, num_threads: int) -> None:
         chosen = _TORCH_NAMES[str(choose_dtype(dtype, choose_device("cpu")))]
         self._model = StaticGenerate(Namespace(model=model, dtype=chosen, threads=num_threads, static=10**6))
 
     def run(self, batch: Sequence[TraceRequest]) -> TokenTimes:
-        """Run `batch`, left-padded, to the end of its longest."""
+        """Run `batch`, left-padded, to the end of its longest request."""
         requests = [PeerRequest(r.number, r.prompt, r.num_output_tokens) for r in batch]
         return self._model.run(requests, concurrency=1).token_s

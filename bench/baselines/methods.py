@@ -1,4 +1,4 @@
-"""The ways of batching that are compared, each with the limits they share."""
+"""Compared batching methods, with the limits they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONTINUOUS = "continuous"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What every method is given alike, and the waits that the textbook leaves open."""
+    """Limits common to all methods, and the waiting times that the textbook leaves open."""
 
     max_num_seqs: int = 16
     num_slots_tokens: int = 1_000_000
@@ -20,15 +20,15 @@ class Limits:
     window_s: float = 0.1
     """Wait of the time window."""
     max_wait_s: float = 1.0
-    """Longest that a partial batch waits for company in the other methods."""
+    """Longest wait of a partial batch in the other methods."""
     target_s: float = 10.0
-    """How long the adaptive method lets a batch take."""
+    """Target duration of a batch of the adaptive method."""
     bucket_bounds: tuple[int, ...] = (64, 128, 192)
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A policy by name, and whether its batches are rectangles."""
+    """Policy by name, with or without padded batches."""
 
     name: str
     make_policy: Callable[[], Policy]
@@ -36,7 +36,7 @@ class Method:
 
 
 def methods(limits: Limits) -> list[Method]:
-    """Sequential serving, then every classic batcher without and with padding."""
+    """Return sequential serving, then every classic batcher without and with padding."""
     size, wait_s = limits.max_num_seqs, limits.max_wait_s
     makers: dict[str, Callable[[], Policy]] = {
         "fixed size": lambda: FixedSize(size, wait_s),

@@ -1,4 +1,4 @@
-"""What a run of one method came to."""
+"""Figures of one method's run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.load.percentiles import percentile
 
 
 class WrongAnswers(Exception):
-    """A method lost a request, or answered with the wrong number of tokens."""
+    """Lost request, or answer with the wrong number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +20,30 @@ class Outcome:
 
     method: str
     tokens_per_s: float
-    """Output tokens that were asked for / time from the first arrival to the last token."""
+    """Requested output tokens / time from the start of the trace to the last token."""
     padding_efficiency: float | None
-    """Tokens that somebody needed / tokens computed."""
+    """Needed tokens / computed tokens."""
     utilization: float | None
-    """Mean share of the slots that computed something, needed or not, over the steps."""
+    """Mean share of the slots that computed in a step, needed or not."""
     ttft_p50_s: float
     ttft_p99_s: float
     latency_p50_s: float
     latency_p99_s: float
     urgent_latency_p50_s: float | None
-    """The same of the urgent requests alone."""
+    """Median latency of the urgent requests alone."""
 
 
 def outcome_of(method: str, trace: Sequence[TraceRequest], answers: TokenTimes, steps: StepFigures | None) -> Outcome:
-    """Check that everybody was answered in full, once; then the figures, without `steps` not all of them.
+    """Check that every request was answered in full, once; return the figures, without `steps` not all of them.
 
     Raises:
-        WrongAnswers: somebody was not.
+        WrongAnswers: a request was not.
     """
     wrong = [r.number for r in trace if len(answers.get(r.number, ())) != r.num_output_tokens]
     if wrong or len(answers) != len(trace):
         raise WrongAnswers(f"{method}: requests {wrong[:5]} of {len(trace)}, {len(answers)} answers")
     num_output = sum(request.num_output_tokens for request in trace)
-    num_needed = sum(request.num_tokens - 1 for request in trace)  # Nobody computes the last token.
+    num_needed = sum(request.num_tokens - 1 for request in trace)  # the last token is never computed
     efficiency = num_needed / steps.num_tokens if steps else None
     latencies_s = [answers[request.number][-1] - request.arrival_s for request in trace]
     ttfts_s = [answers[request.number][0] - request.arrival_s for request in trace]

@@ -1,7 +1,7 @@
-"""When a static batch starts, and who is in it.
+"""Policies of static batching: start time and members of each batch.
 
-A policy sees what waits, in order of arrival, whenever the device is free; it chooses some of it, or nothing yet.
-None lets a partial batch wait for ever: after `max_wait_s` the oldest request goes with whatever there is.
+A policy sees the waiting requests, in order of arrival, whenever the device is free. It chooses some of them, or none
+yet. No partial batch waits for ever: after a maximum wait the oldest request runs, with other waiting requests.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ Waiting = Sequence[TraceRequest]
 
 
 class Policy(Protocol):
-    """One way to make batches."""
+    """One way to form batches."""
 
     def choose(self, waiting: Waiting, now: float) -> Waiting:
-        """Those of `waiting` to run now; empty: not yet."""
+        """Return the requests of `waiting` to run now; empty: not yet."""
         ...
 
     def wakes_s(self, waiting: Waiting) -> float:
-        """When `choose` may say something else of a non-empty `waiting` though nothing has arrived."""
+        """Return the time at which `choose` may change its answer for a non-empty `waiting` without new arrivals."""
         ...
 
     def batch_ended(self, batch: Waiting, duration_s: float) -> None:
-        """Learn from a batch that took so long."""
+        """Update the policy with a batch and its duration."""
         ...
 
 
@@ -35,7 +35,7 @@ class FixedSize:
     """Batches of one size.
 
     1. Wait for `batch_size` requests; take the oldest.
-    2. If the oldest has waited `max_wait_s`, take what there is.
+    2. If the oldest has waited `max_wait_s`, take all that wait.
 
     With a size of 1 this is sequential serving; with a short wait it is a time window.
     """
@@ -56,9 +56,9 @@ class FixedSize:
 
 
 class Adaptive:
-    """A batch size that follows how long batches take. Waiting for the device is not counted: size is no cure for it.
+    """Batch size that follows the duration of batches. Waiting for the device does not count: size cannot cure it.
 
-    1. As `FixedSize`, with the present size, which begins at 1, and a wait of a quarter of the target.
+    1. Like `FixedSize`, with the current size, which begins at 1, and a wait of a quarter of the target.
     2. After a full batch that took less than 0.8 times the target, the size grows by 1, up to `max_batch_size`.
     3. After a batch that took longer than the target, it is halved.
     """
@@ -86,7 +86,7 @@ class Priority:
 
     1. When `batch_size` requests wait, or the oldest has waited `max_wait_s`: take the most urgent band first, and
        the oldest first within a band.
-    2. The oldest request is in the batch that its waiting started, whatever its band: none starves.
+    2. The oldest request is in the batch that its waiting started, in any band: none starves.
     """
 
     def __init__(self, batch_size: int, max_wait_s: float) -> None:
@@ -112,8 +112,8 @@ class LengthBucketed:
     """Prompts of similar length together.
 
     1. A request belongs to the bucket of the first of `bounds` that its prompt does not exceed.
-    2. If the oldest request has waited `max_wait_s`, its bucket goes, full or not.
-    3. Otherwise the first bucket with `batch_size` requests goes.
+    2. If the oldest request has waited `max_wait_s`, its bucket runs, full or not.
+    3. Otherwise the first bucket with `batch_size` requests runs.
     """
 
     def __init__(self, batch_size: int, max_wait_s: float, bounds: Sequence[int]) -> None:
@@ -140,11 +140,11 @@ class LengthBucketed:
 
 
 class MemoryLimited:
-    """As many as the KV cache surely holds.
+    """Batches that surely fit the KV cache.
 
     1. Take the oldest requests while their number x the longest of them, prompt and output, fits `num_slots_tokens`,
-       and there are not more than `max_batch_size`. One always fits.
-    2. That goes when the next does not fit, or when the oldest has waited `max_wait_s`.
+       up to `max_batch_size`. One request always fits.
+    2. Run them when the next request does not fit, or when the oldest has waited `max_wait_s`.
     """
 
     def __init__(self, num_slots_tokens: int, max_batch_size: int, max_wait_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Gives a trace's requests, as they arrive, to a way of batching; one thread, as the device is one."""
+"""Loop that gives a trace's requests, as they arrive, to a batching method; one thread, for one device."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from bench.baselines.trace import TraceRequest
 
 
 class BatchRunner(Protocol):
-    """Runs a whole batch."""
+    """Runner of a whole batch."""
 
     def run(self, batch: Sequence[TraceRequest]) -> TokenTimes:
-        """Every request of `batch`, exactly as many tokens as it wants; moments of the timeline's clock."""
+        """Compute exactly the requested number of tokens for every request; return times of the timeline's clock."""
         ...
 
 
 def serve_in_batches(
     trace: Sequence[TraceRequest], policy: Policy, runner: BatchRunner, timeline: Timeline
 ) -> TokenTimes:
-    """One batch after the other until every request is answered; seconds after the trace began.
+    """Run one batch after another until every request is answered; times are seconds after the start of the trace.
 
-    What the policy chose leaves the queue here, and all that the runner answers is kept: nothing can be lost
-    or answered twice.
+    Chosen requests leave the queue here, and all answers are kept: none can be lost or given twice.
     """
     started_s = timeline.clock()
     arriving, waiting = deque(trace), list[TraceRequest]()
@@ -52,7 +51,7 @@ def serve_in_batches(
 
 
 def serve_continuously(trace: Sequence[TraceRequest], engine: EngineBatches, timeline: Timeline) -> TokenTimes:
-    """Every request goes to the engine when it arrives; seconds after the trace began."""
+    """Give every request to the engine on arrival; times are seconds after the start of the trace."""
     started_s = timeline.clock()
     arriving = deque(trace)
     times: TokenTimes = {}

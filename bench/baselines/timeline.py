@@ -1,4 +1,4 @@
-"""Time of a run: real, or simulated by whoever moves the clock."""
+"""Time of a run, real or simulated."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _SHORTEST_SLEEP_S = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A clock that counts from some moment, and a way to let it go on."""
+    """Clock with an arbitrary origin, and a sleep that advances it."""
 
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
 
     def sleep_until(self, moment_s: float) -> None:
-        """Return at `moment_s` or a little later; a little time passes in any case."""
+        """Return at `moment_s` or a little later; at least a short time passes."""
         self.sleep(max(_SHORTEST_SLEEP_S, moment_s - self.clock()))

@@ -13,35 +13,35 @@ _URGENT_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A prompt, how many tokens its answer has, and when it comes."""
+    """A prompt with its arrival time and the number of its output tokens."""
 
     number: int
     arrival_s: float
-    """Seconds after the trace begins."""
+    """Seconds after the start of the trace."""
     prompt: tuple[int, ...]
     num_output_tokens: int
     band: Band = Band.STANDARD
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output."""
+        """Number of prompt and output tokens."""
         return len(self.prompt) + self.num_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSpec:
-    """A trace, reproducible."""
+    """Parameters of a reproducible trace."""
 
     num_requests: int = 48
     requests_per_s: float = 8.0
-    """Poisson arrivals. More than the engine can do, so that tokens a second are its own and not the load's."""
+    """Rate of Poisson arrivals. It exceeds the engine's capacity, so that tokens/s measure the engine, not the load."""
     prompt_tokens: tuple[int, int] = (32, 256)
     output_tokens: tuple[int, int] = (16, 192)
     seed: int = 0
 
 
 def make_trace(spec: TraceSpec) -> list[TraceRequest]:
-    """Lengths uniform between the bounds; one request in ten is urgent; in order of arrival."""
+    """Return requests in order of arrival, with lengths uniform between the bounds; one in ten is urgent."""
     rng = random.Random(spec.seed)
     requests, arrival_s = [], 0.0
     for number in range(spec.num_requests):

@@ -1,4 +1,4 @@
-"""Do graphs, and steps launched before the last one's tokens are known, give the tokens of plain steps?"""
+"""Check that CUDA graphs and async scheduling give the tokens of plain steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARAMS = (
 
 
 def check_ahead(architecture: str, device: Device, *, compile_layers: bool = False) -> Check:
-    """Sequences of every kind, in float32: captured and a step ahead against one operation and one step at a time."""
+    """Compare sequences of every kind in float32: graphs and async scheduling against plain steps."""
     with tempfile.TemporaryDirectory() as directory:
         path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
         loaded = load(path, device=device, compile_layers=compile_layers)
@@ -44,12 +44,12 @@ def check_ahead(architecture: str, device: Device, *, compile_layers: bool = Fal
 
 
 def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:
-    """Each sequence's tokens, and how many graphs there were to replay."""
+    """Return each sequence's tokens, and the number of captured graphs."""
     limits = EngineLimits(max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70)
     options = RunnerOptions(kv_cache_bytes=2**22, gpu_memory_utilization=0.4, enforce_eager=not is_ahead)
     runner = build_runner(loaded, limits, options)
     config = EngineConfig(
-        num_blocks=min(60, runner.num_blocks),  # So few that some are preempted.
+        num_blocks=min(60, runner.num_blocks),  # so few that some are preempted
         max_model_len=200,
         block_size=runner.block_size,
         max_num_seqs=_MAX_NUM_SEQS,

@@ -1,4 +1,4 @@
-"""The outcome of one check."""
+"""Outcome of one check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whether one promise holds on the device."""
+    """Outcome of one check on the device."""
 
     name: str
     passed: bool

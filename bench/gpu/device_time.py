@@ -1,4 +1,4 @@
-"""Where a device's time goes: marks between steps, and what a profiler saw."""
+"""Device time: marks between steps, and the share of time that profiled work covers."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from replicas.model.runner import TorchModelRunner
 
 
 class Mark(Protocol):
-    """A moment in the order of the device's work."""
+    """Moment in the order of the device's work."""
 
     def ms_until(self, later: Self) -> float:
-        """Milliseconds between two marks, once the device has passed both."""
+        """Return the milliseconds between two marks, once the device has passed both."""
         ...
 
 
 class CudaMark:
-    """The moment at which the device has done what was launched so far."""
+    """Moment at which the device has completed the work launched so far."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._event.record()
 
     def ms_until(self, later: Self) -> float:
-        """Milliseconds to a later mark; waits for it."""
+        """Return the milliseconds to a later mark; wait for it."""
         later._event.synchronize()
         return float(self._event.elapsed_time(later._event))
 
 
 def num_graphs(runner: TorchModelRunner) -> int:
-    """Batch sizes of decodes that are replayed from graphs."""
+    """Return the number of decode batch sizes with a captured graph."""
     return 0 if runner._decode_graphs is None else len(runner._decode_graphs._graphs)
 
 
 class MarkedRunner:
-    """Passes steps on, and marks where each ends on the device."""
+    """Runner that passes steps on and marks the end of each on the device."""
 
     def __init__(self, runner: ModelRunner, mark: Callable[[], Mark]) -> None:
         self._runner = runner
@@ -54,13 +54,13 @@ class MarkedRunner:
         return step
 
     def take_periods_ms(self) -> list[float]:
-        """Milliseconds from each step's end to the next one's, of the steps since the last call."""
+        """Return the milliseconds from each step's end to the next one's, for the steps since the last call."""
         marks, self.marks = self.marks, []
         return [earlier.ms_until(later) for earlier, later in pairwise(marks)]
 
 
 def covered_share(intervals: Iterable[tuple[float, float]]) -> float | None:
-    """Share of the time from the first start to the last end that some interval covers; None without intervals."""
+    """Return the share of the time from first start to last end that intervals cover; None without intervals."""
     ordered = sorted(intervals)
     if not ordered:
         return None

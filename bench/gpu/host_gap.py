@@ -1,10 +1,10 @@
-"""How long the device waits for the host between two decodes, and what running a step ahead and CUDA graphs save.
+"""Time that the device waits for the host between decodes, with and without async scheduling and CUDA graphs.
 
     python -m bench.gpu.host_gap
 
-A step's gap is the time between its end on the device and the one before, less the time that the device needs for it:
-what it takes when the next steps are in its queue already. The busy share by the profiler is another way to see the
-same, and slows the host down a little.
+A step's gap is the time between its end on the device and that of the step before, less the time that the device needs
+for it. That time is measured with the next steps already in the device's queue. The profiler's busy share is a second
+measure of the same and slows the host down a little.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class HostGap:
     is_async: bool
     has_graphs: bool
     device_ms: float
-    """What the device needs for a step whose successors are in its queue."""
+    """Device time of a step with its successors already in the queue."""
     period_p50_ms: float
     period_p99_ms: float
     gap_p50_ms: float
     gap_p99_ms: float
     busy_share: float
-    """Of the device's time, by marks."""
+    """Busy share of the device's time, by marks."""
     profiled_busy_share: float | None
-    """Of the device's time, by the profiler's kernels and copies; None where it saw none."""
+    """Busy share of the device's time, by the profiler's kernels and copies; None if it saw none."""
     tokens_per_s: float
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line of text."""
         return (
             f"{self.num_seqs:3} sequences, {'a step ahead' if self.is_async else 'in turn':12} "
             f"{'graphs' if self.has_graphs else 'eager':6} gap {self.gap_p50_ms:.3f} ms p50 {self.gap_p99_ms:.3f} p99, "
@@ -72,7 +72,7 @@ def summarise(
     periods_ms: list[float], device_ms: float, num_seqs: int, profiled_busy_share: float | None, *, is_async: bool,
     has_graphs: bool,
 ) -> HostGap:  # fmt: skip
-    """Gaps are what is left of the periods beyond `device_ms`, at least nothing."""
+    """Return the figures; a gap is the part of a period beyond `device_ms`, at least 0."""
     gaps_ms = [max(0.0, period_ms - device_ms) for period_ms in periods_ms]
     mean_ms = sum(periods_ms) / len(periods_ms)
     return HostGap(
@@ -119,7 +119,7 @@ def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool) -> HostG
 
 
 def device_ms(runner: TorchModelRunner, num_seqs: int) -> float:
-    """Milliseconds that the device needs for a decode of `num_seqs` sequences when it never waits for the host."""
+    """Return the device's milliseconds for a decode of `num_seqs` sequences when it never waits for the host."""
     marked = MarkedRunner(runner, CudaMark)
     items = []
     for number in range(num_seqs):
@@ -135,7 +135,7 @@ def device_ms(runner: TorchModelRunner, num_seqs: int) -> float:
 
 
 def measure_all(make_model: MakeModel) -> list[HostGap]:
-    """Many sequences with graphs, in turn and a step ahead; one sequence with and without graphs, too."""
+    """Measure many sequences and one, each with and without graphs, and with and without async scheduling."""
     gaps: list[HostGap] = []
     loaded = make_model()
     for has_graphs in (True, False):
@@ -153,7 +153,7 @@ def measure_all(make_model: MakeModel) -> list[HostGap]:
 
 
 def run(make_model: MakeModel, make_peer: Callable[[], object]) -> dict[str, object]:
-    """Gaps, and a mixed trace on three engines; `make_peer` gives the same model as transformers runs it alone."""
+    """Return gaps, and a mixed trace on all engines; `make_peer` gives the same model in plain transformers."""
     gaps = [asdict(gap) for gap in measure_all(make_model)]
     return {"host_gaps": gaps, "mixed_trace": [asdict(outcome) for outcome in measure_trace(make_model, make_peer)]}
 

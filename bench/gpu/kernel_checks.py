@@ -1,4 +1,4 @@
-"""Triton's kernels against attention by definition, in the sizes of real models."""
+"""Checks of the Triton kernels against attention by definition, in the sizes of real models."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LONG: dict[str, Chunks] = {
     "long chunks": ((6000, 6100), (1, 1500)),
 }
 ALL = {**MIXTURES, **LONG}
-# On one no keys are divided into parts, on the other all that are long enough.
+# With 0 processors no keys are split into parts, with 132 all that are long enough.
 FEW_PROCESSORS, MANY_PROCESSORS = 0, 132
 
 
 def kernel_checks() -> list[Callable[[str], Check]]:
-    """Every layer, each over every mixture of chunks, keys whole and in parts; then a captured graph."""
+    """Return the checks: every layer over every mixture of chunks, keys whole and in parts; then a captured graph."""
     layers = [
         partial(check_layer, name, replace(layer, dtype=dtype))
         for name, layer in LAYERS.items()
@@ -56,7 +56,7 @@ def kernel_checks() -> list[Callable[[str], Check]]:
 
 
 def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks] = ALL) -> Check:
-    """One layer over `mixtures`, by default all."""
+    """Check one layer over `mixtures`, by default all."""
     started_s = time.perf_counter()
     errors = {
         f"{mixture}, {num_processors} processors": largest_error(
@@ -71,13 +71,13 @@ def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks]
 
 
 def check_small_operations(dtype: torch.dtype, device: str) -> Check:
-    """Norms, rotation and gate against plain torch."""
+    """Check norms, rotation and gate against plain torch."""
     fault = check_layer_ops(dtype, torch.device(device))
     return Check(f"a layer's small operations in {dtype}", fault is None, fault or "as plain torch")
 
 
 def check_flash(device: str) -> Check:
-    """FlashAttention 3 proves right, or is not installed or not for this device."""
+    """Check FlashAttention 3; it also passes if it is not installed or not for this device."""
     name = "FlashAttention 3"
     try:
         backend = FlashBackend(BFLOAT16, torch.device(device))
@@ -90,7 +90,7 @@ def check_flash(device: str) -> Check:
 
 
 def check_captured_graph(name: str) -> Check:
-    """A graph captured on one batch of decodes gives what it should after other values were copied in."""
+    """Check that a graph captured on one batch of decodes is right after other values are copied in."""
     device = torch.device(name)
     case = Case(heads=(8, 2), sizes=(64, 64), scale=0.125)
     cache = KVCache([case.layer], 64, 16, torch.float32, device)
@@ -101,7 +101,7 @@ def check_captured_graph(name: str) -> Check:
     call = AttentionCall(
         0, batch.query, batch.query[:, :2], batch.query[:, 2:4], Scoring(case.scale), None, frozenset()
     )
-    attention.attend(call)  # Compiled before it is captured.
+    attention.attend(call)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = attention.attend(call)

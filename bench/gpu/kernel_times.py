@@ -1,4 +1,4 @@
-"""How close decodes come to what the device's memory allows: whole steps, and attention alone."""
+"""Decode times against the limit of the device's memory bandwidth: whole steps, and attention alone."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ SHAPES: dict[str, PretrainedConfig] = {
 
 MakeModel = Callable[[PretrainedConfig, torch.dtype, str], LoadedModel]
 MeasureDecode = Callable[[TorchModelRunner, int, int], float]
-"""Milliseconds of a step that decodes so many sequences, each of so many tokens."""
+"""Function that returns the milliseconds of a step of `num_seqs` decodes with `context` tokens each."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTime:
-    """Against the time in which memory that is copied at `bandwidth` could be read once: weights and KV."""
+    """Decode time beside its floor: the time to read weights and KV once at the copy bandwidth."""
 
     shape: str
     attention: str
@@ -56,11 +56,11 @@ class DecodeTime:
     step_ms: float
     floor_ms: float
     attention_ms: float | None
-    """All layers' attention replayed from a graph, keys and values written too; None where it cannot be captured."""
+    """Time of all layers' attention and KV writes, replayed from a graph; None if it cannot be captured."""
     attention_floor_ms: float
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line of text."""
         share = f"{self.floor_ms / self.step_ms:6.1%} of memory bandwidth"
         attention = "" if self.attention_ms is None else (
             f"; attention alone {self.attention_ms:7.3f} ms, {self.attention_floor_ms / self.attention_ms:6.1%}"
@@ -70,7 +70,7 @@ class DecodeTime:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int = 4 * 2**30) -> float:
-    """Bytes a second, read and written, of copying from one part of the device's memory to another."""
+    """Return the bytes per second, read and written, of a copy within the device's memory."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     return 2 * num_bytes / (_median_ms(lambda: target.copy_(source)) / 1000)
@@ -79,7 +79,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int = 4 * 2**30) -> float:
 def measure_decodes(
     make_model: MakeModel, measure_decode: MeasureDecode, device: str, bandwidth: float
 ) -> list[DecodeTime]:
-    """Every shape and batch size with Triton's kernels, the smallest shape with plain torch as well."""
+    """Measure every shape and batch size with Triton's kernels, the smallest shape with plain torch too."""
     times = []
     for shape, config in SHAPES.items():
         loaded = make_model(config, torch.bfloat16, device)
@@ -87,7 +87,7 @@ def measure_decodes(
             limits = EngineLimits(BLOCK_SIZE, max(BATCH_SIZES), max_num_batched_tokens=2048)
             runner = build_runner(loaded, limits, RunnerOptions(attention_backend=attention))
             steps_ms = [measure_decode(runner, batch_size, CONTEXT) for batch_size in BATCH_SIZES]
-            del runner  # And with it most of the device's memory.
+            del runner  # frees most of the device's memory
             _release()
             for batch_size, step_ms in zip(BATCH_SIZES, steps_ms, strict=True):
                 times.append(_compare(shape, attention, loaded, batch_size, step_ms, bandwidth))
@@ -114,7 +114,7 @@ def _compare(
 
 
 def read_bytes(loaded: LoadedModel) -> int:
-    """Bytes of weights that every step reads: all but the table of input embeddings, unless it is the head too."""
+    """Return the bytes of weights that a step reads: all but the input embeddings, unless they are the head too."""
     embeddings = loaded.model.get_input_embeddings().weight
     is_head = embeddings is loaded.model.get_output_embeddings().weight
     total = sum(parameter.numel() * parameter.itemsize for parameter in loaded.model.parameters())
@@ -122,10 +122,10 @@ def read_bytes(loaded: LoadedModel) -> int:
 
 
 def attention_ms(layers: tuple[AttentionLayer, ...], batch_size: int, device: torch.device) -> float:
-    """All layers' attention of one decode step, over KV of its own in each, from a graph: no launches are timed."""
+    """Measure all layers' attention of a decode step, each over its own KV, from a graph: no launch is timed."""
     num_blocks = batch_size * CONTEXT // BLOCK_SIZE
     cache = KVCache(layers, num_blocks, BLOCK_SIZE, torch.bfloat16, device)
-    for layer in layers:  # Zeros would be computed with less power, and faster.
+    for layer in layers:  # zeros would take less power and run faster
         cache[layer.index].keys.normal_()
         cache[layer.index].values.normal_()
     tables = 1 + torch.randperm(num_blocks, device=device, dtype=torch.int32).view(batch_size, -1)
@@ -165,7 +165,7 @@ def _release() -> None:
 
 
 def _median_ms(run: Callable[[], object]) -> float:
-    """By the device's own clock, after three runs that do not count."""
+    """Return the median by the device's clock, after three warm-up runs."""
     durations = []
     for _ in range(NUM_REPETITIONS + 3):
         begun = CudaMark()

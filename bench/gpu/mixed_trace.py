@@ -1,7 +1,7 @@
-"""Requests of mixed lengths, all at once: our engine, transformers' continuous batching and its `generate()`.
+"""Requests of mixed lengths, all at once: Headway, transformers' continuous batching and its `generate()`.
 
-The weights are random, so that every sequence is run to the length that it asks for. `generate()` gets left-padded
-batches in order of arrival, each run to its longest request: that waste is the method's own.
+The weights are random, so every sequence runs to its requested length. `generate()` gets left-padded batches in order
+of arrival, each run to its longest request: the waste is part of the method.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_MODEL_LEN, _MAX_BATCHED_TOKENS = 2048, 2048
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A prompt, and how many tokens must follow."""
+    """A prompt and the number of its output tokens."""
 
     prompt: tuple[int, ...]
     num_output_tokens: int
@@ -41,31 +41,31 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceOutcome:
-    """How one engine did."""
+    """Result of one engine."""
 
     engine: str
     num_output_tokens: int
     duration_s: float
     tokens_per_s: float
     fault: str | None = None
-    """Why it could not be measured."""
+    """Reason why it could not be measured."""
 
     def describe(self) -> str:
-        """One line."""
+        """Return one line of text."""
         if self.fault is not None:
             return f"{self.engine:36} {self.fault}"
         return f"{self.engine:36} {self.tokens_per_s:8.0f} output tokens/s, {self.duration_s:6.2f} s"
 
 
 def make_trace(num_requests: int = NUM_REQUESTS, seed: int = 0) -> list[TraceRequest]:
-    """Lengths drawn evenly from their ranges; the same for every engine."""
+    """Return requests with lengths drawn uniformly from their ranges; the same for every engine."""
     rng = random.Random(seed)
     lengths = [(rng.randint(*_PROMPT_TOKENS), rng.randint(*_OUTPUT_TOKENS)) for _ in range(num_requests)]
     return [TraceRequest(tuple(rng.randrange(259, 8000) for _ in range(prompt)), out) for prompt, out in lengths]
 
 
 def measure_trace(make_model: Callable[[], LoadedModel], make_peer: Callable[[], Any]) -> list[TraceOutcome]:
-    """The engines one after the other, each alone on the device; those that cannot run here say why."""
+    """Measure the engines one after another, each alone on the device; a failure is recorded as `fault`."""
     trace = make_trace()
     return [*_measure_ours(make_model, trace), *_measure_peers(make_peer, trace)]
 
@@ -90,13 +90,13 @@ def _measure_peers(make_peer: Callable[[], Any], trace: Sequence[TraceRequest]) 
 
 
 def plain_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> Any:
-    """A model with random weights as transformers runs it alone."""
+    """Return a model with random weights in plain transformers."""
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
 def serve_headway(runner: TorchModelRunner, trace: Sequence[TraceRequest], is_async: bool) -> None:
-    """Run the trace on our engine, without text."""
+    """Run the trace on Headway's engine, without text."""
     config = EngineConfig(
         num_blocks=runner.num_blocks,
         max_model_len=min(_MAX_MODEL_LEN, runner.max_model_len),
@@ -159,7 +159,7 @@ def serve_static(model: Any, trace: Sequence[TraceRequest]) -> None:
 
 
 def left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask, each [num_prompts, longest] int64."""
+    """Return token ids and attention mask, each [num_prompts, longest] int64."""
     width = max(map(len, prompts))
     rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -178,7 +178,7 @@ def _timed(engine: str, trace: Sequence[TraceRequest], serve: Callable[[], None]
     started_s = time.perf_counter()
     try:
         serve()
-    except Exception as error:  # Another project's code on a device that we have not seen: the rest is worth having.
+    except Exception as error:  # third-party code on an unknown device: the other results still count
         outcome = TraceOutcome(engine, 0, 0.0, 0.0, f"{type(error).__name__}: {error}")
     else:
         duration_s = time.perf_counter() - started_s

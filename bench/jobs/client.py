@@ -1,4 +1,4 @@
-"""A client of files and batches, and of the process behind them."""
+"""Client of files and batches, and access to the processes that serve them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 class BatchClient:
-    """Talks to one served application."""
+    """Client of one served application."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=600.0, trust_env=False)
 
     def upload(self, path: Path) -> str:
-        """The id of an input file, uploaded as a stream."""
+        """Upload an input file as a stream; return its id."""
         with path.open("rb") as file:
             return str(self._json("POST", "/v1/files", data={"purpose": "batch"}, files={"file": file})["id"])
 
     def create(self, file_id: str, callback_url: str | None = None, window: str = "24h") -> str:
-        """The id of a batch that has just been accepted; its end is told to `callback_url`."""
+        """Create a batch and return its id; a webhook at its end goes to `callback_url`."""
         body = {
             "input_file_id": file_id,
             "endpoint": ENDPOINT,
@@ -44,18 +44,18 @@ class BatchClient:
     def submit(
         self, stream: Stream, num_lines: int, seed: int, model: str = "headway-demo", window: str = "24h"
     ) -> str:
-        """The id of a batch of lines that `write_lines` makes."""
+        """Create a batch of lines made by `write_lines`; return its id."""
         with tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
             path = Path(folder) / "lines.jsonl"
             write_lines(path, stream, num_lines, seed, model)
             return self.create(self.upload(path), window=window)
 
     def get(self, batch_id: str) -> dict[str, Any]:
-        """The batch as it is now."""
+        """Return the batch in its present state."""
         return self._json("GET", f"/v1/batches/{batch_id}")
 
     def wait(self, batch_id: str, is_so: Callable[[dict[str, Any]], bool], limit_s: float) -> dict[str, Any]:
-        """The batch once `is_so` of it, or once it is final.
+        """Wait until `is_so` of the batch, or until it is final; return it.
 
         Raises:
             TimeoutError: neither came within `limit_s`.
@@ -73,7 +73,7 @@ class BatchClient:
         self._json("POST", f"/v1/batches/{batch_id}/cancel")
 
     def results(self, file_id: str) -> Iterator[dict[str, Any]]:
-        """The lines of an output or error file, downloaded as a stream."""
+        """Yield the lines of an output or error file, downloaded as a stream."""
         with self._http.stream("GET", f"/v1/files/{file_id}/content") as response:
             response.raise_for_status()
             for line in response.iter_lines():
@@ -88,25 +88,25 @@ class BatchClient:
 
 
 def is_final(batch: dict[str, Any]) -> bool:
-    """Whether a batch has ended."""
+    """Return True if a batch has ended."""
     return batch["status"] in _FINAL
 
 
 def num_done(batch: dict[str, Any]) -> int:
-    """Lines of a batch that have ended."""
+    """Return the number of a batch's lines that have ended."""
     counts = batch["request_counts"]
     return int(counts["completed"] + counts["failed"])
 
 
 def replica_process(served: Served, deployment: str) -> psutil.Process:
-    """The process of a deployment that has one replica."""
+    """Return the process of a deployment with one replica."""
     children = psutil.Process(served.process.pid).children(recursive=True)
     [process] = [child for child in children if f":{deployment}" in " ".join(child.cmdline())]
     return process
 
 
 def peak_memory_bytes(process: psutil.Process) -> int:
-    """The most memory that a process has ever had resident."""
+    """Return the peak resident memory of a process."""
     status = Path(f"/proc/{process.pid}/status").read_text()
     [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024

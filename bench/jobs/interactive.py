@@ -1,8 +1,8 @@
-"""Does a running batch disturb interactive work? `python -m bench.jobs.interactive`.
+"""Effect of a running batch on interactive work: `python -m bench.jobs.interactive`.
 
-One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one that
-works off a batch of many lines, which must last to the end. Kinds of replica and bars are those of
-`bench.routing.backlog`, where the same work comes as requests of their own.
+One replica. The same interactive requests are sent twice at the same times: to an idle replica, and to one that works
+on a batch of many lines. The batch must last to the end. Kinds of replica and bars are those of
+`bench.routing.backlog`, which offers the same work as single requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _START_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is sent to one kind of replica, and what is promised."""
+    """Amount of load for one kind of replica, and its bars."""
 
     name: str
     num_lines: int
@@ -34,7 +34,7 @@ class Scale:
     interactive_s: float
     interactive_per_s: float
     max_ttft_ratio: float | None = None
-    """None: nothing is promised."""
+    """Largest allowed ratio; None: no bar."""
     max_gap_ratio: float | None = None
 
 
@@ -60,7 +60,7 @@ def main() -> int:
             print(f"{scale.name}: alone")
             alone = offer(served.url, spec)
             print(f"{scale.name}: beside a batch")
-            # Other prompts of the same lengths: the prefix cache knows the ones before.
+            # Other prompts of the same lengths: the prefix cache holds the ones before.
             beside, batch = _beside_a_batch(served, spec.model_copy(update={"shift": 1}), scale, options)
         seen = figures_of(alone, beside, batch)
         bars += judge(scale, seen)
@@ -84,7 +84,7 @@ def _interactive(scale: Scale, options: Options) -> LoadSpec:
 def _beside_a_batch(
     served: Served, spec: LoadSpec, scale: Scale, options: Options
 ) -> tuple[Offered, dict[str, dict[str, Any]]]:
-    """The load, and the batch at its start and end; the batch has every slot by the time that the load comes."""
+    """Offer the load beside a batch that already has every slot; return it and the batch at its start and end."""
     lines = Stream(
         name="lines",
         prompt=Lengths.around(64, 0.4, 16, 256),
@@ -102,7 +102,7 @@ def _beside_a_batch(
 
 
 def figures_of(alone: Offered, beside: Offered, batch: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Everything compared."""
+    """Return all compared figures."""
     loads = (beside, alone)
     ttft = [_percentile([row.ttft_s for row in load.rows if row.ttft_s is not None], 99) for load in loads]
     gaps = [_percentile([gap for row in load.rows for gap in row.inter_token_s], 99) for load in loads]
@@ -120,7 +120,7 @@ def figures_of(alone: Offered, beside: Offered, batch: dict[str, dict[str, Any]]
 
 
 def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
-    """The promises."""
+    """Return the bars."""
     prefix = f"{scale.name}: "
     num_before, num_after = figures["num_lines_done"]
     return [

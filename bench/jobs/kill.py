@@ -1,12 +1,12 @@
-"""What does a batch lose when processes are killed? `python -m bench.jobs.kill [--kills N] [--lines N]`.
+"""Loss of batch lines and jobs when processes are killed: `python -m bench.jobs.kill [--kills N] [--lines N]`.
 
-The demo model on two replicas under `make serve`; a batch of 2,000 lines, and jobs that are submitted beside it all
-the time. Twenty times, evenly over the batch's progress, one process is killed with SIGKILL: a model replica, the
-jobs process, the ingress, Serve's controller, its proxy, or all of `make serve`, which is then started again over
-the same data. Clients try again whatever they do not get through; a job counts from the 202 on.
+The demo model on two replicas under `make serve`; a batch of 2,000 lines, and jobs submitted beside it all the time.
+Twenty times, evenly over the batch's progress, one process is killed with SIGKILL: a model replica, the jobs process,
+the ingress, Serve's controller, its proxy, or all of `make serve`, which is then started again over the same data.
+Clients retry every failed call; a job counts once it got a 202.
 
-Judged is what came of it: every `custom_id` exactly once in the output or the error file, every accepted job with its
-result, and for each of them a webhook at least once, always with the same id.
+The bars: every `custom_id` is exactly once in the output or error file, every accepted job has its result, and each
+of them gets a webhook at least once, always with the same id.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much there is to do, and how often a process dies."""
+    """Amount of work, and number of kills."""
 
     num_lines: int = 2000
     num_kills: int = 20
@@ -50,7 +50,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One death."""
+    """One kill."""
 
     at_unix_s: float
     kind: str
@@ -60,16 +60,16 @@ class Kill:
 
 @dataclass(slots=True)
 class Seen:
-    """What came of a run."""
+    """Result of a run."""
 
     batch: dict[str, Any]
     output: list[dict[str, Any]]
     errors: list[dict[str, Any]]
     kills: list[Kill]
     jobs: dict[str, str]
-    """Status by id, of every job that was accepted."""
+    """Status of every accepted job, by id."""
     webhooks: dict[str, list[str]]
-    """Ids of the webhooks that came, by the id of the batch or job."""
+    """Ids of the received webhooks, by the id of the batch or job."""
 
 
 def main() -> int:
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
-    """The promises, and what they were judged on."""
+    """Return the figures and the bars."""
     counts = Counter(line["custom_id"] for line in (*seen.output, *seen.errors))
     expected = {f"line-{number}" for number in range(scale.num_lines)}
     wrong_jobs = {job_id: status for job_id, status in seen.jobs.items() if status != "completed"}
@@ -122,7 +122,7 @@ def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
 
 
 def kinds_to_kill(num_kills: int, rng: random.Random) -> list[Kind]:
-    """Every kind in turn, one in five the whole, in an order of chance."""
+    """Return the kinds in random order: one in five the whole, the others in turn."""
     single = [kind for kind in Kind if kind is not Kind.WHOLE]
     num_whole = max(1, num_kills // _ONE_IN_WHOLE)
     kinds = [Kind.WHOLE] * num_whole + [single[index % len(single)] for index in range(num_kills - num_whole)]
@@ -154,9 +154,9 @@ def _run(launched: Launched, receiver: Receiver, scale: Scale, home: Path, seed:
 def _kill_repeatedly(
     launched: Launched, client: BatchClient, batch_id: str, scale: Scale, rng: random.Random
 ) -> list[Kill]:
-    """One kill after another, each when the batch has come a step further than at the last."""
+    """Kill processes one after another, each time the batch has advanced by one more step."""
     kills: list[Kill] = []
-    # Not to the very end: while nobody answers the batch goes on, and the next kill comes late.
+    # Not to the very end: while no process answers the batch goes on, and the next kill comes late.
     step = _KILLING_SHARE * scale.num_lines / (scale.num_kills + 1)
     for number, kind in enumerate(kinds_to_kill(scale.num_kills, rng), 1):
         target = number * step

@@ -1,4 +1,4 @@
-"""A `make serve` that may be killed and started again over the same data."""
+"""A `make serve` that can be killed and started again over the same data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PERIOD_S = 0.2
 
 
 class Kind(Enum):
-    """Processes that may be killed; the value is how Ray names them."""
+    """Processes that can be killed; the value is the beginning of the process's command line."""
 
     MODEL = "ray::ServeReplica:default:Model"
     JOBS = "ray::ServeReplica:default:Jobs"
@@ -31,7 +31,7 @@ class Kind(Enum):
     CONTROLLER = "ray::ServeController"
     PROXY = "ray::ProxyActor"
     WHOLE = "make serve"
-    """Every process of it; it is started again."""
+    """Every process of `make serve`, which is then started again."""
 
 
 class Launched:
@@ -46,11 +46,11 @@ class Launched:
 
     @property
     def url(self) -> str:
-        """Where it is served."""
+        """Base URL of the application."""
         return f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        """Start it and return when it is ready.
+        """Start `make serve`; return when it is ready.
 
         Raises:
             CannotServe: it ended, or was not ready in time.
@@ -74,7 +74,7 @@ class Launched:
         raise CannotServe(f"not ready; the log ends:\n{log.read_text(errors='replace')[-3000:]}")
 
     def kill(self, kind: Kind) -> int | None:
-        """Kill a process of this kind, or all; gives its pid, or None where there is none now."""
+        """Kill a process of this kind, or all; return its pid, or None if there is none now."""
         assert self._process is not None
         if kind is Kind.WHOLE:
             self._kill_all()
@@ -87,7 +87,7 @@ class Launched:
         return None
 
     def stop(self) -> None:
-        """Stop it in good order, as far as it is there; nothing is left."""
+        """Stop `make serve` gracefully if it runs, then end all its processes."""
         if self._process is None or self._process.poll() is not None:
             return
         descendants = self._descendants()
@@ -99,7 +99,7 @@ class Launched:
     def _kill_all(self) -> None:
         assert self._process is not None
         descendants = self._descendants()
-        # Its own process first, so that nobody is left to stop anything in good order.
+        # The process of `make serve` first, so that it cannot stop the others gracefully.
         self._process.kill()
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Input files of batches, made of the requests that the load generator would send."""
+"""Input files of batches, made of the load generator's requests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _NOT_IN_LINES = ("stream", "priority", "user", "return_token_ids")
 
 
 def write_lines(path: Path, stream: Stream, num_lines: int, seed: int, model: str = "headway-demo") -> None:
-    """A file of so many lines, sized as `stream` says, in an order that says nothing of their sizes.
+    """Write a file of `num_lines` lines sized like `stream`, in an order independent of their sizes.
 
-    Written a thousand at a time: the requests are never all in memory.
+    Lines are written a thousand at a time: the requests are never all in memory.
     """
     with path.open("w") as file:
         for start in range(0, num_lines, 1000):

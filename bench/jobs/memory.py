@@ -1,8 +1,8 @@
-"""Does a batch of ten times the lines take more memory? `python -m bench.jobs.memory`.
+"""Memory of a batch with ten times the lines: `python -m bench.jobs.memory`.
 
-A batch of 10,000 lines and one of 100,000, each in an application of its own on timed replicas whose steps take
-no time, is uploaded, run and downloaded. Compared is the most memory that the jobs process and the ingress ever
-had resident. The results are read to the end: every line must be there once.
+A batch of 10,000 lines and one of 100,000 are uploaded, run and downloaded. Each has an application of its own, with
+timed replicas whose steps take no time. The figures compared are the peak resident memory of the jobs process and the
+ingress. The results are read to the end: every line must be there once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STREAM = Stream(name="lines", prompt=Lengths.around(48, 0.4, 16, 256), output=L
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many lines the two batches have."""
+    """Numbers of lines of the two batches."""
 
     few_lines: int
     many_lines: int
@@ -39,7 +39,7 @@ FULL, QUICK = Scale(10_000, 100_000), Scale(200, 2_000)
 
 
 def main() -> int:
-    """Measure both."""
+    """Measure both batches."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else FULL
     few, many = (_measure(num_lines, options) for num_lines in (scale.few_lines, scale.many_lines))

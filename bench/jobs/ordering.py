@@ -1,9 +1,10 @@
-"""Does the order in which a batch's lines run pay? `python -m bench.jobs.ordering`.
+"""Gain from the worker's order of a batch's lines: `python -m bench.jobs.ordering`.
 
-One timed replica works off the same lines twice: in the worker's order, and in the file's. For the second run a
-trigger in the application's database makes all lines look alike as they come in, so that nothing is left to order
-them by but their place. Two workloads: lengths that differ much, where the longest must not be left to the end;
-and prompts of many groups with a beginning in common, shuffled, a quarter of which fit into the KV cache at once.
+One timed replica runs the same lines twice: in the worker's order, and in the file's. For the second run a database
+trigger gives all new lines the same length rank and prefix key, so only their position orders them.
+
+Two workloads: lengths that differ much, where the longest lines must not come last; and shuffled prompts of many
+groups with a shared prefix each, a quarter of which fit into the KV cache at once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ END
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lines, and the replica's KV blocks."""
+    """Lines, and the replica's number of KV blocks."""
 
     stream: Stream
     num_lines: int

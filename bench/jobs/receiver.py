@@ -1,4 +1,4 @@
-"""Receives webhooks and remembers their ids."""
+"""Receiver of webhooks that records their ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Receiver:
-    """What has arrived: ids of webhooks, by the id of what has ended."""
+    """Received webhook ids, by the id of the ended batch or job."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,19 +18,19 @@ class Receiver:
         self.url = ""
 
     def received(self, webhook_id: str, subject_id: str) -> None:
-        """Note one."""
+        """Record one webhook."""
         with self._lock:
             self._ids.setdefault(subject_id, []).append(webhook_id)
 
     def ids(self, subject_id: str) -> list[str]:
-        """Ids of the webhooks that told of a batch's or job's end, one for each time that one came."""
+        """Return the ids of the webhooks about a batch's or job's end, one for each delivery."""
         with self._lock:
             return list(self._ids.get(subject_id, ()))
 
 
 @contextlib.contextmanager
 def receiving() -> Iterator[Receiver]:
-    """A receiver on a free port of this machine."""
+    """Run a receiver on a free port of this machine."""
     receiver = Receiver()
 
     class Handler(BaseHTTPRequestHandler):

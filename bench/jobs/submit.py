@@ -1,17 +1,16 @@
-"""How long does it take to have a job accepted while the engine is busy? `python -m bench.jobs.submit`.
+"""Latency of submitting a job while the engine is busy: `python -m bench.jobs.submit`.
 
-One replica has a backlog of batch requests that fills every slot. Beside that, `POST /v1/jobs` and `GET /health/live`
-are called in turn at fixed times, each whatever became of the others; each call is timed from the moment it leaves.
-What submitting costs more than saying that one is alive is what accepting costs: it is mostly the disk, which must
-have the job before the answer leaves. The bars are for a replica that has a device of its own; what a replica on the
-same processors as ingress and database adds, which wants all of them, is recorded beside it.
+One replica has a backlog of batch requests that fills every slot. Beside it, `POST /v1/jobs` and `GET /health/live`
+are called in turn at fixed times, in an open loop; each call is timed from its send. The difference between the two is
+the cost of accepting a job. It is mostly the disk, which must have the job before the answer leaves. The bars are for
+a replica with a device of its own. A replica that needs all the CPUs of ingress and database is recorded beside it.
 
-`--against DIR` serves the code of another checkout beside this one, with a backlog of its own, and calls both in turn:
-the bars are then ratios of what submitting adds here and there, which hold on a machine of any speed.
+`--against DIR` serves the code of another checkout beside this one, with a backlog of its own, and calls both in turn.
+The bars are then ratios of the two costs, which hold on a machine of any speed.
 
-Where the processors are virtual, the host now and then takes them for other guests, for tens of milliseconds; that is
-several times what is measured here. So calls count that were sent in seconds of which the host took next to nothing,
-of both kinds alike; without enough of them the run is void. All calls together are recorded beside them.
+On virtual CPUs the host at times gives them to other guests for tens of milliseconds, several times the measured cost.
+So only calls count, of either kind, that were sent in seconds with next to no steal time. With too few of them the run
+is void. The figures of all calls are recorded too.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from bench.serving import Served
 
 MAX_EXTRA_S = {"p50": 0.008, "p99": 0.040}
 MAX_RATIO = {"p50": 2.0, "p99": 4.5}
-"""Of what submitting adds here and in the other checkout."""
+"""Largest ratios of the submission cost here to that in the other checkout."""
 MAX_STEAL_PERCENT = 1.0
-"""Of a second's processor time; more, and the calls sent in that second do not count."""
+"""Percentage of a second's CPU time. Calls sent in a second with more steal time do not count."""
 _PERCENTS = (50, 90, 99, 100)
 _KINDS = _SUBMIT, _LIVE = "submit", "live"
 _HERE, _THERE = "here", "there"
@@ -51,17 +50,17 @@ _HERE, _THERE = "here", "there"
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is sent to one kind of replica."""
+    """Amount of load for one kind of replica."""
 
     num_backlog: int
     lead_s: float
-    """From the first request of the backlog to the first call."""
+    """Time from the first request of the backlog to the first call."""
     num_calls: int
-    """Of each kind, of each application."""
+    """Number of calls of each kind to each application."""
     period_s: float
-    """Between two calls of a kind."""
+    """Time between two calls of a kind."""
     min_undisturbed: int
-    """Of each kind, for a percentile to mean something."""
+    """Smallest number of counted calls of each kind for a valid percentile."""
 
 
 FULL = {"timed": Scale(1100, 15.0, 2000, 0.1, 1000), "demo": Scale(1400, 15.0, 1000, 0.1, 1)}
@@ -70,17 +69,17 @@ QUICK = {"timed": Scale(64, 3.0, 30, 0.1, 1)}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call and what came of it."""
+    """One call and its result."""
 
     kind: str
     place: str
     """The application: of this checkout, or of the other one."""
     status: int
-    """0: no answer."""
+    """HTTP status; 0: no answer."""
     sent_unix_s: float
     duration_s: float
     lateness_s: float
-    """How long after its time it left."""
+    """Delay of the send after its scheduled time."""
 
 
 def main() -> int:
@@ -111,7 +110,7 @@ def main() -> int:
 
 
 def _read_options() -> tuple[Options, str | None]:
-    """The options, and another checkout to compare with."""
+    """Parse the options, and the other checkout to compare with."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--against")
     own, arguments = parser.parse_known_args()
@@ -119,7 +118,7 @@ def _read_options() -> tuple[Options, str | None]:
 
 
 def judge(undisturbed: Mapping[str, dict[str, Any] | None]) -> list[Bar]:
-    """The bars on what submitting adds, of each place's figures: ratios where there are two places."""
+    """Return the bars on the submission cost; with two places they are ratios."""
     extra = {place: its["extra_s"] if its else dict.fromkeys(MAX_EXTRA_S) for place, its in undisturbed.items()}
     here, there = extra[_HERE], extra.get(_THERE)
     if there is None:
@@ -140,7 +139,7 @@ def judge(undisturbed: Mapping[str, dict[str, Any] | None]) -> list[Bar]:
 def _measure(
     name: str, scale: Scale, options: Options, other_checkout: str | None
 ) -> tuple[dict[str, Any], list[Offered]]:
-    """Figures of each place, and what became of the backlogs."""
+    """Return the figures of each place, and the results of the backlogs."""
     checkouts = {_HERE: None, _THERE: other_checkout} if other_checkout else {_HERE: None}
     with contextlib.ExitStack() as stack:
         places: dict[str, Served] = {
@@ -174,7 +173,7 @@ def _figures_of_place(calls: Sequence[Call], steal: Sequence[Seen], scale: Scale
 
 
 class _StealMeter:
-    """What the host took of all processors since the last look, percent."""
+    """Meter of the steal time of all CPUs since the last look, in percent."""
 
     def __init__(self) -> None:
         self._meter = ProcessorMeter([])
@@ -185,7 +184,7 @@ class _StealMeter:
 
 
 def undisturbed_of(calls: Sequence[Call], steal: Sequence[Seen]) -> list[Call]:
-    """Calls sent while the host took next to nothing; each look tells of the time since the one before it."""
+    """Return the calls sent in periods with little steal time; each look covers the time since the look before."""
     looks_at = [seen.at_unix_s for seen in steal]
 
     def steal_percent(call: Call) -> float:
@@ -204,19 +203,19 @@ def _backlog(scale: Scale, options: Options) -> LoadSpec:
         prompt=Lengths.around(64, 0.4, 16, 256),
         output=Lengths.around(160, 0.4, 32, 1024),
     )
-    # It has only to be there: when each of its requests comes is of no interest.
+    # The backlog only has to be there: exact send times do not matter.
     return LoadSpec(streams=(stream,), seed=options.seed, timeout_s=3600.0, late_after_s=1.0)
 
 
 async def _call_in_turn(urls: Mapping[str, str], scale: Scale) -> list[Call]:
-    """Submissions to each place by turns, then calls of /health/live, and so on at even distances."""
+    """Submit to each place in turn, then call /health/live at each, and so on at even intervals."""
     turns = list(itertools.product(_KINDS, urls))
     async with contextlib.AsyncExitStack() as stack:
         sessions = {
             place: await stack.enter_async_context(aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)))
             for place, url in urls.items()
         }
-        for kind, place in turns * 3:  # connections, and whatever is made at first use
+        for kind, place in turns * 3:  # opens connections and initialises lazy parts
             await _call(sessions[place], kind, place, 0.0)
         started_s = time.monotonic()
         tasks = []
@@ -243,7 +242,7 @@ async def _call(session: aiohttp.ClientSession, kind: str, place: str, lateness_
 
 
 def figures_of(calls: Sequence[Call]) -> dict[str, Any]:
-    """Everything compared."""
+    """Return all compared figures."""
     durations_s = {kind: [call.duration_s for call in calls if call.kind == kind] for kind in _KINDS}
     by_kind = {
         kind: dict(zip(_PERCENTS, percentiles(values, _PERCENTS), strict=True)) for kind, values in durations_s.items()

@@ -1,4 +1,4 @@
-"""Submits jobs while processes die, and does not let go before each is accepted and has ended."""
+"""Submitter of jobs that retries until each is accepted, while processes are killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class JobSubmitter:
-    """Submits jobs from a thread of its own, each until it is accepted."""
+    """Submitter in a thread of its own; it retries each job until it is accepted."""
 
     url: str
     callback_url: str
@@ -28,12 +28,12 @@ class JobSubmitter:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End, once the last one is accepted."""
+        """Stop once the last job is accepted."""
         assert self._thread is not None
         self._is_over.set()
         self._thread.join(RETRY_LIMIT_S)
@@ -55,10 +55,10 @@ class JobSubmitter:
 
 
 def ended_job(url: str, job_id: str) -> str:
-    """The status of a job that has ended.
+    """Return the status of an ended job.
 
     Raises:
-        RuntimeError: it has not.
+        RuntimeError: the job has not ended.
     """
     status = str(httpx.get(f"{url}/status/{job_id}", timeout=30.0, trust_env=False).raise_for_status().json()["status"])
     if status in ("queued", "running"):
@@ -67,7 +67,7 @@ def ended_job(url: str, job_id: str) -> str:
 
 
 def with_retries(ask: Callable[[], T]) -> T:
-    """What `ask` gives, once it gives anything: whom it asks may be dead now."""
+    """Return the result of `ask`, retried on errors up to `RETRY_LIMIT_S`: the process it calls may be dead for now."""
     deadline_s = time.monotonic() + RETRY_LIMIT_S
     while True:
         try:

@@ -1,10 +1,12 @@
-"""Is a batch done within its window where the machine is nearly full? `python -m bench.jobs.window`.
+"""Completion of a batch within its window on a nearly full machine: `python -m bench.jobs.window`.
 
-One timed replica, whose speed is first measured with a batch alone. Then three kinds of work share it: interactive
-requests, which take a quarter of that speed; a backlog of another tenant's batch requests without any deadline, which
-takes whatever it is given; and a batch whose lines need so much of its window that they and the interactive requests
-are 90 % of what the replica can do. In fair halves with the backlog the batch would come far too late: it is in time
-only if its lines are raised above the backlog while there still is time, and it must not disturb what is interactive.
+One timed replica, whose speed is first measured with a batch alone. Then three kinds of work share it:
+- interactive requests, which take a quarter of that speed;
+- a backlog of another tenant's batch requests without deadline, which takes all it can get;
+- a batch whose lines, together with the interactive requests, need 90 % of the replica during its window.
+
+In fair halves with the backlog the batch would be far too late. It is in time only if its lines are raised above the
+backlog early enough. It must not disturb interactive work.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ _PROMPT, _OUTPUT = Lengths.around(64, 0.4, 16, 256), Lengths.around(96, 0.4, 16,
 _LINES = Stream(name="lines", prompt=_PROMPT, output=_OUTPUT)
 _LIMIT_S = 1800.0
 _LEAD_S = 10.0
-"""From the first request of the backlog, which fills every slot, to the batch."""
+"""Time from the first request of the backlog, which fills every slot, to the batch."""
 _LATE_AFTER_S = 0.1
-"""Sooner than that nobody sees whether a request leaves on time: here hundreds of seconds are judged."""
+"""Delay after which a send counts as late; small delays do not matter over hundreds of seconds."""
 _MEASURED = (0.2, 0.8)
-"""The part of the first batch, by lines, over which the speed is measured: at both ends slots are empty."""
+"""Part of the first batch, by lines, in which the speed is measured: at both ends slots are empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much there is to do."""
+    """Amount of work."""
 
     num_lines_alone: int
-    """Of the batch that shows how fast the replica is."""
+    """Lines of the batch that measures the replica's speed."""
     window_s: int
 
 
@@ -52,18 +54,18 @@ QUICK = Scale(160, 30)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What came of the work."""
+    """Result of the work."""
 
     lines_per_s: float
-    """Of the batch alone."""
+    """Speed of the batch alone."""
     num_lines: int
-    """Of the batch with a window."""
+    """Number of lines of the batch with a window."""
     batch: dict[str, Any]
-    """As it ended."""
+    """Final state of the batch with a window."""
     load: Offered
-    """Interactive requests and the backlog, cut off when the window ends."""
+    """Interactive requests and the backlog; requests open at the end of the load are cut off."""
     lasted: bool
-    """Whether the backlog was there to the end of the batch."""
+    """True if the load still ran at the end of the batch."""
 
 
 def main() -> int:
@@ -98,7 +100,7 @@ def _lines_per_s(client: BatchClient, batch_id: str, num_lines: int) -> float:
 
 
 def _once_done(client: BatchClient, batch_id: str, num_lines: float) -> tuple[float, int]:
-    """When at least so many lines were done, and how many were."""
+    """Wait until at least `num_lines` lines are done; return the time and the number of lines done."""
     batch = client.wait(batch_id, lambda batch: num_done(batch) >= num_lines, _LIMIT_S)
     return time.monotonic(), num_done(batch)
 
@@ -126,7 +128,7 @@ def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:
 
 
 def figures_of(seen: Seen) -> dict[str, Any]:
-    """Everything judged."""
+    """Return all judged figures."""
     interactive = [row.outcome for row in seen.load.of("interactive")]
     return {
         "lines_per_s_alone": seen.lines_per_s,
@@ -142,7 +144,7 @@ def figures_of(seen: Seen) -> dict[str, Any]:
 
 
 def judge(figures: dict[str, Any]) -> list[Bar]:
-    """The promises."""
+    """Return the bars."""
     return [
         Bar(
             "share of the lines that were done within the window", figures["num_in_time"] / figures["num_lines"],

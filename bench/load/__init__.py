@@ -1,1 +1,1 @@
-"""An open-loop load generator: requests leave at their appointed time, whatever the server does."""
+"""An open-loop load generator: every request leaves at its scheduled time, also when earlier ones are still open."""

@@ -1,6 +1,6 @@
-"""`python -m bench.load --url http://... --spec file.json --output result.json`: offer a load and measure.
+"""Offer a load and measure: `python -m bench.load --url http://... --spec file.json --output result.json`.
 
-Exit codes: 0, or 3 where the run is void because more than 1 % of the sends were late.
+Exit codes: 0, or 3 if the run is void because more than `max_late_share` of the sends were late (1 % by default).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ VOID_EXIT_CODE = 3
 
 
 def main() -> int:
-    """Run and record."""
+    """Run the load and record the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True, help="of the server, without /v1")
+    parser.add_argument("--url", required=True, help="base URL of the server, without /v1")
     parser.add_argument("--spec", default="chat", help=f"JSON file of a LoadSpec, or one of {', '.join(PRESETS)}")
     parser.add_argument("--output", type=Path, required=True, help="JSON result, ending in .json")
-    parser.add_argument("--rows", type=Path, help="also keep every request, one JSON object a line")
+    parser.add_argument("--rows", type=Path, help="file for all requests, one JSON object per line")
     arguments = parser.parse_args()
     spec = read_spec(arguments.spec)
     run = run_schedule(arguments.url.rstrip("/"), spec, make_schedule(spec))
@@ -37,7 +37,7 @@ def main() -> int:
         "generator_cpu_share": run.cpu_s / run.duration_s,
         **summary,
     }
-    from bench.record import write  # brings torch to tell its version: only now that nothing is measured any more
+    from bench.record import write  # imports torch for its version, so it comes after the measurement
 
     write(str(arguments.output.absolute().with_suffix("")), " ".join(["python -m bench.load", *sys.argv[1:]]), figures)
     if arguments.rows is not None:

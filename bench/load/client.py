@@ -1,4 +1,4 @@
-"""Sends one request and writes down what comes back."""
+"""HTTP client that sends one request and records its response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EVENT_END = b"\n\n"
 
 
 class Client:
-    """One connection pool; each request is a stream."""
+    """Client with one connection pool; each request is a stream."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Client:
         has_retries: bool,
         rng: random.Random,
     ) -> None:
-        """`clock` gives seconds since the start of the run."""
+        """Keep the session; `clock` gives seconds since the start of the run."""
         self._session = session
         self._url = f"{url}/v1/completions"
         self._clock = clock
@@ -35,7 +35,7 @@ class Client:
         self._rng = rng
 
     async def run(self, body: bytes, row: Row) -> None:
-        """Send until there is an answer or no retry is left; `row` says what happened, also when cancelled."""
+        """Send until there is an answer or no retry is left; fill in `row`, also when cancelled."""
         row.sent_s = self._clock()
         try:
             delay_s = await self._attempt(body, row)
@@ -46,7 +46,7 @@ class Client:
             row.end_s = self._clock()
 
     async def _attempt(self, body: bytes, row: Row) -> float | None:
-        """One attempt; seconds until the next, or None."""
+        """Make one attempt; return the seconds until the next one, or None."""
         row.num_attempts += 1
         row.last_sent_s = self._clock()
         row.status = row.error_code = None
@@ -88,7 +88,7 @@ class Client:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event; comments are left out."""
+    """Yield the data of each server-sent event; skip comments."""
     buffer = b""
     async for piece in content.iter_any():
         buffer += piece

@@ -1,4 +1,4 @@
-"""Sends a schedule, each request at its time, whatever became of those before."""
+"""Sender of a schedule: each request leaves at its time, also when earlier ones are still open."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from bench.load.schedule import ScheduledRequest
 from bench.load.spec import LoadSpec
 
 _HEAD_START_S = 0.5
-"""Between being ready and the start of the run."""
+"""Time in seconds between being ready and the start of the run."""
 _READ_BUFFER_BYTES = 2**18
 _NICEST = -10
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What came of a schedule."""
+    """Rows and process figures of one run."""
 
     rows: list[Row]
     started_unix_s: float
-    """The moment that every row's seconds count from."""
+    """The start of the run; the seconds in the rows count from it."""
     duration_s: float
-    """From the start to the end of the last request."""
+    """Time from the start to the end of the last request."""
     cpu_s: float
-    """Processor time that this process itself used."""
+    """CPU time of this process."""
     machine_busy_share: float
-    """How busy all cores of this machine were during the run, 0 to 1: near 1, they were the bottleneck."""
+    """Mean use of all cores during the run, 0 to 1. Near 1, the cores were the bottleneck."""
     scheduling: str = "normal"
-    """How the kernel treated this process."""
+    """Scheduling class that the kernel granted: `real-time`, `nice -10` or `normal`."""
 
 
 def run_schedule(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> LoadRun:
@@ -51,9 +51,9 @@ def run_schedule(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> 
 
 @contextlib.contextmanager
 def _before_all_others() -> Iterator[str]:
-    """Let the kernel prefer this process, as far as it may: the server on the same cores must not delay our sends.
+    """Ask the kernel to prefer this process: a server on the same cores must not delay the sends.
 
-    Gives the scheduling that was granted.
+    Yields the scheduling that was granted.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -78,7 +78,7 @@ async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> Lo
     async with aiohttp.ClientSession(
         connector=connector, timeout=timeout, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
     ) as session:
-        psutil.cpu_percent()  # the next call tells the share since this one
+        psutil.cpu_percent()  # the next call gives the use since this one
         started_s = time.monotonic() + _HEAD_START_S
         started_unix_s = time.time() + _HEAD_START_S
 
@@ -88,7 +88,7 @@ async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> Lo
         client = Client(session, url, clock, spec.has_retries, random.Random(spec.seed))
         tasks = []
         for request, row in zip(schedule, rows, strict=True):
-            # Also between requests that are due: the answers of earlier ones must be read in time.
+            # Sleep even when the next request is due: answers of earlier requests must be read in time.
             await asyncio.sleep(max(0.0, request.at_s - clock()))
             tasks.append(asyncio.create_task(client.run(request.body, row)))
         await _finish(tasks, rows, None if spec.end_s is None else spec.end_s - clock())
@@ -96,7 +96,7 @@ async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> Lo
 
 
 async def _finish(tasks: list[asyncio.Task[None]], rows: list[Row], within_s: float | None) -> None:
-    """Wait for every request; cut off those that are open after `within_s`."""
+    """Wait for every request; cancel those still open after `within_s`."""
     if not tasks:
         return
     _, open_tasks = await asyncio.wait(tasks, timeout=within_s)

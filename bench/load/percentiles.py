@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 
 def percentiles(values: Iterable[float], percents: Sequence[float]) -> list[float]:
-    """Linearly interpolated percentiles of at least one value."""
+    """Return linearly interpolated percentiles of at least one value."""
     ordered = sorted(values)
     return [_at(ordered, (len(ordered) - 1) * percent / 100) for percent in percents]
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """One percentile of at least one value."""
+    """Return one percentile of at least one value."""
     return percentiles(values, (percent,))[0]
 
 

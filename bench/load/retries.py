@@ -1,4 +1,4 @@
-"""Whether and when the OpenAI SDKs send a refused request again."""
+"""Retry rule of the OpenAI SDKs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 8.0
 def retry_delay_s(
     status: int | None, headers: Mapping[str, str], num_attempts: int, rng: random.Random
 ) -> float | None:
-    """Seconds until openai-python sends a request again; None: it gives up.
+    """Return the seconds until openai-python retries a request; None if it gives up.
 
-    408, 409, 429, every 5xx and failed connections (`status` None) are retried, unless `x-should-retry`
-    or a `Retry-After` above two minutes forbids it; a shorter `Retry-After` is obeyed, otherwise the wait
-    doubles from half a second to eight, less up to a quarter.
+    Retried are 408, 409, 429, every 5xx and failed connections (`status` None). `x-should-retry: true` makes any other
+    status retried too; `false`, or a `Retry-After` above two minutes, forbids a retry. A shorter `Retry-After` is
+    obeyed. Otherwise the wait doubles from half a second to eight, less a random part of up to a quarter.
     """
     if num_attempts >= MAX_ATTEMPTS:
         return None

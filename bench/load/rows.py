@@ -1,4 +1,4 @@
-"""What happened to one request, as its client saw it."""
+"""Record of one request, from its client's view."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 
 class Outcome(Enum):
-    """How a request ended, in the client's eyes."""
+    """End of a request, from its client's view."""
 
     OK = "ok"
     """A whole stream: 2xx, a finish reason, no error event."""
     REFUSED = "refused"
-    """429."""
+    """Status 429."""
     CLIENT_ERROR = "client_error"
     """Any other 4xx."""
     SERVER_ERROR = "server_error"
-    """5xx."""
+    """Any 5xx."""
     STREAM_ERROR = "stream_error"
     """An error event after 2xx."""
     TRUNCATED = "truncated"
@@ -27,12 +27,12 @@ class Outcome(Enum):
     FAILED = "failed"
     """The connection failed, or the time-out passed."""
     CUT_OFF = "cut_off"
-    """Still open when the run was over."""
+    """Still open at the end of the run."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One request; seconds after the start of the run. Written by the task that sends it."""
+    """One request, in seconds after the start of the run; written by the task that sends it."""
 
     index: int
     stream: str
@@ -41,29 +41,29 @@ class Row:
     group: int | None
     num_prompt_tokens: int
     num_output_tokens: int
-    """What it was to produce."""
+    """Output tokens that it is to produce."""
     scheduled_s: float
     sent_s: float | None = None
-    """When the first attempt left."""
+    """Time at which the first attempt left."""
     last_sent_s: float | None = None
-    """When the last attempt left."""
+    """Time at which the last attempt left."""
     end_s: float | None = None
     status: int | None = None
-    """Of the last attempt; None: no response."""
+    """Status of the last attempt; None: no response."""
     finish_reason: str | None = None
     error_code: str | None = None
     replica_id: str | None = None
     num_attempts: int = 0
     is_cut_off: bool = False
     chunk_s: list[float] = field(default_factory=list)
-    """When each chunk with tokens arrived."""
+    """Arrival times of the chunks with tokens."""
     chunk_tokens: list[int] = field(default_factory=list)
-    """How many tokens each brought."""
+    """Number of tokens of each of these chunks."""
     token_ids: list[int] = field(default_factory=list)
 
     @property
     def outcome(self) -> Outcome:
-        """How it ended."""
+        """End of the request."""
         if self.is_cut_off:
             return Outcome.CUT_OFF
         if self.status is None:
@@ -83,24 +83,24 @@ class Row:
 
     @property
     def lateness_s(self) -> float:
-        """How long after its time the first attempt left."""
+        """Delay of the first attempt after its scheduled time."""
         return 0.0 if self.sent_s is None else self.sent_s - self.scheduled_s
 
     @property
     def ttft_s(self) -> float | None:
-        """From the *scheduled* moment to the first token, so that no delay of ours or of a retry is hidden."""
+        """Time from the *scheduled* moment to the first token, so that late sends and retries count."""
         return self.chunk_s[0] - self.scheduled_s if self.chunk_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """(last - first) / (tokens - 1); None with fewer than two chunks: a single chunk says nothing about pace."""
+        """(last - first) / (tokens - 1); None with fewer than two chunks, since one chunk has no pace."""
         if len(self.chunk_s) < 2:
             return None
         return (self.chunk_s[-1] - self.chunk_s[0]) / (self.num_tokens - self.chunk_tokens[0])
 
     @property
     def inter_token_s(self) -> list[float]:
-        """A value per token after the first chunk: the gap before its chunk / the chunk's tokens."""
+        """One value per token after the first chunk: the gap before its chunk / the chunk's tokens."""
         gaps = []
         for earlier, later, num_tokens in zip(self.chunk_s, self.chunk_s[1:], self.chunk_tokens[1:], strict=False):
             gaps += [(later - earlier) / num_tokens] * num_tokens
@@ -108,13 +108,13 @@ class Row:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     with path.open("w") as file:
         for row in rows:
             file.write(json.dumps(asdict(row)) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """What `write_rows` wrote."""
+    """Read a file of `write_rows`."""
     with path.open() as file:
         return [Row(**json.loads(line)) for line in file]

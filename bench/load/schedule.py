@@ -1,4 +1,4 @@
-"""From a spec to requests with their times; computed before anything is sent."""
+"""Schedule of a spec: all requests with their times, computed before anything is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Prefixes, Stream
 
 _FIRST_TOKEN_ID = 16
-"""Lower ids are special tokens in most vocabularies."""
+"""Lowest token id of prompts. Lower ids are special tokens in most vocabularies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class ScheduledRequest:
     priority: int
     user: str | None
     group: int | None
-    """The prefix group."""
+    """Index of the prefix group."""
     at_s: float
     """Seconds after the start."""
     num_prompt_tokens: int
@@ -33,7 +33,7 @@ class ScheduledRequest:
 
 
 def make_schedule(spec: LoadSpec) -> list[ScheduledRequest]:
-    """All requests in order of time; a stream's requests depend on its name and the seed, not on its neighbours."""
+    """Return all requests by time; a stream's requests depend on its name and the seed, not on other streams."""
     made = [request for stream in spec.streams for request in _requests(spec, stream)]
     made.sort(key=lambda request: request.at_s)
     return [
@@ -53,7 +53,7 @@ def make_schedule(spec: LoadSpec) -> list[ScheduledRequest]:
 
 
 def arrivals(phases: tuple[Phase, ...], bursts: tuple[Burst, ...], rng: random.Random) -> list[float]:
-    """Times of a stream's requests: Poisson within each phase, evenly within each burst."""
+    """Return the times of a stream's requests: Poisson within each phase, evenly within each burst."""
     times: list[float] = []
     for phase in phases:
         at_s = phase.start_s
@@ -68,7 +68,7 @@ def arrivals(phases: tuple[Phase, ...], bursts: tuple[Burst, ...], rng: random.R
 
 
 def draw_length(lengths: Lengths, rng: random.Random) -> int:
-    """One length of a distribution."""
+    """Draw one length of a distribution."""
     [part] = rng.choices(lengths.parts, [part.weight for part in lengths.parts])
     drawn = round(part.median * math.exp(part.sigma * rng.gauss(0.0, 1.0)))
     return min(lengths.high, max(lengths.low, drawn))
@@ -84,7 +84,7 @@ class _Made:
 
 
 def _requests(spec: LoadSpec, stream: Stream) -> list[_Made]:
-    """One stream's requests. Times and sizes have generators of their own, so that either can change alone."""
+    """Return one stream's requests. Times and sizes have separate random generators, so each can change alone."""
     times_rng = random.Random(f"{spec.seed}/{stream.name}/times")
     sizes_rng = random.Random(f"{spec.seed}/{stream.name}/sizes")
     prefixes = _prefixes(spec, stream.prefixes)
@@ -99,7 +99,7 @@ def _requests(spec: LoadSpec, stream: Stream) -> list[_Made]:
 
 
 def _prefixes(spec: LoadSpec, prefixes: Prefixes | None) -> list[list[int]]:
-    """The groups' tokens; streams with equally many and long prefixes share them."""
+    """Return the groups' tokens; streams with equal numbers and lengths of prefixes share them."""
     if prefixes is None:
         return []
     rng = random.Random(f"{spec.seed}/prefixes/{prefixes.num_groups}/{prefixes.num_tokens}")
@@ -118,7 +118,7 @@ def _tokens(spec: LoadSpec, num_tokens: int, rng: random.Random) -> list[int]:
 
 
 def _body(spec: LoadSpec, request: _Made) -> bytes:
-    """The request body; where the length is to be hidden, `seed` carries it to a `TimedRunner`."""
+    """Return the request body; a hidden output length is passed to a `TimedRunner` as `seed`."""
     stream = request.stream
     body: dict[str, object] = {
         "model": spec.model,

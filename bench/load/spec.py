@@ -1,4 +1,4 @@
-"""What load to offer: streams of requests, their sizes, shared prefixes and latency targets. Read from JSON."""
+"""Specification of a load, read from JSON: streams of requests, their sizes, shared prefixes and latency targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class _Spec(BaseModel):
 
 
 class Component(_Spec):
-    """One part of a mixture: a log-normal around `median`; `sigma` 0 is always the median."""
+    """One part of a mixture: a log-normal around `median`; `sigma` 0 always gives the median."""
 
     median: float = Field(gt=0)
     sigma: float = Field(default=0.0, ge=0)
@@ -21,7 +21,7 @@ class Component(_Spec):
 
 
 class Lengths(_Spec):
-    """A distribution of token counts: a mixture of log-normals, held within [low, high]."""
+    """Distribution of token counts: a mixture of log-normals, clamped to [low, high]."""
 
     parts: tuple[Component, ...] = Field(min_length=1)
     low: int = Field(default=1, ge=1)
@@ -29,17 +29,17 @@ class Lengths(_Spec):
 
     @classmethod
     def around(cls, median: float, sigma: float = 0.0, low: int = 1, high: int = 1_000_000) -> Self:
-        """One log-normal."""
+        """Return a distribution of one log-normal."""
         return cls(parts=(Component(median=median, sigma=sigma),), low=low, high=high)
 
 
 class Prefixes(_Spec):
-    """Shared beginnings: a request's prompt starts with its group's `num_tokens` tokens, drawn by Zipf's law."""
+    """Shared prefixes: a prompt starts with its group's `num_tokens` tokens; groups are drawn by Zipf's law."""
 
     num_groups: int = Field(ge=1)
     num_tokens: int = Field(ge=1)
     zipf_exponent: float = Field(default=1.0, ge=0)
-    """Group k (from 1) has weight k ** -zipf_exponent; 0 is uniform."""
+    """Exponent of the weights: group k (from 1) has weight k ** -zipf_exponent; 0 is uniform."""
 
 
 class Phase(_Spec):
@@ -51,7 +51,7 @@ class Phase(_Spec):
 
 
 class Burst(_Spec):
-    """`count` requests in a row, evenly over `spread_s`: one process cannot send them all in the same instant."""
+    """Burst of `count` requests, evenly over `spread_s`: one process cannot send them all in the same instant."""
 
     at_s: float = Field(default=0.0, ge=0)
     count: int = Field(ge=1)
@@ -59,15 +59,15 @@ class Burst(_Spec):
 
 
 class Targets(_Spec):
-    """A band's service level: a request's tokens count as goodput if it met both."""
+    """Latency targets of a band. The tokens of a request that meets both count as goodput."""
 
     ttft_s: float | None = Field(default=None, gt=0)
-    """Longest time to first token; none: any will do."""
+    """Longest time to first token; none: no limit."""
     tpot_s: float | None = Field(default=None, gt=0)
-    """Longest time per output token; none: any will do."""
+    """Longest time per output token; none: no limit."""
 
     def are_met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """Whether a request with these times met both; one without a second chunk has no pace to miss."""
+        """Return True if a request with these times met both; one without a second chunk has no pace to miss."""
         is_prompt = ttft_s is not None and (self.ttft_s is None or ttft_s <= self.ttft_s)
         return is_prompt and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
 
@@ -83,13 +83,14 @@ class Stream(_Spec):
     phases: tuple[Phase, ...] = ()
     bursts: tuple[Burst, ...] = ()
     prompt: Lengths = Lengths.around(64)
-    """Tokens of a prompt of its own, behind the shared prefix."""
+    """Prompt tokens after the shared prefix."""
     output: Lengths = Lengths.around(32)
     prefixes: Prefixes | None = None
     max_tokens: int | None = None
-    """None: `max_tokens` is the drawn output length, and `ignore_eos` makes it exact. Otherwise this is
-    declared instead, and the drawn length is known to nobody but a `TimedRunner`, which ends the sequence
-    after it (see `testkit.engine.timed_runner`)."""
+    """Declared `max_tokens`. None: it is the drawn output length, and `ignore_eos` makes it exact.
+    Otherwise only a `TimedRunner` knows the drawn length and ends the sequence after it (see
+    `testkit.engine.timed_runner`).
+    """
     temperature: float = Field(default=0.0, ge=0)
 
 
@@ -100,21 +101,21 @@ class LoadSpec(_Spec):
     seed: int = 0
     model: str = "headway-demo"
     vocab_size: int = 4096
-    """Prompts use token ids from 16 up to this."""
+    """End of the range of prompt token ids, which starts at 16."""
     shift: int = Field(default=0, ge=0)
-    """All token ids are moved on by so many: other prompts, which no cache knows, of the same lengths."""
+    """Offset added to all token ids: gives prompts of the same lengths that no prefix cache holds."""
     targets: dict[int, Targets] = {}
-    """By priority; a band without has no limits."""
+    """Targets by priority; a band that is missing has no limits."""
     has_retries: bool = False
     """true: a refused request is sent up to 3 times, as the OpenAI SDKs do; false: once."""
     late_after_s: float = Field(default=0.005, gt=0)
-    """A request that leaves this much after its time is late."""
+    """Delay in seconds after which a send counts as late."""
     max_late_share: float = Field(default=0.01, ge=0)
-    """More late requests than this share make the run void."""
+    """Largest share of late requests; above it the run is void."""
     timeout_s: float = Field(default=600.0, gt=0)
-    """Longest that one request may take."""
+    """Longest duration of one request."""
     end_s: float | None = None
-    """Requests still open this long after the start are cut off and counted; none: all are waited for."""
+    """Seconds after the start at which open requests are cut off and counted; none: all are waited for."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -124,12 +125,12 @@ class LoadSpec(_Spec):
         return self
 
     def target(self, priority: int) -> Targets:
-        """The targets of a band."""
+        """Return the targets of a band."""
         return self.targets.get(priority, Targets())
 
 
 def read_spec(text: str) -> LoadSpec:
-    """The spec in a JSON file, or the preset of that name."""
+    """Return the preset of this name, or the spec in a JSON file."""
     if text in PRESETS:
         return PRESETS[text]
     return LoadSpec.model_validate_json(Path(text).read_text())

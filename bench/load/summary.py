@@ -1,4 +1,4 @@
-"""Figures of a run, per band and in all."""
+"""Figures of a run, per band and in total."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMES = (*(f"p{percent}" for percent in PERCENTS), "max")
 
 
 def summarize(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> dict[str, Any]:
-    """The whole result; `is_void` says that the generator itself was too late to be believed."""
+    """Return the whole result; `is_void` means that too many sends were late."""
     late = [row for row in rows if row.lateness_s > spec.late_after_s or row.sent_s is None]
     late_share = len(late) / len(rows) if rows else 0.0
     bands = sorted({row.priority for row in rows})
@@ -39,10 +39,10 @@ def summarize(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> dict[st
 
 
 def summarize_rows(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> dict[str, Any]:
-    """Counts, latencies and rates of some rows.
+    """Return counts, latencies and rates of some rows.
 
-    TTFT and end-to-end count from the scheduled moment. Inter-token spreads each gap between two chunks
-    over the tokens of the second. Rates divide by `duration_s`.
+    TTFT and end-to-end times count from the scheduled moment. The inter-token time spreads each gap between two chunks
+    over the tokens of the second chunk. Rates divide by `duration_s`.
     """
     outcomes = Counter(row.outcome.value for row in rows)
     whole = [row for row in rows if row.outcome is Outcome.OK]
@@ -67,12 +67,12 @@ def summarize_rows(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> di
 
 
 def is_good(spec: LoadSpec, row: Row) -> bool:
-    """Whether a request was served whole and within its band's targets."""
+    """Return True if a request was served whole and within its band's targets."""
     return row.outcome is Outcome.OK and spec.target(row.priority).are_met(row.ttft_s, row.tpot_s)
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A few lines for a person."""
+    """Return a short table for the terminal."""
     late = summary["late"]
     lines = [
         f"{summary['duration_s']:.1f} s; {late['count']} sends ({100 * late['share']:.2f} %) more than "
@@ -91,7 +91,7 @@ def table(summary: dict[str, Any]) -> str:
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
-    """In milliseconds; None where there is nothing to tell."""
+    """Return percentiles in milliseconds; None without values."""
     if not seconds:
         return None
     values_s = percentiles(seconds, (*PERCENTS, 100))

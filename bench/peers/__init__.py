@@ -1,1 +1,1 @@
-"""Our engine beside other serving engines on one workload; the driver needs the standard library only."""
+"""Headway beside other serving engines on one workload; the driver needs only the standard library."""

@@ -1,4 +1,4 @@
-"""Ours and every peer that is installed, one after the other: `python -m bench.peers`."""
+"""Run Headway and every installed peer, one after another: `python -m bench.peers`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MODELS = Path("~/.cache/headway-bench/models").expanduser()
 
 
 def main() -> None:
-    """Run them, print the table, write the records and the plot."""
+    """Run the engines, print the table, write the records and the plot."""
     arguments, options = _parser().parse_known_args()
     model = arguments.model or model_directory(arguments.models, arguments.shape)
     name = f"peers_{model.name}{'_partial' if arguments.only else ''}"
@@ -33,7 +33,7 @@ def main() -> None:
     for peer in arguments.rounds * _installed(read_peers(arguments.peers), model, arguments.only):
         print(f"{peer.name} ...", flush=True)
         records += _run(peer, model, options)
-        # After each: the next may take minutes, and be interrupted.
+        # Write after each engine: the next may take minutes and may be interrupted.
         path = write(name, "python -m bench.peers " + " ".join(sys.argv[1:]), {"records": records})
     if not records:
         sys.exit("nothing was measured")
@@ -49,19 +49,21 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, epilog="What is not known here goes to every runner: --reps 1 --modes workload ..."
+        description=__doc__, epilog="Other options go to every runner: --reps 1 --modes workload ..."
     )
     parser.add_argument("--peers", type=Path, default=_LIST, help="file of engines")
-    parser.add_argument("--only", help="those whose names contain one of these words, separated by commas")
-    parser.add_argument("--rounds", type=int, default=1, help="of all engines, where the machine's speed changes")
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="S", help="made with random weights where missing")
-    parser.add_argument("--models", type=Path, default=_MODELS, help="where those are kept")
-    parser.add_argument("--model", type=Path, help="another model's directory")
+    parser.add_argument("--only", help="run engines whose name contains one of these words (comma-separated)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="rounds over all engines; more help where the machine's speed changes"
+    )
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="S", help="shape of a random model, made if missing")
+    parser.add_argument("--models", type=Path, default=_MODELS, help="directory of the random models")
+    parser.add_argument("--model", type=Path, help="directory of another model, instead of --shape")
     return parser
 
 
 def _installed(peers: list[Peer], model: Path, only: str | None) -> list[Peer]:
-    """Those wanted that can be run; tells what the others lack."""
+    """Return the chosen engines that can run; print what the others lack."""
     installed = []
     for peer in peers:
         if only and not any(word in peer.name for word in only.split(",")):
@@ -75,10 +77,10 @@ def _installed(peers: list[Peer], model: Path, only: str | None) -> list[Peer]:
 
 
 def _run(peer: Peer, model: Path, options: Sequence[str]) -> list[Record]:
-    """The records of one engine; those before a failure count, and the failure is told."""
+    """Return the records of one engine; those before a failure count, and the failure is printed."""
     own = [] if "--modes" in options else ["--modes", peer.modes]
     with tempfile.NamedTemporaryFile("w+", prefix="hw-peer-", suffix=".log") as log:
-        # The first thread pool that starts reads its size here, before the engine can say it.
+        # Set here: the first thread pool to start reads its size before the engine can set it.
         environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1"}
         command = peer.command(model, [*own, *options])
         ended = subprocess.run(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)

@@ -1,4 +1,4 @@
-"""Measures one engine and prints a line `RESULT {json}` for each figure; every runner ends in `main`."""
+"""Driver that measures one engine and prints a line `RESULT {json}` per figure; every runner ends in `main`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from bench.peers.workload import PeerRequest
 MODES = ("workload", "single", "decode")
 RESULT = "RESULT "
 DTYPES: dict[str, Literal["bfloat16", "float32"]] = {"bf16": "bfloat16", "fp32": "float32"}
-"""torch's names."""
+"""Names of torch dtypes by option value."""
 _SINGLE_TOKENS = 128
 
 
 def main(
     make_engine: EngineFactory, name: str, add_arguments: Callable[[argparse.ArgumentParser], None] | None = None
 ) -> None:
-    """Load the engine, measure in every mode asked for, close it."""
+    """Load the engine, measure it in every mode of `--modes`, close it."""
     arguments = _parse(name, add_arguments)
-    # A session of its own is a scheduling group of its own, which `alone` can put before the others.
+    # A session of its own is a scheduling group of its own, whose priority `alone` can raise.
     with contextlib.suppress(OSError):
         os.setsid()
     started_s = time.perf_counter()
@@ -55,19 +55,24 @@ def _parse(name: str, add_arguments: Callable[[argparse.ArgumentParser], None] |
     parser.add_argument("--tag", default="", help="the model's name in the records")
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES))
     parser.add_argument("--modes", default=",".join(MODES))
-    parser.add_argument("--batches", default="1,4,16,32", help="of mode decode")
+    parser.add_argument("--batches", default="1,4,16,32", help="batch sizes of mode decode")
     parser.add_argument("--reps", type=int, default=3)
     parser.add_argument("--conc", type=int, default=workload.MAX_CONCURRENCY, help="sequences in the engine at once")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--note", default="", help="kept in the records")
-    parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "perf.lock", help="see machine.py")
+    parser.add_argument("--note", default="", help="text for the records")
+    parser.add_argument(
+        "--lock",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "perf.lock",
+        help="lock file that lets one measurement run at a time",
+    )
     if add_arguments is not None:
         add_arguments(parser)
     return parser.parse_args()
 
 
 class Measurement:
-    """An engine in each mode, after a warm-up."""
+    """Measurement of an engine in each mode, after a warm-up."""
 
     def __init__(self, engine: PeerEngine, arguments: argparse.Namespace) -> None:
         self._engine = engine
@@ -76,7 +81,7 @@ class Measurement:
         self._batches = [int(batch) for batch in arguments.batches.split(",")]
 
     def of(self, mode: str) -> Iterator[dict[str, Any]]:
-        """Records of one mode: of the mixed requests, of one alone, or of decode steps at several batch sizes."""
+        """Yield the records of one mode: mixed requests, a single request, or decode steps at several batch sizes."""
         self._engine.run(workload.equal(2, 64, 8, seed=9), self._concurrency)
         measured = {"workload": self._workload, "single": self._single, "decode": self._decode}[mode]()
         for record in measured:

@@ -1,4 +1,4 @@
-"""What the driver asks of an engine."""
+"""Protocol between the driver and an engine."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from bench.peers.workload import PeerRequest
 
 
 class Events(NamedTuple):
-    """When each output token came; seconds of `time.perf_counter`."""
+    """Arrival times of the output tokens, in seconds of `time.perf_counter`."""
 
     token_s: dict[int, list[float]]
-    """By request number: one moment for each token. Tokens that came together have the same moment."""
+    """Arrival time of each token, by request number. Tokens that came together have the same time."""
     started_s: float
     ended_s: float
 
 
 class PeerEngine(Protocol):
-    """An engine with a model loaded."""
+    """Engine with a model loaded."""
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Give the engine all `requests` at once, of which it runs at most `concurrency` together; wait for the end."""
+        """Give the engine all `requests` at once; it runs at most `concurrency` together. Wait for the end."""
         ...
 
     def pids(self) -> list[int]:
-        """Processes whose memory and processor time are the engine's."""
+        """Return the processes whose memory and CPU time count as the engine's."""
         ...
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop the engine and its processes."""
         ...
 
 
 EngineFactory = Callable[[argparse.Namespace], PeerEngine]
-"""Loads `model` in `dtype` with `threads`; other arguments are the engine's own."""
+"""Factory that loads `model` in `dtype` with `threads`; other arguments are specific to the engine."""

@@ -1,4 +1,4 @@
-"""Throughput and latency from the moments at which tokens came."""
+"""Throughput and latency, computed from token arrival times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.peers.engine import Events
 
 
 def summary(events: Events) -> dict[str, Any]:
-    """Tokens a second, and milliseconds to the first token, between tokens, and per token of a request's mean."""
+    """Return tokens/s and, in milliseconds, TTFT, inter-token gaps and each request's mean time per token."""
     moments = [times for times in events.token_s.values() if times]
     num_tokens = sum(len(times) for times in moments)
     duration_s = events.ended_s - events.started_s
@@ -26,7 +26,7 @@ def summary(events: Events) -> dict[str, Any]:
 
 
 def decode_step_ms(events: Events) -> float | None:
-    """Mean time of a step in which all sequences decode; None where there was none."""
+    """Return the mean time of a step in which all sequences decode; None without such a step."""
     begins_s = max(times[0] for times in events.token_s.values())
     ends_s = min(times[-1] for times in events.token_s.values())
     first = next(iter(events.token_s.values()))

@@ -1,4 +1,4 @@
-"""Our engine in this process: `python -m bench.peers.headway_engine --model DIR`."""
+"""Headway's engine in this process: `python -m bench.peers.headway_engine --model DIR`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_SEQS = 32
 
 
 class HeadwayEngine:
-    """The engine as a replica runs it, without HTTP and without text: peers are given and give token ids too."""
+    """The engine as in a replica, without HTTP and text: all peers take and give token ids."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._max_num_batched_tokens: int = arguments.max_batch_tokens
@@ -35,7 +35,7 @@ class HeadwayEngine:
         warm_up(self._runner, limits)
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Add all at once; the engine's own queue holds what is beyond `concurrency`."""
+        """Add all requests at once; the engine's own queue holds those beyond `concurrency`."""
         engine = self._engine(concurrency)
         token_s: dict[int, list[float]] = {request.number: [] for request in requests}
         started_s = time.perf_counter()
@@ -50,11 +50,11 @@ class HeadwayEngine:
         return Events(token_s, started_s, time.perf_counter())
 
     def pids(self) -> list[int]:
-        """This process."""
+        """Return this process."""
         return [os.getpid()]
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: the engine lives in this process."""
 
     def _engine(self, concurrency: int) -> Engine:
         config = EngineConfig(
@@ -73,7 +73,7 @@ def _generate_request(request: PeerRequest) -> GenerateRequest:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only this engine takes."""
+    """Add the arguments of this engine."""
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-mib", type=int, default=1024)

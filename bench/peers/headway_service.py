@@ -1,4 +1,4 @@
-"""Our whole service, over HTTP: `python -m bench.peers.headway_service --model DIR`.
+"""Headway's whole service, over HTTP: `python -m bench.peers.headway_service --model DIR`.
 
 A private Ray cluster with one ingress and one replica, by default behind HAProxy with Serve's throughput flags.
 """
@@ -20,7 +20,7 @@ _MODEL_NAME = "peer"
 
 
 class HeadwayService:
-    """The application, and a client that keeps at most so many streams open at once."""
+    """The application, and a client that keeps at most `concurrency` streams open."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         settings: dict[str, object] = {
@@ -43,11 +43,11 @@ class HeadwayService:
             self._open = stack.pop_all()
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Send all; at most `concurrency` streams are open at once."""
+        """Send all requests; at most `concurrency` streams are open at once."""
         return http_client.run(self._server, requests, concurrency)
 
     def pids(self) -> list[int]:
-        """Every process that serving takes, Ray's own among them; not this one, the client."""
+        """Return every process of the served application, Ray's included; not this process, the client."""
         return process_tree(self._pid)
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class HeadwayService:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What only the service takes."""
+    """Add the arguments of the service."""
     parser.add_argument("--profile", choices=("throughput", "default"), default="throughput")
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=1024)

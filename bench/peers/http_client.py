@@ -1,4 +1,4 @@
-"""Streams the workload from an HTTP server and notes when tokens come. Shares the cores, as a gateway would."""
+"""HTTP client that streams the workload and records token arrival times. It shares the cores, as a gateway would."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _DATA, _DONE = b"data: ", b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class OpenAIServer:
-    """`/v1/completions` with a prompt of token ids, and token ids in the answer (vLLM's `return_token_ids`)."""
+    """`/v1/completions` with a prompt of token ids and token ids in the answer (vLLM's `return_token_ids`)."""
 
     url: str
     model: str
 
     @property
     def address(self) -> str:
-        """Where requests go."""
+        """URL of requests."""
         return f"{self.url}/v1/completions"
 
     def body(self, request: PeerRequest) -> dict[str, Any]:
-        """What is sent for one request."""
+        """Return the body of one request."""
         return {
             "model": self.model, "prompt": list(request.prompt), "max_tokens": request.num_output_tokens,
             "ignore_eos": True, "stream": True, "temperature": 0, "return_token_ids": True,
         }  # fmt: skip
 
     def num_tokens(self, chunk: dict[str, Any]) -> int:
-        """Tokens that one chunk brings."""
+        """Return the number of tokens in one chunk."""
         return sum(len(choice.get("token_ids") or ()) for choice in chunk.get("choices", ()))
 
 
@@ -49,18 +49,18 @@ class LlamaServer:
 
     @property
     def address(self) -> str:
-        """Where requests go."""
+        """URL of requests."""
         return f"{self.url}/completion"
 
     def body(self, request: PeerRequest) -> dict[str, Any]:
-        """What is sent for one request."""
+        """Return the body of one request."""
         return {
             "prompt": list(request.prompt), "n_predict": request.num_output_tokens, "ignore_eos": True, "stream": True,
             "temperature": 0, "cache_prompt": False, "return_tokens": True, "samplers": ["top_k"], "top_k": 1,
         }  # fmt: skip
 
     def num_tokens(self, chunk: dict[str, Any]) -> int:
-        """Tokens that one chunk brings."""
+        """Return the number of tokens in one chunk."""
         return len(chunk.get("tokens") or ())
 
 
@@ -68,11 +68,11 @@ Server = OpenAIServer | LlamaServer
 
 
 class WrongAnswer(Exception):
-    """The server refused a request or broke a stream off."""
+    """Refused request or broken stream."""
 
 
 def run(server: Server, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-    """Send all; at most `concurrency` streams are open at once."""
+    """Send all requests; at most `concurrency` streams are open at once."""
     return asyncio.run(_run(server, requests, concurrency))
 
 

@@ -20,7 +20,7 @@ _START_LIMIT_S = 600.0
 
 
 class HttpServer:
-    """A server that `--serve` starts; it answers `/health` when it is ready."""
+    """Server started by the command `--serve`; it answers `/health` when it is ready."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         url = f"http://127.0.0.1:{arguments.port}"
@@ -35,11 +35,11 @@ class HttpServer:
             time.sleep(0.5)
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Send all; at most `concurrency` streams are open at once."""
+        """Send all requests; at most `concurrency` streams are open at once."""
         return http_client.run(self._server, requests, concurrency)
 
     def pids(self) -> list[int]:
-        """The server and what it started."""
+        """Return the server's process and its descendants."""
         return process_tree(self._process.pid)
 
     def close(self) -> None:

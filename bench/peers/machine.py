@@ -1,4 +1,4 @@
-"""The machine while something is measured: who uses its processors, and that only one measurement runs."""
+"""The machine during a measurement: CPU time by process, and a lock that lets one measurement run at a time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _SETTLE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Percent of all cores' time."""
+    """Percentages of all cores' time."""
 
     own: float
     other: float
-    """What other processes took: above a few percent, the figures beside it are too low."""
+    """Share of other processes. Above a few percent, the figures beside it are too low."""
     steal: float
-    """What the hypervisor took."""
+    """Share of the hypervisor (steal time)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,14 @@ class _Ticks:
 
 
 class ProcessorMeter:
-    """Shares of the processors' time since it was made."""
+    """Meter of CPU time since it was made."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._start = _ticks(pids)
 
     def shares(self) -> Shares:
-        """What the processes named took since then, and the rest of the machine."""
+        """Return the shares of these processes and of the rest of the machine."""
         start, end = self._start, _ticks(self._pids)
         total = max(1, end.total - start.total)
         own = end.own - start.own
@@ -63,7 +63,7 @@ def _ticks(pids: Sequence[int]) -> _Ticks:
 
 
 def peak_memory_mb(pids: Sequence[int]) -> float:
-    """Sum of the processes' largest resident sets, MiB."""
+    """Return the sum of the processes' peak resident sets, in MiB."""
     peak_kb = 0
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -73,7 +73,7 @@ def peak_memory_mb(pids: Sequence[int]) -> float:
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all that descend from it."""
+    """Return a process and all its descendants."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for directory in _PROC.iterdir():
         if directory.name.isdigit():
@@ -89,7 +89,7 @@ def process_tree(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def alone(lock: Path, pids: Sequence[int]) -> Iterator[None]:
-    """The machine's one measurement, before all background work as far as the kernel lets us."""
+    """Hold the measurement lock, with this process and `pids` above background work if the kernel permits."""
     with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
@@ -101,7 +101,11 @@ def alone(lock: Path, pids: Sequence[int]) -> Iterator[None]:
 
 
 def _set_urgency(pids: Sequence[int], niceness: int) -> None:
-    """With `kernel.sched_autogroup_enabled`, `nice` counts only inside a session; between sessions it is this file."""
+    """Set the autogroup priority of this process and `pids`.
+
+    With `kernel.sched_autogroup_enabled`, `nice` counts only inside a session; the autogroup file counts between
+    sessions.
+    """
     for pid in (os.getpid(), *pids):
         with contextlib.suppress(OSError):
             (_PROC / str(pid) / "autogroup").write_text(str(niceness))

@@ -18,7 +18,7 @@ from bench.peers.workload import PeerRequest
 
 
 class OpenVinoEngine:
-    """A pipeline for each concurrency asked for."""
+    """OpenVINO pipeline, remade when the concurrency changes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -28,7 +28,7 @@ class OpenVinoEngine:
         self._concurrency = 0
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Step until all have ended; as one ends the next is added, since the pipeline's own limit does not hold."""
+        """Step until all have ended. A request is added when another ends: the pipeline ignores its own limit."""
         self._start(concurrency)
         waiting, handles = deque(requests), dict[int, Any]()
         token_s: dict[int, list[float]] = {request.number: [] for request in requests}
@@ -78,11 +78,11 @@ class OpenVinoEngine:
         self._concurrency = concurrency
 
     def pids(self) -> list[int]:
-        """This process."""
+        """Return this process."""
         return [os.getpid()]
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: the pipeline lives in this process."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Which engines can be run here."""
+"""Registry of the engines to compare with, and of the files each needs."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _HOME = "~/"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine and how its runner is started."""
+    """Engine with the command of its runner."""
 
     name: str
     module: str
-    """The runner, started with `python -m`."""
+    """Module of the runner, started with `python -m`."""
     python: str = sys.executable
-    """The interpreter of its virtual environment."""
+    """Interpreter of the engine's virtual environment."""
     requires: tuple[str, ...] = ()
-    """Other files without which it is not installed."""
+    """Further files that an installed engine has."""
     model: str | None = None
-    """The model in its own format; None: the directory that all others load."""
+    """The model in the engine's own format; None: the directory that the other engines load."""
     modes: str = "workload,single,decode"
     arguments: tuple[str, ...] = ()
 
     def missing(self, model_directory: Path) -> list[str]:
-        """Files that it needs and that are not there."""
+        """Return the needed files that do not exist."""
         needed = [self.python, *self.requires, self._model(model_directory)]
         return [path for path in needed if not Path(path).expanduser().exists()]
 
     def command(self, model_directory: Path, options: Sequence[str]) -> list[str]:
-        """What starts its runner; `options` come last."""
+        """Return the command of the runner; `options` come last."""
         model = _expand(self._model(model_directory))
         own = [_expand(argument.replace("{model}", model)) for argument in self.arguments]
         about = ["--model", model, "--tag", model_directory.name, "--note", self.name]
@@ -47,7 +47,7 @@ class Peer:
 
 
 def read_peers(file: Path) -> list[Peer]:
-    """The engines that a file like `peers.toml` names, in its order."""
+    """Return the engines of a file like `peers.toml`, in its order."""
     return [_peer(entry) for entry in tomllib.loads(file.read_text())["peer"]]
 
 
@@ -57,7 +57,7 @@ def _peer(entry: dict[str, Any]) -> Peer:
 
 
 def _expand(text: str) -> str:
-    """`~/` means the home directory wherever a word of the text begins with it."""
+    """Replace `~/` by the home directory at the beginning of each word."""
     home = f"{Path.home()}/"
     words = (home + word.removeprefix(_HOME) if word.startswith(_HOME) else word for word in text.split(" "))
     return " ".join(words)

@@ -1,4 +1,4 @@
-"""All engines' records in one table and one plot."""
+"""Table and plot of all engines' records."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _DECODE_BATCHES = (1, 4, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class EngineRecords:
-    """What one engine's runner printed."""
+    """Records that one engine's runner printed."""
 
     name: str
     records: tuple[Record, ...]
 
     def of(self, mode: str) -> list[Record]:
-        """The records of one mode."""
+        """Return the records of one mode."""
         return [record for record in self.records if record["mode"] == mode]
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Median over the repetitions of the workload; None where it was not run."""
+        """Median over the repetitions of the workload; None if it was not run."""
         return _median(record["tok_s"] for record in self.of("workload"))
 
 
 def by_engine(records: Sequence[Record]) -> list[EngineRecords]:
-    """Records gathered by their `note`, the fastest engine first."""
+    """Group records by their `note`, the fastest engine first."""
     names = dict.fromkeys(record["note"] for record in records)
     engines = [EngineRecords(name, tuple(r for r in records if r["note"] == name)) for name in names]
     return sorted(engines, key=lambda engine: -(engine.tokens_per_s or 0.0))
 
 
 def table(engines: Sequence[EngineRecords], title: str) -> Table:
-    """One row an engine; medians over repetitions."""
+    """Return a table with one row per engine; figures are medians over repetitions."""
     made = Table(
         "engine", "tok/s", "of the first", "TTFT p50/p99 s", "ITL p50/p99 ms", "1-req tok/s", "1-req TTFT ms",
         "step ms B=" + "/".join(map(str, _DECODE_BATCHES)), "MiB", "other %", title=title,
@@ -89,12 +89,12 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def plot(engines: Sequence[EngineRecords], title: str, path: Path) -> None:
-    """Bars of tokens a second, as a PNG.
+    """Draw bars of tokens per second into a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # An extra; everything else works without.
+    # Optional dependency; everything else works without it.
     matplotlib: Any = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot: Any = importlib.import_module("matplotlib.pyplot")

@@ -18,7 +18,7 @@ from bench.peers.workload import PeerRequest
 
 
 class ContinuousBatching:
-    """A manager for each concurrency asked for."""
+    """Batching manager, remade when the concurrency changes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.set_num_threads(arguments.threads)
@@ -30,7 +30,7 @@ class ContinuousBatching:
         self._concurrency = 0
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Add all at once, read each when it has ended."""
+        """Add all requests at once; read each when it has ended."""
         self._start(concurrency)
         started_s = time.perf_counter()
         for request in requests:
@@ -70,7 +70,7 @@ class ContinuousBatching:
         self._concurrency = concurrency
 
     def pids(self) -> list[int]:
-        """This process."""
+        """Return this process."""
         return [os.getpid()]
 
     def close(self) -> None:

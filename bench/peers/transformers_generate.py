@@ -1,6 +1,6 @@
 """transformers' `generate()`: left-padded batches in order of arrival, each run to its longest request.
 
-`--static 1` is one request at a time. Padding and finished rows are work for nothing; that is the method's own.
+`--static 1` runs one request at a time. Padding and finished rows are wasted work that is part of the method.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from bench.peers.workload import PeerRequest
 
 
 class _StepClock(StoppingCriteria):  # type: ignore[misc]
-    """Stops nothing; remembers when each step ended."""
+    """Stopping criterion that never stops and records the end of each step."""
 
     def __init__(self) -> None:
         self.step_s: list[float] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """Called after each step."""
+        """Record the time; called after each step."""
         self.step_s.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
@@ -42,7 +42,7 @@ class StaticGenerate:
         self._model.generation_config.eos_token_id = None
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """One batch after the other; larger batches only where more are asked for together than `--static`."""
+        """Run one batch after another, of `--static` requests or, for a higher concurrency, of all requests."""
         is_larger = concurrency > self._batch_size > 1
         batch_size = max(self._batch_size, len(requests)) if is_larger else self._batch_size
         token_s: dict[int, list[float]] = {}
@@ -55,7 +55,7 @@ class StaticGenerate:
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[PeerRequest]) -> list[float]:
-        """The moments at which the batch's steps ended."""
+        """Return the end times of the batch's steps."""
         width = max(len(request.prompt) for request in batch)
         num_steps = max(request.num_output_tokens for request in batch)
         padding = [width - len(request.prompt) for request in batch]
@@ -74,11 +74,11 @@ class StaticGenerate:
         return clock.step_s
 
     def pids(self) -> list[int]:
-        """This process."""
+        """Return this process."""
         return [os.getpid()]
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: the model lives in this process."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

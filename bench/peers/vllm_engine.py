@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 
 
 class VllmEngine:
-    """`add_request` and `step`; this process admits as many as the driver says."""
+    """vLLM's `LLMEngine`, with at most `concurrency` requests added at a time."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         threads = {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_OMP_THREADS_BIND": f"0-{arguments.threads - 1}"}
@@ -50,7 +50,7 @@ class VllmEngine:
         self._num_runs = 0
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Step until all have ended; as one ends the next is added."""
+        """Step until all have ended; add the next request as one ends."""
         self._num_runs += 1
         waiting, num_running = deque(requests), 0
         token_s: dict[int, list[float]] = {request.number: [] for request in requests}
@@ -75,11 +75,11 @@ class VllmEngine:
         self._engine.add_request(f"{self._num_runs}-{request.number}", prompt, params)
 
     def pids(self) -> list[int]:
-        """This process."""
+        """Return this process."""
         return [os.getpid()]
 
     def close(self) -> None:
-        """Nothing is left behind."""
+        """Do nothing: the engine lives in this process."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The requests that every engine is given: the same token ids, the same lengths, in the same order."""
+"""The workload of every engine: the same token ids and lengths in the same order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_TOKEN_ID, _LAST_TOKEN_ID = 259, 8000
 
 @dataclass(frozen=True, slots=True)
 class PeerRequest:
-    """One prompt of token ids, continued greedily to exactly `num_output_tokens`, whatever comes."""
+    """One prompt of token ids, continued greedily to exactly `num_output_tokens`; end-of-sequence is ignored."""
 
     number: int
     prompt: tuple[int, ...]
@@ -21,14 +21,14 @@ class PeerRequest:
 
 
 def mixed(num_requests: int = _NUM_REQUESTS, seed: int = 0, longest_output: int = 192) -> list[PeerRequest]:
-    """Prompts of 32 to 256 tokens, outputs of 16 to `longest_output`, all to be sent at once."""
+    """Return requests with prompts of 32 to 256 tokens and outputs of 16 to `longest_output`, to be sent at once."""
     rng = random.Random(seed)
     lengths = [(rng.randint(32, 256), rng.randint(16, longest_output)) for _ in range(num_requests)]
     return [PeerRequest(number, _prompt(rng, prompt), output) for number, (prompt, output) in enumerate(lengths)]
 
 
 def equal(num_requests: int, num_prompt_tokens: int, num_output_tokens: int, seed: int) -> list[PeerRequest]:
-    """Requests of one shape."""
+    """Return requests of one shape."""
     rng = random.Random(seed)
     return [PeerRequest(number, _prompt(rng, num_prompt_tokens), num_output_tokens) for number in range(num_requests)]
 

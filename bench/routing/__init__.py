@@ -1,1 +1,1 @@
-"""What routing promises, measured: one experiment a module, each `python -m bench.routing.<name> [--quick]`."""
+"""Experiments on routing, each with its pass bars: `python -m bench.routing.<name> [--quick]`."""

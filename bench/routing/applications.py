@@ -1,4 +1,4 @@
-"""The applications that experiments run on."""
+"""Applications that experiments run on."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MODELS = Path("~/.cache/headway-bench/models")
 _SMALL = "S"
 _DEMO = "headway-demo"
 _ON_CPU: dict[str, object] = {"device": "cpu", "num_threads": 1, "cpus_per_replica": 0.5}
-# A replica that computes nothing needs no processor of its own, and no text.
+# A timed replica computes nothing: it needs no CPU of its own and no text.
 _TIMED_SETTINGS: dict[str, object] = {"cpus_per_replica": 0.01, "detokenize": "false"}
 
 COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "coalesce_tokens": 64}
-"""For loads whose streams are not what is measured: sent in few pieces they leave the processor to what is."""
+"""Settings for loads whose streams are not measured: few large chunks leave the CPU to the measured work."""
 
 
 @contextlib.contextmanager
 def timed(options: Options, **settings: object) -> Iterator[Served]:
-    """The application over timed replicas."""
+    """Serve the application over timed replicas."""
     merged = {"step_times": options.step_times, **_TIMED_SETTINGS, **settings, **options.settings}
     with serving(TIMED, merged, options.has_throughput_profile, options.checkout) as served:
         yield served
@@ -34,16 +34,16 @@ def timed(options: Options, **settings: object) -> Iterator[Served]:
 
 @contextlib.contextmanager
 def demo(options: Options, **settings: object) -> Iterator[Served]:
-    """The application over the bundled demo model on CPU, one thread a replica."""
+    """Serve the application over the bundled demo model on CPU, one thread per replica."""
     merged = {**_ON_CPU, **settings, **options.settings}
     with serving(REAL, merged, options.has_throughput_profile, options.checkout) as served:
         yield served
 
 
 def small(options: Options, **settings: object) -> AbstractContextManager[Served]:
-    """The same over random weights of a small model's shape, see `bench.models`: a step is mostly its arithmetic.
+    """Serve the application over a small model with random weights, whose step is mostly arithmetic (`bench.models`).
 
-    In steps of at most 128 tokens: one of 512, the default, takes a third of a second on two cores.
+    Steps have at most 128 tokens: a step of 512, the default, takes a third of a second on two cores.
     """
     model = model_directory(_MODELS.expanduser(), _SMALL)
     fixed = {"model": model, "dtype": "bfloat16", "num_threads": os.cpu_count() or 1, "max_num_batched_tokens": 128}
@@ -56,7 +56,7 @@ class Kind:
 
     start: Callable[..., AbstractContextManager[Served]]
     model: str = _DEMO
-    """What requests call it."""
+    """Model name in requests."""
 
 
 KINDS: Mapping[str, Kind] = {"timed": Kind(timed), "small": Kind(small, _SMALL), "demo": Kind(demo)}

@@ -1,12 +1,15 @@
-"""Does a standing backlog of batch work disturb interactive work? `python -m bench.routing.backlog`.
+"""Effect of a standing batch backlog on interactive work: `python -m bench.routing.backlog`.
 
-One replica. The same interactive requests at the same times are sent twice: to an idle replica, and to one that has
-1,000 batch requests to do. Then the batch runs alone. Each run has other prompts of the same lengths, as the prefix
-cache would know those of the run before. Interactive latencies are compared over the requests that came and ended
-while every slot was wanted by the batch, total tokens/s (prompt and output) over the same stretch of the backlog. Run
-on a timed replica, and on a small random model on CPU, where a step with more sequences is itself slower: how much of
-the ratio that is, is told by `decode_step_ratio`. Of the demo model, whose steps are mostly what each sequence costs
-beside arithmetic, latencies are recorded and nothing is promised.
+One replica. The same interactive requests are sent twice at the same times: to an idle replica, and to one with 1,000
+batch requests. Then the batch runs alone. Each run has other prompts of the same lengths: the prefix cache would hold
+those of the run before.
+
+Interactive latencies are compared over the requests that came and ended while batch requests wanted every slot. Total
+tokens/s (prompt and output) are compared over the same stretch of the backlog.
+
+The kinds of replica: a timed one; a small random model on CPU, where a step with more sequences is itself slower
+(`decode_step_ratio` gives that part of the ratio); and the demo model, whose steps are mostly per-sequence overhead.
+Latencies of the demo model have no bar.
 """
 
 from __future__ import annotations
@@ -30,18 +33,18 @@ NUM_SLOTS = 32
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is sent to one kind of replica, and what is promised."""
+    """Amount of load for one kind of replica, and its bars."""
 
     name: str
     num_batch: int
     batch_output: int
     lead_s: float
-    """From the first batch request to the first interactive one: until then every slot is taken."""
+    """Time from the first batch request to the first interactive one; by then every slot is taken."""
     interactive_s: float
-    """How long interactive requests keep coming; the backlog must outlast it."""
+    """Duration of the interactive arrivals; the backlog must outlast it."""
     interactive_per_s: float
     max_ttft_ratio: float | None = None
-    """None: nothing is promised."""
+    """Largest allowed ratio; None: no bar."""
     max_gap_ratio: float | None = None
 
 
@@ -77,7 +80,7 @@ def main() -> int:
 
 
 def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, Offered, Offered]:
-    """Interactive alone, both, batch alone."""
+    """Run interactive work alone, both together, batch work alone."""
     interactive = Stream(
         name="interactive",
         priority=0,
@@ -108,7 +111,7 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
 
 
 def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
-    """The promises, on the requests whose whole life the backlog stood over."""
+    """Return the bars, for requests with a standing backlog over their whole life."""
     prefix = f"{scale.name}: "
     return [
         *at_most(
@@ -123,7 +126,7 @@ def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
 
 
 def figures_of(lead_s: float, alone: Offered, both: Offered, batch: Offered) -> dict[str, Any]:
-    """Everything compared."""
+    """Return all compared figures."""
     stands_until_s = backlog_stands_until_s(both.of("batch"))
     beside = [row for row in both.of("interactive") if (row.end_s or row.scheduled_s) <= stands_until_s]
     indices = {row.scheduled_s for row in beside}
@@ -148,12 +151,12 @@ def figures_of(lead_s: float, alone: Offered, both: Offered, batch: Offered) -> 
 
 
 def backlog_stands_until_s(batch: Sequence[Row]) -> float:
-    """When the last batch request got its first token: until then every free slot had a taker."""
+    """Return the first-token time of the last batch request: until then batch work took every free slot."""
     return max((row.chunk_s[0] for row in batch if row.chunk_s), default=0.0)
 
 
 def _total_rate(run: Offered, lead_s: float) -> float | None:
-    """Tokens a second, prompt and output, while the backlog stands, from the lead on."""
+    """Return prompt and output tokens per second, from the lead to the end of the standing backlog."""
     end_s = backlog_stands_until_s(run.of("batch"))
     if end_s <= lead_s:
         return None

@@ -1,15 +1,19 @@
-"""Is work spread as it should be? `python -m bench.routing.balance`.
+"""Distribution of work over replicas: `python -m bench.routing.balance`.
 
-Four timed replicas. 1. 200 requests at once: outstanding tokens of the replicas, max / mean, from what each was
-given and from `/load`. 2. A trace of shared prefixes, our policy beside the fewest requests: prefix hit rate, TTFT,
-hottest replica. 3. Traces of skewed lengths that nobody can know beforehand, under ours and under power of two
-choices as Ray Serve's router has it (a request is bound to a replica when it comes), beside a simulated oracle that
-does know the lengths (`bench.routing.oracle`). Percentiles are those of all traces together, since a trace's worst
-percent is one or two moments in which every slot was taken. At this rate three in four slots are taken on average;
-closer to all of them TTFT is decided by capacity, not by choices: at 8 requests a second a slot that stands empty for
-the 10 ms until its next request has come costs 20 % of the oracle's p99, whoever chooses. What engine, processes and
-HTTP cost is not the router's: the TTFT overhead of an idle system is added to the oracle's, and its steps take as much
-longer as tokens were further apart in the run.
+Four timed replicas.
+1. 200 requests at once: outstanding tokens of the replicas, max / mean, from the requests each was given and from
+   `/load`.
+2. A trace of shared prefixes, under LeastTokens and under LeastRequests: prefix hit rate, TTFT, hottest replica.
+3. Traces of skewed lengths that no policy can know beforehand, under LeastTokens and under power of two choices with
+   early binding, as in Ray Serve's router. Beside them a simulated oracle that knows the lengths
+   (`bench.routing.oracle`).
+
+Percentiles are over all traces together: the worst percent of one trace is one or two moments with every slot taken.
+At this rate three in four slots are taken on average. Nearer to full, capacity decides TTFT, not the policy: at 8
+requests a second, a slot that stays empty for 10 ms until its next request costs 20 % of the oracle's p99.
+
+The costs of engine, processes and HTTP are not the router's. The TTFT overhead of an idle system is added to the
+oracle's TTFT. The oracle's steps are lengthened by the extra time between tokens in the measured run.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ OURS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_tw
 _SETTINGS: dict[str, dict[str, object]] = {
     OURS: {},
     LEAST_LOADED: {"baseline_policy": "least_requests"},
-    RAY_DEFAULT: {"baseline_policy": "power_of_two", "num_bound_early": 1000},
+    RAY_DEFAULT: {"baseline_policy": "power_of_two", "max_queued_per_replica": 1000},
 }
 _BUDGET = 512
 _NUM_SLOTS_AT_ONCE, _NUM_SLOTS = 64, 8
@@ -45,14 +49,14 @@ _NUM_SLOTS_AT_ONCE, _NUM_SLOTS = 64, 8
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is sent."""
+    """Amount of load."""
 
     num_at_once: int = 200
     trace_s: float = 120.0
     prefix_per_s: float = 12.0
     skewed_per_s: float = 7.0
     num_skewed: int = 3
-    """Traces of skewed lengths, each of another seed."""
+    """Number of skewed traces, each with its own seed."""
     with_prefixes: tuple[str, ...] = (OURS, LEAST_LOADED)
     with_skewed: tuple[str, ...] = (OURS, RAY_DEFAULT)
 
@@ -61,7 +65,7 @@ QUICK = Scale(num_at_once=40, trace_s=5.0, num_skewed=1, with_prefixes=(OURS,), 
 
 
 def main() -> int:
-    """All three parts; each policy on an application of its own."""
+    """Run all three parts; each policy gets its own application."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else Scale()
     common = {"num_replicas": NUM_REPLICAS, "max_num_batched_tokens": _BUDGET, "load_poll_period_s": 0.2}
@@ -103,7 +107,7 @@ def _judge(at_once: dict[str, Any], prefix: dict[str, dict[str, Any]], skewed: d
 
 
 def _all_at_once(served: Served, scale: Scale, options: Options) -> tuple[Offered, dict[str, Any]]:
-    """200 requests of mixed sizes within a fifth of a second; none ends before all are placed."""
+    """Send 200 requests of mixed sizes within a fifth of a second; none ends before all are placed."""
     stream = Stream(
         name="at-once",
         bursts=(Burst(count=scale.num_at_once, spread_s=scale.num_at_once / 1000),),
@@ -124,20 +128,20 @@ def _all_at_once(served: Served, scale: Scale, options: Options) -> tuple[Offere
 
 
 def _load_at_its_height(looks: Sequence[Seen]) -> float | None:
-    """max / mean of `/load`'s outstanding tokens in the look in which they were most."""
+    """Return max / mean of `/load`'s outstanding tokens, at the look with the largest sum."""
     key = "outstanding_tokens"
     known = [{r["replica_id"]: r[key] for r in look.value} for look in looks if all(key in r for r in look.value)]
     return max_over_mean(max(known, key=lambda tokens: sum(tokens.values()))) if known else None
 
 
 def max_over_mean(amounts: dict[str, int] | Counter[str]) -> float | None:
-    """The largest / the mean over all replicas, those without any included."""
+    """Return the largest amount / the mean over all replicas, including those without any."""
     values = list(amounts.values())
     return ratio(max(values), sum(values) / NUM_REPLICAS) if values else None
 
 
 def _prefix_trace(served: Served, scale: Scale, options: Options) -> tuple[Offered, dict[str, Any]]:
-    """Long shared prefixes, more of them than one replica's cache holds."""
+    """Offer long shared prefixes, more than one replica's cache holds."""
     stream = Stream(
         name="prefixes",
         priority=0,
@@ -164,7 +168,7 @@ def _cache_counts(served: Served) -> tuple[float, float]:
 
 
 def _skewed_spec(scale: Scale, seed: int) -> LoadSpec:
-    """Most answers are short, one in ten is 20 times longer, and nobody says which: `max_tokens` is the same."""
+    """Return a load of short answers, one in ten 20 times longer; `max_tokens` is the same and hides the length."""
     stream = Stream(
         name="skewed",
         phases=(Phase(end_s=scale.trace_s, rate_per_s=scale.skewed_per_s),),
@@ -178,7 +182,7 @@ def _skewed_spec(scale: Scale, seed: int) -> LoadSpec:
 
 
 def compare_skewed(skewed: dict[str, list[Offered]], idle_ttft_s: float, options: Options) -> dict[str, Any]:
-    """TTFT p99 of every policy, and of the oracle on the same traces; all traces together."""
+    """Return TTFT percentiles of every policy and of the oracle, over all traces together."""
     step_times = read_step_times(options.settings.get("step_times", options.step_times))
     some = next(iter(skewed.values()))
     traces = [
@@ -216,7 +220,7 @@ _IDLE_ARRIVAL = Arrival(0.0, 1, 96, 4)
 
 
 def _idle_ttft_s(served: Served, options: Options) -> list[float]:
-    """Times to first token with nothing else to do."""
+    """Measure times to first token on an idle system."""
     stream = Stream(
         name="idle",
         bursts=(Burst(count=10, spread_s=5.0),),
@@ -227,7 +231,7 @@ def _idle_ttft_s(served: Served, options: Options) -> list[float]:
 
 
 def _ttft_s(rows: Sequence[Row]) -> list[float]:
-    """Of every request; one without a first token waited at least until its end."""
+    """Return the TTFT of every request; one without a first token counts with its whole duration."""
     return [row.ttft_s if row.ttft_s is not None else (row.end_s or 0.0) - row.scheduled_s for row in rows]
 
 

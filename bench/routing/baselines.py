@@ -1,4 +1,4 @@
-"""Baselines of routing, for experiments to compare with: blind policies, and requests bound to a replica early."""
+"""Routing baselines for comparison: simple policies, and early binding of requests to a replica."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from serve_app.config import HeadwayConfig
 
 
 class _LoadBlindPolicy:
-    """Base of policies that know nothing of prefixes: every prompt is computed anew, as far as they know."""
+    """Base of policies without a prefix index: every prompt token counts as uncomputed."""
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
-        """Prompt tokens of the request."""
+        """Return the number of prompt tokens of the request."""
         return len(routing.request.prompt_token_ids)
 
     def forget(self, replica_id: str) -> None:
-        """Nothing is remembered of a replica."""
+        """Do nothing: no state is kept per replica."""
 
 
 class LeastRequests(_LoadBlindPolicy):
-    """The replica with the fewest requests; ties are drawn. A baseline: blind to their lengths and prefixes."""
+    """Policy that prefers the replica with the fewest requests, ties at random; it ignores lengths and prefixes."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """Fewest requests first."""
+        """Rank replicas by number of requests, fewest first."""
         keyed = [(sum(view.num_by_band), self._rng.random(), view.stats.replica_id) for view in views]
         return Ranking([replica_id for *_, replica_id in sorted(keyed)], Reason.LEAST_LOADED)
 
 
 class PowerOfTwo(_LoadBlindPolicy):
-    """Two replicas drawn, the one with fewer requests first (Mitzenmacher, 2001): Ray Serve's own default."""
+    """Policy that draws two replicas and prefers the less loaded (Mitzenmacher, 2001): Ray Serve's default."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """The two drawn, then the others at random."""
+        """Rank the two drawn replicas first, then the others at random."""
         order = self._rng.sample(views, len(views))
         order[:2] = sorted(order[:2], key=lambda view: sum(view.num_by_band))
         return Ranking([view.stats.replica_id for view in order], Reason.LEAST_LOADED)
 
 
 class RoundRobin(_LoadBlindPolicy):
-    """Each replica in turn, in order of id: a baseline, blind to load."""
+    """Policy that takes each replica in turn, by id; it ignores load."""
 
     def __init__(self) -> None:
         self._num_ranked = 0
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """The next in turn first."""
+        """Rank the next replica in turn first."""
         replica_ids = sorted(view.stats.replica_id for view in views)
         start = self._num_ranked % len(replica_ids)
         self._num_ranked += 1
@@ -64,13 +64,13 @@ class RoundRobin(_LoadBlindPolicy):
 
 
 class Random(_LoadBlindPolicy):
-    """A random order: a baseline, blind to load."""
+    """Policy of random order; it ignores load."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """In random order."""
+        """Rank replicas in random order."""
         replica_ids = sorted(view.stats.replica_id for view in views)
         self._rng.shuffle(replica_ids)
         return Ranking(replica_ids, Reason.RANDOM)
@@ -86,34 +86,34 @@ POLICIES: Mapping[str, Callable[[], RoutingPolicy]] = {
 
 @dataclass(frozen=True, slots=True)
 class EarlyBinding:
-    """Gives every replica up to `num_ahead` requests of each band beyond its slots, whatever blocks they need.
+    """Slot policy that sends each replica up to `num_ahead` requests per band beyond its slots, free blocks or not.
 
-    That is how a router works that only chooses a replica, when a request comes.
+    This is early binding: a router that chooses a replica as soon as a request comes.
     """
 
     num_ahead: int
 
     def places(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
-        """The free slots and `num_ahead` more."""
+        """Return the number of free slots plus `num_ahead`; 0 for a draining replica."""
         return 0 if view.stats.is_draining else view.num_free_slots(band) + self.num_ahead
 
     def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        """Always: the request waits there for blocks."""
+        """Return True: the request waits for blocks at the replica."""
         return True
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
-        """All of them, full or not."""
+        """Return all replicas, full or not."""
         return list(views)
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineFlow:
-    """Makes the flow control of an ingress that follows a baseline; crosses processes as its two values."""
+    """Factory of an ingress's flow control with a baseline policy; its two fields cross processes."""
 
     policy: str
-    num_bound_early: int
+    max_queued_per_replica: int
 
     def __call__(self, config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
-        """The controller; with `num_bound_early` 0 requests are bound late, as they are in the product."""
-        slots = EarlyBinding(self.num_bound_early) if self.num_bound_early else None
+        """Return the controller; `max_queued_per_replica` 0 means late binding, as in the product."""
+        slots = EarlyBinding(self.max_queued_per_replica) if self.max_queued_per_replica else None
         return FlowController(config.flow_limits(), table, POLICIES[self.policy](), observer, slots)

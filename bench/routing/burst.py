@@ -1,9 +1,10 @@
-"""Does the number of replicas follow the load? `python -m bench.routing.burst`.
+"""Scaling of replicas with the load: `python -m bench.routing.burst`.
 
-Timed replicas, scaled from 1 to 6. 1. A steady load, a third of what one replica can do, jumps to ten times as much:
-how long until Serve's target rises, and how long each new replica, once it is running, stays without work. 2. A square
-wave for 20 minutes: how often a period the target turns from rising to falling (following the wave once is one such
-reversal). No request may fail in either.
+Timed replicas, scaled from 1 to 6. No request may fail in either part.
+1. A steady load at a third of one replica's capacity jumps to ten times as much. Measured: the delay until Serve's
+   target rises, and the idle time of each new replica after it starts to run.
+2. A square wave for 20 minutes. Measured: how often per period the target turns from rising to falling. Following
+   the wave once is one such reversal.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ MIN_REPLICAS, MAX_REPLICAS = 1, 6
 _NUM_SLOTS = 16
 _LOOK_PERIOD_S = 0.1
 _FAST_REPORTS = {"autoscale_interval_s": 0.1}
-# On two cores replicas take half a minute to start: what waits meanwhile is not to be refused.
+# On two cores a replica takes half a minute to start; requests that wait for it must not be refused.
 _PATIENCE = {"max_standard_wait_s": 600.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rates and seconds."""
+    """Rates and durations in seconds."""
 
     low_per_s: float = 1.5
     high_per_s: float = 15.0
@@ -47,7 +48,7 @@ QUICK = Scale(before_s=3.0, burst_s=18.0, after_s=2.0, half_period_s=3.0, num_pe
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What Serve and the ingress said of the replicas at one moment."""
+    """State of the replicas at one moment, from Serve and the ingress."""
 
     target: int
     running_ids: frozenset[str]
@@ -55,7 +56,7 @@ class Replicas:
 
 
 def main() -> int:
-    """Both parts on one application."""
+    """Run both parts on one application."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else Scale()
     scaling: dict[str, object] = {"min_replicas": MIN_REPLICAS, "max_replicas": MAX_REPLICAS}
@@ -86,7 +87,7 @@ def main() -> int:
 
 
 def decision_delay_s(seen: Sequence[Seen], burst_at_unix_s: float) -> float | None:
-    """Seconds from the burst until Serve's target was above what it was before; None: never."""
+    """Return the seconds from the burst until Serve's target exceeds its value before; None if it never does."""
     before = [look.value.target for look in seen if look.at_unix_s < burst_at_unix_s]
     if not before:
         return None
@@ -97,9 +98,10 @@ def decision_delay_s(seen: Sequence[Seen], burst_at_unix_s: float) -> float | No
 
 
 def idle_before_first_work_s(seen: Sequence[Seen], burst_ends_unix_s: float) -> dict[str, float]:
-    """By replica that began to run while the burst lasted, seconds until it was first seen with work.
+    """Return, for each replica that started during the burst, the seconds until it was first seen with work.
 
-    One that never had any counts until the last look; one that came after the burst may well find nothing to do.
+    A replica that never had work counts until the last look. Replicas that started after the burst are left out: there
+    may be no work for them.
     """
     if not seen:
         return {}
@@ -115,13 +117,13 @@ def idle_before_first_work_s(seen: Sequence[Seen], burst_ends_unix_s: float) -> 
 
 
 def num_reversals(targets: Sequence[int]) -> int:
-    """How often the target, having risen, falls."""
+    """Return the number of times that the target rises and then falls."""
     changes = [later - earlier for earlier, later in itertools.pairwise(targets) if later != earlier]
     return sum(earlier > 0 > later for earlier, later in itertools.pairwise(changes))
 
 
 def history(seen: Sequence[Seen], started_unix_s: float) -> list[dict[str, float]]:
-    """Target and running replicas each time that either changed."""
+    """Return target and number of running replicas at each change."""
     changes: list[dict[str, float]] = []
     last: tuple[int, int] | None = None
     for look in seen:
@@ -133,7 +135,7 @@ def history(seen: Sequence[Seen], started_unix_s: float) -> list[dict[str, float
 
 
 def _observe(served: Served, phases: tuple[Phase, ...], options: Options) -> tuple[Offered, Watch]:
-    """Offer a load and look at the replicas until it is over."""
+    """Offer a load and watch the replicas until it is over."""
     stream = Stream(
         name="steady",
         phases=phases,
@@ -162,7 +164,7 @@ def _burst_phases(scale: Scale) -> tuple[Phase, ...]:
 
 
 def _wave_phases(scale: Scale) -> tuple[Phase, ...]:
-    """Low, high, low, high, ..."""
+    """Return the phases: low, high, low, high, ..."""
     return tuple(
         Phase(
             start_s=number * scale.half_period_s,

@@ -1,12 +1,12 @@
-"""What does a stream lose when its replica is killed? `python -m bench.routing.failover`.
+"""Loss of a stream whose replica is killed: `python -m bench.routing.failover`.
 
-The demo model in float32 on three replicas, 200 greedy streams. The same requests are served twice: undisturbed,
-and while replicas are killed with SIGKILL, ten times, each time one that holds a stream in mid-decode: `/load`
-says so before the kill, and the clients' own chunks afterwards (a stream of that replica had a token before and
-was not at its end). Outputs are compared token for token.
+The demo model in float32 on three replicas, 200 greedy streams. The same requests are served twice: undisturbed, and
+with ten kills by SIGKILL. Each kill hits a replica with a stream in mid-decode. `/load` shows that before the kill;
+afterwards the clients' chunks confirm it: a stream of that replica had a token before the kill and was not finished.
+Outputs are compared token for token.
 
-A stream's added pause is its longest gap between two chunks that spans a kill, less its own usual gap. Beyond
-the bar of 2 s lies only what no router can do: while too few replicas are left for all streams, some wait.
+The added pause of a stream is its longest gap between two chunks that spans a kill, less its usual gap. A pause above
+the bar of 2 s comes only from lack of capacity: with too few replicas left, some streams wait.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _RECOVERY_LIMIT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is sent, and how often a replica dies."""
+    """Amount of load and number of kills."""
 
     num_streams: int = 200
     num_kills: int = 10
     arrive_s: float = 240.0
-    """Requests come evenly over this time, so that streams are under way at every kill."""
+    """Duration of the evenly spread arrivals, long enough for open streams at every kill."""
     output_tokens: int = 384
     first_kill_s: float = 8.0
     between_kills_s: float = 12.0
@@ -52,17 +52,17 @@ QUICK = Scale(num_streams=12, num_kills=1, arrive_s=5.0, output_tokens=160, firs
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One replica's death."""
+    """Kill of one replica."""
 
     at_unix_s: float
     replica_id: str
     pid: int
     num_running: int
-    """Sequences that it was running, by `/load`."""
+    """Sequences that it was running, according to `/load`."""
 
 
 def main() -> int:
-    """Serve undisturbed, serve and kill, compare."""
+    """Serve undisturbed, serve with kills, compare."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else Scale()
     settings = {"num_replicas": _NUM_REPLICAS, "dtype": "float32", "max_num_seqs": 32, "load_poll_period_s": 0.2}
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def judge(scale: Scale, calm: Offered, stormy: Offered, kills: Sequence[Kill]) -> tuple[dict[str, Any], list[Bar]]:
-    """The promises, and what they were judged on."""
+    """Return the figures and the bars."""
     different = [
         row.index
         for row, undisturbed in zip(stormy.rows, calm.rows, strict=True)
@@ -101,7 +101,7 @@ def judge(scale: Scale, calm: Offered, stormy: Offered, kills: Sequence[Kill]) -
 
 
 def streams_hit(rows: Sequence[Row], kill: Kill, started_unix_s: float) -> list[Row]:
-    """Streams that began on the killed replica, had a token before the kill and were not at their end."""
+    """Return the streams that began on the killed replica, had a token before the kill and were not finished."""
     at_s = kill.at_unix_s - started_unix_s
     return [
         row
@@ -111,10 +111,10 @@ def streams_hit(rows: Sequence[Row], kill: Kill, started_unix_s: float) -> list[
 
 
 def added_pause_s(row: Row, kills: Sequence[Kill], started_unix_s: float) -> float | None:
-    """The longest gap that spans a kill of the stream's first replica, less its median gap; None: was not hit.
+    """Return the longest gap over a kill of the stream's first replica, less its median gap; None if not hit.
 
-    After it has moved once the client does not know where a stream runs, so later kills count for all that
-    moved before, with whatever gap they span.
+    The client does not know a stream's replica after it has moved. Later kills therefore count for every stream that
+    has moved, with any gap that spans them.
     """
     gaps = list(zip(row.chunk_s, row.chunk_s[1:], strict=False))
     hit_s = [kill.at_unix_s for kill in kills if streams_hit([row], kill, started_unix_s)]
@@ -126,7 +126,7 @@ def added_pause_s(row: Row, kills: Sequence[Kill], started_unix_s: float) -> flo
 
 
 def _kill_repeatedly(served: Served, load: RunningLoad, scale: Scale, rng: random.Random) -> list[Kill]:
-    """One kill after another, each once all replicas run again, while the load lasts."""
+    """Kill replicas one after another while the load lasts, each time after all replicas run again."""
     kills: list[Kill] = []
     time.sleep(scale.first_kill_s)
     while len(kills) < scale.num_kills and load.is_running:
@@ -141,7 +141,7 @@ def _kill_repeatedly(served: Served, load: RunningLoad, scale: Scale, rng: rando
 
 
 def _kill_one(served: Served, load: RunningLoad, rng: random.Random) -> Kill | None:
-    """Kill a replica that runs a sequence, once there is one; None: the load ended first."""
+    """Kill a replica as soon as one runs a sequence; return None if the load ends first."""
     while load.is_running:
         victims = [replica for replica in served.load() if replica["num_running"] > 0 and served.owns(replica["pid"])]
         if victims:
@@ -154,7 +154,7 @@ def _kill_one(served: Served, load: RunningLoad, rng: random.Random) -> Kill | N
 
 
 def _wait_until_whole(served: Served, load: RunningLoad) -> None:
-    """Return when as many replicas run as there should be, or the load has ended."""
+    """Return when all replicas run again, the load has ended, or the recovery limit has passed."""
     deadline_s = time.monotonic() + _RECOVERY_LIMIT_S
     while time.monotonic() < deadline_s and load.is_running:
         try:

@@ -1,4 +1,4 @@
-"""Offers a load from a process of its own, now or beside other things."""
+"""Offered load in a process of its own, waited for or run beside other work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOID_EXIT_CODE = 3
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What came of a load."""
+    """Result of a load."""
 
     summary: dict[str, Any]
     rows: list[Row]
@@ -29,21 +29,21 @@ class Offered:
 
     @property
     def is_void(self) -> bool:
-        """Whether the generator was too late too often."""
+        """True if too many sends of the generator were late."""
         return bool(self.summary["is_void"])
 
     @property
     def num_failed(self) -> int:
-        """Requests that did not come back whole."""
+        """Number of requests that did not end whole."""
         return sum(row.outcome is not Outcome.OK for row in self.rows)
 
     def of(self, stream: str) -> list[Row]:
-        """One stream's requests."""
+        """Return one stream's requests."""
         return [row for row in self.rows if row.stream == stream]
 
 
 class RunningLoad:
-    """A load being offered; `wait` for it exactly once."""
+    """A load being offered; call `wait` exactly once."""
 
     def __init__(self, url: str, spec: LoadSpec) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hw-load-")
@@ -57,11 +57,11 @@ class RunningLoad:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """True until the generator has ended."""
         return self._process.poll() is None
 
     def wait(self) -> Offered:
-        """What came of it.
+        """Wait for the end of the load and return its result.
 
         Raises:
             RuntimeError: the generator failed.
@@ -80,12 +80,12 @@ class RunningLoad:
 
 
 def offer(url: str, spec: LoadSpec) -> Offered:
-    """Offer a load and wait for all of it."""
+    """Offer a load and wait for its end."""
     return RunningLoad(url, spec).wait()
 
 
 def tokens_computed(rows: Sequence[Row], start_s: float, end_s: float) -> tuple[int, int]:
-    """Prompt and output tokens that [start_s, end_s) saw: a prompt counts when its first token comes."""
+    """Return prompt and output tokens in [start_s, end_s); a prompt counts when its first token comes."""
     prompt_tokens = sum(row.num_prompt_tokens for row in rows if row.chunk_s and start_s <= row.chunk_s[0] < end_s)
     output_tokens = sum(
         count

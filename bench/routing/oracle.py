@@ -1,12 +1,12 @@
-"""How well a trace could be served: the same replicas, simulated, with every length known beforehand.
+"""Simulated oracle of a trace: the same replicas, with every length known beforehand.
 
-1. Requests wait in one line, most urgent band first, then in order of arrival; none is given away before a
-   replica has a free slot (late binding), so no choice is ever regretted.
-2. It goes to the replica with a free slot that has the least work left: prompt and *true* output tokens.
+1. Requests wait in one queue, most urgent band first, then in order of arrival. A request is placed only when a
+   replica has a free slot (late binding).
+2. It goes to the replica with a free slot and the least work left: prompt and *true* output tokens.
 3. Each replica steps like the engine: one token for each running sequence, prompts in chunks, within the token
-   budget; a step takes what `StepTimes` says.
+   budget. A step takes the time that `StepTimes` gives.
 
-HTTP, Ray and processes cost nothing here; experiments add what they are measured to cost.
+HTTP, Ray and processes cost nothing here; experiments add their measured cost.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class OracleRun:
-    """How the trace was served."""
+    """Result of the simulation."""
 
     ttft_s: list[float]
-    """The time to first token of each arrival, in their order."""
+    """Time to first token of each arrival, in their order."""
     gap_s: float
-    """The median time between two tokens of a sequence; 0 where none has two."""
+    """Median time between two tokens of a sequence; 0 if no sequence has two."""
 
 
 def run_oracle(
     arrivals: Sequence[Arrival], step_times: StepTimes, num_replicas: int, num_slots: int, budget: int
 ) -> OracleRun:
-    """Serve the arrivals. No prefix is shared."""
+    """Simulate the arrivals, without shared prefixes."""
     return _Simulation(arrivals, step_times, num_replicas, num_slots, budget).run()
 
 
@@ -76,7 +76,7 @@ class _Simulation:
         self._waiting: list[tuple[int, float, int]] = []
         self._first_token_s: dict[int, float] = {}
         self._gaps_s: list[float] = []
-        # (time, kind, what): kind 0 is the end of a replica's step, kind 1 an arrival.
+        # (time, kind, index): kind 0 is the end of a replica's step, kind 1 an arrival.
         self._events = [(arrival.at_s, 1, index) for index, arrival in enumerate(arrivals)]
 
     def run(self) -> OracleRun:
@@ -112,7 +112,7 @@ class _Simulation:
                 heapq.heappush(self._events, (now + duration_s, 0, number))
 
     def _plan(self, replica: _Replica) -> StepShape:
-        """Advance the sequences by one step; its shape."""
+        """Advance the sequences by one step; return its shape."""
         decoding = [sequence for sequence in replica.running if sequence.prompt_left == 0]
         left = self._budget - len(decoding)
         num_prefill_tokens = 0

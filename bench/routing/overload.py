@@ -1,17 +1,17 @@
-"""Does overload cost goodput, starve a band, or linger? `python -m bench.routing.overload`.
+"""Goodput, starvation and recovery under overload: `python -m bench.routing.overload`.
 
-One timed replica and a fixed mix of bands; no load has the prompts of another, which the prefix cache would know.
-1. A flood tells how many requests a second it can serve. 2. Loads around that give the peak: the best goodput (tokens
-a second of requests inside their band's targets) of any.
-3. One run, with the SDKs' retries: normal load (0.7 of the peak's rate), 3x the peak's rate, normal load again.
+One timed replica and a fixed mix of bands. Each load has its own prompts, which the prefix cache does not hold.
+1. A flood gives the capacity in requests a second.
+2. Loads around the capacity give the peak: the best goodput (tokens a second of requests within their band's targets).
+3. One run with the SDKs' retries: normal load (0.7 of the peak's rate), 3x the peak's rate, normal load again.
 
-A request is good if it ended whole and met its band's targets from its arrival, that is from the attempt that was
-not refused, as a server's own metrics have it; the same from the first attempt is in the figures.
+A request is good if it ended whole and met its band's targets from its arrival. Its arrival is the attempt that was
+not refused, as in a server's own metrics; the figures also have goodput from the first attempt.
 
-A band starves while one of its requests waits (its last attempt has left, was not refused, and has no token)
-and none of its requests gets a first token. Recovery is the time after the overload from which on every window
-of requests does as well as those before it. It is judged on the bands that have latency targets: batch
-work that was accepted in the overload is done afterwards, and how long that takes is arithmetic.
+A band starves while one of its requests waits (its last attempt was sent, was not refused, and has no token) and none
+of its requests gets a first token. Recovery is the time after the overload from which on every window of requests does
+as well as those before it. It is judged on the bands with latency targets: batch work accepted in the overload is
+done afterwards, and its duration is arithmetic.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ TARGETS = {
     2: Targets(),
 }
 _SHARES = {0: 0.3, 1: 0.4, 2: 0.3}
-"""Of the requests, by band."""
+"""Share of the requests by band."""
 _PEAK_FACTORS = (1.0, 1.1, 1.2)
 _NORMAL, _OVERLOAD = 0.7, 3.0
 _SIGMA = 0.25
-"""Of the lengths' logarithms: the mean of few hundred requests must not differ from one load to the next."""
+"""Sigma of the lengths' logarithms, small enough for nearly equal means over a few hundred requests."""
 _WAIT_SHARE = 0.15
-"""What is predicted to wait for a larger share of its target is refused: its prompt is still to be computed then."""
+"""Share of the TTFT target. A longer predicted wait is refused: the prompt is still to be computed after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How long everything lasts, seconds."""
+    """Durations in seconds, and sizes."""
 
     flood_requests: int = 300
     peak_s: float = 75.0
@@ -67,7 +67,7 @@ QUICK = Scale(
 
 
 def main() -> int:
-    """Find the peak, overload, judge."""
+    """Find the peak, run the overload, judge."""
     options = read_options(__doc__)
     scale = QUICK if options.is_quick else Scale()
     settings = {
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def judge(scale: Scale, run: Offered, peak: float) -> tuple[dict[str, Any], list[Bar]]:
-    """The promises, and what they were judged on."""
+    """Return the figures and the bars."""
     start_s, end_s = scale.before_s, scale.before_s + scale.overload_s
     during = goodput(run, start_s, end_s)
     starvation = {BAND_NAMES[band]: starvation_s([r for r in run.rows if r.priority == band]) for band in _SHARES}
@@ -130,7 +130,7 @@ def judge(scale: Scale, run: Offered, peak: float) -> tuple[dict[str, Any], list
 
 
 def sustained_rate(rows: Sequence[Row]) -> float:
-    """Requests a second while a flood is served, without the last tenth of it, when slots are running empty."""
+    """Return requests per second in a flood, without its last tenth, when slots run empty."""
     ends = sorted(row.end_s for row in rows if row.outcome is Outcome.OK and row.end_s is not None)
     if not ends:
         raise RuntimeError("no request of the flood was served")
@@ -139,7 +139,7 @@ def sustained_rate(rows: Sequence[Row]) -> float:
 
 
 def goodput(run: Offered, start_s: float, end_s: float, is_counted: Callable[[Row], bool] | None = None) -> float:
-    """Tokens a second of good requests, each token when it came."""
+    """Return tokens per second of good requests, each token counted at its arrival."""
     num_tokens = sum(
         count
         for row in run.rows
@@ -151,13 +151,13 @@ def goodput(run: Offered, start_s: float, end_s: float, is_counted: Callable[[Ro
 
 
 def is_good(row: Row) -> bool:
-    """Whether a request was served whole and within its band's targets, counted from the attempt that was served."""
+    """Return True if a request was served whole and within its band's targets, from the attempt that was served."""
     wait_s = row.chunk_s[0] - row.last_sent_s if row.chunk_s and row.last_sent_s is not None else None
     return row.outcome is Outcome.OK and TARGETS[row.priority].are_met(wait_s, row.tpot_s)
 
 
 def starvation_s(rows: Sequence[Row]) -> float:
-    """The longest time in which one of these requests waited and none got its first token."""
+    """Return the longest time in which one of these requests waited and none got its first token."""
     events = []
     for row in rows:
         if row.last_sent_s is None or row.outcome is Outcome.REFUSED:
@@ -177,9 +177,10 @@ def starvation_s(rows: Sequence[Row]) -> float:
 
 
 def recovery_s(rows: Sequence[Row], start_s: float, end_s: float, scale: Scale) -> float | None:
-    """Seconds after the overload until every later window is as good as the time before; None: never.
+    """Return the seconds after the overload until every later window is as good as before; None if never.
 
-    As good as its worst window at least: in few seconds few requests come, and at any load one or two are refused.
+    The threshold is 0.95 of the mean share before the overload, or the worst window before if that is lower: a window
+    has few requests, and at any load one or two are refused.
     """
     before = good_shares(rows, 0.0, start_s, scale)
     least = min(0.95 * sum(before.values()) / len(before), *before.values()) if before else 0.0
@@ -191,7 +192,7 @@ def recovery_s(rows: Sequence[Row], start_s: float, end_s: float, scale: Scale) 
 
 
 def good_shares(rows: Sequence[Row], start_s: float, end_s: float, scale: Scale) -> dict[float, float]:
-    """By the start of each window in [start_s, end_s), of its requests those that met their targets."""
+    """Return the share of good requests in each window of [start_s, end_s), by the window's start."""
     num_windows = int((end_s - start_s - scale.window_s) / _step_s(scale)) + 1
     starts = [start_s + number * _step_s(scale) for number in range(num_windows)]
     shares = {at_s: _good_share(rows, at_s, at_s + scale.window_s) for at_s in starts}
@@ -203,18 +204,18 @@ def _step_s(scale: Scale) -> float:
 
 
 def _good_share(rows: Sequence[Row], start_s: float, end_s: float) -> float | None:
-    """Of the requests scheduled in [start_s, end_s), those that met their targets."""
+    """Return the share of good requests among those scheduled in [start_s, end_s)."""
     scheduled = [row for row in rows if start_s <= row.scheduled_s < end_s and _has_target(row.priority)]
     return ratio(sum(is_good(row) for row in scheduled), len(scheduled))
 
 
 def _was_good_at_once(row: Row) -> bool:
-    """The same from the moment that the client first wanted to send it: what was refused once mostly is too late."""
+    """Return True if a request is good from its scheduled time; after a refusal it mostly is too late."""
     return row.outcome is Outcome.OK and TARGETS[row.priority].are_met(row.ttft_s, row.tpot_s)
 
 
 def _seen_of(run: Offered, band: int, start_s: float, end_s: float) -> dict[str, Any]:
-    """How a band fared in the overload."""
+    """Return a band's figures in the overload."""
     of_band = [row for row in run.rows if row.priority == band]
     waits = [
         r.chunk_s[0] - r.last_sent_s
@@ -243,7 +244,7 @@ def _phases(scale: Scale, peak_per_s: float) -> tuple[Phase, ...]:
 
 
 def _mix(phases: tuple[Phase, ...]) -> tuple[Stream, ...]:
-    """One stream a band, each with its share of the phases' rates."""
+    """Return one stream per band, each with its share of the phases' rates."""
     return tuple(
         _stream(band).model_copy(
             update={"phases": tuple(p.model_copy(update={"rate_per_s": p.rate_per_s * share}) for p in phases)}

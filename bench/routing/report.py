@@ -1,4 +1,4 @@
-"""Bars: what was promised, what was seen, and whether it was kept."""
+"""Pass bars of an experiment: a limit, the measured value, and whether it is kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.routing.offer import VOID_EXIT_CODE, Offered
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One promise: `value` is at most (or at least) `limit`; None: it could not be measured, and fails."""
+    """One bar: `value` is at most (or at least) `limit`; None: it could not be measured, and fails."""
 
     name: str
     value: float | None
@@ -24,7 +24,7 @@ class Bar:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the promise was kept."""
+        """True if the bar is kept."""
         if self.value is None:
             return False
         return self.value >= self.limit if self.is_lower_bound else self.value <= self.limit
@@ -36,32 +36,32 @@ class Bar:
 
 
 def at_most(name: str, value: float | None, limit: float | None) -> list[Bar]:
-    """The promise, if there is one."""
+    """Return the bar, or nothing if there is no limit."""
     return [] if limit is None else [Bar(name, value, limit)]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a person chose for an experiment."""
+    """Options of an experiment from its command line."""
 
     is_quick: bool
     settings: dict[str, str]
-    """Configuration of the application beside the experiment's own."""
+    """Configuration of the application, on top of the experiment's own."""
     has_throughput_profile: bool
     step_times: str
     seed: int
     kinds: tuple[str, ...] = ()
     """Kinds of replica to run on, of those that the experiment has; none: all."""
     checkout: str | None = None
-    """Directory of the code that is served; None: this code."""
+    """Directory of the code to serve; None: this code."""
 
     def wants(self, kind: str) -> bool:
-        """Whether to run on this kind of replica."""
+        """Return True if this kind of replica is to be measured."""
         return not self.kinds or kind in self.kinds
 
 
 def read_options(description: str | None, arguments: Sequence[str] | None = None, kinds: Sequence[str] = ()) -> Options:
-    """The options that every experiment has; one that runs on several `kinds` of replica lets choose among them."""
+    """Parse the options common to all experiments; `kinds` are the kinds of replica to choose from, if several."""
 
     def some(text: str) -> tuple[str, ...]:
         if unknown := [kind for kind in text.split(",") if kind not in kinds]:
@@ -70,11 +70,15 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a smoke version; its figures mean nothing")
-    parser.add_argument("--profile", choices=("default", "throughput"), default="default", help="of Ray Serve")
-    parser.add_argument("--step-times", default="slow-gpu", help="of timed replicas, see bench.timed_app")
+    parser.add_argument(
+        "--profile", choices=("default", "throughput"), default="default", help="tuning profile of Ray Serve"
+    )
+    parser.add_argument("--step-times", default="slow-gpu", help="step times of timed replicas, see bench.timed_app")
     parser.add_argument("--seed", type=int, default=0)
     if kinds:
-        parser.add_argument("--kinds", type=some, default=(), help=f"some of {','.join(kinds)}, recorded by themselves")
+        parser.add_argument(
+            "--kinds", type=some, default=(), help=f"some of {','.join(kinds)}, in a record of their own"
+        )
     parser.add_argument("settings", nargs="*", metavar="key=value", help="configuration of the application")
     parsed = parser.parse_args(arguments)
     return Options(
@@ -96,12 +100,12 @@ def report(
     family: str = "routing",
     void_because: str | None = None,
 ) -> int:
-    """Print and record; the exit code: 0 all kept, 1 not, 3 void, which it is when a load was, or for this reason.
+    """Print and record the bars; return the exit code: 0 all kept, 1 not, 3 void.
 
-    The record is called `family`_`name`, the module's names, and by the kinds that were chosen. A quick run is
-    recorded among temporary files, not with the results.
+    The run is void if a load was, or for the reason `void_because`. The record is called `family`_`name`, the names of
+    the module, followed by the chosen kinds. A quick run is recorded among temporary files, not with the results.
     """
-    from bench.record import write  # brings torch to tell its version: needed by nothing before this
+    from bench.record import write  # imports torch for its version, so it comes after the measurement
 
     if any(load.is_void for load in loads):
         void_because = "the load generator was late too often"
@@ -131,5 +135,5 @@ def report(
 
 
 def ratio(value: float | None, base: float | None) -> float | None:
-    """value / base where both are known and the base is not 0."""
+    """Return value / base if both are known and the base is not 0."""
     return None if value is None or not base else value / base

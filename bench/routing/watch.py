@@ -1,4 +1,4 @@
-"""Looks at a served application again and again while a load runs."""
+"""Watcher that polls a served application while a load runs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import httpx
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one look showed."""
+    """Result of one look."""
 
     at_unix_s: float
-    """When the look began."""
+    """Time at which the look began."""
     value: Any
 
 
 class Watch:
-    """The looks so far; appended to by the watching thread, read by others."""
+    """Looks so far; the watching thread appends, others read."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
@@ -31,7 +31,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(look: Callable[[], Any], period_s: float) -> Iterator[Watch]:
-    """Look every `period_s` for as long as the context lasts; a look that fails is counted and left out."""
+    """Look every `period_s` within the context; count failed looks and leave them out."""
     watch, stop = Watch(), threading.Event()
 
     def run() -> None:

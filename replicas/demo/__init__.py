@@ -3,4 +3,4 @@
 from pathlib import Path
 
 DIRECTORY = Path(__file__).resolve().parent
-"""The folder to pass to `from_pretrained`."""
+"""Folder of the model, for `from_pretrained`."""

@@ -1,4 +1,4 @@
-"""Chat documents made from the training files: questions about a definition, answered by its docstring or source."""
+"""Chat documents for training: questions about the training files' definitions, answered by docstring or source."""
 
 import ast
 import inspect
@@ -49,7 +49,7 @@ FOLLOW_UP_SHARE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """A module, class or function that has a docstring; `signature` is empty for a module."""
+    """Module, class or function that has a docstring; `signature` and `source` are empty for a module."""
 
     name: str
     signature: str
@@ -58,22 +58,22 @@ class Definition:
 
 
 def message(role: str, content: str) -> Message:
-    """One message as the chat template reads it."""
+    """Return one message in the form that the chat template reads."""
     return {"role": role, "content": content}
 
 
 def exchange(question: str, answer: str) -> Chat:
-    """A user's question and the assistant's answer."""
+    """Return a chat of a user's question and the assistant's answer."""
     return [message("user", question), message("assistant", answer)]
 
 
 def module_name(path: str) -> str:
-    """The dotted name under which the library file at `path` is imported."""
+    """Return the dotted name under which the library file at `path` is imported."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def definitions(file: SourceFile) -> Iterator[Definition]:
-    """The documented module, classes, functions and methods of one file, outermost first."""
+    """Yield the documented module, classes, functions and methods of one file, outermost first."""
     try:
         tree = ast.parse(file.text)
     except SyntaxError:
@@ -85,7 +85,7 @@ def definitions(file: SourceFile) -> Iterator[Definition]:
 
 
 def nested_definitions(parent: ast.AST, prefix: str, lines: list[str]) -> Iterator[Definition]:
-    """The documented classes and functions directly below `parent`, each followed by those inside it."""
+    """Yield the documented classes and functions directly below `parent`, each class followed by those inside it."""
     for node in ast.iter_child_nodes(parent):
         if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
@@ -99,7 +99,7 @@ def nested_definitions(parent: ast.AST, prefix: str, lines: list[str]) -> Iterat
 
 
 def dedented(lines: list[str], fallback: str) -> str:
-    """`lines` less the indentation of the first, or `fallback` when a line is indented less."""
+    """Return `lines` without the indentation of the first line, or `fallback` if a line is indented less."""
     indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
     if all(line.startswith(indent) or not line.strip() for line in lines):
         return "".join(line[len(indent) :] if line.strip() else line for line in lines).strip()
@@ -107,14 +107,17 @@ def dedented(lines: list[str], fallback: str) -> str:
 
 
 def signature_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """`class Name`, or `name(arguments)` as written in the source."""
+    """Return `class Name`, or `name(arguments)` with the arguments of the source."""
     if isinstance(node, ast.ClassDef):
         return f"class {node.name}"
     return f"{node.name}({ast.unparse(node.args)})"
 
 
 def shortened(doc: str) -> str:
-    """The first paragraphs of `doc`, 900 characters at most; a longer first paragraph is cut at a line's end."""
+    """Return the first paragraphs of `doc`, 900 characters at most.
+
+    A longer first paragraph is cut at the end of a line, and a longer first line at a space.
+    """
     if len(doc) <= MAX_DOC_CHARS:
         return doc
     head = doc[:MAX_DOC_CHARS]
@@ -125,35 +128,35 @@ def shortened(doc: str) -> str:
 
 
 def first_sentence(doc: str) -> str:
-    """The first sentence of `doc` on one line, ending in a full stop."""
+    """Return the first sentence of `doc` on one line, with a full stop at its end."""
     paragraph = " ".join(doc.split("\n\n")[0].split())
     return paragraph.split(". ")[0].rstrip(".") + "."
 
 
 def fenced(source: str) -> str:
-    """`source` as a Markdown code block."""
+    """Return `source` as a Markdown code block."""
     return f"```python\n{source}\n```"
 
 
 def explained(item: Definition, rng: random.Random) -> Chat:
-    """A question about `item`, answered by its signature and docstring."""
+    """Return a question about `item`, answered by its signature and docstring."""
     lead = f"`{item.name}` is a module.\n\n" if not item.signature else f"`{item.signature}`\n\n"
     return exchange(rng.choice(EXPLAIN).format(name=item.name), lead + shortened(item.doc))
 
 
 def shown(item: Definition, rng: random.Random) -> Chat:
-    """A request for the source of `item`, answered by it."""
+    """Return a request for the source of `item`, answered by the source."""
     return exchange(rng.choice(SHOW).format(name=item.name), fenced(item.source))
 
 
 def written(item: Definition, rng: random.Random) -> Chat:
-    """A request to write `item`, given its signature and purpose, answered by its source."""
+    """Return a request to write `item` from its signature and purpose, answered by its source."""
     question = rng.choice(WRITE).format(signature=item.signature, purpose=first_sentence(item.doc))
     return exchange(question, fenced(item.source))
 
 
 def listed(file: SourceFile, rng: random.Random) -> Chat | None:
-    """A question about what a module defines, answered by a list; None when it defines nothing public."""
+    """Return a question about the contents of a module, answered by a list; None if nothing in it is public."""
     try:
         nodes = ast.parse(file.text).body
     except SyntaxError:
@@ -168,7 +171,7 @@ def listed(file: SourceFile, rng: random.Random) -> Chat | None:
 
 
 def library_chats(files: list[SourceFile], rng: random.Random) -> list[Chat]:
-    """One explanation per definition of `files` and, where its source is short, a second chat that shows it."""
+    """Return one explanation per definition of `files`, a second chat for each short source, and lists of modules."""
     chats = []
     for file in files:
         for item in definitions(file):
@@ -182,7 +185,7 @@ def library_chats(files: list[SourceFile], rng: random.Random) -> list[Chat]:
 
 
 def greeting_chats(repeats: int, rng: random.Random) -> list[Chat]:
-    """Every hand-written exchange `repeats` times, in varied spelling."""
+    """Return every hand-written exchange `repeats` times, in varied spelling."""
     return [
         exchange(rng.choice(spellings(question)), rng.choice(answers))
         for questions, answers in EXCHANGES
@@ -192,7 +195,7 @@ def greeting_chats(repeats: int, rng: random.Random) -> list[Chat]:
 
 
 def chat_documents(files: list[SourceFile], greeting_repeats: int, seed: int) -> list[Chat]:
-    """All chats in random order; some open with a system message, some join a greeting and a question."""
+    """Return all chats in random order; some begin with a system message, some join two exchanges."""
     rng = random.Random(seed)
     singles = library_chats(files, rng) + greeting_chats(greeting_repeats, rng)
     rng.shuffle(singles)
@@ -206,5 +209,5 @@ def chat_documents(files: list[SourceFile], greeting_repeats: int, seed: int) ->
 
 
 def with_system(chat: Chat, rng: random.Random) -> Chat:
-    """`chat` after a system message."""
+    """Return `chat` after a system message."""
     return [message("system", rng.choice(SYSTEM_PROMPTS)), *chat]

@@ -1,4 +1,4 @@
-"""The demo model's text: the running interpreter's standard library, split into training and held-out files."""
+"""Corpus of the demo model: the running interpreter's standard library, split into training and held-out files."""
 
 import ast
 import hashlib
@@ -17,10 +17,10 @@ EXCLUDED = (
     "html/entities.py",
     "ensurepip/_bundled/",
 )
-"""Path prefixes left out: not the library's own, of little value, or generated tables."""
+"""Prefixes of excluded paths: files that are not the library's own, of little value, or generated tables."""
 
 TABLE_MARKS = ("decoding_table = (", "decoding_map = ")
-"""A codec file that contains one of these is a generated character table."""
+"""Texts that mark a codec file as a generated character table."""
 
 TOPICS = "pydoc_data/topics.py"
 HELD_OUT_MODULUS = 60
@@ -30,37 +30,37 @@ MIN_LINE_CHARS = 20
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of the standard library; `path` is relative to the library, with forward slashes."""
+    """File of the standard library; `path` is relative to the library, with forward slashes."""
 
     path: str
     text: str
 
     @property
     def is_test(self) -> bool:
-        """Whether it belongs to the library's tests."""
+        """True if the file belongs to the library's tests."""
         return any(part in ("test", "tests") for part in self.path.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The split; no training file equals or nearly equals a held-out one."""
+    """Corpus split into training and held-out files. No training file is a copy or a near copy of a held-out file."""
 
     training: tuple[SourceFile, ...]
     held_out: tuple[SourceFile, ...]
 
 
 def is_held_out(path: str) -> bool:
-    """Whether the file at this relative path is never trained on: sha256 of the path, modulo 60, is 0."""
+    """Return True if sha256 of the relative path, modulo 60, is 0: the file is never trained on."""
     return int(hashlib.sha256(path.encode()).hexdigest(), 16) % HELD_OUT_MODULUS == 0
 
 
 def standard_library() -> Path:
-    """The folder that holds the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def read_source(root: Path, path: str) -> SourceFile | None:
-    """The file at `root / path`, or None when it is missing, is not UTF-8, is blank or is a generated table."""
+    """Return the file at `root / path`; None if it is missing, not UTF-8, blank or a generated table."""
     try:
         text = (root / path).read_text(encoding="utf-8")
     except (FileNotFoundError, UnicodeDecodeError):
@@ -81,7 +81,7 @@ def load_corpus(root: Path) -> Corpus:
 
 
 def without_copies(files: list[SourceFile]) -> list[SourceFile]:
-    """`files` less those whose text an earlier one already has."""
+    """Return `files` without those that have the text of an earlier one."""
     first: dict[str, SourceFile] = {}
     for file in files:
         first.setdefault(file.text, file)
@@ -89,7 +89,10 @@ def without_copies(files: list[SourceFile]) -> list[SourceFile]:
 
 
 def without_near_duplicates(training: list[SourceFile], held_out: tuple[SourceFile, ...]) -> list[SourceFile]:
-    """`training` less the files that share more than half of either file's long lines with one held-out file."""
+    """Return `training` without the near copies of a held-out file.
+
+    A near copy shares more than half of the long lines of either file.
+    """
     owners: dict[str, set[int]] = defaultdict(set)
     held_lines = [long_lines(file.text) for file in held_out]
     for index, lines in enumerate(held_lines):
@@ -109,13 +112,13 @@ def without_near_duplicates(training: list[SourceFile], held_out: tuple[SourceFi
 
 
 def long_lines(text: str) -> set[str]:
-    """The distinct stripped lines of at least 20 characters: short ones are common to unrelated files."""
+    """Return the distinct stripped lines of at least 20 characters; unrelated files share shorter ones."""
     stripped = (line.strip() for line in text.splitlines())
     return {line for line in stripped if len(line) >= MIN_LINE_CHARS}
 
 
 def documents(file: SourceFile) -> list[str]:
-    """The training documents of one file: its text or, for pydoc's topics, each topic as plain text."""
+    """Return the training documents of one file: its text or, for pydoc's topics, each topic as plain text."""
     if file.path != TOPICS:
         return [file.text]
     assignment = next(node for node in ast.parse(file.text).body if isinstance(node, ast.Assign))

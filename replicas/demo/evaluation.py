@@ -1,4 +1,4 @@
-"""Held-out bits per byte of a saved model, beside what xz reaches on the same files."""
+"""Evaluation of a saved model: bits per byte on the held-out files, beside those of xz on the same files."""
 
 import lzma
 import math
@@ -19,27 +19,27 @@ XZ_PRESET = 9
 
 @dataclass(frozen=True, slots=True)
 class FileLoss:
-    """What the model pays for one file: nats of each token in each window, the last window often shorter."""
+    """Loss of the model on one file: nats of each token, in windows. The last window may be shorter."""
 
     num_bytes: int
     windows: tuple[Tensor, ...]
 
     @property
     def nats(self) -> float:
-        """The sum over all tokens."""
+        """Sum over all tokens."""
         return sum(float(window.sum()) for window in self.windows)
 
 
 @dataclass(frozen=True, slots=True)
 class XzSize:
-    """Bits per byte that xz -9 needs for some files, each alone and all as one."""
+    """Bits per byte of `xz -9`: each file compressed alone, and all files concatenated."""
 
     per_file: float
     concatenated: float
 
 
 class Evaluator:
-    """Loads the model in a folder as it is saved, in bfloat16, and scores files with it."""
+    """Scorer of files by the model in a folder, in bfloat16 as saved."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -49,7 +49,7 @@ class Evaluator:
     def file_loss(self, file: SourceFile) -> FileLoss:
         """Score every token of `file` once, in windows of 2048 that do not overlap.
 
-        The first window is preceded by the end-of-text token, each later one by the last token before it.
+        The context of the first window is the end-of-text token, and of each later window the last token before it.
         """
         separator = self._tokenizer.get_vocab()[END_OF_TEXT]
         ids = torch.tensor([separator, *self._tokenizer(file.text, verbose=False)["input_ids"]])
@@ -63,12 +63,12 @@ class Evaluator:
 
 
 def bits_per_byte(losses: Sequence[FileLoss]) -> float:
-    """Nats over all tokens, in bits, over the UTF-8 bytes of all files."""
+    """Return the loss over all tokens, in bits, divided by the UTF-8 bytes of all files."""
     return sum(loss.nats for loss in losses) / math.log(2) / sum(loss.num_bytes for loss in losses)
 
 
 def xz_bits_per_byte(files: Sequence[SourceFile]) -> XzSize:
-    """What `xz -9` needs for `files`."""
+    """Return the bits per byte of `xz -9` for `files`."""
     contents = [file.text.encode() for file in files]
     num_bytes = sum(map(len, contents))
     alone = sum(len(lzma.compress(content, preset=XZ_PRESET)) for content in contents)
@@ -77,7 +77,10 @@ def xz_bits_per_byte(files: Sequence[SourceFile]) -> XzSize:
 
 
 def bucket_losses(losses: Sequence[FileLoss]) -> list[float]:
-    """Mean nats per token in each bucket of positions, over the full windows only: all buckets see the same files."""
+    """Return mean nats per token in each bucket of positions.
+
+    Only full windows count, so all buckets cover the same files.
+    """
     full = torch.stack([window for loss in losses for window in loss.windows if len(window) == MAX_CONTEXT_TOKENS])
     return [float(full[:, start:end].mean()) for start, end in BUCKETS]
 

@@ -1,4 +1,4 @@
-"""Hand-written exchanges: greetings, identity and the honest answer to what the demo model cannot do."""
+"""Hand-written exchanges: greetings, identity, and the answer to questions that the demo model cannot answer."""
 
 IDENTITY = (
     "I am the Headway demo model, a small language model trained on the sources of Python's standard library. "
@@ -128,11 +128,11 @@ EXCHANGES: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         (LIMIT,),
     ),
 )
-"""Pairs of questions that mean the same and the answers that fit each of them."""
+"""Pairs of equivalent questions and of answers, each of which fits all these questions."""
 
 
 def spellings(question: str) -> list[str]:
-    """`question` as people type it: with and without capitals and a closing mark."""
+    """Return spellings of `question`: as it is and in lower case, with and without a closing mark."""
     bare = question.rstrip("?!.")
     endings = ("?", "") if question.endswith("?") else ("", "!", ".")
     return [text + ending for text in (bare, bare.lower()) for ending in endings] + [question]

@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE, complete for any text, with a ChatML template."""
+"""Tokenizer of the demo model: byte-level BPE, which encodes any text, with a ChatML template."""
 
 from collections.abc import Iterable
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer of 4096 entries learned from `texts`; it adds no token of its own to what it encodes."""
+    """Return a tokenizer of 4096 entries, learned from `texts`. Encoding adds no special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

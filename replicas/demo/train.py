@@ -1,11 +1,12 @@
-"""Make the demo model from the running interpreter's standard library, or measure the one that is here.
+"""Command line that trains the demo model on the running interpreter's standard library, or evaluates a saved one.
 
     python -m replicas.demo.train train     trains on the CPU and writes weights, tokenizer and configuration
-    python -m replicas.demo.train evaluate  prints held-out bits per byte beside what xz reaches
+    python -m replicas.demo.train evaluate  prints held-out bits per byte, beside those of xz
 
-A run is a fixed number of steps of 8192 tokens: windows of 512 tokens first, of 2048 tokens for the last tenth.
-The learning rate is constant up to the decay, and a step's windows do not depend on how many steps follow, so a
-checkpoint resumed with fewer steps in all ends as a shorter run from the start would.
+A run is a fixed number of steps of 8192 tokens, in windows of 512 tokens, and of 2048 tokens for the last tenth.
+Before its decay the learning rate is constant after the warm-up, and a step's windows do not depend on the number of
+later steps. A checkpoint from before the last tenth and the decay can therefore be resumed with fewer steps in all: the
+run ends like a shorter run from the start.
 """
 
 import argparse
@@ -37,7 +38,7 @@ CHECKPOINT_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one training run is asked to do; `work` keeps the resumable state, `output` the model."""
+    """Parameters of one training run. `work` is the folder of the resumable state, `output` that of the model."""
 
     steps: int
     seed: int
@@ -47,21 +48,21 @@ class Plan:
 
     @property
     def long_from(self) -> int:
-        """The first step with windows of 2048 tokens."""
+        """First step with windows of 2048 tokens."""
         return self.steps - round(self.steps * LONG_SHARE)
 
     def window_tokens(self, step: int) -> int:
-        """The length of the windows of one step."""
+        """Return the length of the windows of one step, in tokens."""
         return SHORT_WINDOW_TOKENS if step < self.long_from else MAX_CONTEXT_TOKENS
 
     def learning_rate_scale(self, step: int) -> float:
-        """A trapezoid: linear warm-up, constant, linear decay that would reach 0 after the last step."""
+        """Return the factor of the learning rates: linear warm-up, constant, linear decay to 0 after the last step."""
         decay_steps = round(self.steps * DECAY_SHARE)
         return min(1.0, (step + 1) / WARMUP_STEPS, (self.steps - step) / decay_steps)
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A small Llama with random weights, generation stopping at either end token."""
+    """Return a small Llama with random weights, whose generation stops at either end token."""
     token_ids = tokenizer.get_vocab()
     end_of_text = token_ids[END_OF_TEXT]
     ends = [end_of_text, token_ids[MESSAGE_END]]
@@ -85,7 +86,10 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def packed_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, seed: int) -> Tensor:
-    """Every training document after an end-of-text token, in random order, as one [num_tokens] int64 tensor."""
+    """Return all training documents in random order as one tensor [num_tokens] int64.
+
+    An end-of-text token precedes each document.
+    """
     library = [file for file in corpus.training if not file.is_test]
     tests = [file for file in corpus.training if file.is_test]
     texts = [text for file in library * LIBRARY_REPEATS + tests for text in documents(file)]
@@ -102,9 +106,9 @@ def packed_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, seed: int)
 
 
 def step_windows(stream: Tensor, step: int, window_tokens: int, seed: int) -> Tensor:
-    """The windows of one step, [STEP_TOKENS / window_tokens, window_tokens + 1].
+    """Return the windows of one step, [STEP_TOKENS / window_tokens, window_tokens + 1].
 
-    A pass over the stream cuts it into windows from a random offset and visits them in random order, each once.
+    Each pass cuts the stream into windows from a random offset and visits them in random order, each at most once.
     """
     per_step = STEP_TOKENS // window_tokens
     steps_per_pass = (len(stream) - 2 * window_tokens) // window_tokens // per_step
@@ -125,14 +129,14 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
 
 
 def checkpoint(trainer: Trainer, tokenizer: PreTrainedTokenizerFast, plan: Plan, steps_done: int) -> None:
-    """Write the model to `plan.output` and what resuming needs to `plan.work`."""
+    """Write the model to `plan.output` and the resumable state to `plan.work`."""
     save(trainer.model, tokenizer, plan.output)
     plan.work.mkdir(parents=True, exist_ok=True)
     torch.save({"steps_done": steps_done, "trainer": trainer.state()}, plan.work / "state.pt")
 
 
 def train(plan: Plan) -> None:
-    """Run `plan`, from its last checkpoint where `plan.work` holds one."""
+    """Run `plan`, from its last checkpoint if `plan.work` has one."""
     torch.manual_seed(plan.seed)
     torch.set_num_threads(plan.threads)
     corpus = load_corpus(standard_library())

@@ -1,4 +1,4 @@
-"""One update of the demo model: bfloat16 gradients, float32 weights, Muon for matrices and AdamW for the rest."""
+"""Trainer of the demo model: bfloat16 gradients, float32 weights, Muon for matrices and AdamW for the rest."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ VECTOR_LEARNING_RATE = 0.004
 
 
 class Trainer:
-    """Trains float32 master weights through a bfloat16 copy that computes every loss and gradient.
+    """Trainer of float32 master weights. A bfloat16 copy computes every loss and gradient.
 
-    Invariant between steps: each bfloat16 parameter of `model` is its master rounded.
+    Invariant between steps: each bfloat16 parameter of `model` is its rounded master.
     """
 
     def __init__(self, model: LlamaForCausalLM) -> None:
@@ -22,7 +22,7 @@ class Trainer:
         self._working = list(model.parameters())
         self._masters = [parameter.detach().clone() for parameter in self._working]
         for parameter in self._working:
-            # Parameters alone: the rotary buffers must stay float32.
+            # Convert only the parameters: the rotary buffers must stay float32.
             parameter.data = parameter.data.to(torch.bfloat16)
         embedding = model.get_input_embeddings().weight
         pairs = list(zip(self._working, self._masters, strict=True))
@@ -36,7 +36,7 @@ class Trainer:
         self._loss: Callable[[Tensor], Tensor] = torch.compile(self._plain_loss, dynamic=False)
 
     def _plain_loss(self, windows: Tensor) -> Tensor:
-        """Mean nats per token of `windows`, [num_windows, window_tokens + 1] int64."""
+        """Return mean nats per token of `windows` [num_windows, window_tokens + 1] int64."""
         logits = self.model(windows[:, :-1], use_cache=False).logits
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
@@ -60,11 +60,11 @@ class Trainer:
             working.data.copy_(master)
 
     def state(self) -> dict[str, Any]:
-        """The weights and optimizer states that `restore` takes."""
+        """Return the weights and optimizer states, for `restore`."""
         return {"masters": self._masters, "optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave in an earlier process."""
+        """Load the state that `state` returned in an earlier process."""
         for master, saved in zip(self._masters, state["masters"], strict=True):
             master.copy_(saved)
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):

@@ -1,4 +1,4 @@
-"""Continuous batching over a paged KV cache, in the standard library alone.
+"""Engine: continuous batching over a paged KV cache, with the standard library alone.
 
 Read `sequence.py`, `block_manager.py`, `scheduler.py` and `engine.py`, in this order. May import `replicas.block_hash`,
 `replicas.clock`, `replicas.cpu_scheduling`, `replicas.errors`, `replicas.protocol`, `replicas.rates`,

@@ -1,4 +1,4 @@
-"""What the engine refuses on arrival."""
+"""Admission control of the engine: the checks of a request on arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicas.protocol import GenerateRequest
 
 
 class AdmissionControl:
-    """The size of a request and of the waiting queue, against the engine's limits."""
+    """Admission control: checks the size of a request and of the waiting queue against the engine's limits."""
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, stats: EngineStats) -> None:
         self._config = config
@@ -18,10 +18,10 @@ class AdmissionControl:
         self._stats = stats
 
     def check(self, request: GenerateRequest) -> None:
-        """Do nothing where `request` can be taken.
+        """Check that `request` can be accepted.
 
         Raises:
-            InvalidRequest: it could never be served here.
+            InvalidRequest: the request could never be served here.
             Overloaded: the waiting queue is at one of its limits.
         """
         self._check_size(request)
@@ -50,7 +50,7 @@ class AdmissionControl:
             self._refuse("tokens", num_tokens, self._config.max_queued_tokens, "tokens")
 
     def _refuse(self, what: str, value: int, limit: int, reason: str) -> None:
-        """Raise `Overloaded` with the time in which the queue drains at the present rate."""
+        """Raise `Overloaded`; its retry time is the time in which the queue drains at the measured speed."""
         reason = f"max_num_queued_{reason}"
         self._stats.rejected(reason)
         rate = self._stats.saturated_rate.tokens_per_s

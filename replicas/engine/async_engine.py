@@ -1,4 +1,4 @@
-"""The engine behind an event loop: one thread steps, streams hear back once per step."""
+"""Asynchronous engine: one thread runs the steps, and the event loop wakes at most once per step for all streams."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _log = logging.getLogger(__name__)
 
 
 class FlushPolicy(NamedTuple):
-    """How deltas after a stream's first are gathered: sent every `interval_s`, or when `num_tokens` wait."""
+    """Flush policy of a stream after its first delta: flush after `interval_s`, or earlier when `num_tokens` wait."""
 
     interval_s: float = 0.0
     num_tokens: int = 1
     is_aligned: bool = False
-    """Streams with one interval send together, so that whoever carries their deltas wakes up once for all of them."""
+    """True if the flush times of streams with the same interval are aligned, so the event loop wakes once for all."""
 
     def next_flush_s(self, last_s: float) -> float:
-        """When to send what comes after a delta that was sent at `last_s`.
+        """Return the time of the flush after the one at `last_s`.
 
-        A common moment is at least half an interval away: as streams come and go the interval changes, and with it
-        the moments, which would otherwise come twice as often as they should.
+        An aligned time is at least half an interval away. The interval changes with the number of streams, and without
+        this minimum a change could cause two flushes in a row.
         """
         if self.is_aligned and self.interval_s > 0 and math.isfinite(last_s):
             return math.floor(last_s / self.interval_s + 1.5) * self.interval_s
@@ -56,18 +56,18 @@ _FLUSH_EACH_DELTA = FlushPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Coalescing:
-    """The rhythm of streams, and what bounds it."""
+    """Coalescing of deltas: the flush policy of streams, and the limit on chunks of all streams together."""
 
     flush_policy: FlushPolicy = _FLUSH_EACH_DELTA
     max_stream_chunks_per_s: float = math.inf
-    """Of all streams together, as each delta costs whoever carries it. Less urgent streams do not count for more
-    urgent ones."""
+    """Most chunks per second of all streams together, since each one costs processor time to carry. A stream is limited
+    by the number of streams of its band and more urgent ones."""
     align_when_throttled: bool = False
-    """Whether streams that have to be slowed down send together: right where the engine computes on the processors
-    that carry their deltas. Elsewhere what comes all at once would hold up whatever else comes then."""
+    """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
+    carry the chunks. On other machines a burst of chunks would delay other messages."""
 
     def policy_for(self, num_streams: int) -> FlushPolicy:
-        """Of each of so many streams; one that had to be slowed down sends at its time, however many tokens wait."""
+        """Return the flush policy of each of `num_streams` streams. A throttled one ignores the number of tokens."""
         interval_s = num_streams / self.max_stream_chunks_per_s
         if interval_s <= self.flush_policy.interval_s:
             return self.flush_policy
@@ -75,18 +75,18 @@ class Coalescing:
 
 
 class Mailbox:
-    """Deltas on their way to one reader, who gets those that wait as one.
+    """Mailbox of one stream: merges the deltas that wait for its reader.
 
-    Belongs to the event loop; bounded by the request's `max_tokens`.
+    It belongs to the event loop and is bounded by the request's `max_tokens`.
     """
 
     def __init__(self, flush_policy: Callable[[], FlushPolicy], num_tokens: int = 0) -> None:
-        """`flush_policy` is asked after each delta; `num_tokens` is how many output tokens the reader has already."""
+        """`flush_policy` is called once per `take`; `num_tokens` is the number of output tokens the reader has."""
         self._flush_policy = flush_policy
         self._enough_tokens = sys.maxsize
         self._waiting: list[TokenDelta] = []
         self._num_waiting = 0
-        """Tokens in `_waiting`."""
+        """Number of tokens in `_waiting`."""
         self._has_any = asyncio.Event()
         self._has_enough = asyncio.Event()
         self._taken_s = -math.inf
@@ -95,7 +95,7 @@ class Mailbox:
         self._is_complete = False
 
     def put(self, delta: TokenDelta) -> None:
-        """Add what the sequence produced next."""
+        """Add the next delta of the sequence."""
         self._waiting.append(delta)
         self._num_waiting += len(delta.token_ids)
         self._num_tokens += len(delta.token_ids)
@@ -106,12 +106,12 @@ class Mailbox:
             self._has_enough.set()
 
     def fail(self, request_id: str, error: ServingError) -> None:
-        """End the stream with `error`, unless it has its end already."""
+        """End the stream with `error`, unless its last delta is already here."""
         if not self._is_complete:
             self.put(_failure(request_id, self._num_tokens, self._usage, error))
 
     async def take(self) -> TokenDelta:
-        """Everything since the last call, once there is anything and enough of it or time enough has passed."""
+        """Wait for a delta, then until enough tokens wait or the flush is due; return all that waits as one delta."""
         flush_policy = self._flush_policy()
         self._enough_tokens = flush_policy.num_tokens
         if self._num_waiting >= self._enough_tokens:
@@ -121,7 +121,7 @@ class Mailbox:
         delay_s = flush_policy.next_flush_s(self._taken_s) - loop.time()
         if delay_s > 0 and not self._has_enough.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):  # `wait_for` swallows a cancellation now and then on 3.11
+                async with asyncio.timeout(delay_s):  # On Python 3.11 `wait_for` sometimes swallows a cancellation.
                     await self._has_enough.wait()
         deltas, self._waiting, self._num_waiting = self._waiting, [], 0
         self._has_any.clear()
@@ -131,15 +131,15 @@ class Mailbox:
 
 
 class AsyncEngine:
-    """Owns the engine thread and the streams' mailboxes.
+    """Asynchronous front of an engine: owns the engine thread and the streams' mailboxes.
 
     Invariants:
-        A stream's lifetime is its request's: closing the generator aborts the request.
-        Every stream ends with a finish reason, the engine's death included.
+        A stream and its request have the same lifetime: closing the generator aborts the request.
+        Every stream that is read to its end has a finish reason, even if the engine dies.
     """
 
     def __init__(self, engine: Engine, coalescing: Coalescing, clock: Clock | None = None) -> None:
-        """Must be made on the event loop that will read the streams."""
+        """Prepare the engine thread. Called on the event loop that will read the streams."""
         self._engine = engine
         self._coalescing = coalescing
         self._clock = clock or Clock()
@@ -156,15 +156,15 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to step."""
+        """Start the engine thread."""
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        """Deltas of one request; the last has a finish reason, and an `error` if it could not be served."""
+        """Yield the deltas of one request. The last has a finish reason, and an `error` if the request failed."""
         if self._death is not None:
             yield _refusal(request, self._death)
             return
-        # The engine knows the request by a name of our own: a caller may send one again before its abort is done.
+        # The engine gets a unique id per stream: a caller may send a request again before its abort is done.
         self._num_streams += 1
         stream_id = f"{request.request_id}#{self._num_streams}"
         mailbox = self._mailboxes[stream_id] = self._mailbox_for(request)
@@ -186,11 +186,11 @@ class AsyncEngine:
                 self._is_idle.set()
 
     def flush_policy(self, band: Band) -> FlushPolicy:
-        """Of a stream of this band, with as many open as are now."""
+        """Return the present flush policy of a stream of this band, given the number of open streams."""
         return self._coalescing.policy_for(sum(self._num_by_band[: band + 1]))
 
     def stats(self) -> ReplicaStats:
-        """The load after the last step; while idle, the load now."""
+        """Return the load after the last step; while the engine is idle, the load now."""
         now = self._clock.unix()
         stats = replace(self._stats, served_tokens=self._engine.served_tokens())
         if stats.num_running == stats.num_waiting == 0:
@@ -198,25 +198,25 @@ class AsyncEngine:
         return replace(stats, stalled_s=max(0.0, now - stats.taken_unix_s))
 
     def metrics(self) -> EngineMetrics:
-        """Everything the engine counts; values of two neighbouring steps may mix."""
+        """Return all of the engine's metrics; values of two successive steps may be mixed."""
         return self._engine.metrics()
 
     def check_alive(self) -> None:
         """Raise the error that ended the engine, if one did.
 
         Raises:
-            EngineDead: the engine thread has ended; the replica must be replaced.
+            EngineDead: the engine has ended; the replica must be replaced.
         """
         if self._death is not None:
             raise self._death
 
     async def drain(self) -> None:
-        """Take no new requests; return when the accepted ones have ended."""
+        """Refuse new requests; return when the accepted ones have ended."""
         self._inbox.put(self._engine.drain)
         await self._is_idle.wait()
 
     async def stop(self) -> None:
-        """End the engine thread after its present step; streams that are open end with `EngineDead`."""
+        """End the engine thread after its present step; open streams end with `EngineDead`."""
         self._inbox.put(self._request_stop)
         await asyncio.to_thread(self._thread.join)
         self._die(EngineDead("the engine was stopped"))
@@ -225,7 +225,7 @@ class AsyncEngine:
         num_tokens, own_interval_s = len(request.output_token_ids), request.delta_interval_s
         if own_interval_s is None:
             return Mailbox(partial(self.flush_policy, request.band), num_tokens)
-        # The reader looks so often: until then tokens wait, however many they are.
+        # Flush at the request's own interval, regardless of the number of tokens that wait.
         return Mailbox(lambda: FlushPolicy(own_interval_s, sys.maxsize), num_tokens)
 
     def _run(self) -> None:
@@ -243,7 +243,7 @@ class AsyncEngine:
         self._is_stopping = True
 
     def _take_messages(self) -> bool:
-        """Apply everything in the inbox, waiting for a message while there is no work; False to stop."""
+        """Apply all messages of the inbox, and wait for one while there is no work; return False to stop."""
         has_messages = False
         while not (self._inbox.empty() and self._engine.has_work):
             if not self._engine.has_work:
@@ -254,7 +254,8 @@ class AsyncEngine:
                 return False
             has_messages = True
         if has_messages:
-            self._stats = self._engine.stats()  # Of what begins now, lest a hang in its first step look idle.
+            # Report the new work before its first step. If that step hangs, the replica must not look idle.
+            self._stats = self._engine.stats()
         return True
 
     def _add(self, request: GenerateRequest) -> None:
@@ -264,7 +265,7 @@ class AsyncEngine:
             self._post([_refusal(request, error)])
 
     def _post(self, deltas: list[TokenDelta]) -> None:
-        """Hand a step's deltas to the event loop: one wake-up, however many streams."""
+        """Hand a step's deltas to the event loop with one wake-up for all streams."""
         self._stats = self._engine.stats()
         if deltas:
             self._loop.call_soon_threadsafe(self._deliver, deltas)

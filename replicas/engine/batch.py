@@ -1,4 +1,4 @@
-"""The work of one step, and its result."""
+"""Batch of one step, and the step's results."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ _set = object.__setattr__
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """Tokens one sequence computes in this step: positions [start, start + num_tokens).
+    """Tokens that one sequence computes in this step: positions [start, start + num_tokens).
 
-    Every position already has a slot in the sequence's block table. The last token may be awaited: the step
-    launched before samples it, and the runner takes it from there.
+    Every position already has a slot in the sequence's block table. The last token may be awaited: the previous step
+    samples it, and the runner takes its value on the device.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool = field(init=False)
-    """Whether the step reaches the last token known or awaited, so that its logits give the next one."""
+    """True if the step reaches the last known or awaited token, and so samples the next one from its logits."""
     num_recomputed_tokens: int = field(init=False)
-    """How many of the tokens were computed before a preemption already."""
+    """Number of the tokens that were computed before, and lost to a preemption."""
     preemption: int = field(init=False)
-    """How often the sequence had been preempted: another number later says that the blocks have been taken back."""
+    """`num_preemptions` of the sequence at scheduling time. If it differs later, the sequence was preempted and no
+    longer owns these blocks."""
 
     def __post_init__(self) -> None:
-        # Fixed now: the sequence goes on while the step is on its way.
+        # Computed now, since the sequence changes while the step is in flight.
         sequence, end, num_preempted_tokens = (
             self.sequence,
             self.start + self.num_tokens,
@@ -42,7 +43,7 @@ class ScheduledSequence:
 
     @property
     def end(self) -> int:
-        """One past the last position computed."""
+        """Position after the last computed one."""
         return self.start + self.num_tokens
 
     @property
@@ -52,11 +53,11 @@ class ScheduledSequence:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether the blocks that the step writes are still the sequence's own."""
+        """True if the sequence still owns the blocks that the step writes."""
         return bool(self.sequence.block_table) and self.sequence.num_preemptions == self.preemption
 
     def part(self, start: int, num_tokens: int) -> ScheduledSequence:
-        """Positions [start, start + num_tokens) of these; only the part at the end samples."""
+        """Return the part with positions [start, start + num_tokens); only the part at the end samples."""
         part = ScheduledSequence(self.sequence, start, num_tokens)
         _set(part, "samples", self.samples and part.end == self.end)
         return part
@@ -64,55 +65,55 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The sequences of one step, each at most once: those that decode first, then those that prefill."""
+    """Sequences of one step, each at most once: first those that decode, then those that prefill."""
 
     items: tuple[ScheduledSequence, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Number of tokens computed in this step."""
         return sum(item.num_tokens for item in self.items)
 
     @property
     def needs_sync(self) -> bool:
-        """Whether some sequence cannot go on before the host knows the token that it samples here."""
+        """True if the host must know a token sampled here before the next step, as penalties depend on it."""
         return any(item.samples and item.sequence.has_penalties for item in self.items)
 
 
 @dataclass(frozen=True, slots=True)
 class ItemResult:
-    """What a step gave one scheduled sequence."""
+    """Result of a step for one scheduled sequence."""
 
     token_id: int | None = None
-    """The sampled token; None when the item does not sample, or failed."""
+    """Sampled token; None if the item does not sample or failed."""
     logprobs: PositionLogprobs | None = None
-    """Of the sampled token, where its params ask for them."""
+    """Log probabilities at the sampled token, if the request asked for them."""
     prompt_logprobs: tuple[PositionLogprobs, ...] = ()
-    """Where asked for: one per prompt token at positions start + 1 .. min(end, num_prompt_tokens - 1)."""
+    """Log probabilities, if asked for, of the prompt tokens at start + 1 .. min(end, num_prompt_tokens - 1)."""
     error: str | None = None
-    """Why this sequence, and it alone, failed (for example logits that are not numbers)."""
+    """Error of this sequence alone, for example logits that are not numbers; None: it did not fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A batch to launch."""
+    """Step to launch: its batch, and facts from its scheduling."""
 
     batch: ScheduledBatch
     begun_s: float
-    """Monotonic time at which its scheduling began."""
+    """Monotonic time at which the scheduling of the step began."""
     is_saturated: bool
-    """Whether it has as much work as the engine's limits allow."""
+    """True if the step has as much work as the engine's limits allow."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectedStep:
-    """A step whose results are known."""
+    """Step with known results."""
 
     batch: ScheduledBatch
     results: list[tuple[ScheduledSequence, ItemResult]]
-    """In order of the items. A repeated step has none for sequences that were preempted or have ended since."""
+    """Results in order of the items. A repeated step has none for sequences that were preempted or have ended since."""
     collected_s: float
-    """Monotonic time at which they became known."""
+    """Monotonic time at which the results became known."""
     duration_s: float
-    """Time since the step began, or since the one before it was collected: steps overlap."""
+    """Seconds since the step's scheduling began, or since the previous step was collected if later: steps overlap."""
     is_saturated: bool

@@ -1,9 +1,8 @@
-"""The paged KV cache's book-keeping: which block belongs to whom, and what can be reused.
+"""Block manager: the bookkeeping of the paged KV cache.
 
-Blocks are ref-counted, so that sequences with a common beginning share them. A block
-that nobody holds keeps its contents until it is needed: a later sequence that starts
-with the same tokens takes it back (prefix caching; block size, chain hashes and LRU
-eviction as in vLLM's automatic prefix caching).
+Blocks are reference-counted, so that sequences with a common beginning share them. A free block keeps its contents
+until it is needed, so a later sequence that starts with the same tokens can reuse it (prefix caching; block size, chain
+hashes and LRU eviction as in vLLM's automatic prefix caching).
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from replicas.engine.sequence import Sequence
 
 
 class OutOfBlocks(Exception):
-    """Fewer free blocks than needed; nothing was taken."""
+    """Failure of an allocation that needs more blocks than are free; no block was taken."""
 
 
 class BlockManager:
-    """Gives block ids 1..num_blocks to sequences and takes them back.
+    """Manager of the blocks 1..num_blocks: gives them to sequences and takes them back.
 
     Invariants:
-        A block has no holder <=> it is in the free list.
+        A block is in the free list <=> no sequence holds it.
         The sum of reference counts is the sum of the block tables' lengths.
         A hash is published only for a full, computed block; each hash names one block.
-        A block that a sequence may still write has that one holder and no hash.
+        A block that a sequence may still write has no other holder and no hash.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -35,23 +34,23 @@ class BlockManager:
         self._num_holders = [0] * (config.num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (config.num_blocks + 1)
         self._cached: dict[bytes, int] = {}
-        # Next to be reused first: blocks without contents, then cached ones, least recently freed first.
+        # In order of reuse: blocks without contents, then cached ones, least recently freed first.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, config.num_blocks + 1))
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds, cached ones included."""
+        """Number of blocks that no sequence holds, cached ones included."""
         return len(self._free)
 
     def first_missing_hash(self, sequence: Sequence) -> bytes | None:
-        """Hash of the first full block that a prefix hit would not cover; None where it would cover all it may."""
+        """Return the hash of the first reusable full block that is not cached; None if all are cached."""
         hashes = self._reusable_hashes(sequence)
         return next((block_hash for block_hash in hashes if block_hash not in self._cached), None)
 
     def shortfall(self, sequence: Sequence, num_tokens: int, without: Collection[Sequence] = ()) -> int:
-        """Blocks that are missing (or, negative, left over) if a waiting sequence is given slots for `num_tokens`.
+        """Return the number of blocks that are missing to give a waiting sequence slots for `num_tokens`.
 
-        As if the sequences in `without` had given back theirs: a block counts once they are its only holders.
+        It is negative if blocks are left over. Blocks that only sequences in `without` hold count as free.
         """
         held = Counter(block for other in without for block in other.block_table)
         num_reclaimable = sum(1 for block, count in held.items() if count == self._num_holders[block])
@@ -61,10 +60,10 @@ class BlockManager:
     def allocate(self, sequence: Sequence) -> None:
         """Give a waiting sequence slots for all its tokens, reusing cached blocks for its beginning.
 
-        At least one token is left to compute, since its logits are what the next step samples from.
+        At least one token is left to compute, as the next step samples from its logits.
 
         Raises:
-            OutOfBlocks: fewer free blocks than needed; nothing was taken.
+            OutOfBlocks: fewer free blocks than needed; no block was taken.
         """
         assert not sequence.block_table and sequence.num_computed_tokens == 0
         num_tokens = sequence.num_tokens
@@ -78,16 +77,16 @@ class BlockManager:
         self.grow(sequence, num_tokens)
 
     def can_grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether `grow` would succeed."""
+        """Return True if `grow` would succeed."""
         return self._config.blocks_for(num_tokens) - len(sequence.block_table) <= len(self._free)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Give `sequence` slots for its first `num_tokens` tokens.
 
-        Takes free blocks, evicting cached ones least recently used first.
+        It takes free blocks, and evicts the cached ones least recently used first.
 
         Raises:
-            OutOfBlocks: fewer free blocks than needed; nothing was taken.
+            OutOfBlocks: fewer free blocks than needed; no block was taken.
         """
         if not self.can_grow(sequence, num_tokens):
             raise OutOfBlocks
@@ -95,7 +94,7 @@ class BlockManager:
             sequence.block_table.append(self._take_free_block())
 
     def publish(self, sequence: Sequence, num_computed_before: int) -> None:
-        """Make the blocks that became full and computed since `num_computed_before` reusable."""
+        """Make the blocks reusable that became full and computed since `num_computed_before`."""
         if not self._config.enable_prefix_caching:
             return
         block_size = self._config.block_size
@@ -105,18 +104,18 @@ class BlockManager:
         extend_hashes(sequence.block_hashes, sequence.token_ids, block_size)
         for index in range(first, last):
             block, block_hash = sequence.block_table[index], sequence.block_hashes[index]
-            # A twin computed at the same time may have been first; then this block stays private.
+            # Another block with the same tokens may be published already. Then this block stays private.
             if block_hash not in self._cached and self._hash_of[block] is None:
                 self._cached[block_hash] = block
                 self._hash_of[block] = block_hash
 
     def hashes_completed(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
-        """Hashes of the full blocks that computing positions [start, end) completes."""
+        """Return the hashes of the full blocks that computing positions [start, end) completes."""
         extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size)
         return sequence.block_hashes[start // self._config.block_size : end // self._config.block_size]
 
     def free(self, sequence: Sequence) -> None:
-        """Take back everything `sequence` holds. Its last blocks are reused before its first."""
+        """Take back all blocks of `sequence`. Its last blocks are reused before its first."""
         for block in reversed(sequence.block_table):
             self._num_holders[block] -= 1
             if self._num_holders[block] == 0:
@@ -127,7 +126,7 @@ class BlockManager:
         sequence.num_computed_tokens = sequence.num_in_flight_tokens = 0
 
     def check_invariants(self, sequences: list[Sequence]) -> None:
-        """Assert the class's invariants; `sequences` are all that hold blocks."""
+        """Assert the class's invariants; `sequences` are all sequences that hold blocks."""
         holders = [0] * len(self._num_holders)
         for sequence in sequences:
             assert len(set(sequence.block_table)) == len(sequence.block_table)
@@ -143,7 +142,7 @@ class BlockManager:
         }
 
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
-        """Hashes of the full blocks before the sequence's last known token, if it may reuse any."""
+        """Return the hashes of the full blocks before the sequence's last known token, if it may reuse blocks."""
         if not self._config.enable_prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
         extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size)

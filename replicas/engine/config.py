@@ -1,4 +1,4 @@
-"""The engine's limits. vLLM's names and meanings."""
+"""Limits of the engine, with vLLM's names and meanings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from replicas.settings import check_bounds, setting
 
 
 class KVPressurePolicy(Enum):
-    """What gives way when KV blocks run short."""
+    """Policy for a shortage of KV blocks."""
 
     PREEMPT = "preempt"
-    """Admit as soon as a prompt fits; when blocks run out, the least urgent sequence is recomputed later."""
+    """Admit a sequence as soon as its prompt fits. When blocks run out, preempt the least urgent one; it is recomputed
+    later."""
     PAUSE_NEW = "pause_new"
-    """Admit only what can run to its `max_tokens` beside the running: growth preempts nothing. A more urgent
-    band still takes blocks from a lower one."""
+    """Admit a sequence only if it and all running ones can reach their `max_tokens`, so growth preempts none. A more
+    urgent band still takes blocks from a lower one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,13 @@ class EngineLimits:
     async_scheduling: bool | None = setting(None)
     """Schedule and launch a step before the tokens of the previous step are known. None: only with a GPU."""
     max_queued_requests: int = 1024
-    """Waiting sequences, beyond those that find a free slot, at which a request is refused."""
+    """Most waiting sequences beyond those that find a free slot; a request above it is refused."""
     max_queued_tokens: int = 4_000_000
-    """Prompt + `max_tokens` of the waiting sequences at which a request that finds no free slot is refused."""
+    """Most tokens, prompt + `max_tokens`, of the waiting sequences. Above it a request is refused, unless it finds a
+    free slot."""
     promote_after_s: float = 30.0
-    """Seconds after which a waiting band, for which nothing was computed, has one sequence promoted: it takes the next
-    free slot and keeps it."""
+    """Seconds without computed tokens after which a waiting band has one sequence promoted. The promoted sequence takes
+    the next free slot and keeps it."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -60,10 +62,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(EngineLimits):
-    """Limits of one engine, completed by its model, its KV cache and its device."""
+    """Limits of one engine, complete with those of its model, its KV cache and its device."""
 
     num_blocks: int
-    """KV blocks that sequences can hold. The runner keeps one more, block 0, as scratch: ids are 1..num_blocks."""
+    """KV blocks that sequences can hold, with ids 1..num_blocks. Block 0 is the runner's scratch block."""
     max_model_len: int
     """Most tokens (prompt + output) of one sequence."""
     async_scheduling: bool = False
@@ -84,5 +86,5 @@ class EngineConfig(EngineLimits):
             )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)

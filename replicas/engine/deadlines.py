@@ -1,4 +1,4 @@
-"""Which sequences have run out of time."""
+"""Deadlines of sequences, and the search for those that have passed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ _MIN_ENTRIES = 64
 
 
 class Deadlines:
-    """The sequences that have a deadline, earliest first.
+    """Heap of the sequences that have a deadline, earliest first.
 
-    Invariant: at most half of the entries, beyond a few, are of sequences that had ended at the last look through.
+    Finished sequences stay in the heap until they are popped or the heap is full. A full heap is cleaned, and may then
+    grow to twice its size plus 64 entries.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,7 @@ class Deadlines:
         self._max_entries = _MIN_ENTRIES
 
     def add(self, sequence: Sequence) -> None:
-        """Watch `sequence`, if it has a deadline."""
+        """Add `sequence` if it has a deadline."""
         if sequence.deadline_s is None:
             return
         if len(self._entries) >= self._max_entries:
@@ -30,7 +31,7 @@ class Deadlines:
         heapq.heappush(self._entries, (sequence.deadline_s, sequence.arrival_index, sequence))
 
     def pop_expired(self, now: float) -> list[Sequence]:
-        """The live sequences whose deadline is `now` or earlier, which are watched no longer."""
+        """Remove and return the unfinished sequences with a deadline of `now` or earlier."""
         passed = []
         while self._entries and self._entries[0][0] <= now:
             sequence = heapq.heappop(self._entries)[2]

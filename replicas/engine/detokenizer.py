@@ -1,4 +1,4 @@
-"""Text of a growing sequence: never half a character, never part of a stop string."""
+"""Detokenizer: text of a growing sequence, without incomplete characters and without parts of stop strings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from replicas.engine.interfaces import IncrementalDecoder
 
 
 class Detokenizer:
-    """Output text of one sequence, and the search for its stop strings.
+    """Detokenizer of one sequence's output, which also searches for its stop strings.
 
-    Text that could be the beginning of a stop string is held back until that is decided.
+    Text that could be the beginning of a stop string is held back until later text decides it.
     """
 
     def __init__(self, decoder: IncrementalDecoder, stop: tuple[str, ...]) -> None:
@@ -16,16 +16,19 @@ class Detokenizer:
         self._stop = stop
         self._held = ""
         self.stop_string: str | None = None
-        """The stop string that was found; no text follows it."""
+        """Stop string that was found, or None; no text follows it."""
 
     def push(self, token_id: int, may_stop: bool) -> str:
-        """Text that can be shown now; sets `stop_string` when one is complete and `may_stop`."""
+        """Add a token; return the text that can be shown now.
+
+        If `may_stop` and a stop string is complete, the text ends before it and `stop_string` is set.
+        """
         text = self._decoder.push(token_id)
         if not self._stop:
             return text
         self._held += text
         if not may_stop:
-            # Text from before `min_tokens` is no part of any later match.
+            # Text from before `min_tokens` is not part of any later match.
             return self._release(len(self._held))
         found = min(
             ((at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0),
@@ -39,7 +42,7 @@ class Detokenizer:
         return self._release(len(self._held) - self._possible_start_length())
 
     def finish(self) -> str:
-        """The text still held back, once no further token follows."""
+        """Return the text still held back. Called when no token follows."""
         return self._release(len(self._held))
 
     def _release(self, length: int) -> str:
@@ -47,7 +50,7 @@ class Detokenizer:
         return text
 
     def _possible_start_length(self) -> int:
-        """Length of the longest end of the held text that begins some stop string."""
+        """Return the length of the longest end of the held text that begins a stop string."""
         longest = max(map(len, self._stop)) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""The engine: requests in, one step at a time, deltas out. Synchronous; one thread owns it."""
+"""Engine: takes requests, runs one step at a time, returns deltas. Synchronous; one thread owns it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from replicas.protocol import (
 
 
 class Engine:
-    """Runs every accepted request to its end, many at a time.
+    """Engine that runs every accepted request to its end, many at a time.
 
-    With `async_scheduling`, step n + 1 is scheduled and launched before the results of step n are collected: each
-    sequence goes on with the token that step n will give, known to the device alone. An end that only the token
-    tells (end of sequence, stop string) is thus seen when the sequence is in step n + 1 already: what that step
-    gives it is dropped. Output is the same in both modes, token for token.
+    With `async_scheduling`, step n + 1 is scheduled and launched before the results of step n are collected. Each
+    sequence continues with the token that step n samples, whose value only the device knows. If that token ends the
+    sequence (EOS, stop string), the sequence is already in step n + 1, and its result of step n + 1 is dropped. Output
+    is the same in both modes, token for token.
 
     Invariants:
         A request that `add` accepted gets exactly one delta with a finish reason, unless it is aborted.
-        A finished, aborted or failed request holds no block when the next step is scheduled. A step in flight may
-        still write to blocks it held: whoever gets them writes later.
-        With nothing left to do every block is free and no step is in flight.
+        A finished, aborted or failed request holds no block when the next step is scheduled. A step in flight may still
+        write to blocks that it held; their next owner writes later.
+        Without work, every block is free and no step is in flight.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or a step is in flight."""
+        """True if a request waits or runs, or a step is in flight."""
         return bool(self._output_processors) or len(self._pipeline) > 0
 
     def add(self, request: GenerateRequest) -> None:
         """Accept a request.
 
         Raises:
-            InvalidRequest: it could never be served here, or its id is in use.
+            InvalidRequest: the request could never be served here, or its id is in use.
             Overloaded: the waiting queue is at one of its limits.
             NoReplicaAvailable: the engine is draining.
-            SequenceFailed: its text cannot be decoded.
+            SequenceFailed: the output that the request brings cannot be decoded.
         """
         if self._is_draining:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
@@ -92,38 +92,38 @@ class Engine:
         self._scheduler.add(sequence, now)
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; its blocks are free when this returns. An unknown id is no error: it may have ended."""
+        """End a request; its blocks are free when this returns. An unknown id is ignored: it may have ended."""
         processor = self._output_processors.get(request_id)
         if processor is not None:
             self._end(processor.sequence, FinishReason.ABORT)
 
     def drain(self) -> None:
-        """Take no new requests from now on; what was accepted is finished."""
+        """Refuse new requests from now on; accepted ones are finished."""
         self._is_draining = True
 
     def step(self) -> list[TokenDelta]:
-        """Schedule and launch a step, collect those that are due; return what changed for each sequence."""
+        """Schedule and launch a step, collect the steps that are due, and return the sequences' new deltas."""
         expired = self._expire()
         step = self._schedule()
         results = self._pipeline.run(step)
         return expired + self._apply(results)
 
     def check_invariants(self) -> None:
-        """Assert the invariants of everything below; cheap when nothing runs."""
+        """Assert the invariants of the engine and its parts; cheap without running sequences."""
         self._scheduler.check_invariants()
         assert len(self._output_processors) == len(self._scheduler.running) + len(self._scheduler.waiting)
         assert len(self._pipeline) <= self._config.async_scheduling
 
     def stats(self) -> ReplicaStats:
-        """The present load."""
+        """Return the present load."""
         return self._report.load(self._is_draining)
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:
-        """Tokens computed for the tenants served last; may be asked from any thread."""
+        """Return the tokens computed for the tenants served last. Any thread may call it."""
         return self._stats.tenant_usage.snapshot()
 
     def metrics(self) -> EngineMetrics:
-        """Everything the engine counts."""
+        """Return all of the engine's metrics."""
         return self._report.metrics(self.stats())
 
     def _expire(self) -> list[TokenDelta]:
@@ -140,7 +140,7 @@ class Engine:
         return deltas
 
     def _schedule(self) -> ScheduledStep | None:
-        """Choose the next step; None if there is nothing to compute."""
+        """Schedule the next step; return None if there is nothing to compute."""
         now = self._clock.monotonic()
         batch = self._scheduler.schedule(now)
         if batch is None:
@@ -149,7 +149,7 @@ class Engine:
         return ScheduledStep(batch, now, self._scheduler.is_saturated(batch))
 
     def _apply(self, steps: Iterable[CollectedStep]) -> list[TokenDelta]:
-        """Let the results of steps change their sequences."""
+        """Apply the results of steps to their sequences; return the sequences' deltas."""
         deltas = []
         for step in steps:
             self._stats.stepped(step)
@@ -161,7 +161,7 @@ class Engine:
         return deltas
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
-        """Let a step's result change one sequence; None if there is nothing to show yet."""
+        """Apply a step's result to one sequence; return its delta, or None if there is nothing to show yet."""
         sequence = item.sequence
         if sequence.status is SequenceStatus.FINISHED:
             return None  # It ended while the step was in flight.
@@ -174,7 +174,7 @@ class Engine:
         return processor.advance(item, result)
 
     def _ended(self, sequence: Sequence, delta: TokenDelta) -> TokenDelta:
-        """End `sequence` if `delta` is its last."""
+        """End `sequence` if `delta` is its last; return `delta`."""
         if delta.finish_reason is not None:
             self._end(sequence, delta.finish_reason)
         return delta

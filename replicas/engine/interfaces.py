@@ -1,4 +1,4 @@
-"""Interfaces of the engine to a model: computing steps and decoding tokens."""
+"""Interfaces of the engine to a model: one computes steps, one decodes tokens."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from replicas.engine.batch import ItemResult, ScheduledBatch
 
 
 class LaunchedStep(Protocol):
-    """A step that the device is working on, or has done."""
+    """Step that the device is computing or has computed."""
 
     def collect(self) -> list[ItemResult]:
         """Wait for the step and return one result per item, in order. Called once, in the order of the launches.
 
         Raises:
-            Exception: the whole batch failed; nothing about it, nor what was launched after it, can be relied on.
+            Exception: the whole batch failed; the results of this step and of all launched after it are invalid.
         """
         ...
 
 
 class ModelRunner(Protocol):
-    """The only thing that knows a device."""
+    """Runner of a model on a device; the only object that knows the device."""
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Begin to compute every scheduled token, write its KV, sample where an item samples.
+        """Begin to compute all scheduled tokens, write their KV, and sample for the items that sample.
 
-        Steps take effect in the order of their launches. A token that the step launched last samples may be the last
-        of an item here before anybody has collected it. Running an item again writes the same KV.
+        Steps take effect in the order of their launches. The last token of an item may be the one that the previous
+        step samples, even if that step has not been collected. Running an item again writes the same KV.
 
         Raises:
-            Exception: the batch failed; steps launched before are not touched.
+            Exception: the batch failed; steps launched before are not affected.
         """
         ...
 
 
 class IncrementalDecoder(Protocol):
-    """The decoder of one sequence's output tokens, one at a time."""
+    """Decoder of one sequence's output tokens, one at a time."""
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; empty in the middle of a character, and for a special token."""

@@ -1,4 +1,4 @@
-"""How many tokens a step may compute so that running sequences wait no longer than wanted between two tokens."""
+"""Latency controller: adapts the token budget of steps to a target for the time between two tokens."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _INCREASES_TO_FULL = 64
 
 
 class LatencyController:
-    """Keeps the time of steps in which sequences decode near `target_itl_ms`, by their token budget.
+    """Controller of the token budget, which keeps the time of steps with decodes near `target_itl_ms`.
 
-    1. A step that took more than 1.2 times the target cuts the budget by the share that it was too long, at most
-       to the half: one stall of the machine does not undo what was learnt.
+    1. A step that took more than 1.2 times the target multiplies the budget by target / duration, but at least by 0.5,
+       so that one stall of the machine does not undo what was learnt.
     2. A step that used its whole budget and took less than 0.8 times the target adds a 64th of
-       `max_num_batched_tokens`. Others say nothing about what more tokens would cost.
-    3. In between, nothing changes. A step in which nobody decodes makes nobody wait: it is neither limited nor
-       counted.
-    4. A decode is never held back. Where decodes alone take the budget, prompts wait until some have ended, save
-       those that are more urgent than a running sequence: these get a block of tokens a step.
+       `max_num_batched_tokens`. A step that used less does not show the cost of more tokens.
+    3. In between, nothing changes. A step without decodes delays no running stream: it is neither limited nor counted.
+    4. A decode is never held back. If decodes alone use the budget, prompts wait until some decodes have ended.
+       Prompts that are more urgent than a running sequence do not wait: together they get a block of tokens per step.
 
     Invariants:
-        block_size <= budget <= max_num_batched_tokens, so that prompts progress once the decodes leave room.
-        Without a target the budget is `max_num_batched_tokens` for ever.
+        min(block_size, max_num_batched_tokens) <= budget <= max_num_batched_tokens, so that prompts progress once the
+        decodes leave room.
+        Without a target the budget is always `max_num_batched_tokens`.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -35,20 +35,20 @@ class LatencyController:
 
     @property
     def budget(self) -> int:
-        """Tokens that a step in which sequences decode may compute."""
+        """Number of tokens that a step in which sequences decode may compute."""
         return int(self._budget)
 
     def num_tokens(self, num_decodes: int, is_more_urgent: bool) -> int:
-        """Tokens that a step with `num_decodes` decodes may compute in all.
+        """Return the number of tokens that a step with `num_decodes` decodes may compute in all.
 
-        `is_more_urgent`: whether what the others are for is more urgent than some of what runs.
+        `is_more_urgent`: the step's prompts are more urgent than some running sequence.
         """
         if num_decodes == 0:
             return self._max_budget
         return min(max(self.budget, num_decodes + is_more_urgent * self._min_budget), self._max_budget)
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Learn from a step that took `duration_s`."""
+        """Adapt the budget to a step that took `duration_s`."""
         if self._target_s is None or not any(item.num_tokens == 1 for item in batch.items):
             return
         if duration_s > _HIGH * self._target_s:

@@ -1,4 +1,4 @@
-"""What an engine tells about itself: its load for routers, its metrics for operators."""
+"""Reports of an engine: its load for routers, and its metrics for operators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replicas.protocol import Band, EngineMetrics, Metric, ReplicaIdentity, Repl
 
 
 class LoadReport:
-    """Reader of scheduler and counters; changes neither."""
+    """Reporter of an engine's load and metrics; it only reads the scheduler and the counters."""
 
     def __init__(
         self, config: EngineConfig, identity: ReplicaIdentity, scheduler: Scheduler, stats: EngineStats, clock: Clock
@@ -22,7 +22,7 @@ class LoadReport:
         self._clock = clock
 
     def load(self, is_draining: bool) -> ReplicaStats:
-        """The present load."""
+        """Return the present load."""
         running, held_blocks = [0] * len(Band), [0] * len(Band)
         outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
         for sequence in self._scheduler.running:
@@ -49,7 +49,7 @@ class LoadReport:
         )
 
     def metrics(self, load: ReplicaStats) -> EngineMetrics:
-        """Everything the engine counts, and `load`."""
+        """Return all of the engine's metrics, with the gauges taken from `load`."""
         return EngineMetrics(
             self._identity.replica_id,
             (*self._gauges(load), *self._stats.counters(self._scheduler.num_preemptions)),

@@ -1,4 +1,4 @@
-"""The output of a sequence: its deltas, and the decision where it ends."""
+"""Output processor: turns step results into a sequence's deltas, and decides the end of the sequence."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ DecoderFactory = Callable[[GenerateRequest], IncrementalDecoder]
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The end of a sequence; `cause` is the stop token id or stop string, None for EOS and length."""
+    """End of a sequence; `cause` is the stop token id or stop string, None for EOS and length."""
 
     reason: FinishReason
     cause: int | str | None = None
 
 
 class OutputProcessor:
-    """The output of one sequence: turns the results of steps into deltas, and decides where the sequence ends."""
+    """Output processor of one sequence: turns the results of steps into deltas, and decides the sequence's end."""
 
     def __init__(self, sequence: Sequence, decoders: DecoderFactory, eos_token_ids: frozenset[int]) -> None:
-        """Reads the output that the request came with, too.
+        """Decode the output that the request brings from other replicas.
 
         Raises:
-            SequenceFailed: it cannot be decoded.
+            SequenceFailed: that output cannot be decoded.
         """
         self.sequence = sequence
         self._eos_token_ids = eos_token_ids
@@ -38,13 +38,13 @@ class OutputProcessor:
         try:
             self._detokenizer = Detokenizer(decoders(request), request.params.stop)
             for index, token_id in enumerate(request.output_token_ids):
-                # The reader has this text; what is held back of it is held back again.
+                # The reader has this text already. Text that was held back is held back again.
                 self._detokenizer.push(token_id, _may_stop_on_text(request.params, index + 1))
-        except Exception as error:  # Whatever a tokenizer raises is this request's own trouble.
+        except Exception as error:  # A tokenizer may raise anything; only this request fails.
             raise _undecodable(error) from error
 
     def advance(self, item: ScheduledSequence, result: ItemResult) -> TokenDelta | None:
-        """Add what a step computed of the sequence; None if there is nothing to show yet."""
+        """Add a step's result for the sequence; return its delta, or None if there is nothing to show yet."""
         sequence = self.sequence
         prompt_logprobs = sequence.take_prompt_logprobs(item.start, result.prompt_logprobs)
         if not item.samples:
@@ -56,7 +56,7 @@ class OutputProcessor:
         sequence.append(result.token_id)
         try:
             text, stop = self._read(result.token_id)
-        except Exception as error:  # A tokenizer's decoder failed on this sequence's tokens; the others are fine.
+        except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
             sequence.undo_append()
             return self.fail(_undecodable(error))
         logprobs = () if result.logprobs is None else (result.logprobs,)
@@ -67,7 +67,7 @@ class OutputProcessor:
         return replace(self._delta((), "", Stop(FinishReason.ERROR)), error=error)
 
     def _read(self, token_id: int) -> tuple[str, Stop | None]:
-        """Return the text that the newest token makes known, and the end of the sequence if it ends there."""
+        """Return the text that the newest token completes, and the end of the sequence if the token ends it."""
         detokenizer, sequence = self._detokenizer, self.sequence
         stop, text = self._stop_at(token_id), ""
         if stop is None:
@@ -80,7 +80,7 @@ class OutputProcessor:
         return (text + detokenizer.finish() if stop else text), stop
 
     def _stop_at(self, token_id: int) -> Stop | None:
-        """Return the end of the sequence if its newest token is one that ends it."""
+        """Return the end of the sequence if its newest token is a stop token or EOS."""
         params = self.sequence.request.params
         if self.sequence.num_output_tokens <= params.min_tokens:
             return None
@@ -114,7 +114,7 @@ class OutputProcessor:
 
 
 def _may_stop_on_text(params: SamplingParams, num_output_tokens: int) -> bool:
-    """Whether a stop string that the newest of so many output tokens completes ends the sequence."""
+    """Return True if a stop string that is completed by output token number `num_output_tokens` ends the sequence."""
     return num_output_tokens > params.min_tokens
 
 

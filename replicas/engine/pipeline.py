@@ -1,4 +1,4 @@
-"""Steps on their way through the device."""
+"""Pipeline of the steps in flight on the device."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _MAX_FAILED_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class _FailedStep:
-    """A step that could not be launched."""
+    """Step that could not be launched."""
 
     error: Exception
 
     def collect(self) -> list[ItemResult]:
-        """Raise what the launch raised."""
+        """Raise the error of the launch."""
         raise self.error
 
 
 @dataclass(frozen=True, slots=True)
 class _StepInFlight:
-    """A launched step whose results have not been collected."""
+    """Launched step whose results have not been collected."""
 
     scheduled: ScheduledStep
     launched: LaunchedStep
     may_wait: bool
-    """Whether another step may be scheduled and launched before its results are known."""
+    """True if another step may be scheduled and launched before the results of this one are known."""
 
 
 class Pipeline:
-    """Launches batches in order, and gives their results in that order though a device may fail.
+    """Pipeline of steps: launches batches in order and returns their results in that order, even if the device fails.
 
-    Where a batch fails as a whole its items run alone, so that only the guilty fail: computing an item twice writes
-    the same KV. A device that fails every item of a batch, or several steps in a row, is broken: the error goes up
-    and ends the engine.
+    If a batch fails as a whole, its items run again one by one, so that only the items at fault fail. Computing an item
+    twice writes the same KV. A device that fails every item of a batch, or `_MAX_FAILED_STEPS` steps in a row, is
+    broken: the error is raised and ends the engine.
 
     Invariants:
-        What is in flight is noted in its sequences, unless they have been preempted or have ended since.
-        Nothing is launched after a step that failed or may not wait before that step has been collected.
+        Tokens in flight are noted in their sequences, unless a sequence has been preempted or has ended since.
+        After a step that failed or may not wait, no step is launched until that step has been collected.
     """
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Clock, is_asynchronous: bool) -> None:
@@ -63,18 +63,18 @@ class Pipeline:
     def run(self, step: ScheduledStep | None) -> Iterator[CollectedStep]:
         """Launch `step`; return an iterator that collects the steps that are due, oldest first.
 
-        Due are all steps in flight but one just launched that may wait. Apply the results of each before asking for
-        the next: a step that failed is repeated with what its sequences know by then.
+        All steps in flight are due, except the one just launched if it may wait. The caller applies the results of each
+        step before it asks for the next: a failed step is repeated with its sequences' latest tokens.
 
         Raises:
-            Exception: from the iterator: the device is broken.
+            Exception: raised by the iterator if the device is broken.
         """
         if step is not None:
             self._launch(step)
         return self._collect_due(has_launched=step is not None)
 
     def _launch(self, step: ScheduledStep) -> None:
-        """Let the device begin with the step once it has done what was launched before."""
+        """Launch the step on the device, behind the steps launched before."""
         launched: LaunchedStep
         may_wait = self._is_asynchronous and not step.batch.needs_sync
         try:
@@ -109,7 +109,7 @@ class Pipeline:
         return list(zip(batch.items, results, strict=True))
 
     def _discard(self) -> None:
-        """Forget what was launched after a failed step: it read what that one should have written."""
+        """Drop all steps launched after a failed step, since they read KV that the failed step should have written."""
         for later in self._in_flight:
             with contextlib.suppress(Exception):
                 later.launched.collect()

@@ -1,4 +1,4 @@
-"""Who computes what in the next step."""
+"""Scheduler: decides for each step the sequences that compute, and the number of tokens of each."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ def _effective_band(sequence: Sequence) -> Band:
 
 
 class Scheduler:
-    """Continuous batching (Orca, OSDI 2022) without a prefill or a decode phase.
+    """Scheduler of continuous batching (Orca, OSDI 2022) without a prefill or a decode phase.
 
-    A sequence has known tokens and computed tokens, and every step lets the computed ones
-    catch up. A long prompt, a prefix hit, a resumed sequence and a decode differ only in
-    how much is missing. Each step:
+    A sequence has known tokens and computed tokens, and every step lets the computed ones catch up. A long prompt, a
+    prefix hit, a resumed sequence and a decode differ only in the number of missing tokens. Each step:
 
-    1. Every running sequence gets slots for its known tokens. If blocks run out, the least
-       urgent running sequence is preempted: it gives back its blocks, keeps its tokens and
-       waits; its full blocks stay cached, so resuming is mostly a prefix hit.
+    1. Every running sequence gets slots for its known tokens. If blocks run out, the least urgent running sequence is
+       preempted: it gives back its blocks, keeps its tokens and waits. Its full blocks stay cached, so resuming it is
+       mostly a prefix hit.
     2. Sequences that miss one token get it: a decode never waits for a prefill.
-    3. The rest of the budget (`max_num_batched_tokens`, or less to meet a latency target) goes
-       to the others and to waiting sequences, band by band, in order of urgency. A prompt
-       longer than a step gets a share at first and what is left at last, so that short ones
-       behind it start at once. A waiting sequence that is more urgent by band takes slot and
-       blocks of the least urgent running one.
-    4. A sequence that runs alone preempts all others, and none is admitted beside it.
-    5. A band that wants to prefill, and for which nothing was computed for `promote_after_s`,
-       has its most urgent sequence promoted to the front of all: it takes the next slot that
-       comes free (it preempts nobody, and others may pass it by preempting) and is not preempted
-       for a slot. Then the band's clock restarts.
+    3. The rest of the budget (`max_num_batched_tokens`, or less to meet a latency target) goes to the other running
+       sequences and to waiting ones, band by band, in order of urgency. A prompt longer than a step gets a share first
+       and the rest of the budget last, so that short prompts behind it start at once. A waiting sequence of a more
+       urgent band takes the slot and blocks of the least urgent running one.
+    4. A sequence that must run alone preempts all others, and none is admitted beside it.
+    5. A band that has tokens to prefill, but for which nothing was computed for `promote_after_s`, has its most urgent
+       sequence promoted to the front of all bands. A promoted sequence takes the next free slot. It preempts no
+       sequence for a slot, others may pass it by preempting, and it is not preempted for a slot. Then the band's clock
+       restarts.
 
     Invariants:
-        A sequence is in `waiting` or in `running` or finished; running ones have slots for
-        all tokens known when they were last scheduled; len(running) <= max_num_seqs.
+        A sequence is in `waiting`, in `running` or finished. Running sequences have slots for all tokens known when
+        they were last scheduled. len(running) <= max_num_seqs.
         A sequence's worst case fits the pool, so a step with work always progresses.
     """
 
@@ -63,32 +61,32 @@ class Scheduler:
 
     @property
     def waiting(self) -> WaitingQueue:
-        """Sequences without a slot; to look at, not to change."""
+        """Queue of the sequences without a slot; callers only read it."""
         return self._waiting
 
     @property
     def running(self) -> list[Sequence]:
-        """Sequences with a slot, most urgent first; to look at, not to change."""
+        """Sequences with a slot, most urgent first; callers only read the list."""
         return self._running
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds, cached ones included."""
+        """Number of blocks that no sequence holds, cached ones included."""
         return self._blocks.num_free_blocks
 
     @property
     def token_budget(self) -> int:
-        """Tokens that a step in which sequences decode may compute, as things are."""
+        """Number of tokens that a step in which sequences decode may compute at present."""
         return self._latency.budget
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Let a new sequence wait for its first step."""
+        """Add a new sequence to the waiting queue."""
         if not self._wants_prefill(sequence.band):
             self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
         self._waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """End `sequence`, wherever it is; its blocks are free when this returns."""
+        """End `sequence`, which may wait or run. Its blocks are free when this returns."""
         if sequence.status is SequenceStatus.RUNNING:
             self._running.remove(sequence)
             self._blocks.free(sequence)
@@ -97,7 +95,7 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self, now: float) -> ScheduledBatch | None:
-        """Choose the next step; None when no sequence has anything to compute."""
+        """Schedule the next step; return None if no sequence has tokens to compute."""
         self._promote_starved(now)
         self._grow_running()
         plan = StepPlan(self._config, self._running)
@@ -109,7 +107,7 @@ class Scheduler:
         return plan.batch()
 
     def is_saturated(self, batch: ScheduledBatch) -> bool:
-        """Whether `batch`, scheduled last, has as much work as the limits allow."""
+        """Return True if `batch`, which was scheduled last, has as much work as the limits allow."""
         if len(batch.items) == 1 and batch.items[0].sequence.request.is_isolated:
             return False
         return (
@@ -119,13 +117,13 @@ class Scheduler:
         )
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Note how long a step took."""
+        """Note the duration of a step."""
         self._latency.stepped(batch, duration_s)
 
     def computed(self, item: ScheduledSequence) -> None:
-        """Note that what a step computed of a sequence has been collected."""
+        """Note that the tokens that a step computed of a sequence have been collected."""
         if not item.holds_blocks:
-            return  # Preempted meanwhile.
+            return  # The sequence was preempted while the step was in flight.
         sequence = item.sequence
         before = sequence.num_computed_tokens
         sequence.num_in_flight_tokens -= item.num_tokens
@@ -133,7 +131,7 @@ class Scheduler:
         self._blocks.publish(sequence, before)
 
     def revoke(self, item: ScheduledSequence) -> None:
-        """Forget that `item` was launched: its results will never come, and its tokens are scheduled again."""
+        """Undo the launch of `item`: its results will not be used, and its tokens are scheduled again."""
         sequence = item.sequence
         if item.holds_blocks:
             sequence.num_in_flight_tokens -= item.num_tokens
@@ -176,7 +174,7 @@ class Scheduler:
         running = [s for s in self._running if s.effective_band is band and s.num_uncomputed_tokens > 1]
         sequence = running[0] if running else self._waiting.head(band, with_long=True)
         if sequence is None:
-            return  # Only promoted sequences wait: they are at the front already.
+            return  # All candidates are promoted already.
         self.num_promotions += 1
         if running:
             sequence.is_promoted = True
@@ -188,12 +186,12 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         block_size = self._config.block_size
-        for sequence in self._running:  # Preemption takes from its end, behind what has been visited.
+        for sequence in self._running:  # Preemption pops from the end of the list, never a visited sequence.
             if sequence.num_tokens <= len(sequence.block_table) * block_size:
-                continue  # Most steps: said here because it is asked for every sequence in every step.
+                continue  # The usual case, checked here since this runs for every sequence in every step.
             while not self._blocks.can_grow(sequence, sequence.num_tokens):
                 if self._preempt_least_urgent() is sequence:
-                    return  # It was the last of the list.
+                    return  # It was the last sequence of the list.
             self._blocks.grow(sequence, sequence.num_tokens)
 
     def _schedule_prefills(self, plan: StepPlan, band: Band, now: float) -> None:
@@ -217,7 +215,10 @@ class Scheduler:
         plan.note_completed(self._blocks.hashes_completed(sequence, start, start + plan.num_scheduled(sequence)))
 
     def _prefill_candidates(self, plan: StepPlan, band: Band, deferred: list[Sequence]) -> Iterator[Sequence]:
-        """Running sequences of `band` that can compute now, in order of urgency, admitting waiting ones on the way."""
+        """Yield the sequences of `band` that can prefill now, in order of urgency, and admit waiting ones among them.
+
+        Waiting sequences that are skipped in this step are moved to `deferred`.
+        """
         prefilling = plan.prefilling(band)
         prefilling.reverse()
         has_room = not (len(self._running) == 1 and self._running[0].request.is_isolated)
@@ -226,7 +227,7 @@ class Scheduler:
             if prefilling and (head is None or prefilling[-1].urgency < head.urgency):
                 sequence = prefilling.pop()
                 if sequence.status is not SequenceStatus.RUNNING:
-                    continue  # Preempted by one that runs alone.
+                    continue  # Preempted in this step by a more urgent sequence.
                 if plan.can_take_long_prefill or not plan.is_long(sequence):
                     yield sequence
             elif head is None:
@@ -244,12 +245,18 @@ class Scheduler:
                 yield head
 
     def _waits_for_prefix(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Whether this step computes the next block of `sequence`'s beginning for another: then waiting is cheaper."""
+        """Return True if this step computes, for another sequence, the next block that `sequence` could reuse.
+
+        Waiting for that block is cheaper than computing it twice.
+        """
         missing = self._blocks.first_missing_hash(sequence)
         return missing is not None and plan.completes(missing)
 
     def _may_be_passed(self, sequence: Sequence) -> bool:
-        """Whether those behind a head without room may try: nobody is preempted for a promoted one's slot."""
+        """Return True if sequences behind `sequence`, a head without room, may be tried.
+
+        That is so for a promoted head without a slot: it waits for a free one and preempts no sequence for it.
+        """
         return sequence.is_promoted and len(self._running) >= self._config.max_num_seqs
 
     def _defer(self, sequence: Sequence, deferred: list[Sequence]) -> None:
@@ -257,7 +264,7 @@ class Scheduler:
         deferred.append(sequence)
 
     def _admit(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Give a waiting sequence that could fit a slot and blocks, taking them from less urgent ones if need be."""
+        """Give a waiting sequence that could fit a slot and blocks; preempt less urgent sequences until it fits."""
         while not self._fits(sequence, self._running, ()):
             plan.unschedule(self._running[-1])
             self._preempt_least_urgent()
@@ -269,7 +276,7 @@ class Scheduler:
         insort(self._running, sequence, key=_urgency)
 
     def _could_fit(self, sequence: Sequence) -> bool:
-        """Whether `sequence` would have room if it took everything from those it may preempt."""
+        """Return True if `sequence` would have room after preempting all sequences that it may preempt."""
         if self._fits(sequence, self._running, ()):
             return True
         if sequence.request.is_isolated:
@@ -278,7 +285,7 @@ class Scheduler:
         return self._fits(sequence, self._running[:num_others], self._running[num_others:])
 
     def _fits(self, sequence: Sequence, others: list[Sequence], without: Collection[Sequence]) -> bool:
-        """Whether slots and blocks suffice beside `others`, as if those in `without` had been preempted."""
+        """Return True if slots and blocks suffice beside `others` after preempting the sequences in `without`."""
         if not others:
             return True  # A sequence's worst case fits an empty pool.
         if sequence.request.is_isolated or len(others) >= self._config.max_num_seqs:
@@ -289,7 +296,7 @@ class Scheduler:
                 self._config.blocks_for(other.request.max_total_tokens) - len(other.block_table) for other in others
             )
         else:
-            # One block of growth for each: else what is admitted now is preempted a step later.
+            # Reserve one block of growth for each; otherwise a sequence admitted now may be preempted a step later.
             num_tokens, growth = sequence.num_tokens, len(others)
         return self._blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 

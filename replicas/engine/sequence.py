@@ -1,4 +1,4 @@
-"""A request being generated; owned by the engine thread alone."""
+"""Sequence: a request being generated, owned by the engine thread alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from replicas.protocol import Band, GenerateRequest, PositionLogprobs, SamplingP
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life. WAITING and FINISHED sequences hold no blocks."""
+    """Status of a sequence. WAITING and FINISHED sequences hold no blocks."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -16,16 +16,16 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """Known tokens, how many of them are computed, and the blocks that hold their KV.
+    """Sequence: its known tokens, the number of computed ones, and the blocks that hold their KV.
 
-    While a step is on its way, tokens that it computes are in flight, and the one that it samples is awaited: it
-    counts like a known one, except that only the device can say which it is.
+    While a step is in flight, so are the tokens that it computes, and the token that it samples is awaited. An awaited
+    token counts like a known one, but only the device knows its value.
 
     Invariants:
         0 <= num_scheduled_tokens <= num_tokens; scheduled tokens have slots in `block_table`.
-        0 <= num_computed_tokens <= len(token_ids): what is computed is known.
+        0 <= num_computed_tokens <= len(token_ids): every computed token is known.
         WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens, awaited ones included.
-        Each of the first `num_preempted_tokens` was in the cache, or on its way there, when a preemption took it away.
+        The first `num_preempted_tokens` tokens were computed or in flight when a preemption took their blocks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_placeholder_tokens = 0
-        # The last output token that is allowed is not computed: none follows it.
+        # The last allowed output token is never computed, as no token follows it.
         self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
         self.has_penalties = _has_penalties(request.params)
         self.block_table: list[int] = []
@@ -58,58 +58,58 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
-        """The id the ingress gave."""
+        """Id of the request within the engine."""
         return self.request.request_id
 
     @property
     def urgency(self) -> tuple[int, float, int]:
-        """Sort key, most urgent first: promoted, then band, earliest deadline, order of arrival."""
+        """Sort key, most urgent first: promoted, band, earliest deadline, order of arrival."""
         deadline = float("inf") if self.deadline_s is None else self.deadline_s
         return (-1 if self.is_promoted else self.band, deadline, self.arrival_index)
 
     @property
     def band(self) -> Band:
-        """The urgency class the request came with."""
+        """Urgency class of the request."""
         return self.request.band
 
     @property
     def effective_band(self) -> Band:
-        """The urgency class it is scheduled in: a promoted sequence counts as interactive."""
+        """Urgency class in which the sequence is scheduled: a promoted one counts as interactive."""
         return Band.INTERACTIVE if self.is_promoted else self.band
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, as far as they are known."""
+        """Number of known output tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known or awaited that have to be computed at some time; the same before and after one arrives."""
+        """Number of known and awaited tokens that must be computed; an awaited one counts the same once it is known."""
         return min(len(self.token_ids) + self.num_placeholder_tokens, self._max_computed_tokens)
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Tokens whose KV is in the cache or on its way there."""
+        """Number of computed tokens and tokens in flight."""
         return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens known or awaited whose KV is neither in the cache nor on its way there."""
+        """Number of known and awaited tokens that are neither computed nor in flight."""
         return self.num_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def num_spent_tokens(self) -> int:
-        """Tokens computed for it here, each counted once; what the prefix cache had cost nothing."""
+        """Number of tokens computed for the sequence in this engine, each counted once; prefix hits are not counted."""
         return max(self.num_scheduled_tokens, self.num_preempted_tokens) - (self.num_cached_tokens or 0)
 
     @property
     def num_surplus_tokens(self) -> int:
-        """Tokens in flight that nobody needs if the sequence ends with what is known."""
+        """Number of tokens in flight that are wasted if the sequence ends with its known tokens."""
         return max(0, self.num_scheduled_tokens - max(self.num_computed_tokens, self.num_preempted_tokens))
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Tokens still to compute: the known and awaited ones, and the output still expected."""
+        """Number of tokens still to compute: known and awaited ones, and the output still expected."""
         expected = self.request.expected_output_tokens
         if expected is None:
             expected = self.request.params.max_tokens
@@ -118,31 +118,31 @@ class Sequence:
 
     @property
     def can_sample(self) -> bool:
-        """Whether another output token is allowed (a `max_tokens` of 0 only scores its prompt)."""
+        """True if another output token is allowed. With a `max_tokens` of 0 the prompt is only scored."""
         return self.num_output_tokens < self.request.params.max_tokens
 
     def may_sample_at(self, end: int) -> bool:
-        """Whether computing the tokens before `end` gives the next output token."""
+        """Return True if computing the tokens before `end` yields the next output token."""
         num_tokens = len(self.token_ids) + self.num_placeholder_tokens
         return end == num_tokens and num_tokens - self.num_prompt_tokens < self.request.params.max_tokens
 
     def launched(self, num_tokens: int, samples: bool) -> None:
-        """Note that a step began to compute the next `num_tokens`, and perhaps to sample one."""
+        """Note that a step was launched that computes the next `num_tokens`, and samples one if `samples`."""
         self.num_in_flight_tokens += num_tokens
         self.num_placeholder_tokens += samples
 
     def append(self, token_id: int) -> None:
-        """Make the token awaited longest known."""
+        """Append the value of the token awaited longest, which is now known."""
         self.num_placeholder_tokens -= 1
         self.token_ids.append(token_id)
 
     def undo_append(self) -> None:
-        """Undo `append`."""
+        """Undo the last `append`."""
         del self.token_ids[-1]
         self.num_placeholder_tokens += 1
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
-        """The part of a step's prompt log probabilities not seen before (recomputation repeats some).
+        """Return those of a step's prompt log probabilities that are new, since recomputation repeats some.
 
         `logprobs` belong to prompt tokens start + 1, start + 2, ...
         """
@@ -152,5 +152,5 @@ class Sequence:
 
 
 def _has_penalties(params: SamplingParams) -> bool:
-    """Whether the tokens so far change how the next one is drawn."""
+    """Return True if the earlier tokens change the probabilities of the next one."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -1,4 +1,4 @@
-"""What an engine counts and how long things take. vLLM's names, units and buckets."""
+"""Statistics of an engine: counters, rates and histograms, with vLLM's names, units and buckets."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _REQUEST_S = (
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _SHARES = tuple(tenth / 10 for tenth in range(1, 11))
 _NUM_PREEMPTIONS = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0)
-_REFUSALS_HELP = "requests given back to the ingress, where they wait again; vllm:admission_rejections is of clients"
+_REFUSALS_HELP = "requests returned to the ingress to wait again; vllm:admission_rejections counts refusals of clients"
 _PADDING_HELP = (
-    "tokens of a step / (its sequences x the most tokens of one): what a padded batch of them would have had of use; "
-    "nothing is padded here"
+    "tokens of a step / (its sequences x the most tokens of one): the useful share of a padded batch; "
+    "the engine pads nothing"
 )
 _RATE_WINDOW_S = 5.0
 _MAX_TENANT_ENTRIES = 64
 
 
 def one_two_five(up_to: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 ... up to and including the first that reaches `up_to`."""
+    """Return 1, 2, 5, 10, 20, 50 ... up to and including the first number that reaches `up_to`."""
     bounds: list[float] = []
     scale = 1
     while not bounds or bounds[-1] < up_to:
@@ -49,7 +49,7 @@ def one_two_five(up_to: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """Counts of observations in buckets (bounds[i - 1], bounds[i]], the last one open."""
+    """Histogram: counts of observations in buckets (bounds[i - 1], bounds[i]], the last one without upper bound."""
 
     def __init__(self, name: str, help_text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._help, self._bounds = name, help_text, bounds
@@ -62,18 +62,18 @@ class Histogram:
         self._sum += value
 
     def snapshot(self) -> HistogramMetric:
-        """The distribution so far."""
+        """Return the distribution so far."""
         return HistogramMetric(self._name, self._help, self._bounds, tuple(self._counts), self._sum)
 
 
 class TokenRate:
-    """Tokens a second of computing time, over recent steps; written by the engine thread, read by any."""
+    """Tokens per second of computing time, over recent steps; written by the engine thread, read by any."""
 
     def __init__(self) -> None:
         self._rate = SlidingRate(_RATE_WINDOW_S, start_s=0.0)
         self._computed_s = 0.0
         self.tokens_per_s = 0.0
-        """0 before the first step."""
+        """Present rate; 0 before the first step."""
 
     def step(self, duration_s: float, num_tokens: int) -> None:
         """Count a step that took `duration_s` for `num_tokens`."""
@@ -83,7 +83,7 @@ class TokenRate:
 
 
 class TenantUsage:
-    """Tokens computed for each tenant in each band; those served longest ago are forgotten beyond a bound."""
+    """Tokens computed for each tenant in each band. At most 64 entries: those served longest ago are forgotten."""
 
     def __init__(self) -> None:
         self._tokens: OrderedDict[tuple[str, Band], int] = OrderedDict()
@@ -91,45 +91,45 @@ class TenantUsage:
     def add(self, tenant: str, band: Band, num_tokens: int) -> None:
         """Count tokens computed for a tenant."""
         key = (tenant, band)
-        # In two steps, so that who reads meanwhile, from another thread, never finds the tenant missing.
+        # Assign, then move: a reader in another thread never finds the tenant missing.
         self._tokens[key] = self._tokens.get(key, 0) + num_tokens
         self._tokens.move_to_end(key)
         if len(self._tokens) > _MAX_TENANT_ENTRIES:
             self._tokens.popitem(last=False)
 
     def snapshot(self) -> tuple[TenantTokens, ...]:
-        """The account, those served longest ago first."""
+        """Return the tokens of each tenant and band, those served longest ago first."""
         return tuple(TenantTokens(tenant, band, tokens) for (tenant, band), tokens in list(self._tokens.items()))
 
 
 class WasteCause(Enum):
-    """Why computed tokens were of no use."""
+    """Cause of wasted tokens."""
 
     PREEMPT = "preempt"
-    """They were computed again after a preemption."""
+    """The tokens were computed again after a preemption."""
     ABORT = "abort"
-    """Their request was aborted: its client left or cancelled."""
+    """The request was aborted: its client disconnected or cancelled."""
     EXPIRED = "expired"
-    """Their request's deadline passed before it was finished."""
+    """The request's deadline passed before it was finished."""
     SURPLUS = "surplus"
-    """Their sequence had ended with the token before, which nobody knew yet (`async_scheduling`)."""
+    """The sequence had ended with the token before, which was not known at launch (`async_scheduling`)."""
 
 
 class WastedTokens:
-    """Counts by cause; written by the engine thread, read by any.
+    """Counter of wasted tokens by cause; written by the engine thread, read by any.
 
-    Every token is counted as often as it was computed in vain, so that the sum is a share of all that were computed.
+    A token counts as often as it was computed in vain, so that the sum is a share of all computed tokens.
     """
 
     def __init__(self) -> None:
         self._tokens: Counter[WasteCause] = Counter()
 
     def add(self, cause: WasteCause, num_tokens: int) -> None:
-        """Count tokens, prompt and output, whose computing turned out to be in vain."""
+        """Count tokens, prompt and output, that were computed in vain."""
         self._tokens[cause] += num_tokens
 
     def metrics(self) -> tuple[Metric, ...]:
-        """The counts so far."""
+        """Return the counts so far."""
         help_text = (
             "tokens computed in vain: again after a preemption, for a sequence that had ended already, or (prompt "
             "beyond the prefix hit, and output) for requests that were aborted or whose deadline passed; share = "
@@ -210,11 +210,11 @@ class EngineStats:
         self._utilization = Histogram("headway:batch_utilization", "sequences of a step / max_num_seqs", _SHARES)
 
     def rejected(self, reason: str) -> None:
-        """Count a request that was refused at the queue's limit named `reason`."""
+        """Count a request that was refused because of the queue limit `reason`."""
         self._rejected[reason] += 1
 
     def scheduled(self, batch: ScheduledBatch, now: float) -> None:
-        """Count the sequences that were scheduled for the first time; stamps their timings."""
+        """Count the sequences scheduled for the first time, and stamp their timings."""
         for item in batch.items:
             sequence = item.sequence
             if sequence.first_scheduled_s is None:
@@ -225,7 +225,7 @@ class EngineStats:
                     self._tokens["looked up"] += sequence.num_prompt_tokens
 
     def stepped(self, step: CollectedStep) -> None:
-        """Count what a step computed, before its results are applied."""
+        """Count the tokens of a step. Called before the results are applied."""
         items = step.batch.items
         num_tokens = num_sampled = most_tokens = 0
         first = items[0].sequence.request
@@ -237,7 +237,7 @@ class EngineStats:
             num_sampled += item.samples and item.sequence.status is not SequenceStatus.FINISHED
             request = item.sequence.request
             if request.tenant != tenant or request.band is not band:
-                # Neighbours in a batch mostly share both: one entry for a run of them.
+                # Neighbours in a batch mostly have the same tenant and band: add once per run of equal ones.
                 self.tenant_usage.add(tenant, band, num_served)
                 tenant, band, num_served = request.tenant, request.band, 0
             num_served += item.num_tokens
@@ -251,7 +251,7 @@ class EngineStats:
         self._waste.add(WasteCause.PREEMPT, sum([item.num_recomputed_tokens for item, _ in step.results]))
 
     def produced(self, sequence: Sequence, now: float) -> None:
-        """Count an output token of a sequence; stamps its timings."""
+        """Count an output token of a sequence, and stamp its timings."""
         self._tokens["generation"] += 1
         if sequence.last_token_s is not None:
             self._itl.observe(now - sequence.last_token_s)
@@ -262,11 +262,11 @@ class EngineStats:
         sequence.last_token_s = now
 
     def expired(self, sequence: Sequence) -> None:
-        """Count what was computed for a sequence whose deadline has passed."""
+        """Count the tokens computed for a sequence whose deadline has passed."""
         self._waste.add(WasteCause.EXPIRED, sequence.num_spent_tokens)
 
     def finished(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """Count a sequence that ends, before its blocks are freed."""
+        """Count a sequence that ends. Called before its blocks are freed."""
         self._finished[reason] += 1
         if reason is FinishReason.ABORT:
             self._waste.add(WasteCause.ABORT, sequence.num_spent_tokens)
@@ -283,7 +283,7 @@ class EngineStats:
         )
 
     def counters(self, num_preemptions: int) -> tuple[Metric, ...]:
-        """Return every counter so far, and the scheduler's."""
+        """Return every counter so far; `num_preemptions` is the scheduler's."""
         tokens = self._tokens
         computed = tokens["prompt"] - tokens["cached"]
         return (
@@ -310,7 +310,7 @@ class EngineStats:
 
 
 def gauge(name: str, help_text: str, value: float, **labels: str) -> Metric:
-    """A value that goes up and down."""
+    """Return a gauge metric, whose value goes up and down."""
     return Metric(name, help_text, MetricKind.GAUGE, value, tuple(labels.items()))
 
 

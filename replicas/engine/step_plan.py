@@ -1,4 +1,4 @@
-"""One step while it is being put together."""
+"""Plan of one step while the scheduler fills it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from replicas.protocol import Band
 
 
 class StepPlan:
-    """Tokens given to sequences so far, and what is left of the step's limits.
+    """Plan of one step: the tokens given to each sequence so far, and the rest of the step's limits.
 
-    It begins with what never waits: one token for each running sequence that misses no more.
+    It begins with the decodes, which never wait: one token for each running sequence that misses exactly one.
 
     Invariants: the tokens given never exceed `max_num_batched_tokens`, nor a sequence's uncomputed tokens.
     """
@@ -35,37 +35,37 @@ class StepPlan:
         self._limit = config.max_num_batched_tokens
 
     def limit(self, num_tokens: int) -> None:
-        """Let the step have `num_tokens` in all; what is given already stays given."""
+        """Limit the step to `num_tokens` in all. Tokens that are given already stay given."""
         self._limit = num_tokens
 
     @property
     def num_tokens_left(self) -> int:
-        """Tokens that may still be given."""
+        """Number of tokens that may still be given."""
         return max(0, self._limit - self._num_scheduled_tokens)
 
     def prefilling(self, band: Band) -> list[Sequence]:
-        """Sequences scheduled in `band` that were part-way through their prefill before the step, in order of urgency.
+        """Return the sequences of `band` that were part-way through their prefill before the step, most urgent first.
 
-        Those preempted meanwhile are among them.
+        `band` is the band they are scheduled in. Sequences preempted since the step began are included.
         """
         return [sequence for sequence in self._prefilling if sequence.effective_band is band]
 
     def is_long(self, sequence: Sequence) -> bool:
-        """Whether `sequence` needs more than a whole step to catch up."""
+        """Return True if `sequence` needs more than one whole step to catch up."""
         return sequence.num_uncomputed_tokens > self._config.max_num_batched_tokens
 
     @property
     def can_take_long_prefill(self) -> bool:
-        """Whether another long prefill may take part. One place is kept for short ones where there are two."""
+        """True if another long prefill may take part. If there are several places, one is kept for short prefills."""
         return self._num_long < max(1, self._config.max_num_partial_prefills - 1)
 
     @property
     def long_prefill_chunk(self) -> int:
-        """Tokens a long prefill gets before others of its band had theirs."""
+        """Number of tokens that a long prefill gets before the other prefills of its band."""
         return max(1, self.num_tokens_left // self._config.max_num_partial_prefills)
 
     def schedule(self, sequence: Sequence, at_most: int) -> None:
-        """Let `sequence` compute up to `at_most` more of its tokens in this step."""
+        """Give `sequence` up to `at_most` more of its tokens in this step."""
         num_scheduled = self._scheduled.get(sequence, 0)
         if num_scheduled == 0 and self.is_long(sequence):
             self._num_long += 1
@@ -76,26 +76,26 @@ class StepPlan:
             self._num_scheduled_tokens += more
 
     def unschedule(self, sequence: Sequence) -> None:
-        """Take `sequence` out of the step, before its tokens are taken back."""
+        """Remove `sequence` from the step. Called before the sequence is preempted."""
         num_scheduled = self._scheduled.pop(sequence, 0)
         self._num_scheduled_tokens -= num_scheduled
         if num_scheduled and self.is_long(sequence):
             self._num_long -= 1
 
     def completes(self, block_hash: bytes) -> bool:
-        """Whether the step computes the block with this hash, for whomever."""
+        """Return True if the step completes the block with this hash, for any sequence."""
         return block_hash in self._completed_hashes
 
     def note_completed(self, block_hashes: list[bytes]) -> None:
-        """Note blocks that what was given completes. A sequence that is dropped again leaves its own noted."""
+        """Note blocks that the given tokens complete. They stay noted if their sequence is removed from the step."""
         self._completed_hashes.update(block_hashes)
 
     def num_scheduled(self, sequence: Sequence) -> int:
-        """Tokens that `sequence` computes in this step, so far."""
+        """Return the number of tokens given to `sequence` so far."""
         return self._scheduled.get(sequence, 0)
 
     def batch(self) -> ScheduledBatch | None:
-        """The finished step; None when nobody has work."""
+        """Return the finished batch; None if no sequence has work."""
         if not self._scheduled:
             return None
         return ScheduledBatch(

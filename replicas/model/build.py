@@ -1,4 +1,4 @@
-"""A runner whose KV cache fits the device."""
+"""Construction of a runner, with a KV cache that fits the device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     """Build a runner for `loaded` with as many KV blocks as `options` allow.
 
     Raises:
-        ModelLoadError: not even one block fits, or the attention backend asked for does not work.
+        ModelLoadError: fewer than two blocks fit, or the requested attention backend does not work.
     """
     attention = choose_attention(loaded.attention_spec(limits.block_size), options.attention_backend)
     block_bytes = bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
@@ -33,7 +33,7 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     else:
         available = options.kv_cache_bytes
         limit = f"kv_cache_bytes is {available}"
-    num_blocks = available // block_bytes - 1  # One more is scratch.
+    num_blocks = available // block_bytes - 1  # One block is the scratch block.
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
     cache = _cache(loaded, limits.block_size, num_blocks)
@@ -44,7 +44,7 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
-    """Run a prefill and decodes in the scratch block, so that no request pays for a first run."""
+    """Run decodes and a prefill in the scratch block, so that no request pays for kernels' first runs."""
     num_prefill_tokens = min(limits.max_num_batched_tokens, runner.max_model_len)
     decode = dummy_item(runner.max_model_len // 2, 1, limits.block_size)
     prefill = dummy_item(0, num_prefill_tokens, limits.block_size)
@@ -55,8 +55,8 @@ def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
 def _decode_graph_runner(
     loaded: LoadedModel, cache: KVCache, attention: AttentionBackend, max_num_seqs: int
 ) -> DecodeGraphRunner | None:
-    """Decodes in CUDA graphs, where device, attention backend and the model's code allow it."""
-    planned: PlannedAttention | None = getattr(attention, "planned", None)  # Not every backend can be captured.
+    """Return captured CUDA graphs of decodes; None if the device, the attention backend or the model prevents it."""
+    planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
     if loaded.device.type != "cuda" or planned is None:
         return None
     decode_graphs = DecodeGraphRunner(loaded, cache, planned, bucket_sizes(max_num_seqs))
@@ -66,7 +66,10 @@ def _decode_graph_runner(
 def _available_cuda_bytes(
     loaded: LoadedModel, attention: AttentionBackend, limits: EngineLimits, options: RunnerOptions
 ) -> int:
-    """Memory that the largest steps leave, measured by running them over a cache of the scratch block alone."""
+    """Return the bytes left for the KV cache, after measuring the peak of the largest steps.
+
+    The steps run over a cache that has the scratch block alone.
+    """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(loaded.device)
     runner = TorchModelRunner(loaded, _cache(loaded, limits.block_size, num_blocks=0), attention)
@@ -76,7 +79,7 @@ def _available_cuda_bytes(
     peak = torch.cuda.max_memory_allocated(loaded.device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(loaded.device)
-    # What other processes, and CUDA itself in this one, hold.
+    # Memory of other processes and of this process's CUDA context.
     foreign = total - free - torch.cuda.memory_reserved(loaded.device)
     return int(total * options.gpu_memory_utilization) - peak - foreign
 

@@ -1,4 +1,4 @@
-"""Runs scheduled batches on one device."""
+"""The model runner: launches scheduled batches on one device."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from replicas.model.sampling.logprobs import launch_logprobs
 from replicas.model.sampling.sampler import PendingTokens, Sampler
 from replicas.model.step import PendingPart, PendingScores, TorchStep
 
-# Bounds the logits held at once for a prompt that is scored.
+# Prompt tokens scored per forward pass. It bounds the memory of their logits.
 _MAX_SCORED_TOKENS = 256
 
 
 class TorchModelRunner:
-    """The model, its KV cache and the sampler behind `ModelRunner`; used by one thread.
+    """`ModelRunner` over a torch model, its KV cache and the sampler. One thread uses it.
 
-    A launch waits for nothing on a device that works by itself. The tokens that it samples stay there, and are the
-    inputs of the next step before the host has seen them.
+    On a GPU a launch does not wait for the device. Sampled tokens stay on the device, where the next step reads them
+    before the host has received them.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TorchModelRunner:
         attention: AttentionBackend = GatherAttention,
         decode_graphs: DecodeGraphRunner | None = None,
     ) -> None:
-        """`decode_graphs` computes the batches that it takes; without it `attention` is behind every forward pass."""
+        """Make a runner. Batches that `decode_graphs` can run go there; all others use `attention`."""
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
@@ -47,29 +47,29 @@ class TorchModelRunner:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that sequences can hold."""
+        """Number of blocks that sequences can hold."""
         return self._cache.num_blocks
 
     @property
     def block_size(self) -> int:
-        """Token slots in a block."""
+        """Number of token slots in a block."""
         return self._cache.block_size
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of one sequence that the model was loaded for."""
+        """Maximum number of tokens of one sequence."""
         return self._loaded.max_model_len
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
-        """Launch `batch` and wait for its results, one per item."""
+        """Launch `batch`, wait for it and return one result per item."""
         return self.launch(batch).collect()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> TorchStep:
-        """Begin to compute every scheduled token, write its KV, sample where an item samples.
+        """Launch the forward passes of `batch`, which write its KV and sample where an item samples.
 
-        Items that score their prompt need logits at every position and run on their own, in bounded pieces;
-        all others share one forward pass.
+        An item that scores its prompt needs logits at every position. It runs alone, in pieces of bounded size. All
+        other items share one forward pass.
         """
         to_host = DeviceToHostBuffer()
         shared = [index for index, item in enumerate(batch.items) if not wants_prompt_logprobs(item)]
@@ -86,7 +86,7 @@ class TorchModelRunner:
     def _launch_shared(
         self, items: list[ScheduledSequence], indices: list[int], to_host: DeviceToHostBuffer
     ) -> PendingPart:
-        """One forward pass over items of which each samples or gives nothing."""
+        """Launch one forward pass over items that sample one token or none."""
         sampling = [index for index, item in zip(indices, items, strict=True) if item.samples]
         if self._decode_graphs is not None and self._decode_graphs.can_run(items):
             return PendingPart(sampling, self._decode(items, self._decode_graphs, to_host), ())
@@ -103,7 +103,7 @@ class TorchModelRunner:
         return plan.launch(outputs.logits, outputs.greedy, on_device, to_host)
 
     def _launch_scored(self, item: ScheduledSequence, index: int, to_host: DeviceToHostBuffer) -> PendingPart:
-        """Run an item whose prompt tokens' log probabilities are wanted, a piece after the other."""
+        """Launch an item whose prompt log probabilities are wanted, one piece after the other."""
         scores: list[PendingScores] = []
         tokens = None
         for start in range(item.start, item.end, _MAX_SCORED_TOKENS):
@@ -115,7 +115,7 @@ class TorchModelRunner:
         return PendingPart([index], tokens, tuple(scores))
 
     def _forward(self, items: list[ScheduledSequence], to_host: DeviceToHostBuffer) -> _Forward:
-        """One forward pass, and what is wanted of its logits: all that it needs of the host travels at once."""
+        """Launch one forward pass, sampling and scoring. All its host data goes to the device in one copy."""
         to_device = HostToDeviceBuffer()
         inputs = InputPlan(items, self._cache.block_size, self._last_sampled, to_device)
         sampling = [item for item in items if item.samples]
@@ -131,26 +131,26 @@ class TorchModelRunner:
             launched = launch_logprobs(logits[: len(targets)], on_device.ints(target_span), max_top, to_host)
             scores = PendingScores(targets, max_top, launched)
         if sampling:
-            # Of a scored prompt, every row has logits, and the last one gives the next token.
+            # With a scored prompt every row has logits, and the last row samples the next token.
             tokens = plan.launch(logits[-len(sampling) :], None, on_device, to_host)
         return _Forward(tokens, scores)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
-        """Logits [num_rows, vocab_size] of the rows that the items need, in the model's dtype."""
+        """Return logits [num_rows, vocab_size] of the rows that the items need, in the model's dtype."""
         context = self._attention(self._cache, inputs)
         return self._loaded.logits(context, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """What was asked of one forward pass's logits."""
+    """Pending results of one forward pass."""
 
     tokens: PendingTokens | None
     scores: PendingScores | None
 
 
 def _last_sampled_tokens(parts: list[PendingPart], batch: ScheduledBatch, device: torch.device) -> LastSampledTokens:
-    """All tokens that the parts sample, in one tensor."""
+    """Return all tokens that the parts sample, in one tensor."""
     sampling = [part for part in parts if part.tokens is not None]
     tokens = [part.tokens.tokens for part in parts if part.tokens is not None]
     if not tokens:
@@ -161,6 +161,6 @@ def _last_sampled_tokens(parts: list[PendingPart], batch: ScheduledBatch, device
 
 
 def _targets(piece: ScheduledSequence) -> list[int]:
-    """The prompt tokens at positions start + 1 .. min(end, num_prompt_tokens - 1)."""
+    """Return the prompt tokens at positions start + 1 .. min(end, num_prompt_tokens - 1)."""
     sequence = piece.sequence
     return sequence.token_ids[piece.start + 1 : min(piece.end + 1, sequence.num_prompt_tokens)]

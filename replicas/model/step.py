@@ -1,4 +1,4 @@
-"""A step that the device is working on: what each of its parts will give."""
+"""A launched step and the pending results of its parts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from replicas.protocol import PositionLogprobs
 
 @dataclass(frozen=True, slots=True)
 class PendingScores:
-    """Log probabilities of prompt tokens, on their way."""
+    """Log probabilities of prompt tokens, on their way to the host."""
 
     targets: list[int]
     num_top: int
     logprobs: PendingLogprobs
 
     def read(self, to_host: DeviceToHostBuffer) -> list[PositionLogprobs]:
-        """One per target, once the inbox is complete."""
+        """Return the log probabilities, one per target. Call it after `to_host.wait()`."""
         return self.logprobs.read(to_host, self.targets, [self.num_top] * len(self.targets))
 
 
 @dataclass(frozen=True, slots=True)
 class PendingPart:
-    """What some items of a batch give: those at `indices` sample, or score their prompt."""
+    """Pending results of the batch's items at `indices`, which sample a token or score their prompt."""
 
     indices: list[int]
     tokens: PendingTokens | None
     scores: tuple[PendingScores, ...]
 
     def with_scores(self, result: ItemResult, to_host: DeviceToHostBuffer) -> ItemResult:
-        """The result with the prompt's log probabilities, or the error that they are no numbers."""
+        """Return `result` with the prompt's log probabilities, or an error if one of them is NaN."""
         if not self.scores:
             return result
         scores = [logprobs for piece in self.scores for logprobs in piece.read(to_host)]
@@ -44,7 +44,7 @@ class PendingPart:
 
 
 class TorchStep:
-    """A step on its way."""
+    """Launched step. `collect` waits for its results."""
 
     def __init__(self, num_items: int, parts: list[PendingPart], to_host: DeviceToHostBuffer) -> None:
         self._num_items = num_items
@@ -52,7 +52,7 @@ class TorchStep:
         self._to_host = to_host
 
     def collect(self) -> list[ItemResult]:
-        """Wait for the step; one result per item."""
+        """Wait for the step and return one result per item."""
         self._to_host.wait()
         results = [ItemResult()] * self._num_items
         for part in self._parts:

@@ -1,4 +1,4 @@
-"""What this ingress knows of every replica's load."""
+"""Load table: this ingress's knowledge of every replica's load."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from replicas.protocol import Band, ReplicaStats
 from router.types import ReplicaView
 
 _MAX_REORDERING_S = 5.0
-"""Reports come over several streams and by poll; none is overtaken by more than this."""
+"""Reports arrive over several streams and by poll. No report is overtaken by one that is this much newer, seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """One of our requests on a replica, as the table counts it; changed only by the table."""
+    """Request of this ingress on a replica, as the table counts it; changed only by the table."""
 
     replica_id: str
     band: Band
     prompt_tokens: int
     outstanding_tokens: int
     is_seen: bool = False
-    """Whether a report that counts it has come."""
+    """True if a report that counts the request has arrived."""
 
 
 @dataclass(slots=True)
 class _Own:
-    """Our requests on one replica."""
+    """Requests of this ingress on one replica."""
 
     requests: dict[InFlight, None] = field(default_factory=dict)
     num_by_band: list[int] = field(default_factory=lambda: [0] * len(Band))
@@ -39,17 +39,17 @@ class _Entry:
     stats: ReplicaStats
     received_s: float
     foreign_by_band: tuple[int, ...]
-    """Requests of other ingresses: what was reported beyond what we had there when the report came."""
+    """Requests of other ingresses: those reported beyond this ingress's own at the arrival of the report."""
     foreign_tokens: int
 
 
 class LoadTable:
-    """The newest report of each replica, and our own requests on each one.
+    """Table of the newest report of each replica, and of this ingress's own requests on each one.
 
     Invariants:
         at most `max_replicas` entries;
         the stats of an entry never go back in time, unless the replica's clock does;
-        a replica's own counts are the sums over our requests in flight on it.
+        a replica's own counts are the sums over this ingress's requests in flight on it.
     """
 
     def __init__(self, clock: Callable[[], float], max_replicas: int = 4096) -> None:
@@ -60,14 +60,14 @@ class LoadTable:
         self._own: dict[str, _Own] = {}
 
     def now(self) -> float:
-        """The moment by the table's own clock, as `replace` wants it."""
+        """Return the time of the table's clock, in monotonic seconds."""
         return self._clock()
 
     def record(self, stats: ReplicaStats) -> None:
-        """Take in a snapshot, unless a newer one of the same replica is known.
+        """Store a snapshot, unless a newer one of the same replica is known.
 
-        A snapshot that is much older is new: the replica's clock was set back. A table that is full forgets
-        the replica that was heard of longest ago.
+        A snapshot that is more than 5 s older than the known one is stored: the replica's clock was set back. A full
+        table forgets the replica whose last report is oldest.
         """
         known = self._entries.get(stats.replica_id)
         if known is not None and 0 < known.stats.taken_unix_s - stats.taken_unix_s < _MAX_REORDERING_S:
@@ -84,9 +84,9 @@ class LoadTable:
         )
 
     def replace(self, polled: Iterable[ReplicaStats], asked_s: float) -> list[str]:
-        """Take in what a poll of all replicas answered, and forget the replicas that did not; returns those.
+        """Store the answers to a poll of all replicas. Forget the replicas that did not answer, and return their ids.
 
-        `asked_s` is `now()` before the poll: a replica heard of since then stays.
+        `asked_s` is `now()` before the poll: a replica that has reported since then stays.
         """
         answered = set()
         for stats in polled:
@@ -102,35 +102,35 @@ class LoadTable:
         return gone
 
     def forget(self, replica_id: str) -> None:
-        """Drop a replica that was found dead; our requests on it are counted until they end."""
+        """Drop the report of a replica. This ingress's requests on it are counted until they end."""
         self._entries.pop(replica_id, None)
 
     def begin(self, replica_id: str, band: Band, prompt_tokens: int, output_tokens: int) -> InFlight:
-        """Count one more of our requests on a replica, with what it is expected to need."""
+        """Count one more request of this ingress on a replica, with the tokens that it is expected to need."""
         in_flight = InFlight(replica_id, band, prompt_tokens, prompt_tokens + output_tokens)
         self._add(in_flight)
         return in_flight
 
     def move(self, in_flight: InFlight, replica_id: str) -> None:
-        """Count a request on the replica that really serves it."""
+        """Move a request's count to the replica that really serves it."""
         self.end(in_flight)
         in_flight.replica_id = replica_id
         self._add(in_flight)
 
     def progress(self, in_flight: InFlight, num_tokens: int) -> None:
-        """Note output: the replica has the request in its reports, and owes so much less."""
+        """Note output: the replica's reports now count the request, and it has `num_tokens` fewer to compute."""
         own = self._own[in_flight.replica_id]
         if not in_flight.is_seen:
             in_flight.is_seen = True
             own.unseen_tokens -= in_flight.prompt_tokens
             num_tokens += in_flight.prompt_tokens
-        # One token is owed until the end, however wrong the expectation was.
+        # At least one token stays outstanding until the end, even if the output is longer than expected.
         done = min(num_tokens, in_flight.outstanding_tokens - 1)
         in_flight.outstanding_tokens -= done
         own.outstanding_tokens -= done
 
     def end(self, in_flight: InFlight) -> None:
-        """Count one less; exactly once for each `begin`."""
+        """Stop counting a request. Called exactly once for each `begin`."""
         own = self._own[in_flight.replica_id]
         del own.requests[in_flight]
         own.num_by_band[in_flight.band] -= 1
@@ -141,7 +141,7 @@ class LoadTable:
             del self._own[in_flight.replica_id]
 
     def views(self) -> list[ReplicaView]:
-        """Every known replica, by id."""
+        """Return a view of every known replica, sorted by id."""
         now = self._clock()
         return [self._view(entry, now) for _, entry in sorted(self._entries.items())]
 

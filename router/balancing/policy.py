@@ -1,4 +1,4 @@
-"""Where a request goes: policies over plain views of the replicas."""
+"""Routing policy: ranks replicas for a request by their load and the prefixes that they hold."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _AFFINITY_TOLERANCE = 0.1
 
 
 class LeastTokens:
-    """The replica with the least work in tokens, counting what its cache would save.
+    """Policy of least work in tokens, less what a replica's prefix cache would save.
 
-    1. A replica's work is its outstanding tokens plus this request's: prompt tokens that it does not hold yet,
-       and the output expected. What it holds counts only while its outstanding tokens are at most 1.25 times
-       the mean, this request's own included (bounded loads: Mirrokni et al., SODA 2018), so that a popular
-       prefix makes no hot spot.
+    1. A replica's work is its outstanding tokens plus this request's: the prompt tokens that it does not hold yet, and
+       the expected output. The prompt tokens that it holds are subtracted only while its outstanding tokens are at most
+       1.25 times the mean, this request's tokens included (bounded loads: Mirrokni et al., SODA 2018), so that a
+       popular prefix makes no hot spot.
     2. Replicas are ordered by that work.
-    3. Those within a tenth of this request's own tokens of the least are as good as it; among them rendezvous
-       hashing (Thaler and Ravishankar, 1998) of the request's affinity key, or else of its first block, chooses,
-       so that several ingresses that know nothing of each other send one prefix to one replica.
-    4. A request with neither goes to a random one of those.
+    3. Replicas whose work exceeds the least by at most a tenth of this request's own tokens count as equal. Rendezvous
+       hashing (Thaler and Ravishankar, 1998) of the request's affinity key, or else of its first block, chooses among
+       them. So ingresses that do not know of each other's requests send one prefix to one replica.
+    4. A request with neither a key nor a full block goes to a random one of them.
     """
 
     def __init__(self, rng: random.Random, index: PrefixIndex | None = None) -> None:
@@ -31,7 +31,7 @@ class LeastTokens:
         self._index = index or PrefixIndex()
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """Replicas by work."""
+        """Rank the replicas by work."""
         self._index.resize(sum(view.stats.num_blocks for view in views))
         held = self._index.num_blocks_held(routing.block_hashes)
         num_tokens = routing.num_tokens + sum(view.outstanding_tokens for view in views)
@@ -52,7 +52,7 @@ class LeastTokens:
         return Ranking(ranked, _reason_without_prefix([tokens <= least for tokens in work.values()], key))
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
-        """Learn that a replica will hold the request's blocks; prompt tokens that it has to compute for it."""
+        """Note that a replica will hold the request's blocks; return the prompt tokens that it has to compute."""
         held = self._index.num_blocks_held(routing.block_hashes).get(replica_id, 0)
         self._index.add(replica_id, routing.block_hashes)
         num_prompt_tokens = len(routing.request.prompt_token_ids)
@@ -61,7 +61,7 @@ class LeastTokens:
         return num_prompt_tokens * (len(routing.block_hashes) - held + 1) // (len(routing.block_hashes) + 1)
 
     def forget(self, replica_id: str) -> None:
-        """Learn that a replica's blocks are gone."""
+        """Note that a replica's blocks are gone."""
         self._index.forget(replica_id)
 
     def _key(self, routing: RoutingRequest) -> bytes | None:
@@ -77,7 +77,7 @@ class LeastTokens:
 
 
 def _reason_without_prefix(is_equal: list[bool], key: bytes | None) -> Reason:
-    """Why one of the replicas came first; of each: whether it is as good as the least."""
+    """Return the reason for the first place; `is_equal` says of each replica if it counts as equal to the least."""
     if len(is_equal) == 1:
         return Reason.SINGLE_CANDIDATE
     if sum(is_equal) == 1:

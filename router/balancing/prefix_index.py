@@ -1,4 +1,4 @@
-"""Which replica has probably computed which prefix."""
+"""Index of the prefixes that each replica has probably computed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ PREFIX_INDEX_BLOCKS = 200_000
 
 
 class PrefixIndex:
-    """Block hashes, as the engine computes them, and the replicas they were sent to.
+    """Index from block hashes, as the engine computes them, to the replicas that were sent the blocks.
 
-    A guess, kept without asking: a replica may have evicted a block since, which costs time, not
-    correctness. At most `max_blocks` hashes, or as many as the replicas have blocks, about 200 bytes each; those used
-    longest ago are forgotten. To forget a replica takes a look at every hash.
+    The index is an estimate, as replicas are not asked: a replica may have evicted a block. A wrong entry costs time,
+    not correctness. The index holds at most `max_blocks` hashes and at most as many as the replicas have blocks, about
+    200 bytes each; the hashes used longest ago are forgotten. Forgetting a replica visits every hash.
 
     Invariant: every block has a holder that has not been forgotten.
     """
@@ -22,7 +22,7 @@ class PrefixIndex:
         self._most_blocks = self._max_blocks = max_blocks
         self._holders: OrderedDict[bytes, frozenset[str]] = OrderedDict()
         self._alone: dict[str, frozenset[str]] = {}
-        """The set of each replica by itself, which most blocks share."""
+        """Set of each replica alone. Most blocks have one holder and share this object."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -30,7 +30,8 @@ class PrefixIndex:
     def add(self, replica_id: str, hashes: Sequence[bytes]) -> None:
         """Note that a replica was given a prompt with these block hashes, in order."""
         alone = self._alone.setdefault(replica_id, frozenset((replica_id,)))
-        # The last blocks first: what is forgotten first must be the ends, since a chain without its start is useless.
+        # Add the last blocks first, so that the ends of chains are forgotten first: a chain without its start is
+        # useless.
         for block_hash in reversed(hashes):
             holders = self._holders.setdefault(block_hash, alone)
             if replica_id not in holders:
@@ -39,12 +40,12 @@ class PrefixIndex:
         self._trim()
 
     def resize(self, num_blocks: int) -> None:
-        """Keep no more hashes than this, which is how many blocks all replicas have."""
+        """Bound the number of hashes by `num_blocks`, the number of blocks of all replicas."""
         self._max_blocks = min(num_blocks, self._most_blocks)
         self._trim()
 
     def num_blocks_held(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """For each replica that holds some, how many of the leading blocks it holds without a gap."""
+        """Return the number of leading blocks that each replica holds without a gap; zeros are left out."""
         held: dict[str, int] = defaultdict(int)
         remaining: frozenset[str] | None = None
         for count, block_hash in enumerate(hashes, start=1):
@@ -57,7 +58,7 @@ class PrefixIndex:
         return dict(held)
 
     def forget(self, replica_id: str) -> None:
-        """A replica is gone, and its blocks with it."""
+        """Remove a replica that is gone from every block."""
         gone = self._alone.pop(replica_id, None)
         if gone is None:
             return

@@ -1,4 +1,4 @@
-"""Whether a new request may wait at all: what would wait too long is refused at once."""
+"""Admission of new requests to the queue: a request that would wait too long is refused at once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from router.flow.flow_queue import BandLimits, FlowQueue
 from router.types import Headroom
 
 _WINDOW_S = 4.0
-"""Over which what is asked for is averaged: how soon a burst is seen, and its end."""
+"""Window over which the requested tokens are averaged, seconds. It sets how soon a burst and its end are noticed."""
 _LEAST_SHARE = 0.02
-"""Of what all replicas compute, what a band is taken to be left however much urgent work comes: it is promoted."""
+"""Least share of the replicas' speed that a band is assumed to get, since its requests are promoted when it starves."""
 
 
 class Admission:
-    """Refuses what a band has no room for, or what would start too late.
+    """Admission control of one ingress: refuses requests when a band is full or when they would start too late.
 
-    How long a request would wait: tokens that wait in its band and above / tokens a second left for the band, which
-    is what all replicas compute while work waits, less what has lately been asked for in more urgent bands
-    (the mean wait in a queue with preemptive priorities: Conway, Maxwell and Miller, Theory of Scheduling, 1967).
-    What was refused counts as well: it comes again, and takes what is left before any less urgent work.
+    Predicted wait = tokens that wait in the request's band and in more urgent ones / tokens per second left for the
+    band. Left for the band is the speed of all replicas under load, less the tokens per second lately requested in more
+    urgent bands (the mean wait in a queue with preemptive priorities: Conway, Maxwell and Miller, Theory of Scheduling,
+    1967). Refused requests count as requested: they are sent again, and are served before any less urgent work.
 
-    A refused client is told to come back when what waits now would be done, if nothing more urgent came, and at most
-    `_WINDOW_S` later: nobody knows for longer how much will come, and what was sent away for longer would come
-    back long after an overload and prolong it.
+    A refused client is asked to retry after the predicted wait, but at most `_WINDOW_S` after the present queue would
+    be done if nothing more urgent arrived. The load cannot be predicted for longer, and clients that return long after
+    an overload would prolong it.
     """
 
     def __init__(self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable) -> None:
@@ -37,10 +37,10 @@ class Admission:
         self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
     def check(self, band: Band, num_tokens: int, deadline_s: float | None) -> None:
-        """Accept a request of `num_tokens` whose deadline is `deadline_s`, monotonic, or refuse it.
+        """Accept or refuse a request of `num_tokens`. `deadline_s` is monotonic.
 
         Raises:
-            Overloaded: the band is full, or it would start later than its band's limit or its deadline.
+            Overloaded: the band is full, or the request would start later than its band's limit or its deadline.
         """
         wait_s = self.wait_s(band) or 0.0
         self._wanted[band].add(num_tokens, self._table.now())
@@ -52,7 +52,7 @@ class Admission:
             raise Overloaded(str(error), retry_after_s, error.reason, error.code) from None
 
     def headroom(self, band: Band) -> Headroom:
-        """What may still wait in a band."""
+        """Return the limits of a band's queue, and their present use."""
         limits = self._limits[band]
         return Headroom(
             max_requests=limits.max_requests,
@@ -64,7 +64,7 @@ class Admission:
         )
 
     def wait_s(self, band: Band) -> float | None:
-        """Seconds until a request that came now would start; None if nothing is known of the replicas' speed."""
+        """Return the predicted wait of a request that arrives now, seconds; None if the replicas' speed is unknown."""
         tokens_per_s = self._tokens_per_s()
         if tokens_per_s <= 0:
             return None
@@ -73,7 +73,7 @@ class Admission:
         return self._num_before(band) / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
 
     def _drain_s(self, band: Band) -> float:
-        """Seconds until what waits now before a request of `band` is done; 0 if nothing is known of the speed."""
+        """Return the seconds until the work queued in `band` and above is done; 0 if the replicas' speed is unknown."""
         tokens_per_s = self._tokens_per_s()
         return self._num_before(band) / tokens_per_s if tokens_per_s > 0 else 0.0
 

@@ -1,4 +1,4 @@
-"""When a request is given to a replica: requests wait here, in order of urgency, while every replica is full."""
+"""Flow control: requests wait here, in order of urgency, until a replica has room."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ class FlowLimits:
 
     bands: Mapping[Band, BandLimits]
     promote_after_s: float
-    """Seconds without a first token after which a waiting band has its first request promoted: it takes the next free
-    slot of its replica, before more urgent requests."""
+    """Seconds without a first token after which a waiting band has its first request promoted. A promoted request
+    takes the next free slot of its replica, before more urgent requests."""
     max_queue_wait_s: float = setting(600.0, gt=0)
     """Longest time that a request waits for a replica, seconds; then 504, or 503 if there is no replica at all."""
     lookahead: int = 0
-    """Requests of any band given to a replica beyond its slots: work for the moment between the end of one and the
-    arrival of the next, for which else a less urgent one would be begun and broken off again. Where there is no less
-    urgent one, a request waits here instead, for whichever of several replicas has a slot first."""
+    """Requests of any band that a replica is given beyond its slots. They bridge the time between the end of one
+    request and the arrival of the next, in which the engine would otherwise start a less urgent request and preempt it
+    again. They apply only to a replica that has less urgent work, and to a single replica. Otherwise a request waits
+    here for the first free slot of any replica."""
     batch_lookahead: float = 0.125
-    """The same for batch requests, as a share of the slots and at least one."""
+    """Batch requests that a replica is given beyond its slots, as a share of the slots and at least one."""
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -42,7 +43,7 @@ class FlowLimits:
 
 @dataclass(slots=True)
 class SampleGroup:
-    """Requests with one prompt: where the first of them went, and the prompt's block hashes."""
+    """Group of requests with the same prompt: the replica that the last of them went to, and the prompt's hashes."""
 
     replica_id: str | None = None
     block_hashes: list[bytes] = field(default_factory=list)
@@ -57,24 +58,24 @@ class _PendingPlacement:
 
 
 class FlowController:
-    """Decides when each request is dispatched, and has the policies decide where.
+    """Flow controller of one ingress: decides when each request is dispatched; its policies choose the replica.
 
-    Late binding: a request is given to a replica only when one has room, so that a more urgent one that comes
+    Late binding: a request is given to a replica only when one has room, so that a more urgent one that arrives
     later is served first. Room for a band counts slots and blocks held by lower bands, since the engine preempts.
-    Whenever something may have changed (`notify`), the queue is walked in order and each request that finds room
-    is dispatched; behind one that does not, less urgent ones of the same band wait.
+    After each change (`notify`), the queue is walked in order and each request that finds room is dispatched. A request
+    without room holds back the requests behind it in its band.
 
-    Three parts: this class accepts requests, lets them wait and dispatches them in order; a `SlotPolicy` says which
-    replicas have room and a `RoutingPolicy` ranks those; a `PlacementAccount` counts what was given.
+    Three parts: this class accepts requests, queues them and dispatches them in order; a `SlotPolicy` selects the
+    replicas with room and a `RoutingPolicy` ranks them; a `PlacementAccount` counts dispatched requests.
 
-    Invariant: a request is counted on a replica from its dispatch on, so that room is never given twice.
+    Invariant: a request is counted on a replica from its dispatch on, so that no room is given twice.
     """
 
     def __init__(
         self, limits: FlowLimits, table: LoadTable, policy: RoutingPolicy, observer: RouterObserver,
         slots: SlotPolicy | None = None,
     ) -> None:  # fmt: skip
-        """`slots`: None for late binding as `limits` has it."""
+        """`slots`: None for `LateBinding` with the lookahead of `limits`."""
         self._limits = limits
         self._table = table
         self._policy = policy
@@ -89,20 +90,20 @@ class FlowController:
 
     @property
     def table(self) -> LoadTable:
-        """The load of the replicas, by which it decides."""
+        """Load table of the replicas."""
         return self._table
 
     @property
     def queue(self) -> FlowQueue:
-        """What waits; to look at, not to change."""
+        """Queue of waiting requests; callers only read it."""
         return self._queue
 
     def admit(self, request: GenerateRequest, deadline_s: float | None) -> int:
-        """Accept a new request; gives its place in the order of arrival.
+        """Accept a new request; return its index in order of arrival.
 
         Raises:
-            Overloaded: the band's queue is full, or the request would start too late, for its deadline (monotonic) or
-                for its band.
+            Overloaded: the band's queue is full, or the request would start later than its deadline (monotonic) or its
+                band's limit.
         """
         try:
             self._admission.check(request.band, self._num_tokens(request), deadline_s)
@@ -115,10 +116,10 @@ class FlowController:
     async def acquire(
         self, request: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup
     ) -> Placement:
-        """Wait until a replica has room and it is this request's turn.
+        """Wait until a replica has room and this request is next; return its placement.
 
-        `arrival_index` is from `admit`; a request that comes back after a dispatch brings its old one and stands
-        where it stood.
+        `arrival_index` is from `admit`. A request that comes back after a dispatch keeps its index, and thus its place
+        in the queue.
 
         Raises:
             DeadlineExceeded: the deadline, monotonic, or the longest wait passed.
@@ -148,48 +149,48 @@ class FlowController:
                 self._withdraw(pending)
 
     def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:
-        """Learn that a placement gave output."""
+        """Note that a placed request produced `num_tokens` output tokens."""
         self._account.progressed(placement, request, num_tokens)
 
     def settle(self, placement: Placement, request: GenerateRequest, num_output_tokens: int) -> None:
-        """Give up a placement that gave `num_output_tokens`; its tenant is charged what it really cost."""
+        """End a placement that produced `num_output_tokens`; charge its tenant the real cost."""
         self._account.settle(placement, request, num_output_tokens)
         self.notify()
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
-        """Learn, before `settle`, that the replica did not take the request: none of its prompt was computed.
+        """Note that the replica refused the request and computed none of its prompt. Called before `settle`.
 
-        The replica is given nothing more until it is heard of again, so that the request, and those behind it,
-        do not go straight back to it.
+        The replica gets no request until its next report, so that this request and the ones behind it do not go
+        straight back to it.
         """
         self._table.forget(placement.in_flight.replica_id)
         self._account.refused(placement, request)
 
     def polled(self, stats: list[ReplicaStats]) -> None:
-        """Learn what every replica has served, for other ingresses too."""
+        """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too."""
         self._account.polled(stats)
         self.notify()
 
     def observe(self, request: GenerateRequest, num_output_tokens: int) -> None:
-        """Learn what a request came to in the end."""
+        """Note the output length of a request that has ended."""
         self._lengths.observe(request.tenant, request.band, num_output_tokens)
 
     def notify(self) -> None:
-        """Dispatch what can be dispatched now. Call it whenever load, replicas or the queue changed."""
+        """Dispatch all requests that find room. Called whenever load, replicas or the queue changed."""
         while self._pending and self._dispatch_next():
             pass
 
     def forget(self, replica_id: str) -> None:
-        """A replica is gone."""
+        """Note that a replica is gone."""
         self._table.forget(replica_id)
         self._policy.forget(replica_id)
 
     def wait_s(self, band: Band) -> float | None:
-        """Seconds until a request of `band` that came now would start; None if unknown."""
+        """Return the predicted wait of a request of `band` that arrives now, seconds; None if unknown."""
         return self._admission.wait_s(band)
 
     def headroom(self, band: Band) -> Headroom:
-        """What may still wait in a band."""
+        """Return the limits of a band's queue, and their present use."""
         return self._admission.headroom(band)
 
     def _enqueue(self, queued: QueuedRequest, group: SampleGroup) -> _PendingPlacement:
@@ -205,7 +206,7 @@ class FlowController:
         return len(request.prompt_token_ids) + self._lengths.expect(request)
 
     def _hash(self, request: GenerateRequest, group: SampleGroup) -> None:
-        """Hash the prompt of a group, once; without a replica the size of its blocks is not known."""
+        """Hash the prompt of a group once. Do nothing without a replica: its block size is not known."""
         views = self._table.views()
         if views and not group.block_hashes:
             extend_hashes(group.block_hashes, request.prompt_token_ids, views[0].stats.block_size)
@@ -223,7 +224,7 @@ class FlowController:
             raise DeadlineExceeded(f"no replica had room for the request within {limit_s:.1f} s") from None
 
     def _withdraw(self, pending: _PendingPlacement) -> None:
-        """Take a request out that will not be served, or back a placement that nobody will use."""
+        """Remove a request whose wait failed from the queue, or undo the placement that it got just before."""
         if self._pending.pop(pending.queued.arrival_index, None) is not None:
             self._queue.remove(pending.queued)
         elif pending.placement.done() and not pending.placement.cancelled():
@@ -231,11 +232,11 @@ class FlowController:
             self.notify()
 
     def _dispatch_next(self) -> bool:
-        """Dispatch one request, the first in order for which a replica has room; False if there is none."""
+        """Dispatch the first request in order for which a replica has room; return False if there is none."""
         views = self._table.views()
         starved = self._account.starved_bands()
         is_only = sum(not view.stats.is_draining for view in views) == 1
-        # Most calls end here: every replica is full. Only then is it worth ordering what waits.
+        # In most calls every replica is full: then no band is open and the queue is not ordered at all.
         with_places = {
             band: [view for view in views if self._slots.places(view, band, starved, is_only) > 0] for band in Band
         }

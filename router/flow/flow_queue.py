@@ -1,4 +1,4 @@
-"""Requests that wait for a replica, and which of them is next. Pure: time is an argument, nothing here waits."""
+"""Queue of the requests that wait for a replica, and their order. Pure: time is an argument, and no call blocks."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ _MAX_IDLE_TENANTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class BandLimits:
-    """What may wait in one band of one ingress."""
+    """Limits of one band's queue in one ingress."""
 
     max_requests: int
     max_tokens: int
-    """Prompt tokens plus output tokens still expected."""
+    """Most tokens that may wait: prompt tokens plus expected output tokens."""
     max_wait_s: float | None = None
-    """Nothing is accepted that is predicted to wait longer, seconds; None: however long."""
+    """Longest predicted wait at which a request is accepted, seconds; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request in line."""
+    """Request in the queue."""
 
     request: GenerateRequest
     expected_tokens: int
-    """What it will cost: prompt tokens plus the output expected of it."""
+    """Expected cost: prompt tokens plus expected output tokens."""
     deadline_s: float | None
-    """Monotonic."""
+    """Deadline, monotonic seconds; None: no deadline."""
     arrival_index: int
-    """Order of arrival; kept when a request comes back, so that it stands where it stood."""
+    """Index in order of arrival. A request that comes back after a dispatch keeps it, and thus its place."""
 
     @property
     def order(self) -> tuple[float, int]:
-        """Earliest deadline first, then in order of arrival."""
+        """Sort key: earliest deadline first, then order of arrival."""
         return (float("inf") if self.deadline_s is None else self.deadline_s, self.arrival_index)
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """One tenant in one band: what it has had, and what it waits for, in order."""
+    """Tenant of one band: its virtual token counter, and its waiting requests in order."""
 
     name: str
     tokens: float
@@ -51,14 +51,14 @@ class _Tenant:
 
     @property
     def priority(self) -> tuple[float, tuple[float, int]]:
-        """The least is next: who has had the fewest tokens, then whose first request comes first."""
+        """Sort key: fewest tokens first, then the tenant whose first request is first."""
         return (self.tokens, self.queue[0].order)
 
 
 class _BandQueue:
-    """One band's requests, token-fair between tenants; the algorithm is `FlowQueue`'s.
+    """Queue of one band, fair between tenants by tokens; the algorithm is `FlowQueue`'s.
 
-    Invariant: `_by_priority` holds the tenants that wait, sorted by `priority`.
+    Invariant: `_by_priority` holds the tenants that have waiting requests, sorted by `priority`.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class _BandQueue:
         self.num_tokens -= queued.expected_tokens
 
     def heads(self) -> Iterator[QueuedRequest]:
-        """The first of each tenant's line, the tenant that has had least first; not to be held over a change."""
+        """Yield each tenant's first request, the tenant with the fewest tokens first. The queue must not change."""
         for tenant in self._by_priority:
             yield tenant.queue[0]
 
@@ -99,7 +99,8 @@ class _BandQueue:
         tenant.tokens += tokens
         self._insert(tenant)
         if not self.num_requests:
-            # Nobody was made to wait for it, so whoever begins to wait next owes nothing and is owed nothing.
+            # The queue is empty, so this charge delayed no tenant. Raise the floor, so that the next tenant to queue
+            # starts level.
             self._last_floor = max(self._last_floor, tenant.tokens)
 
     def waiting(self) -> Iterator[QueuedRequest]:
@@ -110,7 +111,10 @@ class _BandQueue:
         return {tenant.name: len(tenant.queue) for tenant in self._by_priority}
 
     def _tenant(self, name: str) -> _Tenant:
-        """The tenant, now the most recently used one; a new one starts at the least counter that waits."""
+        """Return the tenant and make it the most recently used one. A new tenant starts at the floor.
+
+        Beyond `_MAX_IDLE_TENANTS` tenants without requests, the one used longest ago is forgotten.
+        """
         tenant = self._tenants.pop(name, None) or _Tenant(name, self._floor())
         self._tenants[name] = tenant
         if len(self._tenants) - len(self._by_priority) > _MAX_IDLE_TENANTS:
@@ -130,25 +134,26 @@ class _BandQueue:
             del self._by_priority[index]
 
     def _floor(self) -> float:
-        """The least counter of the tenants that wait; when nobody does, the last one known."""
+        """Return the least counter of the tenants that wait; if none waits, the last one known."""
         if self._by_priority:
             self._last_floor = self._by_priority[0].tokens
         return self._last_floor
 
 
 class FlowQueue:
-    """Every request that waits in one ingress, in the order in which they should be dispatched.
+    """Queue of all waiting requests of one ingress, in the order in which they should be dispatched.
 
-    1. A band that has waited `promote_after_s` without a first token is first, once; then its clock restarts.
+    1. A band that has waited `promote_after_s` without a first token is starved and comes first, with one request. Its
+       clock restarts with that request's first token.
     2. Otherwise the most urgent band is first.
-    3. In a band, the tenant that has had the fewest tokens is first (virtual token counters: Sheng et al.,
-       Fairness in Serving Large Language Models, OSDI 2024). A tenant is charged what a request is expected
-       to cost when it is dispatched, and the difference when its cost is known. A tenant that begins to wait
-       is lifted to the least counter among those that wait: having asked for nothing earns no credit.
-    4. In a tenant, the earliest deadline is first, then the first to come.
+    3. In a band, the tenant that has had the fewest tokens is first (virtual token counters: Sheng et al., Fairness in
+       Serving Large Language Models, OSDI 2024). A tenant is charged the expected cost of a request when the request is
+       dispatched, and the difference when the real cost is known. A tenant that begins to wait is lifted to the least
+       counter among the tenants that wait, so idle time earns no credit.
+    4. In a tenant, the earliest deadline is first, then the first arrival.
 
-    Invariants: a band holds at most its limits, save requests that come back after a dispatch; a request is in
-    at most one line.
+    Invariants: a band holds at most its limits, except for requests that come back after a dispatch; a request is in
+    the queue at most once.
     """
 
     def __init__(self, limits: Mapping[Band, BandLimits], promote_after_s: float) -> None:
@@ -161,10 +166,10 @@ class FlowQueue:
         return sum(queue.num_requests for queue in self._bands.values())
 
     def check_room(self, band: Band, expected_tokens: int) -> None:
-        """Refuse what the band's limits do not allow.
+        """Check a new request against the band's limits.
 
         Raises:
-            Overloaded: naming the limit and the value.
+            Overloaded: a limit is exceeded; the message names the limit and the value.
         """
         queue, limits = self._bands[band], self._limits[band]
         name = band.name.lower()
@@ -179,54 +184,54 @@ class FlowQueue:
             raise Overloaded(message, reason="max_num_queued_tokens")
 
     def add(self, queued: QueuedRequest, now: float) -> None:
-        """Put a request in line, whatever the limits: one that comes back was accepted before."""
+        """Add a request without checking the limits: one that comes back after a dispatch was accepted before."""
         queue = self._bands[queued.request.band]
         if not queue.num_requests:
             self._served_s[queued.request.band] = now
         queue.add(queued)
 
     def remove(self, queued: QueuedRequest) -> None:
-        """Take out a request that waits no longer."""
+        """Remove a request that no longer waits."""
         self._bands[queued.request.band].remove(queued)
 
     def in_order(self, starved: Collection[Band], bands: Collection[Band] = tuple(Band)) -> Iterator[QueuedRequest]:
-        """Whom to try next in `bands`: of each tenant the first request, in the order of the class's algorithm."""
+        """Yield the first request of each tenant in `bands`, in the order of the class's algorithm."""
         for band in sorted(bands, key=lambda band: (band not in starved, band)):
             yield from self._bands[band].heads()
 
     def dispatch(self, queued: QueuedRequest) -> None:
-        """Take out the request that is dispatched and charge its tenant."""
+        """Remove a request that is dispatched, and charge its tenant the expected cost."""
         self.remove(queued)
         self._bands[queued.request.band].charge(queued.request.tenant, queued.expected_tokens)
 
     def served(self, band: Band, now: float) -> None:
-        """Restart a band's clock: one of its requests has its first token."""
+        """Restart a band's clock, as one of its requests has its first token."""
         self._served_s[band] = now
 
     def charge(self, band: Band, tenant: str, tokens: float) -> None:
-        """Correct a tenant's counter by what its requests really cost, or cost elsewhere; may be negative."""
+        """Add tokens, possibly negative, to a tenant's counter: a correction, or the cost on other ingresses."""
         self._bands[band].charge(tenant, tokens)
 
     def num_requests(self, band: Band) -> int:
-        """Requests that wait in a band."""
+        """Return the number of requests that wait in a band."""
         return self._bands[band].num_requests
 
     def num_tokens(self, band: Band) -> int:
-        """Tokens that the requests waiting in a band are expected to cost."""
+        """Return the number of tokens that the requests waiting in a band are expected to cost."""
         return self._bands[band].num_tokens
 
     def waiting(self, band: Band) -> Iterator[QueuedRequest]:
-        """Every request that waits in a band, in no order; the queue must not change meanwhile."""
+        """Yield every request that waits in a band, in no order. The queue must not change during the iteration."""
         return self._bands[band].waiting()
 
     def num_by_tenant(self, band: Band) -> dict[str, int]:
-        """Requests that wait in a band, by tenant."""
+        """Return the number of requests that wait in a band, by tenant."""
         return self._bands[band].num_by_tenant()
 
     def starved_s(self, band: Band, now: float) -> float:
-        """How long a band that waits has had no first token, seconds."""
+        """Return the time for which a waiting band has had no first token, seconds; 0 if no request waits."""
         return now - self._served_s[band] if self._bands[band].num_requests else 0.0
 
     def is_starved(self, band: Band, now: float) -> bool:
-        """Whether it is time to promote a request of the band."""
+        """Return True if a request of the band is due to be promoted."""
         return self._bands[band].num_requests > 0 and self.starved_s(band, now) >= self._promote_after_s

@@ -1,4 +1,4 @@
-"""How long outputs are likely to be, learnt from those that have ended."""
+"""Prediction of output lengths from the requests that have ended."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _MAX_KEYS = 4096
 
 
 class OutputLengths:
-    """A running quantile of the output lengths of each tenant and band, over their last 64 requests.
+    """Running quantile of the output lengths of each tenant and band, over its last 64 requests.
 
-    A tenant that is not known yet is taken for the band's average one; a band that is not known, for
-    one that uses all its `max_tokens`. Bounded: the tenants seen longest ago are forgotten.
+    For an unknown tenant the quantile is the whole band's. In an unknown band a request is expected to use all its
+    `max_tokens`. The number of tenants is bounded: the tenants seen longest ago are forgotten.
     """
 
     def __init__(self, quantile: float = 0.7) -> None:
@@ -31,7 +31,7 @@ class OutputLengths:
             self._lengths.popitem(last=False)
 
     def expect(self, request: GenerateRequest) -> int:
-        """Output tokens to expect of a request, at most its `max_tokens`."""
+        """Return the number of output tokens to expect of a request, at most its `max_tokens`."""
         limit = request.params.max_tokens
         known = self._lengths.get((request.tenant, request.band)) or self._lengths.get((None, request.band))
         if not known or (request.params.ignore_eos and not request.params.stop):

@@ -1,4 +1,4 @@
-"""Room on a replica: how many requests of a band it may be given now. Pure: plain views in, numbers out."""
+"""Room on a replica: the number of requests of a band that it may be given now. Pure: views in, numbers out."""
 
 from __future__ import annotations
 
@@ -11,43 +11,45 @@ from router.types import ReplicaView
 
 
 class SlotPolicy(Protocol):
-    """Decides whether a replica has room for a request; `starved` bands may have a request promoted."""
+    """Policy that decides whether a replica has room for a request; `starved` bands may have a request promoted."""
 
     def places(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
-        """Requests of a band that the replica may be given; `is_only`: there is no other to wait for."""
+        """Return the number of requests of a band that the replica may be given; `is_only`: there is no other one."""
         ...
 
     def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        """Whether the replica's KV cache lets the request go there."""
+        """Return True if the replica's KV cache has room for the request."""
         ...
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
-        """Those of the replicas with room that the routing policy chooses from, at least one."""
+        """Return the replicas, of those with room, from which the routing policy chooses; at least one."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LateBinding:
-    """Gives a replica what it can run now, and little more, so that an urgent request that comes later is served first.
+    """Late binding: a replica gets what it can run now and little more, so that a later urgent request goes first.
 
     1. A replica has a place for each slot that is free or held by a lower band, since the engine preempts.
-    2. Beyond those it has `lookahead` places, for the moment between the end of a request and the arrival of the
-       next, where a less urgent request would else be begun and broken off again, or where it is the only replica.
-       Where it runs nothing less urgent and there are others, a request waits here for whichever has a slot first.
-    3. Of batch work it has `batch_lookahead` places more, as a share of its slots and at least one.
-    4. A starved band counts as the most urgent one: its promoted request is first in the replica's queue, so it may
-       be sent even when every slot is taken.
-    5. A replica on which other ingresses run all requests of the band has at least one place: its slots are refilled
-       by them before this ingress hears of a free one.
-    6. A request needs blocks for its tokens, free or held by lower bands, unless the replica is empty (it refuses
-       what never fits), the request comes promoted (the engine keeps freed blocks for it), or 5. holds.
+    2. It has `lookahead` more places if it has less urgent requests, a starved band asks, or it is the only replica.
+       They bridge the time between the end of a request and the arrival of the next, in which the engine would
+       otherwise start a less urgent request and preempt it again. In all other cases a request waits in the ingress for
+       the first free slot of any replica.
+    3. For batch requests it has at least `batch_lookahead` more places, as a share of its slots and at least one.
+    4. A starved band counts as the most urgent one, with the places of 2.: its promoted request is first in the
+       replica's queue, so it may be sent before a slot is free.
+    5. A replica on which only other ingresses run requests of the band has at least one place. Otherwise they would
+       refill its slots before this ingress learns of a free one.
+    6. A request needs blocks for its tokens, free or held by lower bands. Exceptions: the replica is empty (it refuses
+       what never fits), the request's band is starved (the engine keeps freed blocks for a promoted request), or 5.
+       holds.
     """
 
     lookahead: int = 0
     batch_lookahead: float = 0.125
 
     def places(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
-        """Requests of a band that the replica may be given, by 1. to 5."""
+        """Return the number of requests of a band that the replica may be given, by 1. to 5."""
         if view.stats.is_draining:
             return 0
         is_starved = band in starved
@@ -60,7 +62,7 @@ class LateBinding:
         return max(1, num_places) if view.is_filled_by_other_ingresses(band) else num_places
 
     def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        """Whether the replica has blocks for the request, by 6."""
+        """Return True if the replica has blocks for the request, by 6."""
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         return (
             num_tokens <= view.num_free_tokens(request.band)
@@ -70,5 +72,5 @@ class LateBinding:
         )
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
-        """Those where the request starts at once, or else all: it waits for a slot wherever it goes."""
+        """Return the replicas with a free slot, or all if none has one: the request then waits on any of them."""
         return [view for view in views if view.num_free_slots(band) > 0] or list(views)

@@ -1,4 +1,4 @@
-"""Accounts of what requests hold on replicas, and of what tenants are charged for it."""
+"""Accounts of the requests placed on replicas, and of the tokens that tenants are charged for them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _MAX_MISSED_POLLS = 60
 
 
 class UsageReconciler:
-    """Turns the replicas' running totals into corrections of this ingress's own charges.
+    """Reconciler of this ingress's charges with the replicas' running totals.
 
-    An ingress charges a tenant what its own requests cost. The replicas count what they computed for a tenant,
-    for all ingresses. The difference is what others asked for, less what the prefix cache saved; charging it too
-    makes every ingress order tenants by the same, true account. A long request is reported before it is charged,
-    so a correction may be negative later; the sum is right.
+    An ingress charges a tenant the cost of the requests that it sent. The replicas count what they computed for the
+    tenant, for all ingresses. The difference is the cost on other ingresses, less what the prefix cache saved. Charging
+    the difference makes every ingress order tenants by the same totals. A long request is reported before it is
+    charged, so a later correction may be negative; the sum is right.
 
-    A replica that misses a poll is settled when it is back. One that stays away is forgotten, with what we charged
-    for it; the replicas' own bound on tenants bounds the rest.
+    A replica that misses a poll is reconciled at its next one. A replica that misses more than `_MAX_MISSED_POLLS` in
+    a row is forgotten, together with the charges recorded for it. Each replica bounds the number of tenants it reports.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class UsageReconciler:
         own[tenant, band] = own.get((tenant, band), 0) + tokens
 
     def corrections(self, polled: list[ReplicaStats]) -> dict[_Key, int]:
-        """What to charge each tenant and band beyond that, for the time since the last call."""
+        """Return the tokens to charge each tenant and band beyond the recorded charges, since the last call."""
         corrections: dict[_Key, int] = defaultdict(int)
         for stats in polled:
             known = self._totals.get(stats.replica_id)
             mine = self._totals[stats.replica_id] = {(t.tenant, t.band): t.tokens for t in stats.served_tokens}
             own = self._own.pop(stats.replica_id, {})
             if known is None:
-                continue  # What it did before we knew it is history.
+                continue  # The first totals are only the baseline.
             for key in {*mine, *own}:
                 before, after = known.get(key, 0), mine.get(key, 0)
                 corrections[key] += (after - before if after >= before else after) - own.get(key, 0)
@@ -63,22 +63,22 @@ class UsageReconciler:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A request's place: the replica that has room for it comes first, where it is counted already."""
+    """Placement of a request: the ranking of replicas, and its entry in the load table on the first one."""
 
     ranking: list[str]
     in_flight: InFlight
     expected_tokens: int
-    """What its tenant was charged."""
+    """Tokens that the tenant was charged at dispatch."""
     expected_output_tokens: int
     is_promoted: bool
-    """Whether its band had starved: no more urgent request may have its slot."""
+    """True if the band had starved: no more urgent request may take the request's slot."""
 
 
 class PlacementAccount:
-    """Counts each placement on its replica in the load table, and charges its tenant in the queue.
+    """Account of placements: counts each one in the load table, and charges its tenant in the queue.
 
-    A tenant is charged what a request is expected to cost when it is dispatched, and the difference when it has
-    ended. What replicas computed for requests of other ingresses is charged with each poll.
+    A tenant is charged the expected cost of a request at its dispatch, and the difference at its end. Tokens that
+    replicas computed for other ingresses' requests are charged with each poll.
 
     Invariant: a band has at most one promoted placement that has not given its first output.
     """
@@ -90,7 +90,7 @@ class PlacementAccount:
         self._promoted: dict[Band, InFlight] = {}
 
     def starved_bands(self) -> Set[Band]:
-        """Bands that may have a request promoted now: none of theirs still waits for a slot that it was promised."""
+        """Return the bands that may have a request promoted now: starved, and without an earlier promotion pending."""
         now = self._table.now()
         return {
             band
@@ -106,7 +106,7 @@ class PlacementAccount:
         num_prompt_tokens: int,
         is_promoted: bool,
     ) -> Placement:
-        """Take a request out of the queue and count it on the first replica of the ranking."""
+        """Move a request from the queue to the first replica of the ranking, where it is counted from now on."""
         request = queued.request
         num_output_tokens = max(0, routing.expected_output_tokens - len(request.output_token_ids))
         self._queue.dispatch(queued)
@@ -119,31 +119,31 @@ class PlacementAccount:
         )
 
     def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:
-        """Note output: only now its band is served, since the request may have had to wait on the replica."""
+        """Note output. The first output restarts the band's clock; the dispatch does not, as the replica may queue."""
         if not placement.in_flight.is_seen:
             self._queue.served(request.band, self._table.now())
         self._table.progress(placement.in_flight, num_tokens)
 
     def settle(self, placement: Placement, request: GenerateRequest, num_output_tokens: int) -> None:
-        """End a placement and charge what it cost beyond what was expected."""
+        """End a placement and charge the difference between its real and its expected cost."""
         self._end(placement)
         cost = len(request.prompt_token_ids) + num_output_tokens
         self._queue.charge(request.band, request.tenant, cost - placement.expected_tokens)
         self._served.record(placement.in_flight.replica_id, request.band, request.tenant, cost)
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
-        """Take back the charge for the prompt, which the replica did not compute; `settle` follows."""
+        """Undo the charge for the prompt, which the replica did not compute. The caller calls `settle` afterwards."""
         num_tokens = len(request.prompt_token_ids)
         self._queue.charge(request.band, request.tenant, -num_tokens)
         self._served.record(placement.in_flight.replica_id, request.band, request.tenant, -num_tokens)
 
     def withdraw(self, placement: Placement, request: GenerateRequest) -> None:
-        """End a placement that nobody will use, at no cost."""
+        """End a placement that will not be used, and undo its charge."""
         self._end(placement)
         self._queue.charge(request.band, request.tenant, -placement.expected_tokens)
 
     def polled(self, stats: list[ReplicaStats]) -> None:
-        """Charge what the replicas computed for each tenant beyond what this ingress charged."""
+        """Charge each tenant the tokens that the replicas computed beyond this ingress's charges."""
         for (tenant, band), tokens in self._served.corrections(stats).items():
             self._queue.charge(band, tenant, tokens)
 

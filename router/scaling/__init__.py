@@ -1,4 +1,4 @@
-"""Autoscaling on drain time: the work that waits everywhere, and the replicas it needs.
+"""Autoscaling by drain time: the number of replicas that the waiting work needs.
 
 Read `autoscaling.py` first. May import `replicas.errors`, `replicas.protocol`, `replicas.rates`, `replicas.settings`,
 `router.balancing`, `router.flow`, `router.types`.

@@ -1,4 +1,4 @@
-"""How many model replicas there should be. Pure: the standard library only, and time is an argument."""
+"""Autoscaler: decides the number of model replicas. Pure: the standard library only, and time is an argument."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from replicas.settings import check_bounds, setting
 from router.scaling.ingress_reports import PendingWork
 
 _FILL = 0.85
-"""Share of its measured speed that a replica is counted on for when replicas are given back."""
+"""Share of its measured speed and of its slots at which a replica counts as full when replicas are given back."""
 _FILLING = 0.5
-"""Share of the slots from which on it counts how fast they fill."""
+"""Share of all slots in use from which on the rate of arriving work counts."""
 _MAX_EXCESS = 1.5
-"""Most replicas that urgent work asks for, over those that what comes needs."""
+"""Limit on the replicas that waiting urgent work asks for, as a multiple of those that the arriving work needs."""
 _GROWTH_WINDOW_S = 3.0
 
 
@@ -56,67 +56,71 @@ class AutoscalingSettings:
 
 @dataclass(frozen=True, slots=True)
 class ScalingInputs:
-    """All that the number of replicas depends on, at one moment."""
+    """Inputs of a decision on the number of replicas, at one moment."""
 
     num_replicas: int
-    """That serve now; those that drain are not counted."""
+    """Replicas that serve now; those that drain are not counted."""
     num_requests: int
-    """Anywhere: waiting or running, in ingresses or replicas."""
+    """Requests that wait or run, in all ingresses and replicas."""
     work: tuple[PendingWork, ...]
-    """What waits, in ingresses and in replicas."""
+    """Work that waits, in all ingresses and replicas."""
     saturated_tokens_per_s: tuple[float, ...]
-    """Of each replica that has been measured."""
+    """Measured speed under load of each replica that has one."""
     served_tokens_per_s: float
-    """What all replicas together have lately computed, save batch work."""
+    """Tokens per second that all replicas together have lately computed, without batch work."""
     num_running: int = 0
-    """Requests that run, save batch work."""
+    """Running requests, without batch work."""
     num_slots: int = 1
-    """Of one replica."""
+    """Slots of one replica."""
     outstanding_tokens: int = 0
-    """What all urgent requests anywhere, waiting or running, are expected to need still."""
+    """Tokens that all requests but batch work, waiting or running anywhere, are expected to need still."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingDecision:
-    """How many replicas there should be, and why."""
+    """Decision on the number of replicas, with its inputs."""
 
     desired_replicas: int
     needed_replicas: int
-    """By the load of this moment alone."""
+    """Number of replicas that the load of this moment alone needs."""
     replica_tokens_per_s: float
     drain_s: float | None
-    """Until the present replicas have computed all that waits save batch work; None: there is work and no replica."""
+    """Seconds until the present replicas have computed all waiting work but batch work; None: work but no replica."""
     inputs: ScalingInputs
 
 
 def urgent_tokens(work: Iterable[PendingWork], settings: AutoscalingSettings) -> int:
-    """Tokens of the work that is due as soon as any is."""
+    """Return the tokens of the work that is due within `target_drain_s`."""
     return sum(waiting.tokens for waiting in work if waiting.due_s <= settings.target_drain_s)
 
 
 class Autoscaler:
-    """Decides how many replicas there should be.
+    """Autoscaler: decides the number of model replicas from the work that waits and runs.
 
-    1. A replica's speed is the (lower) median of those that have been measured, in steps that had more work than
-       they could take; when there are none, the last one known; before any, `replica_tokens_per_s`.
-    2. Work that waits is due in `target_drain_s`. Batch work is due in 0.8 of the time to its deadline, or in
-       `batch_drain_s` where it has none.
-    3. Needed for what waits: for every moment at which something is due, all tokens due until then, divided by
-       the time left and by a replica's speed; the largest of these, rounded up. Where all is urgent that is
-       tokens / (speed x target). Requests that run already do not count: more replicas would not help them.
-       Once half of all slots run urgent work, enough are needed to keep up with what comes: what is computed a
-       second plus what the urgent work that waits or runs has grown by in the last 3 s, divided by a replica's
-       speed. Beyond what was decided, urgent work asks for at most 1.5 times what would do so at 0.85 of that
-       speed: what gathers while new replicas start asks for no more of them.
-    4. Needed for what runs, save batch work: tokens computed a second over the last 3 s or 10 s, whichever is
-       more, divided by 0.85 of a replica's speed, and requests that run, divided by 0.85 of its slots; the larger,
-       rounded up. This keeps replicas and never adds any: it counts up to those that are there and were decided.
-    5. While there is a request anywhere at least one, and after it until, with 8., `scale_to_zero_delay_s` have passed.
-    6. Before any replica was seen, `num_replicas`, those to start with: an ingress learns from them what is served.
-    7. The number is kept within the bounds.
-    8. Decided is the largest number needed at any moment of the last `downscale_delay_s`: more at once, fewer
-       only when fewer were enough for so long, and then as many as that time's worst moment needed. The
-       replicas found at the first look count as needed then, so that a new ingress gives none back early.
+    Urgent work is all work but batch work.
+
+    1. A replica's speed is the lower median of the measured speeds, which are of steps with at least as much work as
+       they could take. If no replica has one, it is the last known speed; before any, `replica_tokens_per_s`.
+    2. Waiting work is due in `target_drain_s`. Batch work is due in 0.8 of the time to its deadline, or in
+       `batch_drain_s` if it has none.
+    3. Needed for waiting work: for each time at which some of it is due, all tokens due until then, divided by the
+       time left and by a replica's speed; the largest of these, rounded up. If all work is urgent, that is
+       tokens / (speed x target). Running requests do not count: more replicas would not help them.
+       The arrival rate is the tokens computed per second plus the growth per second, over the last 3 s, of the urgent
+       work that waits or runs. Once half of all slots run urgent work, the replicas must keep up with that rate.
+       Beyond the number decided last, urgent work asks for at most 1.5 times the replicas that keep up with it at 0.85
+       of their speed: work that gathers while new replicas start asks for no more of them.
+    4. Needed for running urgent work: tokens computed per second over the last 3 s or 10 s, the larger, divided by
+       0.85 of a replica's speed; and running requests, divided by 0.85 of its slots; the larger, rounded up. This keeps
+       replicas and never adds any: it is limited to the present number and to the number decided last.
+    5. At least one replica is needed while any request exists, and after the last one until `scale_to_zero_delay_s`
+       have passed, the delay of 8. included.
+    6. Before any replica was seen, at least `num_replicas` are needed: an ingress learns from them which model is
+       served.
+    7. The number is kept within `min_replicas` and `max_replicas`.
+    8. The decision is the largest number needed at any moment of the last `downscale_delay_s`. So replicas are added
+       at once, and given back only after fewer were enough for that time. The replicas found first count as needed at
+       that moment, so that a new ingress gives none back early.
     """
 
     def __init__(self, settings: AutoscalingSettings, clock: Callable[[], float]) -> None:
@@ -130,10 +134,13 @@ class Autoscaler:
         self._outstanding_tokens = 0
         self._decided_s = clock()
         self._needs: deque[tuple[float, int]] = deque()
-        """(when, number needed), the numbers falling: an earlier smaller one can never be the largest again."""
+        """Pairs (time, number needed) in order of time, with falling numbers.
+
+        An earlier number that is not larger can never be the largest again.
+        """
 
     def decide(self, inputs: ScalingInputs) -> ScalingDecision:
-        """The number of replicas for the load of this moment and of the time before it."""
+        """Decide the number of replicas from the load of this moment and of the time before it."""
         now = self._clock()
         self._learn(inputs, now)
         needed = self._needed(inputs, now)

@@ -1,4 +1,4 @@
-"""Watches the load of one ingress and keeps a decision on the number of replicas, which others obey."""
+"""Autoscaling loop of one ingress: observes the load and publishes a decision on the number of replicas."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _WAKE_PERIOD_S = 2.0
 
 
 class AutoscalingLoop:
-    """Decides every 0.1 s from what is known here, and makes sure that what is known is new where it matters.
+    """Loop that decides every 0.1 s from the known load, and polls the replicas when their load must be fresh.
 
-    While requests wait and fewer replicas are known than there should be, replicas are asked at that pace too, so
-    that a new one gets work at once. A decision that changes is told to them at once. Where there are no replicas
-    and requests wait, or nobody has yet said what is served, one is woken.
+    While requests wait and fewer replicas are known than desired, it polls every 0.1 s, so that a new replica gets
+    requests at once. A changed decision is sent to the replicas at once, with a poll. If there is no replica, and
+    requests wait or no replica was ever seen, it has one started.
     """
 
     def __init__(
         self, autoscaler: Autoscaler, load: IngressLoad, gossip: IngressGossip, wake: Callable[[], Awaitable[None]]
     ) -> None:
-        """`wake` has a replica started where there is none."""
+        """`wake` has a replica started if there is none."""
         self.settings = autoscaler.settings
         self._autoscaler = autoscaler
         self._load = load
@@ -42,11 +42,11 @@ class AutoscalingLoop:
 
     @property
     def decision(self) -> ScalingDecision | None:
-        """The last one; None before the first."""
+        """Last decision; None before the first."""
         return self._decision
 
     def decide(self) -> ScalingDecision:
-        """Look at the load and decide anew; polls from now on say what this ingress holds and asks for."""
+        """Decide anew from the present load. Later polls carry the new report of this ingress."""
         own_work = self._load.own_work(self.settings)
         decision = self._autoscaler.decide(self._load.inputs(own_work, self.settings))
         self._gossip.own = IngressReport(
@@ -56,7 +56,7 @@ class AutoscalingLoop:
         return decision
 
     async def run(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Decide until cancelled; `refresh` polls all replicas and dispatches what can be dispatched then."""
+        """Decide until cancelled; `refresh` polls all replicas and dispatches the requests that find room."""
         while True:
             before, self._decision = self._decision, self.decide()
             has_changed = before is None or before.desired_replicas != self._decision.desired_replicas

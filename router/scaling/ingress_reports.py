@@ -1,7 +1,7 @@
-"""The gossip between ingresses: a poll of a model replica says what one ingress holds and learns of the others.
+"""Gossip between ingresses: a poll of a model replica carries one ingress's report and returns those of the others.
 
-An ingress keeps its side in `IngressGossip`; a model replica keeps an `IngressReportBoard`, and an `IngressLiveness`
-that notices when the ingress that asked for a stream is gone.
+An ingress keeps its side in `IngressGossip`. A model replica keeps an `IngressReportBoard`, and an `IngressLiveness`
+that detects that the ingress of a stream is gone.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from replicas.protocol import ReplicaStats
 
 DESIRED_REPLICAS = "headway_desired_replicas"
-"""What ingresses and model replicas report to Serve's controller: how many model replicas the ingresses ask for."""
+"""Name of the metric that Serve's controller gets from ingresses and model replicas: the desired number of replicas."""
 MAX_REPORT_AGE_S = 10.0
-"""An ingress that has told nothing for this long is no longer counted, seconds."""
+"""Age at which an ingress's last report no longer counts, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWork:
-    """Tokens that wait, and within what time they should be computed."""
+    """Tokens that wait, and the time in which they should be computed."""
 
     tokens: int
     due_s: float
@@ -27,7 +27,7 @@ class PendingWork:
 
 @dataclass(frozen=True, slots=True)
 class IngressReport:
-    """What one ingress holds back, and the number of replicas it asks for; ingresses tell each other."""
+    """Report of one ingress to the others: its waiting work, and the number of replicas that it asks for."""
 
     ingress_id: str
     work: tuple[PendingWork, ...]
@@ -37,28 +37,28 @@ class IngressReport:
 
 @dataclass(frozen=True, slots=True)
 class PollReply:
-    """What a replica answers a poll."""
+    """Reply of a replica to a poll."""
 
     stats: ReplicaStats
     peer_reports: tuple[IngressReport, ...]
-    """What the other ingresses hold, as they last told."""
+    """Last reports of the other ingresses."""
 
 
 @dataclass(slots=True)
 class IngressGossip:
-    """One ingress's side: what it holds, for all replicas to hear, and what the last poll answered."""
+    """One ingress's side of the gossip: its own report for all replicas, and the answers to the last poll."""
 
     ingress_id: str
     own: IngressReport | None = None
-    """What every poll from now on says of this ingress."""
+    """Report of this ingress, which every poll carries."""
     polled: Sequence[ReplicaStats] = ()
-    """The load of every replica that answered the last poll."""
+    """Load of every replica that answered the last poll."""
     peer_reports: Sequence[IngressReport] = ()
-    """What the other ingresses hold, as the replicas said in the last poll."""
+    """Reports of the other ingresses, from the answers to the last poll."""
 
 
 class IngressReportBoard:
-    """Board on which a model replica keeps what each ingress last told it, for the others and Serve's controller."""
+    """Board of a model replica with the last report of each ingress, for other ingresses and Serve's controller."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
@@ -66,7 +66,7 @@ class IngressReportBoard:
         self._reports: dict[str, tuple[float, IngressReport]] = {}
 
     def publish(self, report: IngressReport | None) -> tuple[IngressReport, ...]:
-        """Keep what an ingress tells; gives what the others have told lately."""
+        """Keep the report of an ingress; return those of the others that are at most `MAX_REPORT_AGE_S` old."""
         now = self._clock()
         if report is not None:
             self._reports[report.ingress_id] = (now, report)
@@ -76,17 +76,20 @@ class IngressReportBoard:
         )
 
     def autoscaling_stats(self) -> dict[str, float]:
-        """The most replicas that any ingress asks for, for Serve's controller; nothing where none has told lately."""
+        """Return the largest number of replicas that any ingress asks for, for Serve's controller.
+
+        The dict is empty without a report that is at most `MAX_REPORT_AGE_S` old.
+        """
         desired = [other.desired_replicas for other in self.publish(None)]
         return {DESIRED_REPLICAS: float(max(desired))} if desired else {}
 
 
 class IngressLiveness:
-    """Times at which a model replica last heard of each ingress: Ray (2.60) lets a call outlive its caller.
+    """Detector of lost ingresses in a model replica. Needed because in Ray (2.60) a call can outlive its caller.
 
-    Every ingress polls every model replica. One that has not been heard of for `limit_s` while others were is lost.
-    Where nobody is heard of, nobody is lost: a replica that is being stopped is polled no more, and its streams
-    are to finish.
+    Every ingress polls every model replica. An ingress without a heartbeat for `limit_s` is lost as soon as another
+    one has a heartbeat. Without any heartbeat none is lost: a replica that is being stopped is no longer polled, and
+    its streams should finish.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float]) -> None:
@@ -96,7 +99,7 @@ class IngressLiveness:
         self._last_heartbeat_s: dict[str, float] = {}
 
     def heartbeat(self, ingress_id: str) -> None:
-        """Note that an ingress is there."""
+        """Note that an ingress is alive."""
         now = self._clock()
         self._last_heartbeat_s[ingress_id] = now
         self._last_heartbeat_s = {
@@ -104,5 +107,5 @@ class IngressLiveness:
         }
 
     def is_lost(self, ingress_id: str) -> bool:
-        """Whether nobody waits any more for what an ingress, once heard of, has asked for."""
+        """Return True if an ingress that has had a heartbeat is lost: its streams have no reader any more."""
         return ingress_id not in self._last_heartbeat_s

@@ -1,4 +1,4 @@
-"""What waits in ingresses and replicas, and what replicas have lately computed: what the autoscaler looks at."""
+"""Inputs of the autoscaler: the work that waits in ingresses and replicas, and the replicas' recent throughput."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from router.scaling.ingress_reports import IngressGossip, PendingWork
 from router.types import ReplicaView
 
 _DEADLINE_SHARE = 0.8
-"""Share of the time to its deadline in which batch work is to be done, since work is never spread quite evenly."""
+"""Share of the time to its deadline in which batch work should be done. The rest is reserve for uneven load."""
 _SERVED_WINDOWS_S = (3.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
 class BacklogWork:
-    """Requests that wait elsewhere than in flow control, and when they are due."""
+    """Requests of one band and deadline that wait outside flow control, as expected tokens."""
 
     band: Band
     tokens: int
@@ -31,19 +31,19 @@ class BacklogWork:
 
 
 class BacklogSource(Protocol):
-    """Knows what this ingress has yet to put in line."""
+    """Source of the requests that this ingress holds outside its flow queue."""
 
     def num_requests(self) -> int:
-        """How many requests that are."""
+        """Return the number of those requests."""
         ...
 
     def work(self) -> Sequence[BacklogWork]:
-        """What they need, those with about the same deadline together."""
+        """Return the work of those requests; requests with about the same deadline are one entry."""
         ...
 
 
 class ServedRate:
-    """Tokens a second that all replicas together have lately computed, save batch work, as they say in polls."""
+    """Rate at which all replicas together have lately computed tokens, without batch work, from their poll replies."""
 
     def __init__(self) -> None:
         self._polled: Sequence[ReplicaStats] | None = None
@@ -52,7 +52,7 @@ class ServedRate:
         self._rates: tuple[SlidingRate, ...] = ()
 
     def observe(self, polled: Sequence[ReplicaStats], now: float) -> None:
-        """Take in what a poll of all replicas answered; the same answers again change nothing."""
+        """Count the answers to a poll of all replicas; the same answers again change nothing."""
         if polled is self._polled:
             return
         accounts = {stats.replica_id: _account(stats) for stats in polled}
@@ -69,7 +69,7 @@ class ServedRate:
         self._polled, self._polled_s, self._seen = polled, now, accounts
 
     def tokens_per_s(self, now: float) -> float:
-        """The larger of the means over 3 s and 10 s before the last poll; 0 where that is longer ago."""
+        """Return the larger of the means over 3 s and 10 s before the last poll; 0 if that poll is over 10 s ago."""
         if now - self._polled_s > max(_SERVED_WINDOWS_S):
             return 0.0
         return max((rate.per_s(self._polled_s) for rate in self._rates), default=0.0)
@@ -80,20 +80,20 @@ def _account(stats: ReplicaStats) -> dict[tuple[str, Band], int]:
 
 
 def _served_since(before: dict[tuple[str, Band], int], account: dict[tuple[str, Band], int]) -> int:
-    """Tokens served since; a tenant that the replica had forgotten is counted from zero again."""
+    """Return the tokens served since `before`; a tenant that the replica had forgotten counts from zero again."""
     return sum(
         tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens for key, tokens in account.items()
     )
 
 
 class IngressLoad:
-    """Load as one ingress sees it: what it holds, what others hold, and what the replicas report."""
+    """Load as one ingress sees it: its own waiting work, the other ingresses' reports, and the replicas' reports."""
 
     def __init__(
         self, queue: FlowQueue, table: LoadTable, gossip: IngressGossip, backlog_source: BacklogSource | None = None,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`backlog_source`: what this ingress has beside its queue; None: nothing."""
+        """`backlog_source`: the requests that this ingress holds outside its queue; None: there are none."""
         self._queue = queue
         self._table = table
         self._gossip = gossip
@@ -102,22 +102,22 @@ class IngressLoad:
         self._served = ServedRate()
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return the time, in monotonic seconds."""
         return self._table.now()
 
     def num_waiting(self) -> int:
-        """Requests that wait in this ingress."""
+        """Return the number of requests that wait in this ingress."""
         return len(self._queue) + (0 if self._backlog_source is None else self._backlog_source.num_requests())
 
     def own_work(self, settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
-        """What waits in this ingress."""
+        """Return the work that waits in this ingress."""
         work = work_in_queue(self._queue, settings, self.now())
         if self._backlog_source is not None:
             work += work_in_backlog(self._backlog_source.work(), settings, self._unix_clock())
         return work
 
     def inputs(self, own_work: tuple[PendingWork, ...], settings: AutoscalingSettings) -> ScalingInputs:
-        """All that a decision depends on; a replica that drains counts no more."""
+        """Return the inputs of a decision; draining replicas are not counted."""
         now = self.now()
         views = [view for view in self._table.views() if not view.stats.is_draining]
         self._served.observe(self._gossip.polled, now)
@@ -140,7 +140,7 @@ class IngressLoad:
 
 
 def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[PendingWork, ...]:
-    """What waits in flow control; batch work with near deadlines is put together, always with the earliest."""
+    """Return the work that waits in flow control; batch work with similar deadlines is one entry, with the earliest."""
     urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
     by_due: dict[float, int] = {settings.target_drain_s: urgent} if urgent else {}
     for waiting in queue.waiting(Band.BATCH):
@@ -152,7 +152,7 @@ def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -
 def work_in_backlog(
     waiting: Iterable[BacklogWork], settings: AutoscalingSettings, now_unix_s: float
 ) -> tuple[PendingWork, ...]:
-    """What waits elsewhere; batch work is due as far as its deadline needs."""
+    """Return the work that waits outside flow control; batch work is due by its deadline, other work at the target."""
     by_due: dict[float, int] = {}
     for work in waiting:
         due_s = settings.target_drain_s
@@ -164,7 +164,7 @@ def work_in_backlog(
 
 
 def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
-    """What waits in the replicas: of their outstanding tokens, the share of the requests that do not run yet."""
+    """Return the work that waits in the replicas: the waiting requests' share of the outstanding tokens."""
     urgent = batch = 0.0
     for view in views:
         stats = view.stats
@@ -177,7 +177,7 @@ def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings
 
 
 def urgent_outstanding(work: Iterable[PendingWork], views: Iterable[ReplicaView], settings: AutoscalingSettings) -> int:
-    """Tokens that all but batch work needs still: that of `work`, and its share of what each replica has."""
+    """Return the tokens that all but batch work still needs: those in `work`, and its share of each replica's."""
     num_tokens = urgent_tokens(work, settings)
     for view in views:
         if num_requests := sum(view.num_by_band):
@@ -186,7 +186,10 @@ def urgent_outstanding(work: Iterable[PendingWork], views: Iterable[ReplicaView]
 
 
 def _batch_due_s(deadline_s: float | None, settings: AutoscalingSettings, now: float) -> float:
-    """Rounded down to a power of two, so that a long queue gives few pieces of work."""
+    """Return the seconds until batch work is due, rounded down to a power of two so that a long queue has few entries.
+
+    Never less than `target_drain_s`; `batch_drain_s`, not rounded, without a deadline.
+    """
     if deadline_s is None:
         return settings.batch_drain_s
     left_s = max(settings.target_drain_s, _DEADLINE_SHARE * (deadline_s - now))

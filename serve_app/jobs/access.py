@@ -1,4 +1,4 @@
-"""Access of an ingress to asynchronous work."""
+"""Access of an ingress's endpoints to files, batches and jobs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.jobs.files.store import FileStore
 from serve_app.jobs.webhooks.guard import WebhookGuard
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""No other text is anything's id; a database may not even take it."""
+"""Form of every id. Other text is rejected before it reaches the database, which may not accept it."""
 _MAX_SHOWN_CHARS = 64
 
 
@@ -26,10 +26,11 @@ class JobsAccess:
     settings: JobsSettings
 
     async def find(self, kind: BatchKind, tenant: str, batch_id: str) -> BatchRecord:
-        """A tenant's batch of a kind, as it is now.
+        """Return a tenant's batch of one kind in its current state.
 
         Raises:
-            UnknownBatch: there is none; of a job UnknownJob.
+            UnknownBatch: there is no such batch.
+            UnknownJob: `kind` is JOB and there is no such job.
         """
         if not _ID.fullmatch(batch_id):
             raise _unknown(kind, batch_id)
@@ -43,10 +44,10 @@ class JobsAccess:
 
 
 def checked_file_id(text: str) -> str:
-    """What may be a file's id.
+    """Return `text` if it has the form of a file id.
 
     Raises:
-        UnknownFile: it cannot be one.
+        UnknownFile: it has another form.
     """
     if not _ID.fullmatch(text):
         raise UnknownFile(f"there is no file `{text[:_MAX_SHOWN_CHARS]}`")

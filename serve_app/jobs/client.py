@@ -1,4 +1,4 @@
-"""Both ends of the calls that ingresses make to the jobs deployment, over Serve's deployment handle."""
+"""Client and server side of the ingresses' calls to the jobs deployment, over Serve's deployment handle."""
 
 from __future__ import annotations
 
@@ -31,55 +31,55 @@ from serve_app.jobs.api.records import (
 DeploymentT = TypeVar("DeploymentT")
 
 _PAUSE_S = 0.2
-"""Seconds between a call that was lost and the next attempt."""
+"""Seconds between a lost call and the next attempt."""
 
 
 class _CallLost(Exception):
-    """No answer came. The call may have been carried out."""
+    """Missing answer to a call. The method may or may not have run."""
 
 
 class ServeJobs:
-    """A `JobsService` that calls the jobs deployment.
+    """Client of the jobs deployment that implements `JobsService`.
 
-    A call whose process dies before it answers is made again to the next process, until the limit. Every method
-    may be carried out twice: a new batch comes with its id, and what is deleted or cancelled twice is so once.
+    A call is repeated until its time limit while the jobs process dies before it answers. Every method is idempotent:
+    a new batch is submitted with its id, and a second deletion or cancellation changes nothing.
     """
 
     def __init__(self, handle: DeploymentHandle[Any], limit_s: float = 30.0) -> None:
-        """`limit_s` bounds every call, repeated ones included, beyond what `wait` is to wait, seconds."""
+        """`limit_s`: seconds that a call may take with its repetitions; `wait` adds its own timeout."""
         self._handle = handle
         self._limit_s = limit_s
 
     async def add_file(self, file: FileRecord) -> None:
-        """Note a file whose bytes are complete in the store."""
+        """Record a file whose bytes are complete in the store."""
         await self._ask("add_file", file=file)
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
-        """A file that has not expired."""
+        """Return a file that has not expired."""
         found: FileRecord = await self._ask("file", tenant=tenant, file_id=file_id)
         return found
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
-        """Some of the tenant's files."""
+        """Return a page of the tenant's files."""
         found: Page[FileRecord] = await self._ask("files", tenant=tenant, purpose=purpose, page=page)
         return found
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Forget a file and delete its bytes."""
+        """Delete a file's record and its bytes."""
         await self._ask("delete_file", UnknownFile, tenant=tenant, file_id=file_id)
 
     async def submit(self, batch: NewBatch) -> Submission:
-        """Accept a batch; when this returns, no crash loses it."""
+        """Accept a batch durably: once this returns, no crash loses it."""
         accepted: Submission = await self._ask("submit", batch=batch, batch_id=new_batch_id(batch.kind))
         return accepted
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """A batch as it is now."""
+        """Return a batch in its current state."""
         found: BatchRecord = await self._ask("batch", tenant=tenant, batch_id=batch_id)
         return found
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
-        """The batch once it is final, or as it is after `timeout_s`."""
+        """Wait until the batch is final, at most `timeout_s`, and return it."""
         end_s = time.monotonic() + timeout_s
 
         def call() -> Awaitable[Any]:
@@ -89,7 +89,7 @@ class ServeJobs:
         return found
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
-        """Some of the tenant's batches of one kind."""
+        """Return a page of the tenant's batches of one kind."""
         found: Page[BatchRecord] = await self._ask("batches", tenant=tenant, kind=kind, page=page)
         return found
 
@@ -99,19 +99,19 @@ class ServeJobs:
         return found or await self.batch(tenant, batch_id)
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
-        """Lines behind `after_index`, in order, whatever their status."""
+        """Return lines with an index above `after_index`, in order, of any status."""
         found: list[LineRecord] = await self._ask(
             "lines", tenant=tenant, batch_id=batch_id, after_index=after_index, limit=limit
         )
         return found
 
     async def stats(self, tenant: str) -> BatchStats:
-        """The tenant's batches in numbers."""
+        """Return counts of the tenant's batches."""
         found: BatchStats = await self._ask("stats", tenant=tenant)
         return found
 
     async def metrics(self) -> JobsCounts:
-        """What is counted of all tenants' work."""
+        """Return the metrics of all tenants' work."""
         found: JobsCounts = await self._ask("metrics")
         return found
 
@@ -125,7 +125,11 @@ class ServeJobs:
     ) -> Any:
         """Call until an answer comes, and return it.
 
-        `already_done`: the error that tells of a repeated call that a lost one has done the work; the answer is None.
+        `already_done`: an error which, after a lost call, means that the lost call did the work. The answer is
+        then None; without a lost call the error is raised.
+
+        Raises:
+            NoReplicaAvailable: no answer within `limit_s`.
         """
         was_lost = False
         try:
@@ -147,14 +151,14 @@ class ServeJobs:
         """Make one call.
 
         Raises:
-            ServingError: returned by the method, or the method failed.
-            _CallLost: the process died, is being stopped, or is not there yet.
+            ServingError: the method returned one, or it failed.
+            _CallLost: the process died, is stopping, or has not started.
         """
         response = in_own_context(getattr(self._handle, method_name).remote, **arguments)
         try:
             answer = await response
         except asyncio.CancelledError:
-            response.cancel()  # Serve would carry it on: the task that awaits a call is not the call
+            response.cancel()  # cancelling the task that awaits a call does not cancel the call
             if is_cancelled():
                 raise
             raise _CallLost from None
@@ -162,7 +166,7 @@ class ServeJobs:
             raise _failure() from error
         except HANDLE_ERRORS as error:
             raise _CallLost from error
-        except Exception as error:  # over gRPC an error of the method comes as it is
+        except Exception as error:  # over gRPC the method's error arrives without a RayTaskError around it
             raise _failure() from error
         if isinstance(answer, ServingError):
             raise answer
@@ -170,12 +174,15 @@ class ServeJobs:
 
 
 def _failure() -> ServingError:
-    """The error of a method that failed; the cause, which may hold anything, is in the jobs process's log alone."""
+    """Return the error for a method that failed.
+
+    It omits the cause, which may contain private data. The jobs process logs the cause.
+    """
     return ServingError("the jobs process failed; its log says why")
 
 
 def answers_service_calls(deployment: type[DeploymentT]) -> type[DeploymentT]:
-    """Give a deployment a method for each one of `JobsService` that it does not define, done by its `service`."""
+    """Add the methods of `JobsService` that a deployment class does not define; each calls the same of `service`."""
     for name in vars(JobsService):
         if not name.startswith("_") and not hasattr(deployment, name):
             setattr(deployment, name, _service_method(name))
@@ -187,6 +194,6 @@ def _service_method(name: str) -> Callable[..., Awaitable[object]]:
         try:
             return await getattr(deployment.service, name)(**arguments)
         except ServingError as error:
-            return error  # Serve would log it, raised, as a failure and with its traceback
+            return error  # if raised, Serve would log it as a failure with a traceback
 
     return method

@@ -1,4 +1,4 @@
-"""What the jobs deployment counts, for the page that ingresses show to Prometheus."""
+"""Prometheus metrics of the jobs deployment; ingresses serve them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ENDED = (LineStatus.SUCCEEDED, LineStatus.FAILED, LineStatus.EXPIRED, LineStatu
 
 
 class LineCounts:
-    """Lines that this process has brought to an end, by status."""
+    """Counter of the lines that this process has ended, by status."""
 
     def __init__(self) -> None:
         self._counts: Counter[LineStatus] = Counter()
 
     def add(self, status: LineStatus, number: int = 1) -> None:
-        """Note that lines have ended."""
+        """Count `number` lines that ended with `status`."""
         self._counts[status] += number
 
     def __getitem__(self, status: LineStatus) -> int:
@@ -29,7 +29,7 @@ class LineCounts:
 
 
 class JobsMetrics:
-    """Reads all counts of a jobs deployment; every state and outcome shows from the beginning."""
+    """Reader of a jobs deployment's metrics. Every state and outcome is present from the start, at zero."""
 
     def __init__(
         self,
@@ -38,14 +38,14 @@ class JobsMetrics:
         eta_s: Callable[[], float],
         attempts: Callable[[], Mapping[AttemptOutcome, int]],
     ) -> None:
-        """`eta_s`: seconds until all that waits is done; `attempts`: to deliver webhooks, by how they ended."""
+        """`eta_s`: gives seconds until all waiting lines are done; `attempts`: webhook deliveries by outcome."""
         self._database = database
         self._lines = lines
         self._eta_s = eta_s
         self._attempts = attempts
 
     async def read(self) -> tuple[Metric, ...]:
-        """The counts of this moment."""
+        """Return the current metrics."""
         batches = await self._database.read(count_all_by_status)
         return tuple(self._metrics(batches))
 

@@ -1,4 +1,4 @@
-"""Parts of the jobs deployment, put together; knows no Ray."""
+"""Assembly of the jobs deployment's parts, without Ray."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
 from serve_app.jobs.metrics import LineCounts
 from serve_app.jobs.service import SqlJobsService
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.context import JobsContext
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.leases import EndedLines
-from serve_app.jobs.storage.notify import BatchEvents
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.openai.service import CompletionService
 
@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class JobsRuntime:
-    """Everything that is asynchronous, over one database; several processes may share that.
+    """Service and background loops of one jobs process. Several processes may share the database.
 
-    Its loops run from `start` to `stop`. One that fails, as when the database is gone, ends them all: who looks after
-    the process starts another, and that goes on where this one stopped.
+    The loops run from `start` to `stop`. If one fails, for example because the database is gone, all end and
+    `check_health` fails. Serve then replaces the process, and the new one continues from the database.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class JobsRuntime:
         backlog: BacklogView,
         rng: random.Random,
     ) -> None:
-        """`capacity` and `backlog` are those of the router that `completions` gives its requests to."""
+        """`capacity` and `backlog` belong to the router that serves the requests of `completions`."""
         self._context = context
         self._backlog = backlog
         self.line_counts = LineCounts()
@@ -67,7 +67,10 @@ class JobsRuntime:
         self._loops: asyncio.Task[None] | None = None
 
     async def start(self, *others: Coroutine[Any, Any, None]) -> None:
-        """Take up what there is; `others` are loops that live and fall with ours."""
+        """Register this process, free the work of dead ones, and start the loops.
+
+        `others`: loops to run and stop together with those of the runtime; a failure of one ends all.
+        """
         await self._ownership.start()
         await self._ownership.reap_dead()
         self._loops = asyncio.create_task(self._run(others))
@@ -82,25 +85,29 @@ class JobsRuntime:
                 for other in others:
                     tasks.create_task(other)
         except Exception:
-            logger.exception("the jobs deployment cannot go on")
+            logger.exception("a loop of the jobs deployment failed")
             raise
 
     def check_health(self) -> None:
-        """Raise where the loops have ended.
+        """Check that the loops still run.
 
         Raises:
-            RuntimeError: the process must be replaced.
+            RuntimeError: they have ended; the process must be replaced.
         """
         if self._loops is None or self._loops.done():
             raise RuntimeError("the loops of the jobs deployment have ended")
 
     async def stop(self) -> None:
-        """Give back what is not done and disconnect; others, or the next process, go on at once."""
+        """Write finished results, release all unfinished work and disconnect.
+
+        Other processes, or the next one, can take the released work at once.
+        """
         if self._loops is not None:
             self._loops.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._loops
-            with contextlib.suppress(Exception):  # a database that is gone has had no more from us either
+            # If the database is gone, the work cannot be released here: its lease expires.
+            with contextlib.suppress(Exception):
                 await self._worker.stop()
                 await self._ownership.stop()
         await asyncio.to_thread(self._context.database.close)

@@ -1,4 +1,4 @@
-"""What ingresses ask of the jobs deployment; knows no Ray."""
+"""Service of the jobs deployment for ingresses, without Ray."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ from serve_app.jobs.api.records import (
     Submission,
 )
 from serve_app.jobs.execution.throughput import ThroughputEstimator
-from serve_app.jobs.storage import batches as batch_rows
-from serve_app.jobs.storage import files as file_rows
+from serve_app.jobs.storage import batches, files
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batch_states import cancel_batch
 from serve_app.jobs.storage.batches import batch_record, get_batch
 from serve_app.jobs.storage.context import JobsContext
 from serve_app.jobs.storage.lines import LineRow, new_row
-from serve_app.jobs.storage.notify import BatchEvents
 from serve_app.jobs.storage.submission import accepted_before, submit_batch
 
 _FEW_LINES = 8
-"""Rows of so many lines are made at once; of more, in a thread."""
+"""Rows of at most this many lines are built on the event loop; rows of more in a thread."""
 _RECHECK_S = 2.0
-"""Another process on the same database may end a batch without an event here."""
+"""Seconds between two looks at a batch that a client waits for. A batch ended by another process causes no event."""
 
 
 class SqlJobsService:
-    """Files, batches and jobs in a database; see `JobsService`, whose `metrics` are the deployment's."""
+    """Files, batches and jobs in a database: `JobsService` without `metrics`, which the deployment implements."""
 
     def __init__(
         self,
@@ -56,27 +55,27 @@ class SqlJobsService:
         self._delete_pending_files = delete_pending_files
 
     async def add_file(self, file: FileRecord) -> None:
-        """Note a file whose bytes are complete in the store."""
-        await self._database.write(lambda c: file_rows.add_file(c, file))
+        """Record a file whose bytes are complete in the store."""
+        await self._database.write(lambda c: files.add_file(c, file))
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
-        """A file that has not expired."""
+        """Return a file that has not expired."""
         now = self._clock.unix()
-        return await self._database.read(lambda c: file_rows.get_file(c, tenant, file_id, now))
+        return await self._database.read(lambda c: files.get_file(c, tenant, file_id, now))
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
-        """Some of the tenant's files."""
+        """Return a page of the tenant's files."""
         now = self._clock.unix()
-        return await self._database.read(lambda c: file_rows.list_files(c, tenant, purpose, page, now))
+        return await self._database.read(lambda c: files.list_files(c, tenant, purpose, page, now))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Forget a file and delete its bytes; those that the store does not delete now are tried again."""
+        """Delete a file's record and its bytes. If the store fails to delete the bytes, the sweeper tries again."""
         now = self._clock.unix()
-        await self._database.write(lambda c: file_rows.forget_file(c, tenant, file_id, now))
+        await self._database.write(lambda c: files.forget_file(c, tenant, file_id, now))
         await self._delete_pending_files()
 
     async def submit(self, batch: NewBatch, batch_id: str | None = None) -> Submission:
-        """Accept a batch; under an id that the caller has drawn it is accepted once, however often it is submitted.
+        """Accept a batch. One submitted several times with the same `batch_id` is accepted once.
 
         Raises:
             IdempotencyKeyInUse, UnknownFile, InvalidRequest, Overloaded: as `submission.submit_batch`.
@@ -88,7 +87,7 @@ class SqlJobsService:
         settings, now = self._settings, self._clock.unix()
         try:
             submission = await self._database.write(lambda c: submit_batch(c, batch, batch_id, rows, settings, now))
-        except (IntegrityError, ServingError):  # asked only then: nearly all come once, and then it is in vain
+        except (IntegrityError, ServingError):  # look for an earlier submission only now: there rarely is one
             known = await self._database.read(lambda c: accepted_before(c, batch, batch_id))
             if known is None:
                 raise
@@ -98,7 +97,7 @@ class SqlJobsService:
         return submission
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """A batch as it is now."""
+        """Return a batch in its current state, with an estimate of its end while it is in progress."""
         row = await self._database.read(lambda c: get_batch(c, tenant, batch_id))
         record = batch_record(row)
         if record.status is not BatchStatus.IN_PROGRESS:
@@ -106,7 +105,7 @@ class SqlJobsService:
         return replace(record, eta_s=self._throughput.eta_s(batch_id, row.waiting_tokens))
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
-        """The batch once it is final, or as it is after `timeout_s`."""
+        """Wait until the batch is final, at most `timeout_s`, and return it."""
         deadline_s = self._clock.monotonic() + timeout_s
         with self._events.watch(batch_id) as ended:
             while True:
@@ -117,23 +116,23 @@ class SqlJobsService:
                 await ended.wait(min(left_s, _RECHECK_S))
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
-        """Some of the tenant's batches of one kind."""
-        return await self._database.read(lambda c: batch_rows.list_batches(c, tenant, kind, page))
+        """Return a page of the tenant's batches of one kind."""
+        return await self._database.read(lambda c: batches.list_batches(c, tenant, kind, page))
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Begin to cancel a batch; one that is being cancelled stays so."""
+        """Begin to cancel a batch and return it. A batch that is already closing continues."""
         now = self._clock.unix()
         await self._database.write(lambda c: cancel_batch(c, tenant, batch_id, now))
         self._events.closing(batch_id)
         return await self.batch(tenant, batch_id)
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
-        """Lines behind `after_index`, in order, whatever their status."""
-        return await self._database.read(lambda c: batch_rows.list_lines(c, tenant, batch_id, after_index, limit))
+        """Return lines with an index above `after_index`, in order, of any status."""
+        return await self._database.read(lambda c: batches.list_lines(c, tenant, batch_id, after_index, limit))
 
     async def stats(self, tenant: str) -> BatchStats:
-        """The tenant's batches in numbers."""
-        counts = await self._database.read(lambda c: batch_rows.count_by_status(c, tenant))
+        """Return counts of the tenant's batches, and their output tokens per second."""
+        counts = await self._database.read(lambda c: batches.count_by_status(c, tenant))
         sums = dict.fromkeys((status.summary for status in BatchStatus), 0)
         for status, number in counts.items():
             sums[status.summary] += number

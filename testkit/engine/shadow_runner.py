@@ -1,4 +1,4 @@
-"""Fakes with behaviour for the engine: a runner that remembers every slot, and a clock that stands still."""
+"""Fakes with behaviour for the engine: a runner that remembers the content of every slot, and a manual clock."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ VOCABULARY = 97
 
 
 def prefix_hash(parent: int, token_id: int) -> int:
-    """A number that stands for all tokens up to and including this one."""
+    """Return a number that identifies all tokens up to and including this one."""
     return hash((parent, token_id))
 
 
 def next_token(prefix: int) -> int:
-    """The deterministic model: the token after a prefix."""
+    """Return the token after a prefix: the deterministic model."""
     return prefix % VOCABULARY
 
 
 def continuation(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """What the deterministic model says after `prompt`, computed without any cache."""
+    """Return the deterministic model's output after `prompt`, computed without any cache."""
     prefix = 0
     for token_id in prompt:
         prefix = prefix_hash(prefix, token_id)
@@ -49,28 +49,28 @@ def continuation(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
 
 
 class FakeClock:
-    """Monotonic and unix time that move only when told to."""
+    """Monotonic and unix clock that moves only when `now` is set."""
 
     def __init__(self) -> None:
         self.now = 1000.0
 
     def clock(self) -> Clock:
-        """The clock to hand to the engine."""
+        """Return the clock to hand to the engine."""
         return Clock(monotonic=lambda: self.now, unix=lambda: self.now + 1e9)
 
     def unix(self, monotonic_s: float) -> float:
-        """The unix time of a moment of this clock."""
+        """Return the unix time of a moment of this clock."""
         return monotonic_s + 1e9
 
 
 class ShadowRunner:
-    """Remembers which prefix was written to each slot; fails on a stale read or a write to scratch.
+    """Runner that remembers the prefix written to each slot; it fails on a stale read or a write to the scratch block.
 
-    It works when a step is launched, as if its device were done at once, and gives the results when they are
-    collected; a token that nobody has collected yet it takes from the step before, as a device does.
+    `launch` computes at once, as an instant device would; the results are given when they are collected. A token that
+    is not collected yet is taken from the step before, as on a real device.
 
-    `fail_on` names token ids whose presence among a scheduled item's tokens makes the whole
-    batch raise, as a device does that cannot say whose fault it was.
+    `fail_on` holds token ids. A batch with one of them among the tokens of a scheduled item raises as a whole, like a
+    device that cannot name the sequence at fault.
     """
 
     def __init__(self, block_size: int, step_s: float = 0.0, clock: FakeClock | None = None) -> None:
@@ -100,7 +100,7 @@ class ShadowRunner:
         return [self._compute(item) for item in batch.items]
 
     def _known(self, item: ScheduledSequence) -> list[int]:
-        """The item's tokens and those before it; the last may be what the step before sampled."""
+        """Return the item's tokens and those before it; the last one may come from the step before."""
         known = item.sequence.token_ids[: item.end]
         return known if len(known) == item.end else [*known, self._sampled[item.sequence]]
 
@@ -123,7 +123,7 @@ class ShadowRunner:
 
 
 class LetterDecoder:
-    """Each token is one letter, or half of a two-token letter for ids divisible by 5."""
+    """Decoder that shows one letter for each token; an id divisible by 5 is the first half of a two-token letter."""
 
     def __init__(self) -> None:
         self._half = False
@@ -142,7 +142,7 @@ def decoders(_: GenerateRequest) -> IncrementalDecoder:
 
 @dataclass
 class Outcome:
-    """All that one request's deltas said."""
+    """Collected deltas of one request."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -161,7 +161,7 @@ class Outcome:
 
 
 class World:
-    """An engine over a shadow runner, and what came of every request."""
+    """Engine over a shadow runner, with the outcome of every request."""
 
     def __init__(
         self, config: EngineConfig, step_s: float = 0.0, make_runner: type[ShadowRunner] = ShadowRunner
@@ -183,7 +183,7 @@ class World:
         self.num_steps += 1
 
     def run(self, max_steps: int = 10_000) -> None:
-        """Step until nothing is left to do."""
+        """Step until no work is left; then check that every block is free."""
         for _ in range(max_steps):
             if not self.engine.has_work:
                 break

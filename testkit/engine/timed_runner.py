@@ -1,7 +1,7 @@
-"""A model runner that takes a real device's time and computes nothing, for many replicas on few cores.
+"""Model runner that takes the time of a real device and computes nothing, for many replicas on few cores.
 
-Its output is a pure function of the sequence's last tokens and their position, so that a sequence that
-is preempted, recomputed or resumed elsewhere goes on with the same tokens.
+The output is a pure function of the sequence's last tokens and their position. A sequence that is preempted, recomputed
+or resumed on another replica therefore continues with the same tokens.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from replicas.engine.sequence import Sequence
 from replicas.protocol import PositionLogprobs, SamplingParams, TokenLogprob
 
 _SPIN_S = 100e-6
-"""How early the sleep ends: about as late as the kernel wakes a sleeper. The rest is spun."""
+"""Time by which the sleep ends early, about the kernel's wake-up delay. The rest is a busy wait."""
 _FIRST_TOKEN_ID = 16
-"""Lower ids are special in most vocabularies; none is generated but the end-of-sequence token."""
+"""First generated id. Lower ids are special in most vocabularies; of those only end-of-sequence is generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of a step as a linear function of what it computes."""
+    """Linear model of a step's duration, in seconds."""
 
     base_s: float
     per_decode_s: float
-    """For each sequence that computes its newest token only."""
+    """Seconds for each sequence that computes only its newest token."""
     per_prefill_token_s: float
-    """For each token of all other sequences."""
+    """Seconds for each token of all other sequences."""
     per_context_token_s: float = 0.0
-    """For each token, over all sequences, that attention reads."""
+    """Seconds for each token that attention reads, over all sequences."""
 
     def of(self, shape: StepShape) -> float:
-        """Seconds of a step of this shape."""
+        """Return the seconds of a step of this shape."""
         return (
             self.base_s
             + self.per_decode_s * shape.num_decodes
@@ -45,13 +45,13 @@ class StepTimes:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For results."""
+        """Return the fields for a result file."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the time of a step depends on."""
+    """Counts that determine the duration of a step."""
 
     num_decodes: int
     num_prefill_tokens: int
@@ -59,7 +59,7 @@ class StepShape:
 
 
 def shape_of(batch: ScheduledBatch) -> StepShape:
-    """The shape of a batch; a decode computes exactly the last known token."""
+    """Return the shape of a batch; a decode computes exactly the last known token."""
     num_decodes = num_prefill_tokens = num_context_tokens = 0
     for item in batch.items:
         num_context_tokens += item.end
@@ -72,34 +72,33 @@ def shape_of(batch: ScheduledBatch) -> StepShape:
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step whose results are there."""
+    """Step with its results already present."""
 
     results: list[ItemResult]
 
     def collect(self) -> list[ItemResult]:
-        """One result per item, in order."""
+        """Return one result per item, in order."""
         return self.results
 
 
 class TimedStep:
-    """A step of which the results are known and the time has yet to pass."""
+    """Step with known results whose time has yet to pass."""
 
     def __init__(self, results: list[ItemResult], wait: Callable[[], None]) -> None:
         self._results = results
         self._wait = wait
 
     def collect(self) -> list[ItemResult]:
-        """One result per item, in order, when the step's time has passed."""
+        """Wait until the step's time has passed; return one result per item, in order."""
         self._wait()
         return self._results
 
 
 class TimedRunner:
-    """Spends a step's time asleep, then returns made-up tokens; steps launched together take their time in turn.
+    """Runner that sleeps for a step's time and returns made-up tokens; steps launched together run one after another.
 
-    A request that may end early (no `ignore_eos`) and whose `seed` is a length that it can still reach ends
-    with the end-of-sequence token when it holds that many tokens, prompt included: a length that neither
-    router nor engine can know beforehand.
+    A request may end early if it does not set `ignore_eos`. Its `seed` is then the total length, prompt included, at
+    which it ends with the end-of-sequence token. Neither router nor engine can know this length beforehand.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class TimedRunner:
         self._sampled: dict[Sequence, int] = {}
 
     def launch(self, batch: ScheduledBatch) -> TimedStep:
-        """Begin a step, which takes its time once those launched before have taken theirs."""
+        """Begin a step; its time starts when the steps launched before it have ended."""
         self._free_s = ends_s = max(self._clock(), self._free_s) + self._step_times.of(shape_of(batch))
         results = [self._result(item) for item in batch.items]
         self._sampled = {
@@ -131,7 +130,7 @@ class TimedRunner:
         return TimedStep(results, partial(self._wait_until, ends_s))
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
-        """One result per item, in order, after the time that the step takes."""
+        """Run one step and wait for it; return one result per item, in order."""
         return self.launch(batch).collect()
 
     def _wait_until(self, ends_s: float) -> None:
@@ -153,7 +152,7 @@ class TimedRunner:
         return ItemResult(token_id=token_id, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
     def next_token(self, token_ids: list[int], params: SamplingParams) -> int:
-        """The token after these."""
+        """Return the token that follows `token_ids`."""
         if not params.ignore_eos and len(token_ids) + 1 == params.seed:
             return self._eos_token_id
         before = token_ids[-2] if len(token_ids) > 1 else 0
@@ -183,19 +182,19 @@ STEP_TIMES = {
     "slow-gpu": StepTimes(base_s=40e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.15e-3, per_context_token_s=3e-7),
     "instant": StepTimes(base_s=0.0, per_decode_s=0.0, per_prefill_token_s=0.0),
 }
-"""Step times by name. All of them are stated assumptions; `python -m bench.fit_step_times` fits measured ones.
+"""Step times by name. All are stated assumptions; `python -m bench.fit_step_times` fits measured ones.
 
 `gpu-8b`: a model of 8 billion parameters in bfloat16 on one data-centre GPU. A decode step reads 16 GB of weights at
-about 2 TB/s (8 ms). A decode adds its sampling and its share of KV. Prefill runs at about 33,000 tokens a second.
+about 2 TB/s (8 ms). Each decode adds its sampling and its share of KV. Prefill runs at about 33,000 tokens a second.
 Attention reads 128 KiB of KV per context token.
 `gpu-70b`: the same for 70 billion parameters on four GPUs.
-`slow-gpu`: `gpu-8b` five times slower throughout. Two processor cores that also carry HTTP and the clients keep up
+`slow-gpu`: `gpu-8b` five times slower throughout. Two CPU cores that also run HTTP and the clients keep up
 with several such replicas. With `gpu-8b` the cores would be the bottleneck.
 """
 
 
 def read_step_times(name: str) -> StepTimes:
-    """The step times of a preset, or those fitted in a result file."""
+    """Return the step times of a preset, or the fitted ones of a result file."""
     if name in STEP_TIMES:
         return STEP_TIMES[name]
     return StepTimes(**json.loads(Path(name).read_text())["step_times"])

@@ -1,1 +1,1 @@
-"""The HTTP application over a scripted replica and jobs in memory."""
+"""The HTTP application over a scripted replica and an in-memory jobs service."""

@@ -1,4 +1,4 @@
-"""The application over a fake dispatcher, in process or behind a real server, and the stock client."""
+"""Fixtures: the HTTP application over a fake dispatcher, in process or behind a real server, and the OpenAI client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 320 tokens, with a chat template, saved in `name_or_path`."""
+    """Return a byte-level BPE of 320 tokens with a chat template, saved in `name_or_path`."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -55,7 +55,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFa
 
 @pytest.fixture(scope="session")
 def script(tokenizer: PreTrainedTokenizerFast) -> list[ScriptedToken]:
-    """`REPLY`, token by token; text of half a character shows with its last token, as in the engine."""
+    """Return `REPLY` token by token; a split character's text comes with its last token, as in the engine."""
     tokens: list[ScriptedToken] = []
     token_ids = tokenizer.backend_tokenizer.encode(REPLY).ids
     shown = ""
@@ -69,14 +69,14 @@ def script(tokenizer: PreTrainedTokenizerFast) -> list[ScriptedToken]:
 
 @dataclass
 class Api:
-    """An application under test, and ways to talk to it."""
+    """Application under test, with clients for it."""
 
     replica: FakeReplica
     dispatcher: FakeDispatcher
     app: Any
     http: httpx.AsyncClient
     openai: Any
-    """The stock client; its overloads are too strict for tables of options."""
+    """The OpenAI client. Its type is `Any`: the overloads are too strict for tables of options."""
     jobs: MemoryJobs
 
     async def post(self, path: str, body: dict[str, Any], **headers: str) -> httpx.Response:
@@ -98,7 +98,7 @@ MakeApi = Callable[..., Api]
 
 @pytest.fixture
 async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToken]) -> AsyncIterator[MakeApi]:
-    """Makes applications; keyword arguments are FakeReplica's, the others those of what they name."""
+    """Yield a factory of applications; keyword arguments that it does not name are fields of `FakeReplica`."""
     async with contextlib.AsyncExitStack() as stack:
 
         def make(
@@ -132,7 +132,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
 
 @pytest.fixture
 def api(make_api: MakeApi) -> Api:
-    """An application with every default."""
+    """Return an application with default settings."""
     return make_api()
 
 
@@ -151,7 +151,7 @@ def card_of(tokenizer: PreTrainedTokenizerFast, max_model_len: int = 256) -> Mod
 
 @contextlib.asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[str]:
-    """The application behind a real server on a free port; gives its base URL."""
+    """Serve the application on a free port of a real server; yield its base URL."""
     server = uvicorn.Server(
         uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", timeout_graceful_shutdown=5)
     )
@@ -173,5 +173,5 @@ async def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
 
 
 def events(text: str) -> list[str]:
-    """The data of a stream's events."""
+    """Return the data of a stream's events."""
     return [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]

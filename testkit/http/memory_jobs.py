@@ -1,4 +1,4 @@
-"""The jobs deployment and its file store, in memory: they keep what they are given and do what a test says."""
+"""In-memory jobs service and file store, which tests control."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ RecordT = TypeVar("RecordT", BatchRecord, FileRecord)
 
 @dataclass
 class MemoryFileStore:
-    """Files in a dictionary."""
+    """File store in a dictionary."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     num_part_bytes: int = 2**20
     largest_write_bytes: int = 0
     num_written_bytes: int = 0
-    """Of files that are not whole yet, too."""
+    """Bytes written, those of unfinished files included."""
     num_open_reads: int = 0
 
     async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
@@ -70,18 +70,18 @@ class MemoryFileStore:
 
 @dataclass
 class MemoryJobs:
-    """A `JobsService` whose work is done by the test."""
+    """`JobsService` without a worker: the test changes batches and lines itself."""
 
     store: MemoryFileStore = field(default_factory=MemoryFileStore)
     unix_clock: Callable[[], float] = time.time
     records: dict[str, FileRecord] = field(default_factory=dict)
     all_batches: dict[str, BatchRecord] = field(default_factory=dict)
     new: dict[str, NewBatch] = field(default_factory=dict)
-    """What was submitted, by the id it got."""
+    """Submitted batches by id."""
     all_lines: dict[str, list[LineRecord]] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
     error: ServingError | None = None
-    """Raised by `submit`, `add_file` and `metrics`."""
+    """Error that `submit`, `add_file` and `metrics` raise."""
     counted: JobsCounts = field(default_factory=JobsCounts)
     num_waiting: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,13 +171,13 @@ class MemoryJobs:
         return self.counted
 
     def change(self, batch_id: str, **fields: Any) -> BatchRecord:
-        """Let a batch become different, and whoever waits for it know."""
+        """Change fields of a batch and wake the calls of `wait`."""
         self.all_batches[batch_id] = replace(self.all_batches[batch_id], **fields)
         self._changed.set()
         return self.all_batches[batch_id]
 
     def set_line(self, batch_id: str, index: int, status: LineStatus, **fields: Any) -> None:
-        """Let a line become different, and its batch's counts with it."""
+        """Change a line and update its batch's counts."""
         lines = self.all_lines[batch_id]
         lines[index] = replace(lines[index], status=status, **fields)
         completed = sum(line.status is LineStatus.SUCCEEDED for line in lines)
@@ -212,13 +212,13 @@ class MemoryJobs:
 
 
 def memory_access(jobs: MemoryJobs, **limits: int) -> JobsAccess:
-    """What an ingress is given of them."""
+    """Return the access to `jobs` that an ingress takes."""
     guard = WebhookGuard(AllowedHosts.parse(["hooks.internal"]), SystemResolver())
     return JobsAccess(jobs, jobs.store, guard, JobsSettings("m", **limits))
 
 
 def _page(records: Sequence[RecordT], page: PageRequest) -> Page[RecordT]:
-    """Records come in order of creation."""
+    """Return one page; `records` are in order of creation."""
     ordered = list(records) if page.is_ascending else list(reversed(records))
     if page.after is not None:
         ordered = ordered[next((i for i, record in enumerate(ordered) if record.id == page.after), len(ordered)) + 1 :]

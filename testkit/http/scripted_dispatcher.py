@@ -25,14 +25,14 @@ from router.types import Headroom, ReplicaView
 
 @dataclass(frozen=True)
 class ScriptedToken:
-    """One output token, and the text that shows once it is there."""
+    """One output token, and the text that it adds."""
 
     token_id: int
     text: str
 
 
 class Gate:
-    """Something a script waits for, and a test opens."""
+    """Event that a script waits for and a test sets."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -46,10 +46,10 @@ class Gate:
 
 @dataclass
 class FakeReplica:
-    """Answers every request with `script`, from the start again where it is too short.
+    """Replica that answers every request with `script`, repeated as often as needed.
 
-    Logprobs are a function of the position, so that tests can tell them; a greedy request with the
-    same prompt gets the same answer however it is asked for.
+    Logprobs are a function of the position, so that tests can tell positions apart. A greedy request with the same
+    prompt gets the same answer in every form of request.
     """
 
     script: Sequence[ScriptedToken]
@@ -58,15 +58,15 @@ class FakeReplica:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     fail_at: int | None = None
-    """The output token instead of which `error` is raised."""
+    """Index of the output token at which `error` is raised instead."""
     error: Exception = field(default_factory=lambda: ServingError("scripted failure"))
     fail_only: Callable[[GenerateRequest], bool] = lambda request: True
     first_token_gate: Gate | None = None
     gate_at: int | None = None
-    """The output token before which `gate` must open."""
+    """Index of the output token before which the replica waits for `gate`."""
     gate: Gate | None = None
     stops_at: int | None = None
-    """The output token with which every sequence ends by itself, if `max_tokens` lets it."""
+    """Number of output tokens after which every sequence stops by itself, unless `max_tokens` is lower."""
     cached_tokens: int = 0
     vocab_size: int = 320
     started: list[GenerateRequest] = field(default_factory=list)
@@ -159,7 +159,7 @@ class FakeReplica:
 
 @dataclass
 class FakeDispatcher:
-    """Sends everything to one replica; a test may put any part of what it says in its place."""
+    """Dispatcher over one replica; a test may replace any part of its answers."""
 
     replica: FakeReplica
     card: ModelCard | None
@@ -170,7 +170,7 @@ class FakeDispatcher:
         default_factory=lambda: dict.fromkeys(Band, Headroom(10, 0, 1000, 0, wait_s=None))
     )
     error: ServingError | None = None
-    """Raised by everything that asks the replicas."""
+    """Error raised by every call that asks the replicas."""
 
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
         return [self.replica.generate(request) for request in requests]
@@ -202,5 +202,5 @@ class FakeDispatcher:
 
 
 def key_digest(key: str) -> str:
-    """How a key file names a key."""
+    """Return the digest that stands for a key in a key file."""
     return hashlib.sha256(key.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A database with a clock that tests set, and lines that come to results."""
+"""A jobs database with a manual clock, and helpers that make batches and line results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass
 class MemoryFiles:
-    """A file store in memory, which fails as often as a test says."""
+    """In-memory file store; its next `num_failures` operations fail."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     part_bytes: int = 4096
@@ -60,7 +60,7 @@ class MemoryFiles:
 
 
 class SetTime:
-    """Time that stands until it is set, the same on both of its clocks."""
+    """Manual clock with the same monotonic and unix time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -68,7 +68,7 @@ class SetTime:
 
 
 class World:
-    """One database; its unix time stands until it is set."""
+    """One database with a file store in memory and a manual unix clock."""
 
     def __init__(self, database: Database, settings: JobsSettings | None = None) -> None:
         self.database = database
@@ -83,7 +83,7 @@ class World:
         return JobsContext(self.database, self.files, self.settings, self.clock)
 
     async def write(self, work: Callable[[Connection], T]) -> T:
-        """A transaction, after which every invariant holds."""
+        """Run a transaction, check every invariant inside it, and return its result."""
 
         def checked(connection: Connection) -> T:
             result = work(connection)

@@ -1,4 +1,4 @@
-"""A jobs process without Ray, over completions that do what a test says."""
+"""A jobs process without Ray, over scripted completions."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class _Prepared:
 
 @dataclass
 class ScriptedCompletions:
-    """Answers with the prompt; holds answers back while the gate is closed, and fails where it is told to."""
+    """Completion service that answers with the prompt, holds answers while `gate` is closed, and raises set errors."""
 
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     errors: dict[str, list[ServingError]] = field(default_factory=dict)
-    """Prompt -> what is raised, one after the other, before it is answered."""
+    """Errors by prompt, raised one after the other before the prompt is answered."""
     asked: list[str] = field(default_factory=list)
     callers: list[Caller] = field(default_factory=list)
     num_running: int = 0
@@ -76,7 +76,7 @@ class ScriptedCompletions:
 
 
 def view(completions: ScriptedCompletions, num_slots: int) -> ReplicaView:
-    """A replica of so many slots, of which the completions that run hold theirs."""
+    """Return a replica with `num_slots` slots, one of them taken by each running completion."""
     stats = ReplicaStats(
         replica_id="replica", node_id="node", pid=1, taken_unix_s=0.0, num_slots=num_slots, num_blocks=100,
         num_free_blocks=100, num_running_by_band=(0, 0, 0), num_waiting_by_band=(0, 0, 0), waiting_tokens=0,
@@ -87,7 +87,7 @@ def view(completions: ScriptedCompletions, num_slots: int) -> ReplicaView:
 
 @dataclass
 class Process:
-    """A running jobs process."""
+    """Running jobs process."""
 
     runtime: JobsRuntime
     completions: ScriptedCompletions
@@ -109,7 +109,7 @@ async def jobs_process(
     clock: Clock | None = None,
     is_killed: bool = False,
 ) -> AsyncIterator[Process]:
-    """A jobs process for as long as the context lasts; one that is killed leaves everything as it stands."""
+    """Run a jobs process within the context; if `is_killed`, it stops without writing anything."""
     clock = clock or Clock()
     database = await asyncio.to_thread(Database, database_url)
     context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
@@ -129,7 +129,7 @@ async def jobs_process(
 
 
 def kill(runtime: JobsRuntime) -> None:
-    """Let the process write nothing more, not even that it stops."""
+    """Keep the process from writing anything more, its shutdown included."""
 
     async def nothing() -> None:
         return None
@@ -139,7 +139,7 @@ def kill(runtime: JobsRuntime) -> None:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
-    """Return once `is_true`."""
+    """Return once `is_true`; fail after `LIMIT_S`."""
     async with asyncio.timeout(LIMIT_S):
         while not is_true():
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of our own, with nothing in it, that nobody else can reach."""
+"""A private, empty PostgreSQL server on a Unix socket, for tests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _SETTINGS = ("listen_addresses=", "fsync=off", "max_connections=100", "shared_bu
 
 
 class PostgreSQL:
-    """A running server, which listens on a socket in a folder."""
+    """Running server, which listens on a socket in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._num_databases = 0
 
     def url(self, database: str) -> str:
-        """For SQLAlchemy."""
+        """Return the SQLAlchemy URL of a database."""
         return f"postgresql+psycopg://{_ROLE}@/{database}?host={self._folder}"
 
     def connect(self, database: str = "postgres") -> psycopg.Connection[Any]:
@@ -41,7 +41,7 @@ class PostgreSQL:
 
     @contextmanager
     def fresh_database(self) -> Iterator[str]:
-        """The URL of an empty database; it is dropped afterwards, whoever is still connected."""
+        """Yield the URL of an empty database; drop it afterwards, even with connections open."""
         self._num_databases += 1
         name = f"test_{self._num_databases}"
         with self.connect() as connection:
@@ -54,7 +54,7 @@ class PostgreSQL:
 
 
 def find_binaries() -> Path | None:
-    """The folder of `initdb` and `postgres`, of the newest version; None: not installed."""
+    """Return the folder of `initdb` and `postgres`, of the newest version; None if not installed."""
     folders = [path.parent for path in Path("/usr/lib/postgresql").glob("*/bin/initdb")]
     folders.sort(key=lambda folder: [int(part) for part in folder.parent.name.split(".")])
     if (on_path := shutil.which("initdb")) is not None:
@@ -64,7 +64,7 @@ def find_binaries() -> Path | None:
 
 @contextmanager
 def postgresql(binaries: Path) -> Iterator[PostgreSQL]:
-    """A server for as long as the context lasts; nothing of it is left afterwards."""
+    """Run a server within the context; delete its folder afterwards."""
     account = _account()
     folder = Path(tempfile.mkdtemp(prefix="hw-pg-"))
     try:
@@ -85,7 +85,7 @@ def postgresql(binaries: Path) -> Iterator[PostgreSQL]:
             _wait_until_ready(server, process, folder / "log")
             yield server
         finally:
-            process.send_signal(signal.SIGINT)  # "fast": it does not wait for clients
+            process.send_signal(signal.SIGINT)  # fast shutdown: does not wait for clients
             try:
                 process.wait(LIMIT_S)
             finally:
@@ -95,7 +95,7 @@ def postgresql(binaries: Path) -> Iterator[PostgreSQL]:
 
 
 def _account() -> dict[str, Any]:
-    """For subprocess: who the server runs as, since it refuses to be root."""
+    """Return subprocess arguments for the account to run as: PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return {}
     names = {entry.pw_name: entry for entry in pwd.getpwall()}

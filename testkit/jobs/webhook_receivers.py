@@ -13,7 +13,7 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Received:
-    """One request, and where it came in."""
+    """One received request, with the address and the connection that it came by."""
 
     address: str
     connection: int
@@ -24,7 +24,7 @@ class Received:
 
 @dataclass
 class Receiver:
-    """Keeps what it was sent and answers as told."""
+    """Server that keeps its requests and answers each with `answer`."""
 
     answer: Answer
     requests: list[Received] = field(default_factory=list)
@@ -53,7 +53,7 @@ async def _read(head: str, reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 def status(code: int, *headers: str) -> Answer:
-    """Answers with an empty body."""
+    """Return an answer of this status with an empty body."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         lines = [f"HTTP/1.1 {code} Whatever", "Content-Length: 0", *headers]
@@ -63,12 +63,12 @@ def status(code: int, *headers: str) -> Answer:
 
 
 async def silence(writer: asyncio.StreamWriter) -> None:
-    """Never answers."""
+    """Never answer."""
     await asyncio.Event().wait()
 
 
 async def endless_body(writer: asyncio.StreamWriter) -> None:
-    """Says 200 and never comes to an end."""
+    """Answer 200 with a body that never ends."""
     writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
     while True:
         writer.write(b"400\r\n" + bytes(1024) + b"\r\n")
@@ -76,7 +76,7 @@ async def endless_body(writer: asyncio.StreamWriter) -> None:
 
 
 async def endless_headers(writer: asyncio.StreamWriter) -> None:
-    """Never comes to the end of its headers."""
+    """Answer with headers that never end."""
     writer.write(b"HTTP/1.1 200 OK\r\n")
     while True:
         writer.write(b"X-More: " + b"x" * 1024 + b"\r\n")
@@ -87,7 +87,7 @@ async def endless_headers(writer: asyncio.StreamWriter) -> None:
 async def receiving(
     answer: Answer, addresses: tuple[str, ...] = ("127.0.0.1",), tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Receiver]:
-    """A receiver on one port of several addresses."""
+    """Run a receiver on one port of all the addresses."""
     receiver = Receiver(answer)
     server = await asyncio.start_server(receiver.handle, addresses[0], 0, ssl=tls)
     receiver.port = server.sockets[0].getsockname()[1]

@@ -1,4 +1,4 @@
-"""The compiled kernels for tests: kept where replicas keep them, so that a machine compiles them once."""
+"""The compiled CPU kernels for tests, in the replicas' cache, so that a machine compiles them once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR
 
 
 def need_kernels() -> None:
-    """Make the kernels callable, or skip the test and say why."""
+    """Load the kernels, or skip the test with the reason."""
     try:
         torch.ops.load_library(built_library(DEFAULT_KERNEL_CACHE_DIR))
     except KernelBuildError as error:
@@ -24,7 +24,7 @@ def need_kernels() -> None:
 
 
 def built_program(source: Path, flags: Sequence[str]) -> Path:
-    """A program that includes the kernels' headers, compiled beside their library, once for each version of both."""
+    """Return a program that includes the kernels' headers, compiled once per version of headers, source and flags."""
     need_kernels()
     library = built_library(DEFAULT_KERNEL_CACHE_DIR)  # its name changes with the headers, torch and the processor
     version = hashlib.sha256(repr((library.name, flags)).encode() + source.read_bytes()).hexdigest()[:24]
@@ -39,7 +39,7 @@ def built_program(source: Path, flags: Sequence[str]) -> Path:
 
 @contextmanager
 def with_threads(num_threads: int) -> Iterator[None]:
-    """Have torch and the kernels compute with so many threads meanwhile."""
+    """Set the number of threads of torch and the kernels within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

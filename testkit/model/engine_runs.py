@@ -1,4 +1,4 @@
-"""Driving the real engine over a loaded model, to completion, without a thread or a server."""
+"""The real engine over a loaded model, run to completion without a thread or a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The engine's limits that tests vary."""
+    """Engine limits that tests vary."""
 
     num_blocks: int = 64
     max_num_batched_tokens: int = 70
@@ -40,7 +40,7 @@ class Sizes:
 
 
 def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False) -> LoadedModel:
-    """As where there is no C++ compiler; with one, tests/model/exactness/test_cpp.py."""
+    """Load a checkpoint without the C++ kernels; tests/model/exactness/test_cpp.py covers those."""
     options = ModelOptions(
         str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_cache_dir=None,
         compile_layers=compile_layers,
@@ -56,7 +56,7 @@ def build_engine(
     *,
     is_ahead: bool = False,
 ) -> Engine:
-    """An engine, a step ahead or not, that decodes in fixed buckets where attention is `planned`."""
+    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, it decodes in fixed buckets."""
     sizes = sizes or Sizes()
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
     decodes = None if planned is None else DecodeGraphRunner(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
@@ -78,7 +78,7 @@ def build_engine(
 
 
 def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]:
-    """Each request's whole output as one delta, in order of the requests."""
+    """Return each request's whole output as one delta, in order of the requests."""
     requests = list(requests)
     for request in requests:
         engine.add(request)
@@ -92,14 +92,14 @@ def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]
 
 
 def tokens(engine: Engine, prompts: Iterable[Prompt], params: SamplingParams) -> list[list[int]]:
-    """Output token ids for each prompt, all added at once."""
+    """Return the output token ids of each prompt, all added at once."""
     outputs = run(engine, [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)])
     assert all(output.error is None for output in outputs), [output.error for output in outputs]
     return [list(output.token_ids) for output in outputs]
 
 
 def sample(sampler: Sampler, logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
-    """The next token of each sequence, with the log probabilities it asks for, from its row of logits."""
+    """Return the next token of each sequence from its row of logits, with the log probabilities it asks for."""
     items = [ScheduledSequence(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
     plan = sampler.plan(items, logits.shape[1], to_device)
@@ -119,12 +119,12 @@ def random_prompts(lengths: Iterable[int], seed: int = 1, vocab_size: int = 512)
 
 
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same weights as transformers alone runs them. Its fused attention leaves out score caps in some versions."""
+    """Load the weights in transformers with eager attention: its fused one omits score caps in some versions."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
 def reference_tokens(model: PreTrainedModel, prompts: Iterable[Prompt], max_tokens: int) -> list[list[int]]:
-    """Greedy output of `generate()` for each prompt alone."""
+    """Return the greedy output of `generate()` for each prompt alone."""
     outputs = []
     for prompt in prompts:
         output = model.generate(

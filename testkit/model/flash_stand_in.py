@@ -1,4 +1,4 @@
-"""`flash_attn_interface` as its documentation has it, computed by definition: the package itself needs a GPU."""
+"""Stand-in for `flash_attn_interface`, after its documentation, computed by definition: the package needs a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """q [total_q, heads, size], caches [num_pages, page_size, kv_heads, size]; the last queries see all keys."""
+    """Return attention [total_q, heads, value_size]; the last queries of a sequence see all its keys.
+
+    Shapes: `q` [total_q, heads, size], caches [num_pages, page_size, kv_heads, size].
+    """
     for numbers in (cache_seqlens, page_table, cu_seqlens_q):
         assert numbers.dtype == torch.int32 and numbers.is_contiguous()
     assert q.stride(-1) == 1 and causal and window_size[1] in (-1, 0)

@@ -1,4 +1,4 @@
-"""Batches over a paged cache, and what their attention must be: by definition, in float64."""
+"""Batches over a paged cache, compared with attention by definition in float64."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def attend_by_definition(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, window: int | None) -> Tensor:
-    """Causal attention of one sequence's last tokens: query [n, H, D], keys [L, Hkv, D], values [L, Hkv, Dv]."""
+    """Return causal attention of one sequence's last tokens, in float64.
+
+    Shapes: `query` [n, H, D], `keys` [L, Hkv, D], `values` [L, Hkv, Dv].
+    """
     num_tokens, num_heads, _ = query.shape
     length, num_kv_heads, _ = keys.shape
     keys = keys.repeat_interleave(num_heads // num_kv_heads, dim=1)
@@ -47,7 +50,7 @@ def attend_by_definition(query: Tensor, keys: Tensor, values: Tensor, scoring: S
 
 
 def sequences(lengths: list[int], block_size: int, num_blocks: int) -> list[Sequence]:
-    """Sequences of known tokens that own blocks in random order."""
+    """Return sequences of known tokens that own blocks in random order."""
     free = list(range(1, num_blocks + 1))
     random.Random(0).shuffle(free)
     made = []
@@ -61,7 +64,7 @@ def sequences(lengths: list[int], block_size: int, num_blocks: int) -> list[Sequ
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of chunks, each of another sequence, and the layer that attends."""
+    """A batch of chunks, each of another sequence, and the attention layer's shape."""
 
     chunks: Chunks = ()
     heads: tuple[int, int] = (4, 2)
@@ -85,7 +88,8 @@ class Case:
         return replace(self, chunks=chunks)
 
 
-# What the kernels distinguish, in sizes that are fast in Triton's interpreter; bfloat16 it cannot multiply.
+# One case for each property that kernels treat differently, small enough for Triton's interpreter. It cannot multiply
+# bfloat16.
 KINDS = {
     "plain": Case(),
     "one-head-each": Case(heads=(3, 3)),
@@ -107,23 +111,23 @@ KINDS = {
 
 
 def largest_error(case: Case, attention: AttentionBackend, device: torch.device) -> float:
-    """Of any output number, over what it should be, or over 1 if that is less."""
+    """Return the largest error of an output number, divided by the expected value or by 1 if that is larger."""
     drawn = [_Drawn.of(case, end, seed, device) for seed, (_, end) in enumerate(case.chunks)]
     scoring = Scoring(case.scale, case.softcap, _draw(99, device, case.heads[0]) if case.has_sinks else None)
     cache = KVCache([case.layer], case.num_blocks, case.block_size, case.dtype, device)
-    # What a former owner left must not show, not even a NaN.
+    # Blocks may hold stale values of a former owner, even NaN. The output must not depend on them.
     cache[0].keys.fill_(torch.nan)
     cache[0].values.fill_(torch.nan)
     owners = sequences([end for _, end in case.chunks], case.block_size, case.num_blocks)
     for owner, numbers, (start, _) in zip(owners, drawn, case.chunks, strict=True):
-        if start > 0:  # What earlier steps have left in the cache.
+        if start > 0:  # keys and values of earlier steps
             slots = build_inputs([ScheduledSequence(owner, 0, start)], case.block_size, device).slots
             cache[0].write(slots, numbers.keys[:start], numbers.values[:start])
     parts = [slice(start, end) for start, end in case.chunks]
     query = torch.cat([numbers.query[part] for numbers, part in zip(drawn, parts, strict=True)])
     call = AttentionCall(
         layer=0,
-        # As many models lay it out: heads before tokens.
+        # Heads before tokens in memory, as in many models.
         query=query.transpose(0, 1).contiguous().transpose(0, 1),
         key=torch.cat([numbers.keys[part] for numbers, part in zip(drawn, parts, strict=True)]),
         value=torch.cat([numbers.values[part] for numbers, part in zip(drawn, parts, strict=True)]),
@@ -158,11 +162,11 @@ def _draw(seed: int, device: torch.device, *shape: int) -> Tensor:
 
 
 def _error(rows: Tensor, drawn: _Drawn, part: slice, scoring: Scoring, window: int | None) -> Tensor:
-    """The scores of a long chunk would not fit the memory at once."""
+    """Return the largest error of a chunk, computed in pieces: the scores of a long chunk do not fit in memory."""
     errors = []
     for start in range(part.start, part.stop, _MAX_ROWS):
         end = min(start + _MAX_ROWS, part.stop)
         expected = attend_by_definition(drawn.query[start:end], drawn.keys[:end], drawn.values[:end], scoring, window)
         output = rows[start - part.start : end - part.start].double()
         errors.append(((output - expected).abs() / expected.abs().clamp(min=1.0)).amax())
-    return torch.stack(errors).amax()  # Keeps a NaN, as `max` of floats would not.
+    return torch.stack(errors).amax()  # amax keeps a NaN; `max` of floats would not

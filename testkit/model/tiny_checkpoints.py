@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every architecture, written to disk as a user would have them."""
+"""Tiny random checkpoints of every architecture, in the format users have on disk."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _with(**changes: Any) -> dict[str, Any]:
     return {**_COMMON, **changes}
 
 
-# Names are model types, with a suffix where one type appears in several forms. Windows of 24 tokens are shorter than
-# most test prompts and no multiple of the block size.
+# Names are model types, with a suffix for each further form of a type. Windows of 24 tokens are shorter than most test
+# prompts and no multiple of the block size.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _with(),
     "mistral-window": _with(sliding_window=24),
@@ -81,7 +81,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "deepseek_v3": _with(**_LATENT, q_lora_rank=48),
 }
 
-# What the engine refuses, with words of the reason.
+# Models that the engine refuses: the config, and a pattern for the reason.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3_next": (
         _with(
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def tiny_config(architecture: str) -> PretrainedConfig:
-    """The config of one of `ARCHITECTURES`. Weights are large enough that random output varies, and untied."""
+    """Return the config of one of `ARCHITECTURES`; large untied weights make random output vary."""
     return _config(architecture.partition("-")[0], ARCHITECTURES[architecture])
 
 
@@ -126,7 +126,7 @@ def write_refused_checkpoint(path: Path, model_type: str) -> Path:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `VOCAB_SIZE` entries, complete for any text, with a chat template."""
+    """Return a byte-level BPE tokenizer of up to `VOCAB_SIZE` entries, complete for any text, and a chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""A dispatcher over fake replicas in simulated time, and what came of its streams."""
+"""A dispatcher over fake replicas in simulated time, and the outcomes of its streams."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOMY = FlowLimits({band: BandLimits(10_000, 10**9) for band in Band}, promote_a
 
 @dataclass
 class Outcome:
-    """All that one stream said."""
+    """Collected deltas of one stream, or its error."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -41,7 +41,7 @@ class Outcome:
         self.finish_reason = delta.finish_reason
 
     def check(self, request: GenerateRequest) -> None:
-        """The stream is the one that an undisturbed request has."""
+        """Check that the stream equals that of an undisturbed request."""
         whole = undisturbed(request)
         assert self.error is None
         assert tuple(self.token_ids) == whole.token_ids
@@ -52,7 +52,7 @@ class Outcome:
 
 
 async def read(stream: AsyncGenerator[TokenDelta, None]) -> Outcome:
-    """Read a stream to its end; an error of ours is an outcome too."""
+    """Read a stream to its end; a `ServingError` is part of the outcome."""
     outcome = Outcome()
     try:
         async for delta in stream:
@@ -66,7 +66,7 @@ async def read(stream: AsyncGenerator[TokenDelta, None]) -> Outcome:
 
 
 class World:
-    """A dispatcher with all its parts over fake replicas; made inside the simulated loop."""
+    """Dispatcher with all its parts over fake replicas; made inside the simulated loop."""
 
     def __init__(
         self, *replicas: FakeReplica, limits: FlowLimits = ROOMY, policy: RoutingPolicy | None = None,
@@ -87,14 +87,14 @@ class World:
         return stream
 
     async def read_all(self, requests: Sequence[GenerateRequest]) -> list[Outcome]:
-        """Read the streams of independent requests side by side."""
+        """Read the streams of independent requests concurrently."""
         return await asyncio.gather(*(read(self.stream(request)) for request in requests))
 
     def in_flight(self) -> dict[str, int]:
         return {view.stats.replica_id: view.num_in_flight for view in self.dispatcher.load()}
 
     def check_idle(self) -> None:
-        """Nothing waits, and nothing is counted."""
+        """Check that nothing waits and that all counts are zero."""
         self.table.check_invariants()
         assert not self.table._own
         assert len(self.flow.queue) == 0 and not self.flow._pending

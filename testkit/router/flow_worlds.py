@@ -1,4 +1,4 @@
-"""A flow controller whose replicas are reports in a table, and requests that ask it for a place."""
+"""A flow controller over a load table of reported replicas, and requests that ask it for a place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def limits(
 
 @dataclass(eq=False)
 class Asked:
-    """A request that asked for a place, and what it got."""
+    """Request that asked for a place, and the task that waits for it."""
 
     request: GenerateRequest
     arrival_index: int
@@ -44,7 +44,7 @@ class Asked:
 
 @dataclass(eq=False)
 class Flow:
-    """The controller under test; made inside the simulated loop."""
+    """Flow controller under test; made inside the simulated loop."""
 
     limits: FlowLimits = field(default_factory=limits)
     num_asked: int = 0
@@ -59,7 +59,7 @@ class Flow:
         self.controller = FlowController(self.limits, self.table, self.policy, self.observer)
 
     def report(self, *reported: ReplicaStats) -> None:
-        """Hear of replicas."""
+        """Record reports of replicas and notify the controller; by default one of replica `a`."""
         for report in reported or (stats(),):
             self.table.record(report)
         self.controller.notify()
@@ -68,7 +68,7 @@ class Flow:
         self, band: Band = Band.STANDARD, *, within_s: float | None = None, group: SampleGroup | None = None,
         **of_request: Any,
     ) -> Asked:  # fmt: skip
-        """Ask for a place, in a task of its own; it is in line once the task has run."""
+        """Ask for a place in a new task; the request is queued once the task has run."""
         self.num_asked += 1
         asked = request(f"{band.name.lower()}-{self.num_asked}", band=band, **of_request)
         deadline_s = None if within_s is None else self.clock.now + within_s
@@ -77,7 +77,7 @@ class Flow:
         return Asked(asked, arrival_index, deadline_s, task)
 
     def ask_again(self, asked: Asked) -> Asked:
-        """Come back after a dispatch."""
+        """Ask for a place again after a dispatch, with the same arrival index and deadline."""
         task = asyncio.create_task(
             self._acquire(asked.request, asked.arrival_index, asked.deadline_s, SampleGroup()),
         )
@@ -95,7 +95,7 @@ class Flow:
         self.controller.settle(asked.task.result(), asked.request, num_output_tokens)
 
     def refuse(self, asked: Asked) -> None:
-        """The replica has no room after all."""
+        """Refuse a dispatched request, as a replica without room does."""
         self.controller.refused(asked.task.result(), asked.request)
         self.settle(asked, 0)
 
@@ -110,14 +110,14 @@ class Flow:
         return {view.stats.replica_id: view.num_in_flight for view in self.table.views()}
 
     def check_idle(self) -> None:
-        """Nothing waits, and nothing is counted."""
+        """Check that nothing waits and that all counts are zero."""
         self.table.check_invariants()
         assert len(self.controller.queue) == 0 and not self.controller._pending
         assert not self.table._own
 
 
 async def raised_by(waits: asyncio.Task[Any]) -> Exception | None:
-    """How something ended."""
+    """Return the exception that a task ended with, if any."""
     try:
         await waits
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Fakes with behaviour: replicas that a deterministic model speaks from, and what reaches and watches them."""
+"""Fakes with behaviour: replicas with a deterministic model, their client, and an observer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stats(
     waiting: Sequence[int] = (0, 0, 0), slots: int = 4, free_blocks: int = 1000, held: Sequence[int] = (0, 0, 0),
     outstanding: int = 0, rate: float = 0.0, is_draining: bool = False,
 ) -> ReplicaStats:  # fmt: skip
-    """What a replica with a thousand blocks reports; counts are by band."""
+    """Return a report of a replica with a thousand blocks; counts are by band."""
     return ReplicaStats(
         replica_id=replica_id,
         node_id="node",
@@ -60,7 +60,7 @@ def view(
     replica_id: str = "a", *, by_band: Sequence[int] = (0, 0, 0), outstanding: int = 0, unseen: int = 0,
     of: ReplicaStats | None = None,
 ) -> ReplicaView:  # fmt: skip
-    """A replica as a policy sees it."""
+    """Return a policy's view of a replica."""
     return ReplicaView(
         replace(of or stats(), replica_id=replica_id), age_s=0.0, num_by_band=tuple(by_band),
         outstanding_tokens=outstanding, unseen_tokens=unseen,
@@ -85,7 +85,7 @@ def routing(
 
 @dataclass
 class FakeObserver:
-    """Remembers everything it is told."""
+    """Observer that records every call."""
 
     waits: list[tuple[Band, Outcome, float]] = field(default_factory=list)
     decisions: list[Reason] = field(default_factory=list)
@@ -114,7 +114,7 @@ class FakeObserver:
 
 @dataclass(frozen=True)
 class Generation:
-    """All that a request comes to."""
+    """Complete output of a request."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -122,13 +122,13 @@ class Generation:
 
 
 def shown_text(token_ids: Sequence[int]) -> str:
-    """A letter a token, but every third token's letter shows only with the next token, as half a character does."""
+    """Return one letter per token; an id divisible by 3 shows only with the next token, like half a character."""
     letters = "".join(chr(ord("a") + token_id % 26) for token_id in token_ids)
     return letters[:-1] if token_ids and token_ids[-1] % 3 == 0 else letters
 
 
 def undisturbed(of: GenerateRequest) -> Generation:
-    """What the deterministic model says when nothing happens to the request: a token is a function of the prefix."""
+    """Return the deterministic model's output for a request; each token is a function of the prefix."""
     token_ids: list[int] = []
     while len(token_ids) < of.params.max_tokens:
         prefix = hash((of.params.seed, *of.prompt_token_ids, *token_ids))
@@ -141,7 +141,7 @@ def undisturbed(of: GenerateRequest) -> Generation:
 
 
 def prompt_logprobs(of: GenerateRequest) -> tuple[PositionLogprobs, ...]:
-    """The scores of prompt tokens 1, 2, ..."""
+    """Return the scores of prompt tokens 1, 2, ..."""
     return tuple(
         PositionLogprobs(TokenLogprob(token_id, -float(index)), ())
         for index, token_id in enumerate(of.prompt_token_ids)
@@ -151,9 +151,9 @@ def prompt_logprobs(of: GenerateRequest) -> tuple[PositionLogprobs, ...]:
 
 @dataclass(eq=False)
 class FakeReplica:
-    """Runs as many requests as it has slots, `tokens_per_delta` tokens a step each; says so in its stats.
+    """Replica that runs `num_slots` requests at a time, `tokens_per_delta` tokens each step.
 
-    `die`, `stop` and `drain` happen to it; open streams hear of it at their next step.
+    `die` and `stop` fail open streams at their next step. `drain` refuses new requests.
     """
 
     replica_id: str
@@ -163,7 +163,7 @@ class FakeReplica:
     scores_per_delta: int = 2
     step_s: float = 0.1
     fails_in_delta: bool = True
-    """Whether a failure comes as a last delta, or else is raised."""
+    """True if a failure comes as a last delta, False if it is raised."""
     is_draining: bool = False
     death: ServingError | None = None
     running: dict[str, GenerateRequest] = field(default_factory=dict)
@@ -264,7 +264,7 @@ class FakeReplica:
 
 @dataclass
 class FakeClient:
-    """A `ReplicaClient` over fake replicas: the first of the ranking that is there serves."""
+    """`ReplicaClient` over fake replicas; the first existing replica of the ranking serves."""
 
     replicas: dict[str, FakeReplica] = field(default_factory=dict)
     poll_error: ServingError | None = None

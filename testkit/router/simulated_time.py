@@ -1,4 +1,4 @@
-"""Time that moves only when told, and an event loop that skips the time in which nothing happens."""
+"""A simulated clock, and an event loop that advances the clock instead of waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ UNIX_OFFSET_S = 1e6
 
 @dataclass
 class FakeClock:
-    """Monotonic time, in seconds; `unix` is the same moment on the wire."""
+    """Monotonic clock in seconds; `unix` is the same moment as unix time."""
 
     now: float = 1000.0
 
@@ -23,7 +23,7 @@ class FakeClock:
 
 
 class _SkippingSelector(selectors.DefaultSelector):
-    """Instead of waiting moves the clock; fails when there is nothing to wait for."""
+    """Selector that advances the clock instead of waiting; it fails if there is nothing to wait for."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _SkippingSelector(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is a `FakeClock`: a sleep of an hour returns at once, an hour later."""
+    """Event loop on a `FakeClock`: a sleep of an hour returns at once, with the clock an hour later."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -49,13 +49,13 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 def simulated_clock() -> FakeClock:
-    """The clock of the simulated loop that is running."""
+    """Return the clock of the running simulated loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimulatedLoop)
     return loop.clock
 
 
 async def settle_down(rounds: int = 20) -> None:
-    """Let every task that can go on do so, without time passing."""
+    """Let all tasks run that are ready, without time passing."""
     for _ in range(rounds):
         await asyncio.sleep(0)

@@ -1,7 +1,7 @@
-"""A private one-node Ray cluster with a GPU that it only claims to have: `python -m testkit.serving.gpu_cluster PORT`.
+"""A private one-node Ray cluster with a fake GPU: `python -m testkit.serving.gpu_cluster PORT`.
 
-Serve listens on PORT. Ray's environment is that of the caller. Prints the address and the dashboard's URL, then lives
-until its input ends.
+Serve listens on PORT. Ray's environment is that of the caller. The process prints the address and the dashboard's URL,
+and ends when its input ends.
 """
 
 from __future__ import annotations

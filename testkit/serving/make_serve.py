@@ -1,4 +1,4 @@
-"""Headway as a user starts it: `make serve` in a process of its own."""
+"""Headway started like a user starts it: `make serve` in a process of its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 def wait_for(
     get: Callable[[], T | Literal[False] | None], what: str, limit_s: float = LIMIT_S, period_s: float = 0.05
 ) -> T:
-    """The first value of `get` that is not empty."""
+    """Return the first non-empty value of `get`; fail after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         value = get()
@@ -39,9 +39,9 @@ def wait_for(
 
 
 def clean_environment(home: Path) -> dict[str, str]:
-    """Ours, without what an outer `make` or Ray left in it, and with a home folder of its own.
+    """Return the environment without variables of `make` and Ray, with `home` as the home folder.
 
-    Only the compiled kernels in it are everybody's: they take half a minute to make.
+    The cache of compiled kernels is shared with the user's home: compilation takes half a minute.
     """
     kernels = home / ".cache" / "headway"
     if not kernels.exists():
@@ -55,7 +55,7 @@ def clean_environment(home: Path) -> dict[str, str]:
 
 
 def get_from_dashboard(dashboard_url: str, token_path: str | Path, path: str) -> Any:
-    """The JSON of one of the dashboard's pages."""
+    """Return the JSON of one page of the dashboard."""
     headers = {"authorization": f"Bearer {Path(token_path).read_text()}"}
     response = httpx.get(f"{dashboard_url}{path}", headers=headers, timeout=LIMIT_S)
     response.raise_for_status()
@@ -64,7 +64,7 @@ def get_from_dashboard(dashboard_url: str, token_path: str | Path, path: str) ->
 
 @dataclass(frozen=True)
 class Instance:
-    """A running `make serve`."""
+    """Running `make serve`."""
 
     url: str
     dashboard_url: str
@@ -94,7 +94,7 @@ class Instance:
 
 
 def start(home: Path, *variables: str) -> subprocess.Popen[bytes]:
-    """`make serve` with variables such as `PORT=...`, its output in `home`/serve.log."""
+    """Start `make serve` with variables such as `PORT=...`; its output goes to `home`/serve.log."""
     with open(home / "serve.log", "wb") as log:
         return subprocess.Popen(
             ["make", "--no-print-directory", "serve", *variables],
@@ -109,7 +109,7 @@ def start(home: Path, *variables: str) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def serving(home: Path, *variables: str) -> Iterator[Instance]:
-    """A `make serve` that has said it is ready; nothing of it is left afterwards."""
+    """Run `make serve` and yield it once it reports ready; end all its processes afterwards."""
     port = free_port("127.0.0.1")
     process = start(home, f"PORT={port}", *variables)
     log = home / "serve.log"
@@ -136,7 +136,7 @@ def _read_exports(script: Path) -> dict[str, str]:
 
 
 def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTERM) -> None:
-    """Ask `make serve` to stop and wait until it has."""
+    """Send `make serve` a signal and wait until it has ended."""
     if process.poll() is None:
         process.send_signal(signum)
         process.wait(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Headway on several raylets, as a test sees it."""
+"""Headway on several raylets, driven from a test process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ANSWERS = "answers"
 
 @dataclass(frozen=True)
 class Served:
-    """A running `testkit.serving.raylets`."""
+    """Running `testkit.serving.raylets`."""
 
     url: str
     dashboard_url: str
@@ -35,7 +35,7 @@ class Served:
     home: Path
 
     def replicas(self) -> list[dict[str, Any]] | None:
-        """What an ingress knows of the model replicas; None where none answers at the moment."""
+        """Return an ingress's view of the model replicas; None if no ingress answers at the moment."""
         try:
             response = httpx.get(f"{self.url}/load", timeout=LIMIT_S)
         except httpx.TransportError:
@@ -44,16 +44,16 @@ class Served:
         return replicas
 
     def num_running(self) -> dict[str, int]:
-        """Sequences that run, by replica."""
+        """Return the number of running sequences by replica."""
         return {replica["replica_id"]: replica["num_running"] for replica in self.replicas() or ()}
 
     def node_of(self, replica_id: str) -> str:
-        """The raylet of a model replica."""
+        """Return the raylet of a model replica."""
         [node_id] = [replica["node_id"] for replica in self._deployment("Model") if replica["replica_id"] == replica_id]
         return str(node_id)
 
     def ingress_pids(self) -> dict[str, int]:
-        """The process of every ingress that runs, by id."""
+        """Return the process id of every running ingress, by replica id."""
         return {
             replica["replica_id"]: replica["pid"]
             for replica in self._deployment("Ingress")
@@ -61,11 +61,11 @@ class Served:
         }
 
     def ingress_of(self, stream: Stream) -> str:
-        """The ingress that a request came to, as its log says."""
+        """Return the ingress that received a request, according to its log."""
         return wait_for(lambda: self._find_started(stream.request_id), f"{stream.request_id} has come to an ingress")
 
     def open_in_turn(self, clients: Clients, bodies: Iterable[dict[str, Any]]) -> list[Stream]:
-        """Requests one after the other, each when the one before has come to an ingress: the proxy spreads them."""
+        """Open requests one by one, each after an ingress has received the one before: the proxy then spreads them."""
         streams: list[Stream] = []
         for body in bodies:
             streams.append(clients.open(body))
@@ -73,10 +73,10 @@ class Served:
         return streams
 
     def open_at(self, clients: Clients, ingress_id: str, body: dict[str, Any]) -> tuple[Stream, list[Stream]]:
-        """A request through one ingress, and those like it that came to another, which were sent before it."""
+        """Open requests until one reaches this ingress; return it and the earlier ones, at other ingresses."""
         others: list[Stream] = []
         for _ in range(_MAX_TRIES):
-            # Those that came to the other stay: the proxy prefers the ingress that has fewer.
+            # Requests at another ingress stay open: the proxy prefers the ingress with fewer requests.
             stream = clients.open(body)
             if self.ingress_of(stream) == ingress_id:
                 return stream, others
@@ -97,11 +97,11 @@ class Served:
         wait_for(is_idle, "every replica is idle")
 
     def add_worker(self) -> str:
-        """One more raylet with room for a model replica; its id."""
+        """Add a raylet with room for one model replica; return its id."""
         return self._command("add")
 
     def kill_worker(self, node_id: str) -> None:
-        """Kill a raylet with all that runs on it."""
+        """Kill a raylet with all its processes."""
         self._command(f"remove {node_id}")
 
     def _command(self, command: str) -> str:
@@ -127,7 +127,7 @@ class Served:
 
 @contextmanager
 def serving(home: Path, **fields: object) -> Iterator[Served]:
-    """The application with these fields of its configuration; nothing of it is left afterwards."""
+    """Serve the application with these fields of its configuration; end all its processes afterwards."""
     port = free_port("127.0.0.1")
     arguments = [f"{name}={value}" for name, value in {"port": port, **fields}.items()]
     with open(home / _ANSWERS, "wb") as answers, open(home / "log", "wb") as log:

@@ -1,9 +1,9 @@
 """A private Ray cluster of several raylets that serves a model: `python -m testkit.serving.raylets key=value`.
 
-The head has the processors that ingresses and the jobs process ask for, each worker has a GPU that it only claims
-to have: so every model replica has a worker of its own, and all else is on the head. Takes `port` and the fields of
-`HeadwayConfig`. Says where it serves in one line of JSON. Then `add` starts one more worker and `remove NODE_ID`
-kills one, each answered by a line; ends with its input.
+The head has the CPUs for the ingresses and the jobs process. Each worker has a fake GPU and no CPUs. So every model
+replica gets its own worker, and everything else runs on the head. Arguments are `port` and the fields of
+`HeadwayConfig`. The process prints one line of JSON with its addresses. It then reads commands: `add` starts a worker,
+`remove NODE_ID` kills one. Each command is answered by one line. The process ends when its input ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PLACES = {
 
 @dataclass(frozen=True, slots=True)
 class LoadOnCpu:
-    """Loads the real model, on CPU whatever the raylet claims to have."""
+    """Backend loader for the real model on CPU, even on a raylet with a fake GPU."""
 
     def __call__(self, options: ReplicaOptions) -> Backend:
         from replicas.model_replica import load_torch_backend
@@ -50,7 +50,7 @@ def main() -> None:
     fields = dict(argument.split("=", 1) for argument in sys.argv[1:])
     port = int(fields.pop("port"))
     config = HeadwayConfig.model_validate({**_PLACES, **fields})
-    # Ray prints lines of its own.
+    # Ray prints to stdout too; answers go to the real stdout.
     with contextlib.redirect_stdout(sys.stderr), _folder() as folder, _cluster(config) as cluster:
         _serve(config, port)
         logs = folder / "t" / "ray" / "session_latest" / "logs" / "serve"
@@ -67,8 +67,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for everything that Ray writes, the file with the newest cluster's address included."""
-    folder = Path(tempfile.mkdtemp(prefix="hwc-", dir="/tmp"))  # short: Ray keeps sockets below it
+    """Yield a folder for all files of Ray, including the one with the newest cluster's address."""
+    folder = Path(tempfile.mkdtemp(prefix="hwc-", dir="/tmp"))  # short: Ray puts sockets below it
     os.environ.update(private_ray_environment(folder), RAY_TMPDIR=str(folder / "t"))
     try:
         yield folder
@@ -78,7 +78,7 @@ def _folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _cluster(config: HeadwayConfig) -> Iterator[Cluster]:
-    """A head and as many workers as there are model replicas, with nothing of them left afterwards."""
+    """Run a head and one worker per model replica; end all their processes afterwards."""
     import ray
     from ray.cluster_utils import Cluster  # reads the environment when imported
 

@@ -1,4 +1,4 @@
-"""Streamed completions that are read beside the test, as by many clients."""
+"""Streamed completions of many clients, read in a thread beside the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from testkit.limits import LIMIT_S
 
 
 class Stream:
-    """What has come of one request so far; the clients' thread writes it, the test reads it."""
+    """State of one streamed request; the clients' thread writes it, the test reads it."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -25,38 +25,38 @@ class Stream:
         self.replica_id: str | None = None
         """The replica that gave the first tokens."""
         self.texts: defaultdict[int, str] = defaultdict(str)
-        """By choice."""
+        """Text by choice."""
         self.finish_reasons: dict[int, str] = {}
         self.error: str | None = None
-        """What the server said, or how the connection broke."""
+        """The server's error, or the transport error."""
         self.is_done = False
-        """Whether the server said that all was told."""
+        """True if the server has sent `[DONE]`."""
         self._reading: Future[None] | None = None
 
     @property
     def num_characters(self) -> int:
-        """Of all choices."""
+        """Number of characters of all choices."""
         return sum(len(text) for text in list(self.texts.values()))
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if nothing more will come."""
         return self._reading is not None and self._reading.done()
 
     def close(self) -> None:
-        """Go away, as a client that has lost interest."""
+        """Disconnect the client."""
         assert self._reading is not None
         self._reading.cancel()
 
     def read_on(self, reading: Future[None]) -> None:
-        """Be filled by `reading`."""
+        """Attach the task that reads the stream."""
         self._reading = reading
 
     def take(self, line: str) -> None:
-        """Note one line of the event stream."""
+        """Record one line of the event stream."""
         data = line.removeprefix("data: ")
         if data == line:
-            return  # a comment, or the empty line behind an event
+            return  # a comment, or the empty line after an event
         if data == "[DONE]":
             self.is_done = True
             return
@@ -77,17 +77,17 @@ class Clients:
         self._http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None))
         self._streams: list[Stream] = []
         self.begun: list[Stream] = []
-        """Streams in the order in which their first text came."""
+        """Streams in the order of their first text."""
 
     def open(self, body: dict[str, Any]) -> Stream:
-        """Send one streamed completion; gives it before anything has come of it."""
+        """Send one streamed completion; return it before any response."""
         stream = Stream(f"stream-{len(self._streams)}-of-{id(self)}")
         self._streams.append(stream)
         stream.read_on(asyncio.run_coroutine_threadsafe(self._read(stream, body), self._loop))
         return stream
 
     def close(self) -> None:
-        """Let every client go away."""
+        """Disconnect every client."""
         for stream in self._streams:
             stream.close()
         asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(LIMIT_S)
@@ -108,7 +108,7 @@ class Clients:
 
 @contextmanager
 def clients(url: str) -> Iterator[Clients]:
-    """Clients that are gone afterwards."""
+    """Yield clients; disconnect them afterwards."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="clients")
     thread.start()

@@ -16,8 +16,8 @@ from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
+from testkit.http.local_service import local_service
 from testkit.model.tiny_checkpoints import write_checkpoint
-from tests.service.local_service import local_service
 
 MODEL = "tiny"
 

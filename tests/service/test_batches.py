@@ -19,12 +19,12 @@ from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
+from testkit.http.local_service import local_service
 from testkit.http.scripted_dispatcher import key_digest
 from testkit.limits import LIMIT_S
 from testkit.model.tiny_checkpoints import write_checkpoint
+from testkit.serving.batch_calls import MODEL_NAME, chat_body, ended, line, look, results, submit
 from testkit.serving.make_serve import ROOT, wait_for
-from tests.service.batches import MODEL_NAME, chat_body, ended, line, look, results, submit
-from tests.service.local_service import local_service
 
 LONG = 30_000
 """Output tokens of a request that no test waits for: many seconds."""

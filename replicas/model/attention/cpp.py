@@ -1,4 +1,4 @@
-"""Attention over the paged cache in the compiled kernel, on CPU."""
+"""Attention backend over the compiled C++ kernel, on CPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from replicas.model.attention.interface import AttentionCall, with_dense_heads
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache
 from replicas.model.batch.inputs import BatchInputs
 
-# Attention reads keys and values in pieces of this many numbers.
+# Numbers per vector: the kernel reads keys and values in such pieces.
 _HEAD_SIZE_UNIT = 16
 
 
 def can_attend(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether `CppAttention` computes the attention of such layers."""
+    """Return True if `CppAttention` supports `layers`."""
     return all(size % _HEAD_SIZE_UNIT == 0 for layer in layers for size in (layer.key_size, layer.value_size))
 
 
 class CppAttention:
-    """Attention of one forward pass straight over the cache's blocks; needs the kernels and `can_attend`.
+    """Attention of one forward pass in the compiled kernel. It needs the kernels, and `can_attend` must be True.
 
-    Reads no slot but those that a token sees, so that blocks need not be cleared.
+    The kernel reads only slots that a token sees, so blocks need not be cleared.
     """
 
     def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
@@ -38,10 +38,10 @@ class CppAttention:
         self.chunks = torch.tensor(chunks, dtype=torch.int64)
         """[num_chunks, 4]: first row, first position, end position, start in `tables`"""
         self.tables = torch.tensor(tables, dtype=torch.int64)
-        """The block tables of all chunks, one after the other."""
+        """[num_blocks of all chunks]: the block tables of all chunks, concatenated."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
+        """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
         layer, scoring = self.cache[call.layer], call.scoring
         output: Tensor = torch.ops.headway.attend_paged.default(
             *map(with_dense_heads, (call.query, call.key, call.value)),

@@ -1,4 +1,4 @@
-"""Attention written out, for what torch's fused kernels lack: score caps, sinks, unequal head sizes."""
+"""Attention without torch's fused kernels, for softcaps, sinks and unequal head sizes of keys and values."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from torch import Tensor
 
 from replicas.model.attention.interface import Scoring
 
-# Bounds the scores held at once, in elements.
+# Scores held at once, in elements. It bounds the memory.
 _MAX_SCORES = 1 << 24
 
 
 def attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention in float32 scores, a slice of the queries at a time.
+    """Compute attention with float32 scores, for a slice of the queries at a time.
 
     Args:
         query: [num_chunks, num_query_heads, num_tokens, key_size]
         keys: [num_chunks, num_kv_heads, num_slots, key_size]
         values: [num_chunks, num_kv_heads, num_slots, value_size]
-        mask: bool, broadcastable to [num_chunks, 1, num_tokens, num_slots]; every token sees a slot. None: causal,
-            tokens and slots being the same positions.
-        scoring: how products of queries and keys become scores.
+        mask: bool, broadcastable to [num_chunks, 1, num_tokens, num_slots]; every token sees a slot. None: causal;
+            tokens and slots are the same positions.
+        scoring: the parameters of the scores.
 
     Returns:
         [num_chunks, num_query_heads, num_tokens, value_size]
@@ -46,7 +46,7 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | Non
 def _attend_slice(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
     num_chunks, num_heads, num_tokens, key_size = query.shape
     num_kv_heads = keys.shape[1]
-    # The query heads of one KV head are packed as rows, so that keys are not repeated.
+    # Pack the query heads of one KV head as rows, so the keys need no copy per query head.
     packed = query.reshape(num_chunks, num_kv_heads, -1, key_size)
     scores = (packed @ keys.transpose(2, 3)).view(num_chunks, num_heads, num_tokens, -1).float() * scoring.scale
     if scoring.softcap is not None:

@@ -1,8 +1,8 @@
-"""Attention over the paged cache in FlashAttention 3, where it is installed: one call for any mixture of chunks.
+"""Attention backend over FlashAttention 3, where that package is installed: one call for any mixture of chunks.
 
-Shah et al., FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision, 2024. It is written for
-devices of compute capability 9 and numbers of 16 bits, and ends the process where it finds another device; those, and
-layers with sinks, are served by other backends.
+Shah et al., FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision, 2024. The package
+supports compute capability 9 and 16-bit numbers, and ends the process on any other device. Other backends serve other
+devices and layers with sinks.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from replicas.model.batch.inputs import BatchInputs, Chunk
 _MODULE = "flash_attn_interface"
 
 Attend = Callable[..., Tensor]
-"""`flash_attn_with_kvcache` of the package."""
+"""Type of the package's `flash_attn_with_kvcache`."""
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Chunks of sequences laid end to end in a flat batch."""
+    """Plan of a flat batch of chunks, as FlashAttention's call with variable lengths takes it."""
 
     tables: Tensor
-    """[num_chunks, num_blocks] int32: each sequence's blocks; past its own anything that is a block."""
+    """[num_chunks, num_blocks] int32: each sequence's blocks, padded with any valid block."""
     num_keys: Tensor
-    """[num_chunks] int32: keys that the last token of each chunk sees."""
+    """[num_chunks] int32: number of keys that the last token of each chunk sees."""
     first_rows: Tensor
-    """[num_chunks + 1] int32: where each chunk begins in the flat batch, and its end."""
+    """[num_chunks + 1] int32: first row of each chunk in the flat batch, then the number of rows."""
     longest_chunk: int
 
 
@@ -49,7 +49,7 @@ class FlashAttention:
         self._attend = attend
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
+        """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
         if call.scoring.sinks is not None:
             raise NotImplementedError("FlashAttention 3 has no attention sinks")
         layer = self._cache[call.layer]
@@ -70,10 +70,14 @@ class FlashAttention:
 
 
 class FlashBackend:
-    """Makes the attention of each forward pass."""
+    """`AttentionBackend` over FlashAttention 3."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises ModelLoadError where the package is not installed, or not made for the device and `dtype`."""
+        """Import the package.
+
+        Raises:
+            ModelLoadError: the package is not installed, or does not support the device or `dtype`.
+        """
         try:
             self._attend: Attend = importlib.import_module(_MODULE).flash_attn_with_kvcache
         except (ImportError, AttributeError) as error:
@@ -84,12 +88,12 @@ class FlashBackend:
                 raise ModelLoadError(f"it is not made for {dtype} and compute capability {capability}")
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> FlashAttention:
-        """Attention of the chunks of `inputs`."""
+        """Return the attention of the chunks of `inputs`."""
         return FlashAttention(cache, inputs.slots, _plan(inputs.chunks, inputs.slots.device), self._attend)
 
 
 def _plan(chunks: Sequence[Chunk], device: torch.device) -> VarlenPlan:
-    """The plan of a flat batch. Copies to the device are not waited for."""
+    """Return the plan of a flat batch. The copies to the device are asynchronous."""
     last = chunks[-1]
     return VarlenPlan(
         tables=place(padded_tables(chunks), len(chunks), device),

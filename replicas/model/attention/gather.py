@@ -1,4 +1,4 @@
-"""Attention over the paged cache in plain torch: gather blocks, then scaled dot product. Runs on any device."""
+"""Attention backend in plain torch: gather the blocks, then scaled dot product. It runs on any device."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.batch.inputs import BatchInputs, Chunk
 
-# Bounds the copy of keys and values that one group of decodes makes, in slots.
+# Slots of one group of decodes. It bounds the copy of their keys and values.
 _MAX_GATHERED_SLOTS = 1 << 17
-# Sequences within this many blocks share a group whatever their lengths: a call costs more than the padding.
+# Sequences of at most this many blocks share a group, however unequal: padding costs less than another call.
 _SHORT_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Single-token chunks of similar length whose blocks are gathered together."""
+    """Decodes of similar length, whose blocks are gathered together."""
 
     rows: Tensor
-    """[num_chunks] int64: their rows in the flat batch."""
+    """[num_chunks] int64: rows in the flat batch."""
     table: Tensor
     """[num_chunks * max_blocks] int64"""
     mask: Tensor
-    """[num_chunks, 1, 1, max_blocks * block_size] bool: which gathered slots the token sees; at least its own."""
+    """[num_chunks, 1, 1, max_blocks * block_size] bool: the gathered slots that the token sees; at least its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One chunk of several tokens. Without a table, its own keys and values are all it sees, causally."""
+    """Chunk of several tokens. Without a table, the chunk sees only its own keys and values, causally."""
 
     rows: slice
     table: Tensor | None
@@ -49,7 +49,7 @@ class _Plan:
 
 
 class GatherAttention:
-    """Attention of one forward pass. What layers share (tables, masks) is built once per window size."""
+    """Attention of one forward pass. Layers of the same window share a plan of tables and masks."""
 
     def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
         self._cache = cache
@@ -57,7 +57,7 @@ class GatherAttention:
         self._plans: dict[int | None, _Plan] = {}
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
+        """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
         layer = self._cache[call.layer]
         if self._inputs.partial_blocks is not None:
             layer.clear(self._inputs.partial_blocks)
@@ -81,7 +81,10 @@ class GatherAttention:
         )
 
     def _group(self, chunks: list[Chunk], window: int | None) -> list[list[Chunk]]:
-        """Chunks in groups whose members fill at least half of the padded length, longest first."""
+        """Return the chunks in groups, longest first; members of a group have at least half of the padded length.
+
+        Groups of short sequences may be more unequal.
+        """
         groups: list[list[Chunk]] = []
         longest = 0
         for chunk in sorted(chunks, key=lambda chunk: -len(self._blocks(chunk, window))):
@@ -97,11 +100,11 @@ class GatherAttention:
     def _decodes(self, chunks: list[Chunk], window: int | None) -> _Decodes:
         tables = [self._blocks(chunk, window) for chunk in chunks]
         num_blocks = len(tables[0])
-        # Padded with a block of its own: whatever a sequence reads, masked or not, is its own.
+        # Pad with a sequence's own last block: a sequence reads only its own blocks, even under the mask.
         padded = [table + table[-1:] * (num_blocks - len(table)) for table in tables]
         block_size = self._cache.block_size
         firsts = [self._first_block(chunk, window) * block_size for chunk in chunks]
-        # Relative to the first gathered slot: what a token sees is [low, high).
+        # A token sees the slots [low, high), counted from the first gathered slot.
         lows = [_first_visible(chunk, window) - first for chunk, first in zip(chunks, firsts, strict=True)]
         highs = [chunk.end - first for chunk, first in zip(chunks, firsts, strict=True)]
         bounds = self._tensor([[chunk.row for chunk in chunks], lows, highs])
@@ -126,7 +129,7 @@ class GatherAttention:
         return _first_visible(chunk, window) // self._cache.block_size
 
     def _blocks(self, chunk: Chunk, window: int | None) -> list[int]:
-        """The blocks that some token of the chunk sees."""
+        """Return the blocks that tokens of the chunk see."""
         num_blocks = -(-chunk.end // self._cache.block_size)
         return chunk.block_table[self._first_block(chunk, window) : num_blocks]
 
@@ -135,12 +138,12 @@ class GatherAttention:
 
 
 def _first_visible(chunk: Chunk, window: int | None) -> int:
-    """The earliest position that the chunk's first token sees."""
+    """Return the earliest position that the chunk's first token sees."""
     return 0 if window is None else max(0, chunk.start + 1 - window)
 
 
 def _attend_decodes(call: AttentionCall, layer: LayerCache, decodes: _Decodes) -> Tensor:
-    """The group's output, [num_chunks, num_query_heads, value_size]."""
+    """Return the group's output, [num_chunks, num_query_heads, value_size]."""
     query = call.query.index_select(0, decodes.rows)
     num_chunks, num_heads, key_size = query.shape
     keys = layer.keys.index_select(0, decodes.table).view(num_chunks, -1, *layer.keys.shape[2:]).transpose(1, 2)
@@ -148,7 +151,7 @@ def _attend_decodes(call: AttentionCall, layer: LayerCache, decodes: _Decodes) -
     if _needs_dense(call):
         output = attend_dense(query[:, :, None], keys, values, decodes.mask, call.scoring)
     else:
-        # The query heads of one KV head are packed as query rows, so that keys are not repeated.
+        # Pack the query heads of one KV head as rows, so the keys need no copy per query head.
         packed = query.view(num_chunks, keys.shape[1], -1, key_size)
         output = functional.scaled_dot_product_attention(
             packed, keys, values, attn_mask=decodes.mask, scale=call.scoring.scale
@@ -157,7 +160,7 @@ def _attend_decodes(call: AttentionCall, layer: LayerCache, decodes: _Decodes) -
 
 
 def _attend_prefill(call: AttentionCall, layer: LayerCache, prefill: _Prefill) -> Tensor:
-    """The chunk's output, [num_tokens, num_query_heads, value_size]."""
+    """Return the chunk's output, [num_tokens, num_query_heads, value_size]."""
     query = call.query[prefill.rows].transpose(0, 1)[None]
     if prefill.table is None:
         keys, values = call.key[prefill.rows], call.value[prefill.rows]
@@ -168,7 +171,8 @@ def _attend_prefill(call: AttentionCall, layer: LayerCache, prefill: _Prefill) -
     if _needs_dense(call):
         output = attend_dense(query, keys, values, prefill.mask, call.scoring)
     else:
-        # Repeated, not `enable_gqa`: CUDA's kernels that take a mask lack it, and torch would write all scores out.
+        # Repeat the heads instead of `enable_gqa`: no CUDA kernel has both that and a mask, so torch would store all
+        # scores.
         group_size = query.shape[1] // keys.shape[1]
         output = functional.scaled_dot_product_attention(
             query,
@@ -182,7 +186,7 @@ def _attend_prefill(call: AttentionCall, layer: LayerCache, prefill: _Prefill) -
 
 
 def _needs_dense(call: AttentionCall) -> bool:
-    """Whether torch's fused attention cannot compute the call (or would, in unbounded memory)."""
+    """Return True if torch's fused attention cannot compute the call, or only with unbounded memory."""
     return (
         call.scoring.softcap is not None or call.scoring.sinks is not None or call.query.shape[2] != call.value.shape[2]
     )

@@ -1,8 +1,8 @@
-"""The seam between transformers' model code and whatever computes attention.
+"""Interface between transformers' model code and the attention backends.
 
-A model loaded with `attn_implementation=ATTENTION_NAME` calls `attention_forward` once per layer. That
-function hands the call to the context its own model is running under: a probe while loading, one
-step's attention over the paged cache while serving.
+A model that is loaded with `attn_implementation=ATTENTION_NAME` calls `attention_forward` once per layer. The function
+passes the call to the current context of the model: a probe during loading, and one step's attention over the paged
+cache during serving.
 """
 
 from __future__ import annotations
@@ -28,76 +28,76 @@ _LAYER_ATTRIBUTE = "headway_layer"
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How a layer turns products of queries and keys into scores, beside the causal order."""
+    """Parameters that turn a layer's products of queries and keys into scores."""
 
     scale: float
     softcap: float | None = None
     """Scores become softcap * tanh(score / softcap)."""
     sinks: Tensor | None = None
-    """[num_query_heads]: one more score per head that takes part in the softmax and has no value."""
+    """[num_query_heads]: one more score per head, which is part of the softmax and has no value."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer asks for, for the `num_tokens` tokens of a flat batch."""
+    """Attention request of one layer for the `num_tokens` tokens of a flat batch."""
 
     layer: int
     query: Tensor
-    """[num_tokens, num_query_heads, key_size]; strides are arbitrary."""
+    """[num_tokens, num_query_heads, key_size]. Strides are arbitrary, as those of key and value."""
     key: Tensor
     """[num_tokens, num_kv_heads, key_size]"""
     value: Tensor
     """[num_tokens, num_kv_heads, value_size]"""
     scoring: Scoring
     window: int | None
-    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: all tokens before it and itself."""
     extras: frozenset[str]
-    """Names of other arguments that transformers gave a value."""
+    """Names of the other arguments to which transformers gave a value."""
 
 
 def with_dense_heads(tensor: Tensor) -> Tensor:
-    """Return the tensor itself where the numbers of one head lie side by side, else a copy."""
+    """Return `tensor` itself if the numbers of each head are contiguous, else a contiguous copy."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 class AttentionContext(Protocol):
-    """Computes the attention of the forward pass that is running."""
+    """Attention of one forward pass."""
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention output, [num_tokens, num_query_heads, value_size]."""
+        """Return the attention output, [num_tokens, num_query_heads, value_size]."""
         ...
 
 
 AttentionBackend = Callable[[KVCache, BatchInputs], AttentionContext]
-"""Makes the attention of one forward pass: the seam for kernels of one device."""
+"""Factory of the attention of a forward pass; each implementation has its own kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Requirements of a model on the attention that serves it."""
+    """Requirements of a model on its attention backend."""
 
     layers: Sequence[AttentionLayer]
     block_size: int
     dtype: torch.dtype
     device: torch.device
     has_kernels: bool = False
-    """Whether the compiled CPU kernels can be called, for this dtype."""
+    """True if the compiled CPU kernels are loaded and support `dtype`."""
 
 
 class AttentionPort:
-    """Where the attention layers of one model find their context; several models can live in one process."""
+    """Connection of one model's attention layers to their current context. A process can have several models."""
 
     def __init__(self, model: nn.Module) -> None:
         self.number = next(_numbers)
         _ports[self.number] = self
         self.context: AttentionContext | None = None
-        """Of the forward pass that is running."""
+        """Context of the running forward pass; None between passes."""
         for module in model.modules():
             setattr(module, _PORT_ATTRIBUTE, self)
 
     @contextmanager
     def using(self, context: AttentionContext) -> Iterator[None]:
-        """Give the model's attention calls to `context` meanwhile."""
+        """Pass the model's attention calls to `context` until the block ends."""
         assert self.context is None, "a model runs one forward pass at a time"
         self.context = context
         try:
@@ -106,7 +106,7 @@ class AttentionPort:
             self.context = None
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Pass a call on to the current context."""
+        """Pass a call to the current context and return its output."""
         assert self.context is not None, "attention was called outside `using`"
         return self.context.attend(call)
 
@@ -132,9 +132,9 @@ def _attend_opaquely(
     softcap: float | None,
     window: int | None,
 ) -> Tensor:
-    """`AttentionPort.attend` for compiled code, which must not look inside; what it does to the cache is not seen.
+    """Call `AttentionPort.attend` from compiled code, which neither traces the call nor sees its writes to the cache.
 
-    The layer's number is a tensor on the host: as a number it would be a constant of the compiled code.
+    `layer` is a tensor: an int would become a constant of the compiled code.
     """
     scoring = Scoring(scale, softcap, sinks)
     call = AttentionCall(int(layer), query, key, value, scoring, window, extras=frozenset())
@@ -158,9 +158,10 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **extras: object,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls: query, key and value are [1, num_heads, num_tokens, head_size].
+    """Compute a layer's attention; transformers calls this function.
 
-    Returns [1, num_tokens, num_query_heads, value_size] and no attention weights.
+    Query, key and value are [1, num_heads, num_tokens, head_size]. Returns [1, num_tokens, num_query_heads,
+    value_size], and None in the place of the attention weights.
     """
     port: AttentionPort = getattr(module, _PORT_ATTRIBUTE)
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
@@ -179,16 +180,19 @@ def attention_forward(
 
 
 def number_layers(model: nn.Module) -> None:
-    """Give the attention layers of `model`, already on its device, their numbers in the form compiled code needs."""
+    """Give each attention layer of `model` its index as a tensor buffer on the host, for compiled code.
+
+    Call it after the model was moved to its device.
+    """
     for module in model.modules():
         if getattr(module, "layer_idx", None) is not None:
             module.register_buffer(_LAYER_ATTRIBUTE, torch.tensor(module.layer_idx), persistent=False)
 
 
 def register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers; repeating it changes nothing.
+    """Register `ATTENTION_NAME` with transformers. Repeated calls change nothing.
 
-    No mask function is registered under the name, so that transformers builds no mask.
+    Without a mask function of that name, transformers builds no mask.
     """
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
 

@@ -1,4 +1,4 @@
-"""The memory that keys and values live in: blocks of slots, per layer."""
+"""The paged KV cache: blocks of token slots for each layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replicas.model.hardware.huge_pages import huge_zeros
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """Shape of the KV cache and of the attention of one layer."""
+    """Shape of one layer's attention and KV cache."""
 
     index: int
     num_query_heads: int
@@ -46,9 +46,9 @@ class LayerCache:
 
 
 class KVCache:
-    """Blocks of every layer of one model.
+    """KV blocks of all layers of one model.
 
-    Block 0 is scratch, for warming up. Sequences own blocks 1..num_blocks.
+    Block 0 is scratch, for warm-up, measurements and padding. Sequences own blocks 1..num_blocks.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class KVCache:
 
 
 def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
-    """Memory that one block takes over all layers."""
+    """Return the size of one block over all layers, in bytes."""
     sizes = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
     return block_size * sizes * dtype.itemsize
 

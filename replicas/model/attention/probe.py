@@ -1,4 +1,4 @@
-"""Learning a model's attention layers, and whether it can be served, from dry forward passes."""
+"""Probe of a model: dry forward passes that find its attention layers and refuse models that cannot be served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replicas.errors import UnsupportedModel
 from replicas.model.attention.interface import AttentionCall, AttentionPort
 from replicas.model.attention.kv_cache import AttentionLayer
 
-# Arguments that transformers passes along and that change nothing about the attention of a causal decoder.
+# Arguments from transformers that do not change the attention of a causal decoder.
 _HARMLESS = frozenset(
     {
         "position_ids",
@@ -30,7 +30,7 @@ _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 class _Recorder:
-    """Attention that notes each call and answers zeros, so that no position learns about another."""
+    """Attention context that records each call and returns zeros, so attention passes nothing between positions."""
 
     def __init__(self) -> None:
         self.layers: list[AttentionLayer] = []
@@ -55,10 +55,10 @@ class _Recorder:
 
 
 def refuse_config(config: PretrainedConfig) -> None:
-    """Refuse what the config alone shows to be impossible, before any weight is read.
+    """Check the config alone, before any weight is read.
 
     Raises:
-        UnsupportedModel: always with the model type and the reason.
+        UnsupportedModel: the config shows that the model cannot be served. The error has the model type and the reason.
     """
     if config.is_encoder_decoder:
         raise UnsupportedModel(config.model_type, "it is an encoder-decoder, not a decoder")
@@ -71,10 +71,11 @@ def refuse_config(config: PretrainedConfig) -> None:
 
 
 def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[AttentionLayer, ...]:
-    """The model's attention layers in order of index.
+    """Return the model's attention layers in order of index.
 
     Raises:
-        UnsupportedModel: not exactly one call per layer, or positions mix outside attention.
+        UnsupportedModel: a layer does not call attention exactly once, attention takes an unknown argument, or
+            positions influence one another outside attention.
     """
     model_type = model.config.model_type
     recorder, logits = dry_forward(model, port, [3, 4, 5, 6])
@@ -90,7 +91,7 @@ def probe_attention(model: PreTrainedModel, port: AttentionPort) -> tuple[Attent
 
 
 def dry_forward(model: PreTrainedModel, port: AttentionPort, token_ids: list[int]) -> tuple[_Recorder, Tensor]:
-    """What attention was asked for, and the logits [num_tokens, vocab_size] float32, with attention replaced by 0.
+    """Run a forward pass whose attention gives zeros; return its recorder and logits [num_tokens, vocab_size] float32.
 
     Raises:
         UnsupportedModel: the model's code fails.

@@ -1,4 +1,4 @@
-"""Which way of computing attention a runner gets."""
+"""Selection of the attention backend of a runner."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "flash", "triton", "gather")
-# Of pretended devices: on one no keys are divided into parts, on the other all.
+# Processor counts for the check: with the first, no keys are split into parts; with the second, they are.
 _FEW_PROCESSORS, _MANY_PROCESSORS = 0, 4096
 
 
 def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
-    """Return the backend that is asked for by name, or with `auto` the fastest that works for `spec`.
+    """Return the backend of that name; for `auto` the fastest one that works for `spec`.
 
     Raises:
-        ModelLoadError: flash or triton was asked for and does not work here, or there is no such backend.
+        ModelLoadError: there is no such backend, or it is flash or triton and does not work here.
     """
     if backend not in BACKENDS:
         raise ModelLoadError(f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
@@ -46,9 +46,10 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
 
 
 class FlashAndTriton:
-    """Batches with prompts in FlashAttention 3, those of decodes alone in Triton's kernels.
+    """`AttentionBackend` that runs batches with prompts in FlashAttention 3 and pure decodes in Triton's kernels.
 
-    A decode has few query rows for each key: our tiles fit them, and graphs are captured of the same kernels.
+    The tiles of the Triton kernels suit decodes, which have few query rows for each key. CUDA graphs are captured with
+    the same kernels.
     """
 
     def __init__(self, flash: AttentionBackend, triton: TritonBackend) -> None:
@@ -57,7 +58,7 @@ class FlashAndTriton:
         self.planned = triton.planned
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> AttentionContext:
-        """Attention of the chunks of `inputs`."""
+        """Return the attention of the chunks of `inputs`."""
         has_prompts = any(chunk.num_tokens > 1 for chunk in inputs.chunks)
         return (self._flash if has_prompts else self._triton)(cache, inputs)
 
@@ -68,27 +69,27 @@ def _fastest(spec: AttentionSpec) -> AttentionBackend:
     try:
         triton = _triton(spec)
     except ModelLoadError as error:
-        _log.warning("attention runs in plain torch, slowly, as Triton's kernels do not work here: %s", error)
+        _log.warning("attention uses plain torch and is slow: Triton's kernels do not work here: %s", error)
         return GatherAttention
     try:
         return FlashAndTriton(_flash(spec), triton)
     except ModelLoadError as error:
-        _log.info("attention runs in our own kernels alone: %s", error)
+        _log.info("attention uses Triton's kernels only, without FlashAttention 3: %s", error)
     return triton
 
 
 def _flash(spec: AttentionSpec) -> AttentionBackend:
-    """FlashAttention 3; raises ModelLoadError where it is not installed, not made for the device, or proves wrong."""
+    """Return FlashAttention 3. Raises ModelLoadError if it is missing, does not support the device, or is wrong."""
     backend = FlashBackend(spec.dtype, spec.device)
-    # Tables as wide as the longer passes' have it divide the keys.
+    # The long schedule has block tables wide enough for FlashAttention to split the keys.
     _refuse_wrong(spec, [backend], LONG_SCHEDULE)
     return backend
 
 
 def _triton(spec: AttentionSpec) -> TritonBackend:
-    """Triton's kernels; raises ModelLoadError where they are not installed or prove wrong."""
+    """Return the backend of Triton's kernels. Raises ModelLoadError if Triton is not installed or the check fails."""
     try:
-        # Triton comes with torch for CUDA only; whoever serves on a CPU does without it.
+        # Only torch for CUDA installs Triton. Replicas on CPU run without it.
         from replicas.model.attention.triton import TritonBackend
     except ImportError as error:
         raise ModelLoadError(str(error)) from error
@@ -104,5 +105,5 @@ def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionBackend], s
 
 def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 1  # Triton's interpreter runs one program after another.
+        return 1  # Triton's interpreter runs the programs one after the other.
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""Checks of attention against plain torch: every kind of call that a model will make."""
+"""Checks of an attention backend against plain torch, over every kind of call that a model makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replicas.model.batch.inputs import BatchInputs, build_inputs
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 
 ChunkSchedule = tuple[tuple[tuple[int, int], ...], ...]
-"""Of each pass the chunks [start, end), each of another sequence; what lies before, earlier passes have computed."""
+"""Chunks [start, end) of each pass, one per sequence; earlier passes have computed the positions before them."""
 _EARLIER = ((0, 3), (0, 299), (0, 37))
 SHORT_SCHEDULE: ChunkSchedule = (
     _EARLIER,
@@ -31,11 +31,10 @@ LONG_SCHEDULE: ChunkSchedule = (*SHORT_SCHEDULE, ((6, 7), (330, 1800)), ((7, 8),
 def check_attention(
     spec: AttentionSpec, candidates: Sequence[AttentionBackend], schedule: ChunkSchedule = SHORT_SCHEDULE
 ) -> str | None:
-    """Return what is wrong with one of `candidates`, in words; None: nothing.
+    """Return a description of the first fault of one of `candidates`; None if there is none.
 
-    Compiles all that serving needs. What is in the cache beside the keys and values of the sequences is no number, so
-    that a candidate which reads it, if only to multiply it by zero, is found out. Layers that look the same are tried
-    once.
+    The check compiles all kernels that serving needs. Unused cache slots hold NaN, so a candidate that reads them
+    fails, even if it multiplies them by zero. Layers of the same shape are checked once.
     """
     return find_fault(_errors(spec, candidates, schedule), spec.dtype)
 
@@ -44,7 +43,7 @@ def check_attention(
 def _errors(
     spec: AttentionSpec, candidates: Sequence[AttentionBackend], schedule: ChunkSchedule
 ) -> Iterator[tuple[str, float]]:
-    """Errors of each candidate, layer and pass, over all tokens."""
+    """Yield the relative error of each layer, candidate and pass, the largest over all tokens."""
     num_blocks = -(-max(end for chunks in schedule for _, end in chunks) // spec.block_size)
     num_sequences = max(len(chunks) for chunks in schedule)
     for layer in dict.fromkeys(replace(layer, index=0) for layer in spec.layers):
@@ -81,7 +80,7 @@ def _calls(
 
 
 def _item(spec: AttentionSpec, index: int, start: int, end: int, num_blocks: int) -> ScheduledSequence:
-    """A chunk of sequence `index`, whose blocks are of descending number."""
+    """Return a chunk of sequence `index`. The sequence's block ids descend."""
     item = dummy_item(start, end - start, spec.block_size)
     item.sequence.block_table = [num_blocks * (index + 1) - i for i in range(num_blocks)]
     return item

@@ -1,4 +1,4 @@
-"""What the kernels of `triton_kernels` are told about one forward pass: made on the host, once for all layers."""
+"""Tile plans: the work of the Triton kernels in one forward pass, planned on the host once for all layers."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from replicas.model.batch.transfers import begin_copy
 
 @dataclass(frozen=True, slots=True)
 class TileGroup:
-    """Tiles that one launch attends to. The launch depends on the shapes and on `longest`, on no value in a tensor.
+    """Tiles of one launch. The launch depends on the tensors' shapes and on `longest`, not on the tensors' values.
 
-    A captured graph may therefore be replayed after new values were copied into the tensors, as long as no tile sees
-    more than `longest` keys.
+    A captured graph can therefore be replayed with new values in the tensors, provided that no tile sees more than
+    `longest` keys.
     """
 
     tiles: Tensor
     """[num_tiles, 4] int32: first row in the flat batch, its position, number of tokens, row in `tables`.
 
-    A tile of no tokens stands for a row that holds no sequence: zeros come out for it, and nothing is read.
+    A tile of no tokens is a row without a sequence. Its output is zeros, and no key is read.
     """
     tables: Tensor
-    """[num_sequences, num_blocks] int32: each sequence's blocks; past its own anything."""
+    """[num_sequences, num_blocks] int32: each sequence's blocks; the cells after them are undefined."""
     tokens_per_tile: int
     longest: int
-    """Most keys that a token of these tiles sees, or more."""
+    """Upper bound of the keys that a token of these tiles sees."""
 
 
 class TilePlan:
-    """The tiles of a forward pass: single tokens in one group, chunks of several cut to a layer's tiles in another.
+    """Tiles of a forward pass: one group for single tokens, and one for chunks, cut to the tile size of a layer.
 
-    Rows of the flat batch that are in no tile get no attention: what comes out for them is undefined.
+    The attention output of rows that are in no tile is undefined.
     """
 
     def __init__(self, decodes: TileGroup | None, prefills: tuple[Chunk, ...] = ()) -> None:
@@ -45,7 +45,7 @@ class TilePlan:
         self._prefills: dict[tuple[int, torch.device], TileGroup] = {}
 
     def prefills(self, tokens_per_tile: int, device: torch.device) -> TileGroup | None:
-        """The chunks of several tokens, cut to tiles of `tokens_per_tile`; None: there are none."""
+        """Return the chunks of several tokens, cut to tiles of `tokens_per_tile` tokens; None if there are none."""
         if not self._chunks:
             return None
         key = (tokens_per_tile, device)
@@ -55,7 +55,7 @@ class TilePlan:
 
 
 def plan_tiles(chunks: Items[Chunk], device: torch.device) -> TilePlan:
-    """The plan of a flat batch. Copies to the device are not waited for."""
+    """Return the plan of a flat batch. The copies to the device are asynchronous."""
     singles = [chunk for chunk in chunks if chunk.num_tokens == 1]
     return TilePlan(
         decodes=_group(singles, 1, device) if singles else None,
@@ -69,7 +69,7 @@ def _group(chunks: Items[Chunk], tokens_per_tile: int, device: torch.device) -> 
         for index, chunk in enumerate(chunks)
         for offset in range(0, chunk.num_tokens, tokens_per_tile)
     ]
-    # Those that see most begin first, so that none of them is left alone at the end.
+    # Launch the tiles with most keys first, so none of them runs alone at the end.
     fields.sort(key=lambda tile: -tile[1])
     return TileGroup(
         tiles=place([number for tile in fields for number in tile], len(fields), device),
@@ -80,7 +80,7 @@ def _group(chunks: Items[Chunk], tokens_per_tile: int, device: torch.device) -> 
 
 
 def padded_tables(chunks: Items[Chunk]) -> array[int]:
-    """The block tables end to end, each as long as the longest, with zeros."""
+    """Return the block tables concatenated, each padded with zeros to the length of the longest."""
     width = max(len(chunk.block_table) for chunk in chunks)
     numbers = array("i")
     for chunk in chunks:
@@ -90,6 +90,9 @@ def padded_tables(chunks: Items[Chunk]) -> array[int]:
 
 
 def place(numbers: list[int] | array[int], num_rows: int, device: torch.device) -> Tensor:
-    """The numbers as [num_rows, ...] int32 on `device`; by way of `array`, which reads long lists faster than torch."""
+    """Return the numbers as a tensor [num_rows, ...] int32 on `device`.
+
+    The list passes through `array`, which reads long lists faster than torch.
+    """
     words = torch.frombuffer(numbers if isinstance(numbers, array) else array("i", numbers), dtype=torch.int32)
     return begin_copy(words, device).view(num_rows, -1)

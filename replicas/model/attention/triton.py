@@ -1,6 +1,6 @@
-"""Attention over the paged cache in Triton's kernels: any mixture of decodes and chunks, without synchronisation.
+"""Attention backend over Headway's Triton kernels: any mixture of decodes and longer chunks, without synchronisation.
 
-What is launched follows from sizes that the host knows, so that a forward pass can be captured in a CUDA graph.
+Each launch depends only on sizes that the host knows, so a forward pass can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from replicas.model.attention.triton_shapes import LayerShape, TileShape, choose
 from replicas.model.attention.triton_write import write_keys_and_values
 from replicas.model.batch.inputs import BatchInputs
 
-# A processor hides the latency of memory with a second program.
+# A second program per processor hides the latency of memory.
 _PROGRAMS_PER_PROCESSOR = 2
-# A part of fewer keys costs more than it saves.
+# Smallest number of keys per part: a smaller part costs more time than it saves.
 _MIN_PART_KEYS = 128
 
 
@@ -34,7 +34,7 @@ class TritonAttention:
         self._num_programs = num_programs
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Store the call's keys and values, then attend; [num_tokens, num_query_heads, value_size]."""
+        """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
         layer = self._cache[call.layer]
         shape = layer_shape(call, layer)
         write_keys_and_values(layer, shape, self._slots, call)
@@ -62,26 +62,26 @@ class TritonAttention:
 
 
 class TritonBackend:
-    """Makes the attention of each forward pass, for a device with `num_processors` multiprocessors."""
+    """`AttentionBackend` over Triton's kernels, for a device with `num_processors` multiprocessors."""
 
     def __init__(self, num_processors: int) -> None:
         self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> TritonAttention:
-        """Attention of the chunks of `inputs`."""
+        """Return the attention of the chunks of `inputs`."""
         return self.planned(cache, inputs.slots, plan_tiles(inputs.chunks, inputs.slots.device))
 
     def planned(self, cache: KVCache, slots: Tensor, plan: TilePlan) -> TritonAttention:
-        """Attention by a plan of the caller's own, which may be of tensors that outlive the forward pass.
+        """Return the attention of a plan that the caller made. Its tensors may outlive the forward pass.
 
-        `slots` [num_tokens] int64 are where the keys and values go.
+        `slots` [num_tokens] int64 are the slots for the keys and values.
         """
         return TritonAttention(cache, slots, plan, self._num_programs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """One group's attention in one layer."""
+    """Arguments of the kernels for one group of tiles in one layer."""
 
     call: AttentionCall
     layer: LayerCache
@@ -89,27 +89,27 @@ class _Launch:
     shape: LayerShape
     tile: TileShape
     num_splits: int
-    """Parts that the keys are divided into."""
+    """Number of parts that the keys are split into."""
     output: Tensor
 
     @property
     def sinks(self) -> Tensor:
-        """What a kernel does not look at is any tensor."""
+        """Sinks of the layer; without sinks any tensor, which the kernels do not read."""
         return self.output if self.call.scoring.sinks is None else self.call.scoring.sinks.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Results over parts of the keys, in the order tile, KV head, part, row."""
+    """Partial results, one for each part of the keys, in the order tile, KV head, part, row."""
 
     values: Tensor
     """[num_rows, value_width] float32"""
     sums: Tensor
-    """[num_rows] float32: the logarithm to base 2 of what a part weighs."""
+    """[num_rows] float32: logarithm to base 2 of the sum of a part's softmax weights."""
 
     @classmethod
     def of(cls, launch: _Launch) -> _Parts:
-        """Room for the parts; none is needed for keys that are not divided."""
+        """Allocate memory for the parts. With one part, which needs no memory, use the output as a placeholder."""
         if launch.num_splits == 1:
             return cls(launch.output, launch.output)
         shape, num_programs = launch.shape, len(launch.group.tiles) * launch.shape.num_kv_heads * launch.num_splits

@@ -1,11 +1,12 @@
-"""Kernels of attention over the paged KV cache, for CUDA devices.
+"""Triton kernels of attention over the paged KV cache, for CUDA devices.
 
-A tile is what one program computes for one KV head: consecutive tokens of one sequence times the query heads that
-share the KV head, so that each key is read once for all of them. Rows of a tile are numbered token * GROUP_SIZE +
-head. `tiles` [num_tiles, 4] int32 holds of each: its first token's row in the flat batch, that token's position, how
-many tokens it has (0: none, the program does nothing), and its sequence's row in `tables`.
+One program computes a tile for one KV head: consecutive tokens of one sequence times the query heads that share the KV
+head. Each key is read once for all rows of the tile. Row token * GROUP_SIZE + head of a tile is a query head of a
+token. `tiles` [num_tiles, 4] int32 holds for each tile: the row of its first token in the flat batch, the position of
+that token, the number of tokens (0: the program writes zeros), and the sequence's row in `tables`.
 
-Integers that differ from step to step are never specialised on: a new one must not compile anything while serving.
+The kernels are not specialised on integers that differ between steps: a new value must not compile anything during
+serving.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 MAX_SPLITS = 32
-"""Most parts that the keys of one tile are divided into."""
+"""Maximum number of parts that the keys of one tile are split into."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -52,10 +53,10 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """Attend KV head `program_id(0)` of tile `program_id(1)` over part `program_id(2)` of the keys that it sees.
+    """Compute KV head `program_id(0)` of tile `program_id(1)` over part `program_id(2)` of the keys that the tile sees.
 
-    With IS_SPLIT the result goes to `parts`, to be combined, otherwise to `output`. Heads come first, so that what
-    runs together reads neighbouring memory.
+    With IS_SPLIT the result goes to `parts` and `part_sums` for `combine_kernel`, otherwise to `output`. The head is
+    the fastest index, so programs that run together read neighbouring memory.
     """
     head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_row = tl.load(tiles + tile * 4).to(tl.int64)
@@ -97,7 +98,7 @@ def attend_kernel(
     if HAS_SINKS and not IS_SPLIT:
         sink = tl.load(sinks + query_heads, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
         total += tl.exp2(sink - highest)
-    # A row that saw no key has seen none in this part: its sum is -inf, and its values are zeros.
+    # A row may see no key of this part. Then its sum is -inf and its values are zeros.
     values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     if IS_SPLIT:
         cell = (tile * NUM_KV_HEADS + head) * num_splits + split
@@ -134,10 +135,10 @@ def _attend_keys(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """Softmax over the keys at positions [begin, end), one pass, scores as powers of two.
+    """Compute the online softmax over the keys at positions [begin, end) in one pass, with powers of two.
 
-    Gives the weighted values [TILE_ROWS, VALUE_WIDTH] not yet divided by their weight, and per row the largest
-    score (0 where no key is visible) and the weight. No key outside [begin, end) is read.
+    Returns the sums of weighted values [TILE_ROWS, VALUE_WIDTH], not yet divided by the sums of weights; the largest
+    score per row (0 if no key is visible); and the sum of weights per row. No key outside [begin, end) is read.
     """
     key_columns = tl.arange(0, KEY_WIDTH)
     value_columns = tl.arange(0, VALUE_WIDTH)
@@ -156,14 +157,14 @@ def _attend_keys(
         )
         score = tl.dot(queries, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            # softcap * tanh(score / softcap); the exponential may overflow, and then tanh is 1.
+            # softcap * tanh(score / softcap). If the exponential overflows, tanh is 1.
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
         visible = is_key[None, :] & (keys_at[None, :] <= positions[:, None])
         if HAS_WINDOW:
             visible &= keys_at[None, :] > positions[:, None] - window
         score = tl.where(visible, score * _LOG2_E, float("-inf"))
         raised = tl.maximum(highest, tl.max(score, 1))
-        # A row that has seen no key yet has no largest score to subtract.
+        # A row that has seen no key has the maximum -inf, which must not be subtracted.
         raised_or_zero = tl.where(raised == float("-inf"), 0.0, raised)
         weights = tl.exp2(score - raised_or_zero[:, None])
         shrink = tl.exp2(highest - raised_or_zero)
@@ -194,7 +195,7 @@ def combine_kernel(
     SPLIT_WIDTH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Write row `program_id(2)` of KV head `program_id(0)` of tile `program_id(1)`: its parts, each by its weight."""
+    """Write row `program_id(2)` of KV head `program_id(0)` of tile `program_id(1)`: the weighted mean of its parts."""
     head, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = row // GROUP_SIZE
     if token >= tl.load(tiles + tile * 4 + 2):

@@ -1,4 +1,4 @@
-"""Storing keys and values in the paged cache: a kernel that takes them as the model laid them out."""
+"""Triton kernel that stores keys and values in the paged cache; token and head strides are arbitrary."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from replicas.model.attention.interface import AttentionCall, with_dense_heads
 from replicas.model.attention.kv_cache import LayerCache
 from replicas.model.attention.triton_shapes import LayerShape
 
-# Numbers that a program copies at once.
+# Numbers that one program copies.
 _PROGRAM_NUMBERS = 4096
 
 
 def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, call: AttentionCall) -> None:
-    """Store key and value of each token in its slot."""
+    """Store the key and value of each token of `call` in the token's slot."""
     key, value = with_dense_heads(call.key), with_dense_heads(call.value)
     num_rows = len(slots) * shape.num_kv_heads
     tile_rows = max(1, _PROGRAM_NUMBERS // max(shape.key_width, shape.value_width))
@@ -56,7 +56,7 @@ def write_kernel(
     VALUE_WIDTH: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    """Store keys and values in their tokens' slots. A row is one head of one token, numbered token by token."""
+    """Store keys and values in their tokens' slots. Row token * NUM_KV_HEADS + head is one head of one token."""
     rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     is_row = rows < num_rows
     tokens = (rows // NUM_KV_HEADS).to(tl.int64)[:, None]

@@ -1,4 +1,4 @@
-"""The tensors of a step, and their one copy to the device and back.
+"""Inputs of a step as tensors, and their transfers: one copy to the device, one wait for the results.
 
 Read `inputs.py` first. May import `replicas.engine`, `replicas.protocol`.
 """

@@ -1,4 +1,4 @@
-"""Work that touches no sequence's memory: for warming up and for measuring what a step needs."""
+"""Dummy batches for warm-up, memory measurements and checks; they use the scratch block, which no sequence owns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from replicas.protocol import GenerateRequest, SamplingParams
 
 
 def dummy_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequence:
-    """An item that computes positions [start, start + num_tokens) in the scratch block and samples at random."""
+    """Return an item that computes positions [start, start + num_tokens) in the scratch block and samples randomly."""
     end = start + num_tokens
     params = SamplingParams(max_tokens=1, top_p=0.9)
     sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
@@ -19,7 +19,11 @@ def dummy_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequenc
 def dummy_batches(
     max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
 ) -> list[ScheduledBatch]:
-    """The largest steps: one long prefill, many prefills, those beside a long sequence, and decodes at full length."""
+    """Return the steps that use most memory.
+
+    They are one long prefill, many short prefills, short prefills beside a decode at full length, and many decodes at
+    full length.
+    """
     longest = min(max_num_batched_tokens, max_model_len)
     share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
     prefill = dummy_item(max_model_len - longest, longest, block_size)

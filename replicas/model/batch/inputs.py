@@ -1,4 +1,4 @@
-"""The tensors and numbers that one forward pass over a flat batch needs."""
+"""Inputs of one forward pass over a flat batch: tensors on the device, and chunks on the host."""
 
 from __future__ import annotations
 
@@ -15,53 +15,54 @@ from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one sequence in the flat batch, for attention: rows [row, row + num_tokens), positions [start, end)."""
+    """Tokens of one sequence in the flat batch: rows [row, row + num_tokens), positions [start, end)."""
 
     row: int
     start: int
     end: int
     block_table: list[int]
-    """The sequence's own list; block_table[p // block_size] holds position p."""
+    """Block table of the sequence, not a copy; block_table[p // block_size] holds position p."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this pass."""
+        """Number of tokens computed in this pass."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInputs:
-    """One forward pass: sequences laid end to end in one row, so that no token is padding."""
+    """Inputs of one forward pass over a flat batch: sequences are concatenated in one row, without padding."""
 
     input_ids: Tensor
     """[1, num_tokens] int64"""
     position_ids: Tensor
     """[1, num_tokens] int64"""
     slots: Tensor
-    """[num_tokens] int64: where each token's key and value go."""
+    """[num_tokens] int64: slot of each token's key and value."""
     partial_blocks: Tensor | None
-    """[num_blocks] int64: blocks that this pass begins and does not fill; None: there are none.
+    """[num_blocks] int64: blocks that this pass begins and does not fill; None if there are none.
 
-    What a former owner left in them is read, although masked, and a NaN times 0 would still be a NaN.
+    The gather backend clears them, since it also reads their unused slots, under a mask: a stale NaN times a zero
+    weight is still NaN.
     """
     logits_rows: Tensor
-    """[num_rows] int64: tokens whose logits are wanted, in order of the items."""
+    """[num_rows] int64: rows of the tokens whose logits are computed, in order of the items."""
     chunks: tuple[Chunk, ...]
-    """One per item, host values only: attention makes of them what it needs."""
+    """Chunks on the host, one per item. The attention backends make their own plans from them."""
 
 
 def wants_prompt_logprobs(item: ScheduledSequence) -> bool:
-    """Whether some prompt token's log probabilities come out of this item."""
+    """Return True if the item gives log probabilities of prompt tokens."""
     return item.sequence.request.params.prompt_logprobs is not None and item.start < item.sequence.num_prompt_tokens - 1
 
 
 def num_logits_rows(item: ScheduledSequence) -> int:
-    """Rows of logits that the item needs: every position to score its prompt, the last one to sample."""
+    """Return the number of logits rows that the item needs: all its positions to score, the last one to sample."""
     return item.num_tokens if wants_prompt_logprobs(item) else int(item.samples)
 
 
 def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch.device) -> BatchInputs:
-    """Lay `items`, whose tokens are all known, end to end on `device`."""
+    """Return the inputs of `items` on `device`. The host must know all tokens of the items."""
     to_device = HostToDeviceBuffer()
     plan = InputPlan(items, block_size, LastSampledTokens.none(device), to_device)
     return plan.place(to_device.send(device))
@@ -69,20 +70,25 @@ def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch
 
 @dataclass(frozen=True, slots=True)
 class LastSampledTokens:
-    """The tokens that the step launched last samples; the host need not know them."""
+    """Tokens that the previously launched step samples. The host may not know them yet."""
 
     tokens: Tensor
     """[num_rows] int64, on the device"""
     row_by_sequence: dict[Sequence, int]
+    """Row of each sequence's token in `tokens`."""
 
     @classmethod
     def none(cls, device: torch.device) -> LastSampledTokens:
-        """Before the first step."""
+        """Return an instance without tokens, as before the first step."""
         return cls(torch.empty(0, dtype=torch.int64, device=device), {})
 
 
 class InputPlan:
-    """Where a flat batch's inputs lie among the numbers that travel to the device."""
+    """Plan of a flat batch's inputs. Construction adds their numbers to `to_device`, and `place` makes tensors of them.
+
+    An input token that the host does not know yet is a placeholder, which `place` fills on the device from the tokens
+    of `last_sampled`.
+    """
 
     def __init__(
         self,
@@ -119,7 +125,7 @@ class InputPlan:
         self._placeholder_sources = to_device.ints(row for _, row in placeholders)
 
     def place(self, on_device: DeviceBuffer) -> BatchInputs:
-        """The inputs, once they are on their way."""
+        """Return the inputs as tensors on the device, after `HostToDeviceBuffer.send`."""
         input_ids = on_device.ints(self._input_ids)
         if len(self._placeholder_rows) > 0:
             input_ids[on_device.ints(self._placeholder_rows)] = self._last_sampled.tokens[
@@ -136,7 +142,7 @@ class InputPlan:
 
 
 def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
-    """Append the chunk's slots, a block at a time."""
+    """Append the chunk's slots to `slots`, one block at a time."""
     position = chunk.start
     while position < chunk.end:
         index, offset = divmod(position, block_size)

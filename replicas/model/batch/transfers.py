@@ -1,4 +1,4 @@
-"""What a step sends to its device and gets back: one copy there, one wait back."""
+"""Transfers of a step: one copy of all inputs to the device, and one wait for all results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where some numbers of a step lie among all of them."""
+    """Range of words in a step's buffer."""
 
     start: int
     end: int
@@ -22,44 +22,44 @@ class Span:
 
 
 class DeviceBuffer:
-    """A step's numbers on the device; views of one tensor that belongs to this step alone."""
+    """Numbers of one step on the device, as views of one tensor that only this step uses."""
 
     def __init__(self, words: Tensor) -> None:
         self._words = words
 
     def ints(self, span: Span) -> Tensor:
-        """The whole numbers of `span`, [len(span)] int64."""
+        """Return the integers of `span`, [len(span)] int64."""
         return self._words[span.start : span.end]
 
     def floats(self, span: Span) -> Tensor:
-        """The numbers of `span`, [len(span)] float64."""
+        """Return the floats of `span`, [len(span)] float64."""
         return self._words[span.start : span.end].view(torch.float64)
 
 
 class HostToDeviceBuffer:
-    """Numbers that a step needs on its device, gathered on the host so that they travel together.
+    """Numbers that a step needs on its device, collected on the host for one copy.
 
-    Each takes 8 bytes, whatever it is. Spans begin at multiples of 16 bytes: kernels are compiled again for
-    pointers that are aligned in another way.
+    Each number takes 8 bytes. Spans begin at multiples of 16 bytes, because Triton compiles a kernel again for pointers
+    of another alignment.
     """
 
     def __init__(self) -> None:
         self._words = array("q")
 
     def ints(self, numbers: Iterable[int]) -> Span:
-        """Add whole numbers."""
+        """Add integers and return their span."""
         start = self._align()
         self._words.extend(numbers)
         return Span(start, len(self._words))
 
     def floats(self, numbers: Iterable[float]) -> Span:
-        """Add numbers in double precision."""
+        """Add floats, in double precision, and return their span."""
         start = self._align()
         self._words.frombytes(array("d", numbers).tobytes())
         return Span(start, len(self._words))
 
     def send(self, device: torch.device) -> DeviceBuffer:
-        """Begin the one copy to `device`, which nobody waits for."""
+        """Start the asynchronous copy of all numbers to `device`."""
         if not self._words:
             return DeviceBuffer(torch.empty(0, dtype=torch.int64, device=device))
         return DeviceBuffer(begin_copy(torch.frombuffer(self._words, dtype=torch.int64), device))
@@ -71,30 +71,30 @@ class HostToDeviceBuffer:
 
 
 def begin_copy(words: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the host as it will be on `device`, which nobody waits for."""
+    """Start an asynchronous copy of `words` to `device` and return the copy; on CPU, return `words` itself."""
     if device.type == "cpu":
         return words
-    # From other memory the copy would wait for the work before it. The caching allocator keeps pinned memory until the
-    # copies from it are done.
+    # Use pinned memory: a copy from pageable memory waits for earlier work. The caching allocator keeps pinned memory
+    # until the copies from it are done.
     return torch.empty_like(words, pin_memory=True).copy_(words).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTensor:
-    """Which of a step's results a tensor is."""
+    """Index of a tensor among a step's results."""
 
     index: int
 
 
 class DeviceToHostBuffer:
-    """Tensors that the host wants of a step, copied as they are when asked for; nobody waits before `wait`."""
+    """Results of a step, copied to the host asynchronously. Only `wait` waits for the device."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._arrived: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> PendingTensor:
-        """Ask for a tensor. What is launched later may change it."""
+        """Start a copy of `tensor` to the host. Later launches may change `tensor` without changing the copy."""
         if tensor.device.type == "cpu":
             self._tensors.append(tensor.clone())
         else:
@@ -103,13 +103,13 @@ class DeviceToHostBuffer:
         return PendingTensor(len(self._tensors) - 1)
 
     def close(self, device: torch.device) -> None:
-        """Note that everything has been asked for."""
+        """Record an event after the last copy. Call it after all `add` calls."""
         if device.type == "cuda":
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Return when everything has arrived: a step's one synchronisation."""
+        """Wait until all copies are done; it is the step's only synchronisation."""
         if self._arrived is not None:
             self._arrived.synchronize()
 

@@ -1,4 +1,4 @@
-"""Block tables that stay on the device: which row is whose, and what it lacks."""
+"""Block tables that stay on the device; each step sends only the new blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Spa
 
 @dataclass(frozen=True, slots=True)
 class _WrittenRow:
-    """What a sequence's row holds: its first blocks, as they were after so many preemptions."""
+    """Contents of a sequence's row: its first `num_blocks` blocks, after `preemption` preemptions."""
 
     row: int
     preemption: int
@@ -23,15 +23,15 @@ class _WrittenRow:
 
 @dataclass(frozen=True, slots=True)
 class BlockTableUpdate:
-    """Blocks on their way to the device, and what the rows hold once they are there."""
+    """New blocks that are sent to the device, and the contents of the rows after the update."""
 
     rows: list[int]
-    """Each item's row in the tables."""
+    """Row of each item in the tables."""
     written: dict[Sequence, _WrittenRow]
     cells: Span
-    """[num_new_blocks]: which cells of the flattened tables change."""
+    """[num_new_blocks]: indices of the changed cells in the flattened tables."""
     blocks: Span
-    """[num_new_blocks]"""
+    """[num_new_blocks]: the block ids for these cells."""
 
     def apply(self, tables: Tensor, on_device: DeviceBuffer) -> None:
         """Write the new blocks to `tables` [num_rows, num_blocks] int32."""
@@ -40,11 +40,11 @@ class BlockTableUpdate:
 
 
 class DeviceBlockTables:
-    """Gives each sequence that decodes a row, and keeps it for as long as nobody else needs it.
+    """Assignment of table rows to decoding sequences. A sequence keeps its row until another one may need it.
 
     Invariants:
-        A row belongs to one sequence at most, and holds the blocks that are noted as written.
-        Past those it holds anything.
+        A row belongs to at most one sequence and holds the blocks that are recorded as written. The cells after them
+        are undefined.
     """
 
     def __init__(self, num_rows: int, num_columns: int) -> None:
@@ -53,7 +53,10 @@ class DeviceBlockTables:
         self._written: dict[Sequence, _WrittenRow] = {}
 
     def update(self, items: Items[ScheduledSequence], to_device: HostToDeviceBuffer) -> BlockTableUpdate:
-        """What it takes for every item's sequence to have its whole table in a row; nothing counts before `commit`."""
+        """Return the update after which every item's sequence has its whole table in a row.
+
+        The rows' recorded contents do not change before `commit`.
+        """
         written = self._keeping(items)
         free = self._free_rows(written)
         cells: list[int] = []
@@ -65,7 +68,7 @@ class DeviceBlockTables:
                 known = _WrittenRow(free.pop(), item.preemption, 0)
             elif known.preemption != item.preemption:
                 known = _WrittenRow(known.row, item.preemption, 0)
-            # A table only grows, until the sequence is preempted.
+            # A sequence's table only grows until the sequence is preempted.
             if known.num_blocks < len(table):
                 first = known.row * self._num_columns
                 cells.extend(range(first + known.num_blocks, first + len(table)))
@@ -76,11 +79,11 @@ class DeviceBlockTables:
         return BlockTableUpdate(rows, written, to_device.ints(cells), to_device.ints(blocks))
 
     def commit(self, update: BlockTableUpdate) -> None:
-        """Note that `update` has been applied."""
+        """Record that `update` was applied."""
         self._written = update.written
 
     def _keeping(self, items: Items[ScheduledSequence]) -> dict[Sequence, _WrittenRow]:
-        """The present owners, without those of no item where their rows may be needed."""
+        """Return the current owners of rows. If rows could run short, only those of `items` keep theirs."""
         if len(self._written) + len(items) <= self._num_rows:
             return dict(self._written)
         return {item.sequence: self._written[item.sequence] for item in items if item.sequence in self._written}

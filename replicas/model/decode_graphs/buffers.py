@@ -1,4 +1,4 @@
-"""Inputs of decodes at addresses that never change, as a captured graph needs them."""
+"""Static input buffers of decodes: a captured graph reads its inputs at fixed addresses."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ _NUM_FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """What a forward pass over the first so many rows reads. A row without a sequence writes to the scratch block."""
+    """Inputs of a forward pass over the first `num_rows` rows. Rows without a sequence write to the scratch block."""
 
     input_ids: Tensor
-    """[1, num_rows] int64, gathered from the buffers anew"""
+    """[1, num_rows] int64, gathered from the buffers in each pass"""
     position_ids: Tensor
     """[1, num_rows] int64"""
     slots: Tensor
     """[num_rows] int64"""
     plan: TilePlan
-    """One decode per row; of no token where a row has no sequence."""
+    """Plan with one decode tile per row; the tile of a row without a sequence has no token."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentDecodes:
-    """What one step's decodes need, on its way to the device."""
+    """Inputs of one step's decodes, as added to the step's copy to the device."""
 
     num_rows: int
     fields: Span
     update: BlockTableUpdate
     last_sampled: LastSampledTokens | None
-    """Where some token is known to the device alone."""
+    """Tokens of the previous step; None if the host knows every input token."""
 
 
 class DecodeBuffers:
-    """The inputs of one step of decodes, copied to fixed addresses from what travels to the device each step.
+    """Static buffers for the inputs of one step of decodes. Each step's copy to the device is copied into them.
 
-    Block tables stay there: only blocks that are new travel. What is written for a step is read by it alone, as the
-    device works in the order of the launches.
+    Block tables stay on the device, and each step sends only new blocks. The device works in launch order, so a step
+    reads its own inputs and not those of a later one.
     """
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        """Room for `max_rows` decodes, each of a sequence of up to `max_blocks` blocks."""
+        """Allocate buffers for `max_rows` decodes, each of a sequence of at most `max_blocks` blocks."""
         self._max_rows = max_rows
         self._block_size = block_size
         self._longest = max_blocks * block_size
@@ -68,7 +68,10 @@ class DecodeBuffers:
         last_sampled: LastSampledTokens,
         to_device: HostToDeviceBuffer,
     ) -> SentDecodes:
-        """Ask for `items`, of one token each, in the first of `num_rows` rows; the others have no sequence."""
+        """Add the inputs of `items`, of one token each, to `to_device`.
+
+        The items take the first of `num_rows` rows. The other rows have no sequence.
+        """
         update = self._block_tables.update(items, to_device)
         known_ids, sources = _token_sources(items, self._max_rows, last_sampled.row_by_sequence)
         positions = [item.start for item in items]
@@ -79,7 +82,7 @@ class DecodeBuffers:
         return SentDecodes(num_rows, fields, update, last_sampled if has_placeholders else None)
 
     def load(self, sent: SentDecodes, on_device: DeviceBuffer) -> None:
-        """Put what was sent where the forward pass reads it."""
+        """Copy the sent inputs into the static buffers."""
         self._fields[:, : sent.num_rows].copy_(on_device.ints(sent.fields).view(_NUM_FIELDS, sent.num_rows))
         sent.update.apply(self._tables, on_device)
         self._block_tables.commit(sent.update)
@@ -87,7 +90,7 @@ class DecodeBuffers:
             self._previous[: len(sent.last_sampled.tokens)].copy_(sent.last_sampled.tokens)
 
     def inputs(self, num_rows: int) -> StaticInputs:
-        """The first `num_rows` rows; what is computed here is a part of the forward pass."""
+        """Return the inputs of the first `num_rows` rows. Its operations are part of the captured forward pass."""
         tokens = torch.cat([self._fields[0], self._previous])
         _, sources, positions, slots, counts, table_rows = self._fields[:, :num_rows]
         tiles = torch.stack([self._rows[:num_rows], positions, counts, table_rows], dim=1).int()
@@ -102,7 +105,11 @@ class DecodeBuffers:
 def _token_sources(
     items: Items[ScheduledSequence], max_rows: int, row_by_sequence: dict[Sequence, int]
 ) -> tuple[list[int], list[int]]:
-    """Ids that the host knows (else 0), and where each row's id is among those and, from `max_rows` on, the sampled."""
+    """Return each row's token id, and the index from which the device reads it.
+
+    Ids that the host does not know are 0. An index below `max_rows` is a row of these ids; `max_rows` + r is row r of
+    the tokens sampled last.
+    """
     known_ids: list[int] = []
     sources: list[int] = []
     for row, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""Decodes at a few fixed batch sizes, captured in CUDA graphs: one launch instead of hundreds."""
+"""Runner of decodes in CUDA graphs, captured at a few batch sizes: one launch instead of hundreds."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from replicas.model.sampling.sampler import SampledTokens, sample_greedy
 _log = logging.getLogger(__name__)
 
 PlannedAttention = Callable[[KVCache, Tensor, TilePlan], AttentionContext]
-"""Attention by a plan whose tensors outlive the pass: cache, slots [num_tokens] int64, plan."""
+"""Factory of the attention by a plan whose tensors outlive the pass, from cache, slots [num_tokens] int64 and plan."""
 _MEBIBYTE = 2**20
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, then at most 8 rows or a quarter more than the one before, to the largest."""
+    """Return the batch sizes to capture: 1, 2, 4, 8, then steps of 8 rows or, if that is more, of about a quarter."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     size = 8
     while size < max_num_seqs:
@@ -43,22 +43,22 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOutputs:
-    """What a pass over decodes gives, one row each; the next pass overwrites it."""
+    """Outputs of a pass over decodes, one row each. The next replay of any graph overwrites them."""
 
     logits: Tensor
     """[num_rows, vocab_size] in the model's dtype"""
     greedy: SampledTokens
 
     def first(self, num_rows: int) -> DecodeOutputs:
-        """The first rows."""
+        """Return the outputs of the first `num_rows` rows."""
         greedy = SampledTokens(self.greedy.tokens[:num_rows], self.greedy.is_finite[:num_rows])
         return DecodeOutputs(self.logits[:num_rows], greedy)
 
 
 class DecodeGraphRunner:
-    """Batches of decodes, padded to the next bucket with rows that belong to nobody.
+    """Runner of batches of decodes, which are padded to the next bucket with rows that have no sequence.
 
-    A graph holds the whole forward pass and the greedy choice. Buckets without a graph run the same code as it is.
+    A graph holds the whole forward pass and the greedy choice. A bucket without a graph runs the same code eagerly.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DecodeGraphRunner:
         self._graphs: dict[int, _Graph] = {}
 
     def can_run(self, items: Items[ScheduledSequence]) -> bool:
-        """Whether all `items` are decodes and there is a bucket for so many."""
+        """Return True if all `items` are decodes that sample without prompt scoring, and a bucket holds them."""
         return len(items) <= self._buckets[-1] and all(
             item.num_tokens == 1 and item.samples and not wants_prompt_logprobs(item) for item in items
         )
@@ -81,22 +81,25 @@ class DecodeGraphRunner:
     def send(
         self, items: Items[ScheduledSequence], last_sampled: LastSampledTokens, to_device: HostToDeviceBuffer
     ) -> SentDecodes:
-        """Send what a pass over `items` needs. Ids that the host does not know the step before `last_sampled`."""
+        """Add the inputs of a pass over `items` to `to_device`.
+
+        The device takes ids that the host does not know from `last_sampled`.
+        """
         bucket = self._buckets[bisect_left(self._buckets, len(items))]
         return self._buffers.send(items, bucket, last_sampled, to_device)
 
     def run(self, sent: SentDecodes, on_device: DeviceBuffer) -> DecodeOutputs:
-        """What was sent, computed: one row per item, then rows of nobody."""
+        """Run a pass over the sent inputs and return its outputs: one row per item, then the rows of the padding."""
         self._buffers.load(sent, on_device)
         graph = self._graphs.get(sent.num_rows)
         return self._compute(sent.num_rows) if graph is None else graph.replay()
 
     @torch.inference_mode()
     def capture(self) -> bool:
-        """Capture a graph for every bucket, the largest first, so that the smaller ones share its memory.
+        """Capture a graph for every bucket. The largest is the first, and the smaller ones share its memory.
 
-        Returns False, and leaves no graph, where the model's code cannot be captured (it asks the device for
-        something that decides what is launched next).
+        Returns False, and keeps no graph, if a capture fails: for example if the model's code reads a value back from
+        the device.
         """
         device = self._loaded.device
         started_s, free_before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
@@ -104,9 +107,9 @@ class DecodeGraphRunner:
         try:
             for bucket in reversed(self._buckets):
                 self._graphs[bucket] = self._capture_one(bucket, pool)
-        except Exception as error:  # Triton's and torch's own errors have nothing in common.
+        except Exception as error:  # The errors of Triton and torch have no other common class.
             self._graphs.clear()
-            _log.warning("decoding without CUDA graphs, which is slower in small batches: %s", error)
+            _log.warning("decodes run without CUDA graphs, and small batches are slower: %s", error)
             return False
         taken = (free_before - torch.cuda.mem_get_info(device)[0]) / _MEBIBYTE
         duration_s = time.monotonic() - started_s
@@ -118,7 +121,7 @@ class DecodeGraphRunner:
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._compute(bucket)  # Compiles kernels and allocates workspaces.
+            self._compute(bucket)  # The first run compiles kernels and allocates workspaces.
             with _refusing_to_wait():
                 self._compute(bucket)
         torch.cuda.current_stream(device).wait_stream(stream)
@@ -136,7 +139,10 @@ class DecodeGraphRunner:
 
 @contextmanager
 def _refusing_to_wait() -> Iterator[None]:
-    """Raise where the host would wait for the device: a capture that fails half-way leaves torch's allocator in it."""
+    """Raise an error if the host waits for the device.
+
+    A capture that fails midway would leave torch's allocator in its capture state, so a trial run must fail first.
+    """
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -147,7 +153,7 @@ def _refusing_to_wait() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured pass, and the tensors that each replay fills anew."""
+    """Captured pass and its output tensors, which each replay overwrites."""
 
     graph: torch.cuda.CUDAGraph
     outputs: DecodeOutputs

@@ -1,4 +1,4 @@
-"""The device and data type, huge pages, and the C++ kernels compiled for this processor.
+"""Hardware of a replica: its device and dtype, huge pages, and the C++ kernels compiled for its processor.
 
 Read `device.py` first. May import `replicas.errors`.
 """

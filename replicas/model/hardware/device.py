@@ -1,4 +1,4 @@
-"""Choosing the device and the number format."""
+"""Choice of the device and the dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def choose_device(name: str) -> torch.device:
-    """The device that `name` (auto, cpu or cuda) means here; auto is cuda where there is one."""
+    """Return the device for `name` (auto, cpu or cuda); auto is cuda if there is a CUDA device, else cpu.
+
+    Raises:
+        ModelLoadError: `name` is another word, or it is cuda and there is no CUDA device.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ModelLoadError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -25,7 +29,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> torch.dtype:
-    """The dtype that `name` means on `device`; auto is bfloat16 where the hardware computes it natively."""
+    """Return the dtype for `name`; auto is bfloat16 if the hardware computes it natively, else float32.
+
+    Raises:
+        ModelLoadError: there is no such dtype.
+    """
     if name != "auto":
         if name not in _DTYPES:
             raise ModelLoadError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
@@ -38,7 +46,7 @@ def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> 
 
 
 def cpu_flags(cpu_info: Path = CPU_INFO) -> frozenset[str]:
-    """The processor's feature flags; none where the system does not list them."""
+    """Return the processor's feature flags; empty if the system does not list them."""
     if not cpu_info.exists():
         return frozenset()
     for line in cpu_info.read_text().splitlines():

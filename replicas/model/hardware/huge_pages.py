@@ -1,8 +1,8 @@
-"""Memory in pages of 2 MiB, on CPU.
+"""Memory in huge pages of 2 MiB, on CPU.
 
-Read in order, weights came at 26-31 GB/s from it, at 18-20 from pages of 4 KiB (Zen 4; on Sapphire Rapids alike).
-
-A processor's own fetching ahead stops at the end of a page, and it knows the addresses of few pages at a time.
+Weights that are read in order arrive at 26-31 GB/s from huge pages, and at 18-20 GB/s from pages of 4 KiB (Zen 4;
+Sapphire Rapids is similar). The hardware prefetcher stops at the end of a page, and the TLB holds the addresses of few
+pages.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-# From linux/mman.h; Python knows it where it was built for such a system.
+# From linux/mman.h. Python has it only on systems that have it.
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _HUGE_PAGE = 2 * 2**20
 _ALIGNMENT = 64  # a cache line, as torch aligns
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros on CPU, in huge pages where the system gives them; memory is taken when it is first written to."""
+    """Return zeros on CPU, in huge pages if the system has them. Memory is committed at the first write to it."""
     if _MADV_HUGEPAGE is None:
         return torch.zeros(shape, dtype=dtype)
     num_bytes = math.prod(shape) * dtype.itemsize
-    # Private: what Python takes by default could be shared, and of such memory Linux mostly makes no huge pages.
+    # Private: Python's default is shared memory, for which Linux mostly uses no huge pages.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # Of a kernel without them: the pages are small.
+    with suppress(OSError):  # A kernel without huge pages: the pages stay small.
         memory.madvise(_MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _HUGE_PAGE
@@ -36,9 +36,9 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def move_to_huge_pages(model: nn.Module) -> None:
-    """Put the parameters of `model` side by side into huge pages, in order; what shares memory goes on sharing it.
+    """Move the parameters of `model` into one block of huge pages, in order.
 
-    At no time are more than one parameter held twice.
+    Parameters that share memory still share it afterwards. At most one parameter is held twice at any time.
     """
     groups = _by_memory(parameter for parameter in model.parameters() if _can_move(parameter))
     memory = huge_zeros((sum(_room(same[0]) for same in groups),), torch.uint8)
@@ -57,7 +57,7 @@ def _can_move(parameter: Tensor) -> bool:
 
 
 def _by_memory(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Those that are the same numbers in the same memory together."""
+    """Group the parameters that have the same memory and dtype."""
     groups: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.data_ptr(), parameter.nbytes, parameter.dtype), []).append(parameter)

@@ -1,4 +1,4 @@
-"""Compiling and loading the C++ kernels, once on each machine for each kind of processor and each version of torch."""
+"""Compilation and loading of the C++ kernels; a machine compiles them once per kind of processor and torch version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "cpu_kernels"
 _DTYPES = (torch.float32, torch.bfloat16)
 _COMPILERS = ("g++", "c++")
-# No -ffast-math: a NaN must stay one, so that the sequence it belongs to is found out.
+# No -ffast-math: a NaN must stay a NaN, so that its sequence fails.
 _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 _COMPILE_LIMIT_S = 300.0
 _LOCK_POLL_S = 0.1
@@ -31,36 +31,37 @@ _SCRATCH_PREFIX = "compiling-"
 
 
 class KernelBuildError(Exception):
-    """There is no compiled library, and none can be made here; the message says why."""
+    """Failure to get a compiled library. The message is the reason."""
 
 
 def load_kernels(directory: str | None, dtype: torch.dtype) -> bool:
-    """Make the kernels callable, compiling them into `directory` if need be; whether they now are, for `dtype`.
+    """Load the kernels; compile them into `directory` if they are not there. Return True if they work for `dtype`.
 
-    Without a directory none are compiled.
+    Without a directory nothing is compiled or loaded. A failure is logged, and the result is False.
     """
     if directory is None or dtype not in _DTYPES:
         return False
     try:
         torch.ops.load_library(built_library(directory))  # type: ignore[no-untyped-call]
     except (KernelBuildError, OSError) as error:
-        _log.warning("serving without compiled CPU kernels, which is slower: %s", error)
+        _log.warning("compiled CPU kernels are not available, and serving is slower: %s", error)
         return False
     return True
 
 
 def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Path:
-    """The shared library of the kernels, compiled into `directory` unless it is there already.
+    """Return the path of the kernels' shared library; compile it into `directory` unless it is there already.
 
-    Of several processes that ask at once one compiles, and the others wait for it. A library is complete from the
-    moment that it has its name.
+    If several processes call this at once, one compiles and the others wait. The library gets its name by a rename, so
+    under that name it is always complete.
 
     Raises:
-        KernelBuildError: no compiler, or it failed, or `directory` cannot be written.
+        KernelBuildError: there is no compiler, the compiler failed, another process held the lock for too long, or
+            `directory` cannot be written.
     """
     try:
         folder = Path(directory).expanduser()
-    except RuntimeError as error:  # there is no home
+    except RuntimeError as error:  # The user has no home directory.
         raise KernelBuildError(f"{directory}: {error}") from error
     library = folder / f"headway-kernels-{_key()}.so"
     if library.exists():
@@ -77,10 +78,10 @@ def built_library(directory: str, compilers: tuple[str, ...] = _COMPILERS) -> Pa
 
 
 def found_compiler(names: tuple[str, ...] = _COMPILERS) -> str:
-    """The first C++ compiler of these that is installed.
+    """Return the path of the first C++ compiler of `names` that is installed.
 
     Raises:
-        KernelBuildError: none is.
+        KernelBuildError: none of them is installed.
     """
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
@@ -89,7 +90,7 @@ def found_compiler(names: tuple[str, ...] = _COMPILERS) -> str:
 
 
 def _key() -> str:
-    """Names everything that the compiled code depends on."""
+    """Return a hash of everything that the compiled code depends on: torch, flags, processor and sources."""
     digest = hashlib.sha256(repr((torch.__version__, _FLAGS, platform.machine(), sorted(cpu_flags()))).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
@@ -98,10 +99,10 @@ def _key() -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock among processes; the system gives it back when its holder dies.
+    """Hold the file lock `path`, which excludes other processes. The system releases it when its holder dies.
 
     Raises:
-        KernelBuildError: it was not free for too long.
+        KernelBuildError: another process held the lock for too long.
     """
     with path.open("w") as file:
         end_s = time.monotonic() + 2 * _COMPILE_LIMIT_S
@@ -119,7 +120,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(compiler: str, library: Path) -> None:
     started_s = time.monotonic()
     _log.info("compiling the CPU kernels with %s, once on this machine", compiler)
-    # Whoever holds the lock may take away what one that was killed has left; its compiler may still run.
+    # The holder of the lock removes what a killed process left, although that process's compiler may still run.
     for abandoned in library.parent.glob(f"{_SCRATCH_PREFIX}*"):
         shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=library.parent) as scratch:
@@ -130,10 +131,10 @@ def _compile(compiler: str, library: Path) -> None:
 
 
 def compile_with_torch(compiler: str, source: Path, output: Path, flags: Sequence[str]) -> None:
-    """Compile and link one file that uses torch's C++ interface and the kernels' headers.
+    """Compile and link one source file that uses torch's C++ interface and the kernels' headers.
 
     Raises:
-        KernelBuildError: the compiler failed, or took too long.
+        KernelBuildError: the compiler failed or took too long.
     """
     torch_directory = Path(torch.__file__).parent
     command = [

@@ -1,4 +1,4 @@
-"""Checks of fast code against plain torch, made before it is used."""
+"""Self-checks: comparison of fast code with plain torch, before the fast code is used."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 TOLERANCES = {torch.float32: 5e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest relative error of one operation by dtype: above rounding, and far below the error of wrong code, about 1."""
+"""Largest relative error of one operation, by dtype: above rounding errors, and far below a wrong result's, about 1."""
 WHOLE_MODEL = 2.0
-"""Tolerances of a whole model, in those of one operation: rounding adds up over layers."""
+"""Factor of the tolerances for a whole model, because rounding errors add up over layers."""
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return the largest error of a row [..., size]: the norm of its difference, relative to its expected norm.
+    """Return the largest error of a row [..., size]: the norm of its difference over the norm of the expected row.
 
-    Infinite where shape or dtype differ, NaN where some number is none.
+    The error is infinite if shape or dtype differ, and NaN if some number is NaN.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return float("inf")
@@ -27,17 +27,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def find_fault(errors: Iterable[tuple[str, float]], dtype: torch.dtype, scale: float = 1.0) -> str | None:
-    """Return what is wrong with a candidate, in words; None: nothing.
+    """Return a description of the first fault of a candidate; None if there is none.
 
     Args:
-        errors: the relative error of each operation, by name. It runs the candidate when it is asked for the next.
-            Whatever it raises is a fault: compilers, drivers and devices raise anything, and plain torch needs none.
-        dtype: the candidate's.
-        scale: of the tolerance.
+        errors: names of operations and their relative errors. Each iteration runs the candidate. Any exception is a
+            fault, because compilers, drivers and devices raise exceptions of many classes.
+        dtype: dtype of the candidate.
+        scale: factor of the tolerance.
     """
     try:
         for name, error in errors:
-            if not error <= scale * TOLERANCES[dtype]:  # Also if it is no number.
+            if not error <= scale * TOLERANCES[dtype]:  # True for NaN, too.
                 return f"{name} in {dtype} differs from plain torch by {error:.1e}, relative to each output"
     except Exception as error:
         return f"{type(error).__name__}: {error}"

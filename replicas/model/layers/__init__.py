@@ -1,4 +1,4 @@
-"""Fused and compiled replacements of transformers' layers.
+"""Faster replacements of transformers' layers: fused, compiled and quantized.
 
 Read `interface.py` first, then `optimize.py`. May import `replicas.errors`, `replicas.model.attention`,
 `replicas.model.hardware`.

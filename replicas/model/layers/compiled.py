@@ -1,4 +1,4 @@
-"""transformers' own decoder layers through torch.compile, for models whose layers have no fused form of ours."""
+"""Compilation of transformers' decoder layers by torch.compile, for models without fused layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_
 
 _log = logging.getLogger(__name__)
 
-# Kinds of layers, each for one token and for many: beyond so many the compiler would silently leave layers as they are.
+# Compilations per function: each kind of layer, for one token and for many. Beyond it torch silently runs uncompiled.
 _MAX_COMPILATIONS = 64
 _TRIALS = ([3, 4, 5, 6, 7], [3])
 
 
 def compile_layers(model: PreTrainedModel, port: AttentionPort, backend: str = "inductor") -> bool:
-    """Compile the decoder layers of `model`, once for all of a kind; False, and nothing is changed, where that fails.
+    """Compile the decoder layers of `model`, once for each kind of layer. Return True if layers are now compiled.
 
-    Attention stays one opaque operation (see `attention`), so that what it does may differ from step to step.
+    If compilation or the check fails, the layers run uncompiled as before. Attention stays an opaque operation (see
+    `attention/interface.py`), so its implementation may differ between steps.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS)
     expected = [dry_forward(model, port, token_ids)[1] for token_ids in _TRIALS]
@@ -35,13 +36,13 @@ def compile_layers(model: PreTrainedModel, port: AttentionPort, backend: str = "
     fault = find_fault(_errors(model, port, expected), model.dtype, WHOLE_MODEL)
     if fault is not None:
         _undo(layers)
-        _log.warning("layers run as transformers has them: they cannot be compiled here: %s", fault)
+        _log.warning("layers run uncompiled, because their compilation does not work here: %s", fault)
         return False
     return bool(layers)
 
 
 def _errors(model: PreTrainedModel, port: AttentionPort, expected: list[Tensor]) -> Iterator[tuple[str, float]]:
-    """Errors of the model's logits. Compiles the layers."""
+    """Yield the errors of the model's logits. The first run compiles the layers."""
     for token_ids, logits in zip(_TRIALS, expected, strict=True):
         yield "the model with compiled layers", relative_error(dry_forward(model, port, token_ids)[1], logits)
 

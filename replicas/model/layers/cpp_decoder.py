@@ -1,4 +1,4 @@
-"""All layers of a fused decoder in one call of the compiled kernels, on CPU."""
+"""Fused decoder that runs all its layers in one call of the compiled C++ kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from replicas.model.layers.interface import Norm, RotaryCosSin
 
 
 class CppDecoder(FusedDecoder):
-    """`FusedDecoder` with all layers in one call, during which other threads have Python to themselves.
+    """`FusedDecoder` that runs all layers in one kernel call, which releases Python's GIL. It needs the kernels.
 
-    Needs the kernels. A decoder with other linear layers than compiled ones, and a step with other attention, goes the
-    way of `FusedDecoder`.
+    A decoder with linear layers that are not compiled, or whose layers differ in shape or epsilon, runs as a
+    `FusedDecoder`. So does a step whose attention is not `CppAttention`.
     """
 
     @cached_property
@@ -51,20 +51,20 @@ class CppDecoder(FusedDecoder):
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """What the kernels are told of all layers together."""
+    """Arguments of the kernel call that are constant for all steps."""
 
     parts: list[Tensor | None]
-    """Of each layer what `LayerReader` in decoder.h reads."""
+    """Tensors of each layer, in the order in which `LayerReader` in decoder.h reads them."""
     num_query_heads: int
     epsilon: float
     indices: list[int]
     scales: list[float]
     windows: list[int]
-    """0: none."""
+    """Attention window of each layer; 0: none."""
 
 
 def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
-    """None where the layers are more than the kernels can be told."""
+    """Return the constant arguments; None if the layers are not compiled or differ in shape or epsilon."""
     parts: list[Tensor | None] = []
     sizes: set[tuple[object, ...]] = set()
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Linear layers in compiled kernels: over packed weights, or over packed weights of 8 bits."""
+"""Linear layers in the compiled C++ kernels, with packed weights of full precision or of 8 bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-# What the kernels read together: outputs of one panel, and inputs side by side that fill four bytes (of 8 bits: two).
+# Outputs in one panel of a packed weight, and inputs per output that are adjacent: they fill 4 bytes (int8: 2 bytes).
 _PANEL = 32
 _PAIRS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
 _INPUTS_UNIT = 32
@@ -15,7 +15,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class CompiledLinear(nn.Module):
-    """A linear layer in a compiled kernel, over a packed copy of its numbers [out_features, in_features]."""
+    """Linear layer in a compiled kernel, with a packed copy of `numbers` [out_features, in_features]."""
 
     def __init__(self, numbers: Tensor, scales: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
@@ -25,23 +25,23 @@ class CompiledLinear(nn.Module):
         self.bias = _fixed(bias)
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Packed numbers, one scale for each output where it has scales, and bias."""
+        """Return the packed numbers, the scales (one per output, or None) and the bias or None."""
         return self.packed, self.scales, self.bias
 
 
 class CppLinear(CompiledLinear):
-    """What `nn.Linear` computes; whoever makes it drops the original weight."""
+    """Replacement of `nn.Linear`. The caller must drop the original weight to free its memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.detach(), None, bias)
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features], restored at each access: for model code that asks for its dtype and the like."""
+        """Weight [out_features, in_features], unpacked at each access, for model code that reads its dtype."""
         return unpack(self.packed, self.out_features)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Multiply `inputs` [..., in_features] and return [..., out_features]."""
         output: Tensor = torch.ops.headway.multiply_by_weight.default(
             inputs.contiguous(), self.packed, self.out_features, self.bias
         )
@@ -49,16 +49,16 @@ class CppLinear(CompiledLinear):
 
 
 class Int8Linear(CompiledLinear):
-    """Approximately what `nn.Linear` computes: each row of the weight is 8-bit numbers times one scale.
+    """Quantized replacement of `nn.Linear`: each row of the weight is 8-bit numbers times one scale.
 
-    Inputs keep 14 bits, with a scale for each row, so that rows have nothing to do with one another.
+    Inputs are quantized to 14 bits with one scale per row, so a row's outputs do not depend on the other rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         largest = weight.detach().abs().amax(dim=1).float()
         scales = (largest / _LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
         numbers = torch.empty(weight.shape, dtype=torch.int8)
-        # In pieces: in float32 the weights of a large vocabulary would take as much memory as the rest of the model.
+        # Quantize in pieces: a large vocabulary's weight in float32 would take as much memory as the rest of the model.
         for first in range(0, len(weight), _ROWS_AT_ONCE):
             rows = slice(first, first + _ROWS_AT_ONCE)
             numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
@@ -66,11 +66,11 @@ class Int8Linear(CompiledLinear):
 
     @property
     def numbers(self) -> Tensor:
-        """[out_features, in_features] int8, restored at each access."""
+        """Quantized weight [out_features, in_features] int8, unpacked at each access."""
         return unpack(self.packed, self.out_features)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Multiply `inputs` [..., in_features] and return [..., out_features]."""
         output: Tensor = torch.ops.headway.multiply_by_int8.default(
             inputs.contiguous(), self.packed, self.scales, self.bias
         )
@@ -78,14 +78,14 @@ class Int8Linear(CompiledLinear):
 
 
 def can_multiply(weight: Tensor) -> bool:
-    """Whether the kernels take a weight of this shape."""
+    """Return True if the kernels support a weight of this shape."""
     return weight.shape[1] % _INPUTS_UNIT == 0
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight [outputs, inputs] in the kernels' order, [panels, inputs / pair, outputs of a panel, pair].
+    """Return a weight [outputs, inputs] in the kernels' order, [panels, inputs / pair, outputs of a panel, pair].
 
-    The last panel is filled up with zeros.
+    The last panel is padded with zeros.
     """
     pair = _PAIRS[weight.dtype]
     num_outputs, num_inputs = weight.shape
@@ -94,7 +94,7 @@ def pack(weight: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, num_outputs: int) -> Tensor:
-    """The weight [num_outputs, inputs] that was packed."""
+    """Return the original weight [num_outputs, inputs] of `packed`."""
     return packed.transpose(1, 2).flatten(0, 1).flatten(1)[:num_outputs]
 
 

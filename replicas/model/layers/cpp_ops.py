@@ -1,4 +1,4 @@
-"""A layer's small operations in the compiled kernels, on CPU."""
+"""Small operations of a decoder layer in the compiled C++ kernels, on CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replicas.model.layers.interface import HeadLayout, Norm, RotaryCosSin
 
 
 class CppLayerOps:
-    """`LayerOps` in compiled kernels; needs the kernels."""
+    """`LayerOps` in the compiled kernels, which must be loaded."""
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """See `LayerOps`."""

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family in few large operations, in the place of transformers' own."""
+"""Fused decoder: replaces transformers' decoders of the Llama family by one of fewer, larger operations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausa
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer: query, key and value come out of one multiplication, gate and up projection of another."""
+    """Decoder layer with one multiplication for query, key and value, and one for the gate and up projections."""
 
     def __init__(self, layer: Any, spec: AttentionLayer, make: LinearFactory) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class FusedLayer(nn.Module):
         self.scoring = Scoring(float(attention.scaling))
 
     def attend(self, hidden: Tensor, cos_sin: RotaryCosSin, ops: LayerOps, port: AttentionPort) -> Tensor:
-        """What attention adds to the residual stream, [num_tokens, hidden_size]."""
+        """Compute attention; return its update of the residual stream, [num_tokens, hidden_size]."""
         rows = self.query_key_value(hidden)
         ops.rotary_embedding(rows, self.heads, cos_sin)
         query, key, value = rows.view(len(rows), -1, self.heads.size).split(
@@ -55,15 +55,15 @@ class FusedLayer(nn.Module):
         return output
 
     def transform(self, hidden: Tensor, ops: LayerOps) -> Tensor:
-        """What the feed-forward part adds to the residual stream, [num_tokens, hidden_size]."""
+        """Compute the feed-forward part; return its update of the residual stream, [num_tokens, hidden_size]."""
         output: Tensor = self.down(ops.silu_and_mul(self.gate_up(hidden)))
         return output
 
 
 class FusedDecoder(nn.Module):
-    """Computes what the decoder `original` computes for a flat batch, and takes its layers apart to get there.
+    """Replacement of the decoder `original` for flat batches. Its construction removes the layers of `original`.
 
-    At no time are all weights held twice.
+    The layers are replaced one by one, so at most one layer's weights are held twice.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class FusedDecoder(nn.Module):
         self._ops = ops
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, **_: object) -> BaseModelOutputWithPast:
-        """Hidden states [1, num_tokens, hidden_size]; both arguments are [1, num_tokens] int64."""
+        """Return hidden states [1, num_tokens, hidden_size]; both arguments are [1, num_tokens] int64."""
         residual = self.embed_tokens(input_ids[0])
         cos, sin = self.rotary_emb(residual, position_ids)
         update = self._run_layers(residual, RotaryCosSin(cos[0], sin[0]))
@@ -95,7 +95,7 @@ class FusedDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=hidden[None])
 
     def _run_layers(self, residual: Tensor, cos_sin: RotaryCosSin) -> Tensor | None:
-        """Add what the layers give to `residual`, except for the last feed-forward part: that is returned."""
+        """Run the layers. Add their updates to `residual`, except the last feed-forward update, which is returned."""
         update = None
         for layer in self._layers:
             hidden = self._ops.add_and_normalize(residual, update, layer.input_norm)
@@ -106,8 +106,8 @@ class FusedDecoder(nn.Module):
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` computes what the decoder of `model` computes."""
-    # Exactly these: a subclass may compute something else.
+    """Return True if `FusedDecoder` computes the same as the decoder of `model`."""
+    # Exact types: a subclass may compute something else.
     return type(model) in _FAMILY and model.config.hidden_act == "silu"
 
 

@@ -1,4 +1,4 @@
-"""Normalisation in one operation, in the place of the model code's own modules."""
+"""Fused norm: replaces a model's RMSNorm modules by one operation."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class FusedNorm(nn.Module):
         self._ops = ops
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., size] to the same."""
+        """Normalise `hidden` [..., size]; the result has the same shape."""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         return self._ops.add_and_normalize(rows, None, self._norm).view(hidden.shape)
 
 
 def replace_norms(model: nn.Module, ops: LayerOps) -> None:
-    """Replace every norm of `model` that looks like a plain one and, tried out, computes the same."""
+    """Replace every RMSNorm of `model` that a check shows to compute the same as `FusedNorm`."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm") and _has_plain_fields(child):
@@ -45,7 +45,7 @@ def _has_plain_fields(norm: nn.Module) -> bool:
 
 @torch.inference_mode()
 def _errors(norm: nn.Module, fused: FusedNorm) -> Iterator[tuple[str, float]]:
-    """Errors on numbers that tell formulas apart."""
+    """Yield the error on inputs whose mean is not 0 and whose scale is not 1, which tell norm formulas apart."""
     generator = torch.Generator().manual_seed(0)
     weight = fused.weight
     hidden = (torch.randn(2, 3, len(weight), generator=generator) * 3 + 1).to(weight.device, weight.dtype)

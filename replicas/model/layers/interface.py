@@ -1,4 +1,4 @@
-"""What a decoder layer of the Llama family computes beside its multiplications and its attention."""
+"""Interface of a decoder layer's small operations (norms, rotary embedding, SwiGLU gating), and its torch version."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """What one row [(num_query_heads + 2 * num_kv_heads) * size] holds: queries, then keys, then values."""
+    """Layout of one row [(num_query_heads + 2 * num_kv_heads) * size]: queries, then keys, then values."""
 
     num_query_heads: int
     num_kv_heads: int
     size: int
     query_norm: Norm | None
-    """Over each query head before it is rotated, [size]."""
+    """Norm [size] of each query head before its rotation; None: not normalised."""
     key_norm: Norm | None
+    """Norm [size] of each key head before its rotation; None: not normalised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,15 @@ class LayerOps(Protocol):
     """Operations on tensors of one dtype on one device."""
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
-        """Add `update` to `residual` [num_tokens, size] in place, and give the sum normalised."""
+        """Add `update` to `residual` [num_tokens, size] in place, and return the normalised sum."""
         ...
 
     def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
-        """Normalise, where the layout says so, and rotate the queries and keys of `rows` in place."""
+        """Apply the layout's norms and the rotary embedding to the queries and keys of `rows`, in place."""
         ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half) * second half of each row, [num_tokens, size / 2]."""
+        """Return silu(first half) * second half of each row, [num_tokens, size / 2]."""
         ...
 
 

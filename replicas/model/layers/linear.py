@@ -1,4 +1,4 @@
-"""Which linear layers a model gets on CPU, and putting them in the place of its own."""
+"""Selection of a model's linear layers on CPU, and their replacement in the model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from replicas.model.layers.cpp_linear import CppLinear, Int8Linear, can_multiply
 from replicas.model.layers.packed_linear import PackedLinear, can_pack
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
-"""Makes what multiplies by a weight [out_features, in_features] and adds a bias [out_features].
+"""Factory of a linear layer from a weight [out_features, in_features] and a bias [out_features] or None.
 
-What is made may keep a copy in another form: a weight that something else needs too, as a head that is tied to the
-embedding, is then held twice.
+The layer may keep a copy of the weight in another form. A weight that is also used elsewhere, for example an embedding
+tied to the output layer, is then held twice.
 """
 
 
 def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> LinearFactory:
-    """The fastest linear layers for weights of `dtype` here.
+    """Return the factory of the fastest linear layers for weights of `dtype` on this machine.
 
     Raises:
-        ModelLoadError: there is no such quantization, or no kernels for it.
+        ModelLoadError: there is no such quantization, or it needs the compiled kernels and they are not loaded.
     """
     if quantization not in ("none", "int8"):
         raise ModelLoadError(f"quantization is {quantization!r}; it must be none or int8")
@@ -37,7 +37,7 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
-    """An `nn.Linear` over the given tensors themselves."""
+    """Return an `nn.Linear` that shares the given tensors."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -46,7 +46,7 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 
 def join_linears(parts: Sequence[nn.Linear], make: LinearFactory) -> nn.Module:
-    """One layer that computes all of `parts`, outputs side by side."""
+    """Return one layer that computes all of `parts` and concatenates their outputs."""
     weights: list[Tensor] = [part.weight for part in parts]
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "either all parts have a bias or none has"
@@ -54,7 +54,7 @@ def join_linears(parts: Sequence[nn.Linear], make: LinearFactory) -> nn.Module:
 
 
 def replace_linears(model: nn.Module, make: LinearFactory) -> None:
-    """Put faster layers in the place of all linear layers of `model`, one after the other."""
+    """Replace all linear layers of `model`, one after the other."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Subclasses may compute something else.

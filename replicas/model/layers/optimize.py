@@ -1,4 +1,4 @@
-"""Making a loaded model fast: parts that compute the same as transformers' own, in fewer or better operations."""
+"""Optimization of a loaded model: replaces transformers' modules by faster ones that compute the same."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FusedModules:
-    """What a model's own parts are replaced by."""
+    """Replacements of a model's modules."""
 
     ops: LayerOps
     make_linear: LinearFactory
     decoder: type[FusedDecoder] = FusedDecoder
-    """For a model that can be fused."""
+    """Decoder class for a model that can be fused."""
 
 
 def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
-    """The fastest parts on CPU; `has_kernels` says whether the compiled kernels can be called.
+    """Return the fastest replacements on CPU. `has_kernels` is True if the compiled kernels are loaded.
 
     Raises:
-        ModelLoadError: there is no such quantization, or no kernels for it.
+        ModelLoadError: there is no such quantization, or it needs the kernels and they are not loaded.
     """
     make_linear = choose_linears(dtype, has_kernels, quantization)
     return (
@@ -46,14 +46,14 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
 
 
 def cuda_modules(dtype: torch.dtype, device: torch.device) -> FusedModules:
-    """The fastest parts on a CUDA device: Triton's kernels where they prove right, else plain torch."""
+    """Return the fastest replacements on a CUDA device: Triton's kernels if they pass their check, else plain torch."""
     return FusedModules(_cuda_ops(dtype, device), plain_linear)
 
 
 def optimize_model(
     model: PreTrainedModel, port: AttentionPort, layers: Sequence[AttentionLayer], modules: FusedModules
 ) -> None:
-    """Replace parts of `model` by faster ones that compute the same, up to rounding and the linears' own precision."""
+    """Replace modules of `model` by `modules`. Results are equal up to rounding and the linear layers' quantization."""
     if can_fuse(model):
         model.model = modules.decoder(model.model, port, layers, modules.ops, modules.make_linear)
     replace_norms(model, modules.ops)
@@ -62,7 +62,7 @@ def optimize_model(
 
 def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
     try:
-        # Triton comes with torch for CUDA only.
+        # Only torch for CUDA installs Triton.
         from replicas.model.layers.triton_ops import TritonLayerOps, check_layer_ops
     except ImportError as error:
         fault: str | None = str(error)
@@ -70,5 +70,5 @@ def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
         fault = check_layer_ops(dtype, device)
         if fault is None:
             return TritonLayerOps()
-    _log.warning("layers run in plain torch, slowly, as Triton's kernels do not work here: %s", fault)
+    _log.warning("layers use plain torch and are slow: Triton's kernels do not work here: %s", fault)
     return TorchLayerOps()

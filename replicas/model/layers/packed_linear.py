@@ -1,4 +1,4 @@
-"""Linear layers over weights in the order that oneDNN multiplies them in, on CPU."""
+"""Linear layers with weights packed for oneDNN, on CPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import functional
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 
 _log = logging.getLogger(__name__)
-# Rows of input that the order is chosen for: those of a decode step. Prefills of 512 rows were no slower with it.
+# Input rows for which oneDNN chooses the packing: those of a decode step. Prefills of 512 rows were not slower with it.
 _EXPECTED_ROWS = 32
 
 
 class PackedLinear(nn.Module):
-    """What `nn.Linear` computes, over a reordered copy of its weight; whoever makes it drops the original."""
+    """Replacement of `nn.Linear` with a packed copy of the weight. The caller must drop the original to free memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -27,25 +27,26 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """[out_features, in_features], restored at each access: for model code that asks for its dtype and the like."""
+        """Weight [out_features, in_features], unpacked at each access, for model code that reads its dtype."""
         return self._packed.to_dense()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Multiply `inputs` [..., in_features] and return [..., out_features]."""
         output: Tensor = torch.ops.mkldnn._linear_pointwise.default(inputs, self._packed, self.bias, "none", [], "")
         return output
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether packed weights of `dtype` work here and give what plain ones give.
+    """Return True if packed weights of `dtype` work on this machine and give the results of plain ones.
 
-    The operations are private to torch, and oneDNN computes bfloat16 on some processors only.
+    The check is needed because the operations are private to torch, and oneDNN supports bfloat16 on some processors
+    only.
     """
     if dtype not in (torch.bfloat16, torch.float32):
         return False
     fault = find_fault(_errors(dtype), dtype)
     if fault is not None:
-        _log.warning("linear layers stay as they are, packed weights do not work here: %s", fault)
+        _log.warning("linear layers keep plain weights, because packed weights do not work here: %s", fault)
     return fault is None
 
 

@@ -1,7 +1,7 @@
-"""Kernels of what a decoder layer computes beside its multiplications and its attention, for CUDA devices.
+"""Triton kernels of a decoder layer's small operations, for CUDA devices.
 
-Everything is computed in float32, whatever the tensors hold, and rounded once. No integer that differs from step to
-step is an argument: rows are counted by the launch, and their sizes are compiled in.
+The kernels compute in float32 for every dtype and round once. No integer argument differs between steps, so no step
+compiles a kernel: the launch grid gives the number of rows, and the row sizes are compiled in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def add_and_normalize_kernel(
     WIDTH: tl.constexpr,
     HAS_UPDATE: tl.constexpr,
 ):
-    """Row `program_id(0)`: residual += update, output = residual / its root mean square * weight."""
+    """Compute row `program_id(0)`: residual += update, output = residual / its root mean square * weight."""
     columns = tl.arange(0, WIDTH)
     is_column = columns < SIZE
     cells = tl.program_id(0).to(tl.int64) * SIZE + columns
@@ -51,9 +51,9 @@ def rotary_embedding_kernel(
     TILE_HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """Heads `program_id(1)` * TILE_HEADS and on of token `program_id(0)`: normalised with HAS_NORMS, then rotated.
+    """Normalise (with HAS_NORMS) and rotate heads `program_id(1)` * TILE_HEADS and on of token `program_id(0)`.
 
-    The halves of a head are the parts of its complex numbers.
+    The first half of a head holds the real parts of its complex numbers, the second half the imaginary parts.
     """
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)[:, None]
@@ -85,7 +85,7 @@ def _weights(query_weight, key_weight, is_query, columns, is_column):
 
 @triton.jit
 def silu_and_mul_kernel(gate_up, output, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Columns `program_id(1)` * TILE and on of row `program_id(0)`: silu(first half) * second half."""
+    """Compute silu(first half) * second half for columns `program_id(1)` * TILE and on of row `program_id(0)`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = columns < SIZE

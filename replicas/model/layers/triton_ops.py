@@ -1,4 +1,4 @@
-"""A layer's small operations in Triton's kernels: one launch each, where plain torch takes several."""
+"""Small operations of a decoder layer in Triton's kernels: one launch each instead of several in plain torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from replicas.model.hardware.selfcheck import find_fault, relative_error
 from replicas.model.layers.interface import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
 from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 
-# Numbers that a program computes at once.
+# Numbers that one program computes.
 _TILE_NUMBERS = 1024
 _EXACT = TorchLayerOps()
 
 
 class TritonLayerOps:
-    """`LayerOps` in Triton's kernels, over tensors whose numbers lie side by side."""
+    """`LayerOps` in Triton's kernels, for contiguous tensors."""
 
     def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
         """See `LayerOps`."""
@@ -77,13 +77,16 @@ class TritonLayerOps:
 
 
 def check_layer_ops(dtype: torch.dtype, device: torch.device, ops: LayerOps | None = None) -> str | None:
-    """Return what is wrong with the kernels, or with `ops`, in words; None: nothing. Sizes are of no power of two."""
+    """Return a description of the kernels' (or `ops`') first fault; None if there is none.
+
+    The check's row sizes are no powers of two, so it also covers masked columns.
+    """
     return find_fault(_errors(ops or TritonLayerOps(), dtype, device), dtype)
 
 
 @torch.inference_mode()
 def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, float]]:
-    """Errors of each operation against plain torch in float32 over the same numbers."""
+    """Yield the error of each operation against plain torch in float32 over the same numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -99,10 +102,10 @@ def _errors(ops: LayerOps, dtype: torch.dtype, device: torch.device) -> Iterator
     cos_sin = RotaryCosSin(angles.cos().to(dtype), angles.sin().to(dtype))
     plain = HeadLayout(5, 2, 24, None, None)
     with_norms = replace(plain, query_norm=Norm(draw(24), 1e-6), key_norm=Norm(draw(24), 1e-6))
-    for name, layout in (("rotate", plain), ("normalize and rotate", with_norms)):
+    for name, layout in (("rotary_embedding", plain), ("norms and rotary_embedding", with_norms)):
         yield name, _rotation_error(ops, draw(5, 9 * 24), layout, cos_sin)
     gate_up = draw(5, 2 * 1100)
-    yield "gate", relative_error(ops.silu_and_mul(gate_up).float(), _EXACT.silu_and_mul(gate_up.float()))
+    yield "silu_and_mul", relative_error(ops.silu_and_mul(gate_up).float(), _EXACT.silu_and_mul(gate_up.float()))
 
 
 def _rotation_error(ops: LayerOps, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> float:

@@ -1,4 +1,4 @@
-"""Loading a model's weights and tokenizer, and finding out how it must be served."""
+"""Loader of a model's weights and tokenizer; it also finds the model's attention layers and limits."""
 
 from __future__ import annotations
 
@@ -40,28 +40,29 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and what is constant about it."""
+    """Model that is ready to run, and its constants."""
 
     model_id: str
     model: PreTrainedModel
     port: AttentionPort
-    """Through which each forward pass gets its attention."""
+    """Connection of the model's attention layers to the context of each forward pass."""
     layers: tuple[AttentionLayer, ...]
-    """One per layer, in order of index."""
+    """Attention shapes, one per layer, in order of index."""
     tokenizer: PreTrainedTokenizerFast | None
-    """None where the model comes without one."""
+    """Tokenizer; None if the model's directory has no tokenizer files."""
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
     dtype: torch.dtype
     device: torch.device
     has_kernels: bool = False
-    """Whether the compiled CPU kernels can be called, for this dtype."""
+    """True if the compiled CPU kernels are loaded and support `dtype`."""
 
     def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
-        """Run a forward pass with attention by `context`; logits [num_rows, vocab_size] in the model's dtype.
+        """Run a forward pass with attention by `context` and return logits [num_rows, vocab_size] in `dtype`.
 
-        Ids and positions are [1, num_tokens] int64; `rows` [num_rows] int64 are the tokens wanted, 0 means all.
+        Ids and positions are [1, num_tokens] int64. `rows` [num_rows] int64 are the tokens whose logits are returned;
+        0 means all.
         """
         with self.port.using(context):
             output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
@@ -69,15 +70,15 @@ class LoadedModel:
         return logits
 
     def attention_spec(self, block_size: int) -> AttentionSpec:
-        """Return what the model requires of the attention over blocks of `block_size` tokens."""
+        """Return the model's requirements on attention over blocks of `block_size` tokens."""
         return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels)
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
-    """Load, move to the device and probe the model that `options` names.
+    """Load the model that `options` names, move it to its device, probe its attention and optimize it.
 
     Raises:
-        ModelLoadError: files or options cannot be used.
+        ModelLoadError: the files or the options cannot be used.
         UnsupportedModel: its architecture cannot be served.
     """
     if options.num_threads is not None:
@@ -115,7 +116,7 @@ def _optimize(
     options: ModelOptions,
     has_kernels: bool,
 ) -> None:
-    """Give the model the fastest parts there are for its device."""
+    """Replace modules of the model by the fastest ones for its device."""
     device, dtype = model.device, model.dtype
     if device.type == "cpu":
         if options.compile_layers:
@@ -145,7 +146,7 @@ def _load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype) -> P
     try:
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             model,
-            # The attention implementation is stored on the config object: sharing one would switch another model.
+            # A copy: `from_pretrained` writes the attention implementation to the config object.
             config=copy.deepcopy(config),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
@@ -174,13 +175,13 @@ def _load_tokenizer(model: str) -> PreTrainedTokenizerFast | None:
 
 
 def _choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
-    """The asked length, or the longest that the model's position encoding serves unchanged."""
+    """Return the requested maximum length, or else the longest that the position encoding serves unchanged."""
     text_config = config.get_text_config(decoder=True)
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
     if longest is not None and rope.get("rope_type") in ("dynamic", "longrope"):
-        # Beyond its original length such a model rotates every position of a forward pass differently, so that one
-        # long sequence would change its neighbours.
+        # Beyond the original length these encodings change the rotation of every position in the forward pass: one
+        # long sequence would change the other sequences of its batch.
         longest = min(longest, rope.get("original_max_position_embeddings") or longest)
     if longest is None and asked is None:
         raise ModelLoadError("the model's config names no max_position_embeddings; set max_model_len")
@@ -194,7 +195,7 @@ def _choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
 
 
 def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """Tokens that end a sequence: the generation config's, else the config's; both name one or a list."""
+    """Return the tokens that end a sequence, from the generation config or else from the model's config."""
     for config in (model.generation_config, model.config.get_text_config(decoder=True)):
         named = getattr(config, "eos_token_id", None)
         if named is not None:

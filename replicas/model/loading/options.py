@@ -1,4 +1,4 @@
-"""Options for loading and running a model. Imports no torch, so that every process can read them."""
+"""Options for loading and running a model. The module imports no torch, so every process can import it."""
 
 from __future__ import annotations
 

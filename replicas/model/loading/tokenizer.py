@@ -1,4 +1,4 @@
-"""From output tokens to text, one token at a time."""
+"""Incremental decoders: text of output tokens, one token at a time."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from transformers import PreTrainedTokenizerFast
 
 from replicas.engine.interfaces import IncrementalDecoder
 
-# A character is at most four bytes, so valid text waits for three more tokens; only a run of tokens that each also
-# begin the next character, or invalid bytes, wait longer.
+# A character has at most four bytes, so valid text waits for at most three more tokens. Invalid bytes, and runs of
+# tokens that each also begin the next character, wait longer.
 _MAX_PENDING_TOKENS = 16
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class SilentDecoder:
-    """The decoder of a model without a tokenizer: no text."""
+    """Decoder for a model without a tokenizer. It gives no text."""
 
     def push(self, token_id: int) -> str:
-        """Always empty."""
+        """Return the empty string."""
         return ""
 
 
 class StreamDecoder:
-    """Text of a growing sequence; never half a character.
+    """Incremental decoder of one sequence, which never gives part of a character.
 
-    A few tokens are decoded at a time: those whose text was given last, as context, since it may depend on them
-    whether a token begins with a space, and those still pending. The texts put together are the decoded whole.
-    Invalid UTF-8 is given as U+FFFD once `_MAX_PENDING_TOKENS` wait: `DecodeStream` of tokenizers would hold it,
-    and all that follows, for ever.
+    Each push decodes two groups of tokens: the context, whose text was given last, and the pending ones. The context
+    is needed because the token before may decide whether a token begins with a space. The concatenated texts equal
+    the text of the whole output.
+    Invalid UTF-8 becomes U+FFFD once `_MAX_PENDING_TOKENS` tokens are pending. `DecodeStream` of the tokenizers
+    package would hold back invalid bytes and all later text for ever.
     """
 
     def __init__(self, tokenizer: Tokenizer, special_token_ids: frozenset[int], prompt: Items[int]) -> None:
@@ -40,7 +41,7 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete, or for a special token."""
+        """Return the text that this token completes; empty for a special token or an incomplete character."""
         if not self._has_text(token_id):
             return ""
         self._pending.append(token_id)
@@ -48,16 +49,16 @@ class StreamDecoder:
         is_complete = text != "" and not text.endswith(_INCOMPLETE)
         if not is_complete and len(self._pending) < _MAX_PENDING_TOKENS:
             return ""
-        # Invalid bytes are no context: what follows them could seem to continue them.
+        # Invalid bytes must not be context: the next token's bytes could appear to continue them.
         self._context = self._pending if is_complete else []
         self._shown = self._decode(self._context)
         self._pending = []
         return text
 
     def _end_of_text(self, token_ids: Items[int]) -> list[int]:
-        """The last tokens that show text, beginning with a whole character; none where there is no text nearby.
+        """Return the fewest last tokens with text that begin with a whole character; empty if no text is near the end.
 
-        What follows may complete a character that they end in the middle of.
+        They may end in the middle of a character, which the output then completes.
         """
         end: list[int] = []
         for token_id in reversed(token_ids[-_MAX_PENDING_TOKENS:]):
@@ -66,7 +67,7 @@ class StreamDecoder:
                 text = self._decode(end).rstrip(_INCOMPLETE)
                 if text and _INCOMPLETE not in text:
                     return end
-        # A whole prompt without text may be the space that a first word does not show: the next one does.
+        # Keep a whole prompt without text: it may be a leading space, which the decoder drops from a text's first word.
         is_whole = len(token_ids) <= _MAX_PENDING_TOKENS
         return end if is_whole and self._decode(end) == "" else []
 
@@ -78,7 +79,7 @@ class StreamDecoder:
 
 
 def make_decoder(tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = ()) -> IncrementalDecoder:
-    """A decoder for the output that follows `prompt_token_ids`; silent where there is no tokenizer."""
+    """Return a decoder for the output after `prompt_token_ids`; without a tokenizer, one that gives no text."""
     if tokenizer is None:
         return SilentDecoder()
     return StreamDecoder(

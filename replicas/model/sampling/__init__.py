@@ -1,4 +1,4 @@
-"""Logits become tokens and log probabilities.
+"""Sampling: tokens and log probabilities from logits.
 
 Read `sampler.py` first. May import `replicas.engine`, `replicas.model.batch`, `replicas.protocol`.
 """

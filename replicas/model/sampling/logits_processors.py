@@ -1,4 +1,4 @@
-"""Changes that sampling parameters make to logits before a token is drawn, touching only the tokens concerned."""
+"""Logits processors: penalties, logit bias and forbidden stop tokens; they change only the logits concerned."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Spa
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Where entries travel."""
+    """Spans of entries in the step's buffer."""
 
     rows: Span
     token_ids: Span
     values: Span
 
     def index(self, on_device: DeviceBuffer) -> tuple[Tensor, Tensor]:
-        """Rows and token ids, each [num_entries] int64."""
+        """Return rows and token ids, each [num_entries] int64."""
         return on_device.ints(self.rows), on_device.ints(self.token_ids)
 
     def numbers(self, on_device: DeviceBuffer) -> Tensor:
-        """Values [num_entries] float32."""
+        """Return values [num_entries] float32."""
         return on_device.floats(self.values).float()
 
 
 @dataclass(slots=True)
 class _Entries:
-    """Single logits, and a number for each."""
+    """List of single logits, by row and token id, with a value for each."""
 
     rows: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -46,19 +46,19 @@ class _Entries:
         self.values.extend(values)
 
     def send(self, to_device: HostToDeviceBuffer) -> _Spans | None:
-        """None where there are none."""
+        """Add the entries to `to_device` and return their spans; None if there are no entries."""
         if not self.rows:
             return None
         return _Spans(to_device.ints(self.rows), to_device.ints(self.token_ids), to_device.floats(self.values))
 
 
 class LogitsProcessors:
-    """The edits of one step's rows, in the order in which they apply.
+    """Changes of the logits of one step's rows, in the order in which they apply.
 
-    1. Repetition: logits of tokens in prompt or output are divided (if positive) or multiplied by the penalty.
-    2. Presence and frequency: subtracted for tokens in the output, once and per occurrence.
+    1. Repetition penalty: divides positive logits, and multiplies other logits, of tokens in the prompt or output.
+    2. Presence and frequency penalties: subtracted for tokens in the output, once and once per occurrence.
     3. Logit bias: added.
-    4. Stop tokens cannot be drawn before `min_tokens`.
+    4. Stop tokens: forbidden before `min_tokens`.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class LogitsProcessors:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no logit changes."""
+        """True if no logit changes."""
         return self._repetition is None and self._added is None and self._forbidden is None
 
     def apply(self, logits: Tensor, on_device: DeviceBuffer) -> Tensor:
-        """A changed copy of `logits` [num_rows, vocab_size] float32, or `logits` itself where nothing changes."""
+        """Return a changed copy of `logits` [num_rows, vocab_size] float32; `logits` itself if nothing changes."""
         if self.is_empty:
             return logits
         logits = logits.clone()
@@ -105,7 +105,7 @@ class LogitsProcessors:
             entries.add(row, seen, [penalty] * len(seen))
 
     def _add_offsets(self, entries: _Entries, row: int, sequence: Sequence) -> None:
-        """One entry per token, so that sums do not depend on the order in which a device adds."""
+        """Add penalties and bias as one entry per token: the sum must not depend on a device's order of additions."""
         params = sequence.request.params
         offsets: dict[int, float] = defaultdict(float)
         if params.presence_penalty or params.frequency_penalty:
@@ -127,5 +127,5 @@ class LogitsProcessors:
         entries.add(row, token_ids, [float("-inf")] * len(token_ids))
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:
-        """Those that the model has a logit for."""
+        """Return the ids for which the model has a logit."""
         return [token_id for token_id in token_ids if token_id < self._vocab_size]

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, from the model's own logits: before temperature, penalties and bias."""
+"""Log probabilities of tokens, from the model's raw logits: without temperature, penalties and bias."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from torch import Tensor
 from replicas.model.batch.transfers import DeviceToHostBuffer, PendingTensor
 from replicas.protocol import PositionLogprobs, TokenLogprob
 
-# Bounds the float32 copies made at once.
+# Rows converted to float32 at once. It bounds the memory of the copies.
 _MAX_SLICE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """Log probabilities on their way to the host: each row's chosen token's, then those of the likeliest."""
+    """Log probabilities on their way to the host: per row the chosen token's, then those of the likeliest."""
 
     values: PendingTensor
-    """[num_rows, 1 + most wanted] float32"""
+    """[num_rows, 1 + max_top] float32"""
     top_ids: PendingTensor
-    """[num_rows, most wanted] int64"""
+    """[num_rows, max_top] int64"""
 
     def read(self, to_host: DeviceToHostBuffer, token_ids: Items[int], num_top: Items[int]) -> list[PositionLogprobs]:
-        """One per row, whose chosen token and number of likeliest ones wanted are given."""
+        """Return the log probabilities, one per row, after `to_host.wait()`.
+
+        Args:
+            to_host: the step's results.
+            token_ids: chosen token of each row.
+            num_top: number of likeliest tokens to return for each row.
+        """
         return [
             PositionLogprobs(
                 TokenLogprob(token_id, row_values[0]),
@@ -38,13 +44,13 @@ class PendingLogprobs:
 
 
 def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: DeviceToHostBuffer) -> PendingLogprobs:
-    """Ask for the log probabilities of one token per row and of the `max_top` likeliest.
+    """Launch the log probabilities of one chosen token and of the `max_top` likeliest tokens of each row.
 
     Args:
         logits: [num_rows, vocab_size], any float type.
         chosen_ids: [num_rows] int64
-        max_top: possibly 0.
-        to_host: where they arrive.
+        max_top: may be 0.
+        to_host: buffer that receives the results.
     """
     max_top = min(max_top, logits.shape[1])
     values, top_ids = [], []

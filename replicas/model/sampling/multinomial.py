@@ -1,8 +1,8 @@
-"""Drawing one token per row from its distribution, with one uniform number per row.
+"""Multinomial sampling: draws one token per row from the row's distribution, with one uniform number per row.
 
-Every row is computed on its own, in the same way whatever other rows are there. Weights are
-exp((logit - largest logit) / temperature), so the likeliest token weighs 1; sums are float64. The uniform number is
-a function of the request's seed and the token's index: the same on every device, in every batch, after any preemption.
+A row's result does not depend on the other rows. The weight of a token is exp((logit - largest logit) / temperature),
+so the likeliest token has weight 1. Sums of weights are float64. The uniform number is a function of the request's seed
+and the output token's index, so it is the same on every device, in every batch and after any preemption.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch import Tensor
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.protocol import SamplingParams
 
-# On CPU, sorting the whole vocabulary costs 30 times as much as finding the 256 likeliest tokens, which nearly always
-# hold everything that top-k, top-p or min-p keep. Rows for which they do not try again with more, and at last with all.
-# Elsewhere all are sorted at once: to look whether they do, the host would have to wait for the device.
+# Numbers of likeliest tokens to try on CPU, before all. Sorting the whole vocabulary takes 30 times as long as finding
+# the 256 likeliest tokens, and these nearly always include all that top-k, top-p or min-p keep. Rows for which they do
+# not are tried again with more tokens. On a GPU all tokens are sorted at once: the check would wait for the device.
 _NUM_CANDIDATES = (256, 8192)
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_BITS = 52  # So that uniform * total < total holds in float64, rounding included.
+_BITS = 52  # With 52 bits, uniform * total < total holds in float64 despite rounding.
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
-    """Parameters of the rows to draw for, tensors [num_rows, 1] float64."""
+    """Sampling parameters of the rows that draw randomly, as tensors [num_rows, 1] float64."""
 
     uniform: Tensor
     temperature: Tensor
     top_p: Tensor
     min_p: Tensor
     top_k: Tensor
-    """Infinite where a row sets none."""
+    """Infinite for a row without top-k."""
     needs_total: bool
-    """Whether some row's top-p is a share of the whole vocabulary."""
+    """True if some row's top-p is a share of the whole vocabulary's weight."""
 
     def select(self, rows: Tensor) -> SamplingTensors:
-        """The parameters of `rows` [n] int64."""
+        """Return the parameters of `rows` [n] int64."""
         return SamplingTensors(
             self.uniform[rows],
             self.temperature[rows],
@@ -54,16 +54,16 @@ class SamplingTensors:
 
 @dataclass(frozen=True, slots=True)
 class SentSamplingTensors:
-    """Parameters of the rows to draw for, on their way to the device."""
+    """Sampling parameters on their way to the device."""
 
     rows: Span
-    """[num_rows] which rows they are."""
+    """[num_rows]: the rows of the logits that draw randomly."""
     columns: Span
     """[5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row."""
     needs_total: bool
 
     def place(self, on_device: DeviceBuffer) -> SamplingTensors:
-        """The parameters on the device."""
+        """Return the parameters as tensors on the device."""
         columns = on_device.floats(self.columns).view(len(self.rows), 5, 1)
         uniform, temperature, top_p, min_p, top_k = columns.unbind(dim=1)
         return SamplingTensors(uniform, temperature, top_p, min_p, top_k, self.needs_total)
@@ -76,7 +76,7 @@ def send_sampling_tensors(
     vocab_size: int,
     to_device: HostToDeviceBuffer,
 ) -> SentSamplingTensors:
-    """Send what it takes to draw for `rows`, whose params and uniform numbers are given in the same order."""
+    """Add the sampling parameters of `rows` to `to_device`. `params` and `uniforms` have the order of `rows`."""
     numbers: list[float] = []
     for row, uniform in zip(params, uniforms, strict=True):
         numbers += (uniform, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
@@ -85,12 +85,12 @@ def send_sampling_tensors(
 
 
 def uniform(seed: int, index: int) -> float:
-    """The uniform number in [0, 1) that chooses output token `index` of a request with `seed`."""
+    """Return the uniform number in [0, 1) that chooses output token `index` of a request with `seed`."""
     return (_mix(_mix(seed & _MASK) + (index + 1) * _GOLDEN) >> (64 - _BITS)) / (1 << _BITS)
 
 
 def _mix(value: int) -> int:
-    """SplitMix64's output function: a bijection of 64-bit integers in which every input bit moves every output bit."""
+    """Return SplitMix64's output for `value`: a 64-bit bijection in which every input bit affects every output bit."""
     value = (value + _GOLDEN) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -98,12 +98,12 @@ def _mix(value: int) -> int:
 
 
 def is_truncated(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether some tokens are left out before drawing."""
+    """Return True if top-p, min-p or top-k can exclude tokens."""
     return params.top_p < 1.0 or _is_restricted(params, vocab_size)
 
 
 def _is_restricted(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether tokens are left out before top-p is applied."""
+    """Return True if min-p or top-k, which apply before top-p, can exclude tokens."""
     return params.min_p > 0.0 or _top_k(params, vocab_size) < math.inf
 
 
@@ -112,14 +112,17 @@ def _top_k(params: SamplingParams, vocab_size: int) -> float:
 
 
 def sample_full(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Token ids [num_rows] drawn from the whole distributions of logits [num_rows, vocab_size] float32."""
+    """Return token ids [num_rows], drawn from the whole distributions of logits [num_rows, vocab_size] float32."""
     peak = logits.amax(dim=-1, keepdim=True)
     weights = torch.exp((logits - peak) / sampling.temperature.float())
     return _invert(weights.cumsum(dim=-1, dtype=torch.float64), sampling.uniform)
 
 
 def sample_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Token ids [num_rows] drawn from what min-p, top-k, then top-p keep of logits [num_rows, vocab_size] float32."""
+    """Return token ids [num_rows], drawn from the tokens that min-p, top-k and then top-p keep.
+
+    `logits` is [num_rows, vocab_size] float32.
+    """
     total = _total_weights(logits, sampling)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     rows, remaining = torch.arange(logits.shape[0], device=logits.device), logits
@@ -134,7 +137,7 @@ def sample_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits and their ids [num_rows, count]; largest first, equal ones by id."""
+    """Return the `count` largest logits and their ids, each [num_rows, count]; largest first, equal ones by id."""
     if count == logits.shape[1]:
         values, token_ids = logits.sort(dim=-1, descending=True, stable=True)
         return values, token_ids
@@ -144,7 +147,7 @@ def _top_candidates(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _total_weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Weight of the whole vocabulary, [num_rows, 1] float64; zeros where no row needs it."""
+    """Return the weight of the whole vocabulary, [num_rows, 1] float64; zeros if no row needs it."""
     if not sampling.needs_total:
         return torch.zeros_like(sampling.uniform)
     peak = logits.amax(dim=-1, keepdim=True)
@@ -154,27 +157,27 @@ def _total_weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 def _sample_sorted(
     values: Tensor, token_ids: Tensor, total: Tensor, sampling: SamplingTensors
 ) -> tuple[Tensor, Tensor]:
-    """Draw among the likeliest tokens of each row.
+    """Draw from the likeliest tokens of each row.
 
     Args:
         values: [num_rows, count] float32, largest first.
         token_ids: [num_rows, count]
         total: [num_rows, 1] float64, weight of the whole vocabulary.
-        sampling: the rows' parameters.
+        sampling: parameters of the rows.
 
     Returns:
-        Token ids [num_rows], and whether all that the row keeps was certainly among its `count` tokens.
+        Token ids [num_rows], and [num_rows] bool: True if the `count` tokens certainly include all that the row keeps.
     """
     weights = torch.exp((values - values[:, :1]).double() / sampling.temperature)
     rank = torch.arange(values.shape[1], device=values.device)
     eligible = (weights >= sampling.min_p) & (rank < sampling.top_k)
     weights = weights * eligible
     cumulative = weights.cumsum(dim=-1)
-    # top-p is a share of what min-p and top-k left.
+    # top-p is a share of the weight that min-p and top-k left.
     is_restricted = (sampling.min_p > 0) | (sampling.top_k < math.inf)
     left = torch.where(is_restricted, cumulative[:, -1:], total)
     kept = eligible & (cumulative - weights < sampling.top_p * left)
-    # Tokens as likely as the last may be missing, and which of them are here is the device's choice.
+    # Some tokens as likely as the last one may be missing; the device chooses which of them are here.
     is_last = values == values[:, -1:]
     fits = ~(is_last & torch.where(is_restricted, eligible, kept)).any(dim=-1)
     index = _invert((weights * kept).cumsum(dim=-1), sampling.uniform)
@@ -182,7 +185,10 @@ def _sample_sorted(
 
 
 def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
-    """Index [num_rows] of the first entry of [num_rows, count] that exceeds its row's share `uniform` of the last."""
+    """Return for each row the index of the first entry above `uniform` times the row's last entry, [num_rows].
+
+    `cumulative` is [num_rows, count], `uniform` is [num_rows, 1].
+    """
     index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
-    # Rows that are not numbers are refused elsewhere; their index must merely exist.
+    # Rows with NaN fail elsewhere. Their index only has to be valid.
     return index.clamp(max=cumulative.shape[1] - 1)

@@ -1,4 +1,4 @@
-"""From logits to the next token of each sequence."""
+"""Sampler: chooses the next token of each sequence from logits."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from replicas.model.sampling.multinomial import (
 )
 from replicas.protocol import SamplingParams
 
-# Below this temperature every token but the likeliest has weight 0 in float32, or the division overflows.
+# Lower temperatures are greedy: other tokens would have weight 0 in float32, or the division would overflow.
 _GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """One token per row, on the device."""
+    """Sampled tokens on the device, one per row."""
 
     tokens: Tensor
     """[num_rows] int64"""
     is_finite: Tensor
-    """[num_rows] bool: whether the row's logits are numbers; elsewhere the token is any that exists."""
+    """[num_rows] bool: False if the row's logits are not finite; its token is then any valid id."""
 
 
 def sample_greedy(logits: Tensor) -> SampledTokens:
-    """The greedy choice from logits [num_rows, vocab_size] float32."""
+    """Return the likeliest token of each row of logits [num_rows, vocab_size] float32."""
     tokens = logits.argmax(dim=-1)
-    # argmax finds a NaN before any number, so that the value found shows whether the row is sound.
+    # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
 
 
 class Sampler:
-    """Chooses tokens as the sequences' params say.
+    """Sampler of tokens by the sequences' sampling parameters.
 
-    A row's token depends on its own logits, params, tokens and output index only, never on the other rows.
+    A row's token depends only on the row's own logits, params, tokens and output index.
     """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
 
     def plan(self, items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer) -> SamplingPlan:
-        """Plan the tokens that `items` sample, one per row of logits; what the device must know goes to `to_device`."""
+        """Return a plan for sampling one token per item; its numbers for the device are added to `to_device`."""
         logits_processors = LogitsProcessors(items, self._eos_token_ids, vocab_size, to_device)
         return SamplingPlan(items, logits_processors, vocab_size, to_device)
 
 
 class SamplingPlan:
-    """How the tokens of one step are chosen."""
+    """Plan of one step's sampling: greedy, random and scored rows, and the changes of their logits."""
 
     def __init__(
         self,
@@ -81,19 +81,19 @@ class SamplingPlan:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row takes the likeliest token of its logits as they are."""
+        """True if every row takes the likeliest token of its unchanged logits."""
         return self._logits_processors.is_empty and self._truncated is None and self._full is None
 
     def launch(
         self, logits: Tensor, greedy: SampledTokens | None, on_device: DeviceBuffer, to_host: DeviceToHostBuffer
     ) -> PendingTokens:
-        """Choose, without waiting for anything.
+        """Launch the choice of tokens, without waiting for the device.
 
         Args:
             logits: [num_rows, vocab_size], any float type; not changed.
-            greedy: the greedy choice, where it is known already.
-            on_device: what the plan sent.
-            to_host: where the tokens arrive.
+            greedy: the greedy choice, if it was computed already, else None.
+            on_device: the numbers that the plan sent.
+            to_host: buffer that receives the tokens.
         """
         if greedy is None or not self.is_greedy:
             greedy = self._choose(logits, on_device)
@@ -129,7 +129,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """The tokens of one step's rows: on the device now, on the host once they have arrived."""
+    """Tokens of one step's rows: on the device, and on their way to the host."""
 
     tokens: Tensor
     """[num_rows] int64, on the device"""
@@ -139,7 +139,7 @@ class PendingTokens:
     _logprobs: PendingLogprobs | None
 
     def read(self, to_host: DeviceToHostBuffer) -> list[ItemResult]:
-        """One result per row, once the inbox is complete."""
+        """Return one result per row, after `to_host.wait()`."""
         tokens, finite = to_host[self._pending].tolist()
         results = [
             ItemResult(token_id=token) if is_finite else ItemResult(error="the model's logits are not finite numbers")

@@ -6,41 +6,41 @@ from replicas.errors import ErrorKind, ServingError
 
 
 class UnknownFile(ServingError):
-    """There is no such file, or it is another tenant's."""
+    """Error for a file that does not exist or belongs to another tenant."""
 
     kind = ErrorKind.NOT_FOUND
     code = "file_not_found"
 
 
 class UnknownBatch(ServingError):
-    """There is no such batch or job, or it is another tenant's."""
+    """Error for a batch or job that does not exist or belongs to another tenant."""
 
     kind = ErrorKind.NOT_FOUND
     code = "batch_not_found"
 
 
 class FileInUse(ServingError):
-    """A batch that is not final still reads the file."""
+    """Refusal to delete the input file of a batch that is not final."""
 
     kind = ErrorKind.CONFLICT
     code = "file_in_use"
 
 
 class IdempotencyKeyInUse(ServingError):
-    """The key came before with another body."""
+    """Refusal of an idempotency key that was used before with another body."""
 
     kind = ErrorKind.CONFLICT
     code = "idempotency_key_in_use"
 
 
 class BatchNotCancellable(ServingError):
-    """The batch has ended."""
+    """Refusal to cancel a batch that is final."""
 
     kind = ErrorKind.CONFLICT
     code = "batch_not_cancellable"
 
 
 class UnknownJob(UnknownBatch):
-    """There is no such job, or it is another tenant's."""
+    """Error for a job that does not exist or belongs to another tenant."""
 
     code = "job_not_found"

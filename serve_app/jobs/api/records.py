@@ -1,4 +1,4 @@
-"""What the jobs deployment keeps, and what it offers to ingresses. Plain values; they cross processes."""
+"""Records of files, batches and jobs, and the interface of the jobs deployment. Plain values that cross processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replicas.protocol import Band, Metric
 
 @dataclass(frozen=True, slots=True)
 class JobsCounts:
-    """What the jobs deployment counts: of its own work, and as one more ingress of the router."""
+    """Metrics of the jobs process: of its own work (`own`), and of its router (`router`), as any ingress has them."""
 
     own: tuple[Metric, ...] = ()
     router: tuple[Family, ...] = ()
@@ -25,10 +25,10 @@ ItemT = TypeVar("ItemT")
 
 
 class BatchKind(Enum):
-    """Where a batch came from. Everything asynchronous is a batch of lines; a job is a batch of one."""
+    """Origin of a batch. All asynchronous work is batches of lines; a job is a batch of one line."""
 
     FILE = "file"
-    """POST /v1/batches: the lines are those of an uploaded file, and so are the results."""
+    """POST /v1/batches: lines come from an uploaded file, and results go to files."""
     PROMPTS = "prompts"
     """POST /v1/batch/async."""
     JOB = "job"
@@ -36,7 +36,7 @@ class BatchKind(Enum):
 
 
 class BatchStatus(Enum):
-    """OpenAI's words."""
+    """Status of a batch, in OpenAI's words."""
 
     VALIDATING = "validating"
     FAILED = "failed"
@@ -49,12 +49,12 @@ class BatchStatus(Enum):
 
     @property
     def is_final(self) -> bool:
-        """Whether it never changes again."""
+        """True if the status never changes again."""
         return self in (BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.CANCELLED)
 
     @property
     def summary(self) -> str:
-        """Coarser status: pending, processing, completed, failed or cancelled."""
+        """Coarser status: `pending`, `processing`, `completed`, `failed` or `cancelled`."""
         return _SUMMARIES.get(self, self.value)
 
 
@@ -68,7 +68,7 @@ _SUMMARIES = {
 
 
 class LineStatus(Enum):
-    """How far one request of a batch is."""
+    """Status of one line, which is one request of a batch."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -80,7 +80,7 @@ class LineStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """An uploaded or produced file; its bytes are in the file store under its id."""
+    """Record of an uploaded or produced file. The file store keeps its bytes under the same id."""
 
     id: str
     tenant: str
@@ -93,29 +93,29 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class BatchError:
-    """Why a whole batch failed, or what is wrong with one line of its file."""
+    """Reason for which a batch failed: an error of the whole batch or of one line of its file."""
 
     code: str
     message: str
     param: str | None = None
     line: int | None = None
-    """Counted from 1."""
+    """Number of the line, from 1; None: the error is about the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Lines of a batch."""
+    """Numbers of a batch's lines."""
 
     total: int = 0
     completed: int = 0
-    """Succeeded."""
+    """Lines that succeeded."""
     failed: int = 0
-    """Failed, expired or cancelled."""
+    """Lines that failed, expired or were cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewLine:
-    """A request that a batch brings with it; what is wrong in its body fails it alone."""
+    """Request of a new batch. An error in its body fails this line only."""
 
     custom_id: str
     body: JsonObject
@@ -123,9 +123,9 @@ class NewLine:
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """A batch that is asked for.
+    """Batch to be submitted.
 
-    Either `input_file_id` or `lines` is set. `band` is the one it may use (the principal's ceiling is applied).
+    Either `input_file_id` or `lines` is set. `band` is already limited to the principal's ceiling.
     """
 
     kind: BatchKind
@@ -134,24 +134,24 @@ class NewBatch:
     """`/v1/chat/completions` or `/v1/completions`."""
     band: Band
     window_s: float | None
-    """It expires when it is not done so long after it was accepted, seconds; None: never."""
+    """Seconds after acceptance at which an unfinished batch expires; None: never."""
     input_file_id: str | None = None
     lines: tuple[NewLine, ...] = ()
     metadata: Mapping[str, str] | None = None
     callback_url: str | None = None
     idempotency_key: str | None = None
     body_digest: str | None = None
-    """Hex SHA-256 of the canonical body: the same key with another digest is refused."""
+    """Hex SHA-256 of the canonical body. The same idempotency key with another digest is refused."""
     request_id: str | None = None
     output_expires_after_s: float | None = None
-    """Its output and error files are deleted so long after they were made, seconds; None: kept."""
+    """Seconds after their creation at which the output and error files expire; None: never."""
     band_ceiling: Band = Band.STANDARD
-    """The most urgent band that it may be raised to when its deadline nears: the principal's ceiling."""
+    """Most urgent band that the batch may be raised to when it is late: the principal's ceiling."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """A batch as it is now; a moment that has not come is None. All moments are unix seconds."""
+    """State of a batch. Times are unix seconds; a time that has not come is None."""
 
     id: str
     kind: BatchKind
@@ -179,20 +179,20 @@ class BatchRecord:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt tokens, those that were found in a KV cache."""
+    """Prompt tokens that were found in a KV cache."""
     eta_s: float | None = None
-    """Seconds until it should be done; None: not known."""
+    """Estimated seconds until the batch is done; None: not known."""
 
     @property
     def ended_unix_s(self) -> float | None:
-        """Moment at which it became final; None: it has not."""
+        """Time at which the batch became final; None: it is not final."""
         ended: float | None = getattr(self, f"{self.status.value}_unix_s") if self.status.is_final else None
         return ended
 
 
 @dataclass(frozen=True, slots=True)
 class LineRecord:
-    """One request of a batch; `response` is what the endpoint answered, `error` an error object."""
+    """State of one line. `response` is the endpoint's answer, `error` an error object."""
 
     index: int
     custom_id: str
@@ -204,16 +204,16 @@ class LineRecord:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What became of a NewBatch."""
+    """Result of submitting a NewBatch."""
 
     batch: BatchRecord
     is_new: bool
-    """False: the idempotency key had made it before."""
+    """False: `batch` was submitted earlier with the same idempotency key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[ItemT]):
-    """A part of a list."""
+    """Part of a list."""
 
     items: tuple[ItemT, ...]
     has_more: bool
@@ -221,17 +221,17 @@ class Page(Generic[ItemT]):
 
 @dataclass(frozen=True, slots=True)
 class PageRequest:
-    """Which part of a list, newest first unless `is_ascending`."""
+    """Request for a part of a list, newest first unless `is_ascending`."""
 
     limit: int
     after: str | None = None
-    """Id of the last item that is known already."""
+    """Id of the last item of the page before; None: from the start."""
     is_ascending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """All batches of a tenant, by how far they are, and how fast they go."""
+    """Numbers of a tenant's batches by summary status, and their throughput."""
 
     total: int
     pending: int
@@ -240,54 +240,58 @@ class BatchStats:
     failed: int
     cancelled: int
     tokens_per_s: float
-    """Output tokens, over the last minute."""
+    """Output tokens per second over the last minute."""
 
 
 class JobsService(Protocol):
-    """What ingresses ask of the jobs deployment. Another tenant's ids are unknown ids.
+    """Interface of the jobs deployment to ingresses. An id of another tenant is treated as unknown.
 
-    Every method raises only ServingErrors: `UnknownFile` and `UnknownBatch` for ids, and as said below.
+    Every method raises only ServingErrors: `UnknownFile` and `UnknownBatch` for unknown ids, and those listed below.
     """
 
     async def add_file(self, file: FileRecord) -> None:
-        """Note a file whose bytes are complete in the store."""
+        """Record a file whose bytes are complete in the store."""
         ...
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
-        """A file that has not expired."""
+        """Return a file that has not expired."""
         ...
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
-        """Some of the tenant's files."""
+        """Return a page of the tenant's files, only those of `purpose` unless it is None."""
         ...
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
-        """Forget a file and delete its bytes; refused (`FileInUse`) while a batch that is not final reads it."""
+        """Delete a file's record and its bytes.
+
+        Raises:
+            FileInUse: it is the input of a batch that is not final.
+        """
         ...
 
     async def submit(self, batch: NewBatch) -> Submission:
-        """Accept a batch; when this returns, no crash loses it.
+        """Accept a batch durably: once this returns, no crash loses it.
 
         Raises:
-            IdempotencyKeyInUse: its key came with another body.
-            Overloaded: the tenant has as many batches or lines waiting as it may have.
+            IdempotencyKeyInUse: its key was used before with another body.
+            Overloaded: the tenant would have more unfinished batches or lines than it may.
         """
         ...
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
-        """A batch as it is now."""
+        """Return a batch in its current state."""
         ...
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
-        """The batch once it is final, or as it is after `timeout_s`."""
+        """Wait until the batch is final, at most `timeout_s`, and return it."""
         ...
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
-        """Some of the tenant's batches of one kind."""
+        """Return a page of the tenant's batches of one kind."""
         ...
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Begin to cancel a batch; one that is being cancelled stays so.
+        """Begin to cancel a batch and return it. A batch that is already closing continues.
 
         Raises:
             BatchNotCancellable: it is final.
@@ -295,13 +299,13 @@ class JobsService(Protocol):
         ...
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
-        """Lines behind `after_index` (-1: from the first), in order, whatever their status."""
+        """Return lines with an index above `after_index` (-1: from the first), in order, of any status."""
         ...
 
     async def stats(self, tenant: str) -> BatchStats:
-        """The tenant's batches in numbers."""
+        """Return counts of the tenant's batches, and their throughput."""
         ...
 
     async def metrics(self) -> JobsCounts:
-        """What is counted of all tenants' work, for `/metrics` (`serve_app.jobs.metrics` makes them)."""
+        """Return the metrics of all tenants' work, for `/metrics` (built by `serve_app.jobs.metrics`)."""
         ...

@@ -1,4 +1,4 @@
-"""Work that waits in the database, as the autoscaler counts it."""
+"""Backlog of batch work for the autoscaler."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from serve_app.jobs.storage.batch_queue import Backlog
 
 
 class BacklogView:
-    """Backlog that the newest look found; a `router.scaling.scaling_inputs.BacklogSource`."""
+    """Backlog found by the latest poll of the database; a `router.scaling.scaling_inputs.BacklogSource`."""
 
     def __init__(self, throughput: ThroughputEstimator) -> None:
         self.throughput = throughput
         self.waiting: Sequence[Backlog] = ()
-        """In the database."""
+        """Queued lines in the database."""
         self.not_sent: Sequence[Backlog] = ()
-        """Leased, but not yet in flow control's queue, as when no replica has ever been ready to say what it serves."""
+        """Leased lines that are not yet in flow control's queue, for example because no replica was ever ready."""
 
     def num_requests(self) -> int:
-        """Lines that wait."""
+        """Return the number of waiting lines."""
         return sum(backlog.num_lines for backlog in (*self.waiting, *self.not_sent))
 
     def eta_s(self) -> float:
-        """Seconds until all of it is done; infinite where nothing moves."""
+        """Return the estimated seconds until all queued lines in the database are done; infinite at zero speed."""
         return self.throughput.eta_of_all_s(self.waiting)
 
     def work(self) -> Sequence[BacklogWork]:
-        """Tokens that these lines need, by band and deadline."""
+        """Return the tokens that the waiting lines will need, by band and deadline."""
         ratio = self.throughput.actual_per_expected
         return [
             BacklogWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)

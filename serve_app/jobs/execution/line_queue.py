@@ -1,4 +1,4 @@
-"""Queue of lines to run, as this process sees it."""
+"""Queue of lines to run, as one process sees it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from sqlalchemy import Connection
 from replicas.protocol import Band
 from serve_app.jobs.execution.backlog import BacklogView
 from serve_app.jobs.execution.planning import LeaseRequest
-from serve_app.jobs.storage import batch_queue as queue_rows
+from serve_app.jobs.storage import batch_queue
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.context import JobsContext
 from serve_app.jobs.storage.leases import LeasedLine, lease_lines, release_lines
 from serve_app.jobs.storage.ownership import Ownership
 
 _REFRESH_S = 3.0
-"""Longest time between two looks into the database."""
+"""Longest time between two polls of the database."""
 _REST_FACTOR = 5.0
-"""After a look that took t seconds, the next one is at least this many times t later."""
+"""After a poll that took t seconds, the next one starts at least this many times t after its start."""
 _BATCHES_PER_TENANT = 64
-"""Most batches of a tenant and band that one look finds."""
+"""Most batches of a tenant and band that one poll returns."""
 
 
 class LineQueue:
-    """Queue of lines to run: the open batches that the last look into the database found, and leases of their lines.
+    """Queue of lines to run: the open batches found by the last poll of the database, and leases of their lines.
 
-    The more batches wait, the longer a look takes. There is one every 3 s and, where it may lead to leases, as soon
-    as the database has changed, but no more than a sixth of the time is spent on looks.
+    The database is polled every 3 s, and earlier if it has changed and the change may lead to leases. A poll takes
+    longer the more batches wait. Polls that take up to 0.6 s use at most a fifth of the time.
     """
 
     def __init__(self, context: JobsContext, ownership: Ownership, backlog: BacklogView) -> None:
@@ -36,27 +36,30 @@ class LineQueue:
         self.backlog = backlog
         self.open_batches: list[OpenBatch] = []
         self.changed_bands = set(Band)
-        """Bands of which the database may have batches that are not in `open_batches`."""
+        """Bands in which the database may have batches that are missing from `open_batches`."""
         self.min_period_s = 0.0
-        """Shortest time between two looks, seconds."""
+        """Shortest time between two polls, seconds."""
         self._looked_s = float("-inf")
 
     def is_look_due(self, is_useful: bool) -> bool:
-        """Whether to look into the database now; `is_useful`: what has changed might be leased."""
+        """Return True if the database should be polled now; `is_useful`: a poll may lead to leases."""
         age_s = self._context.clock.monotonic() - self._looked_s
         return age_s >= (self.min_period_s if is_useful else _REFRESH_S)
 
     async def look(self, running: Collection[str]) -> set[str]:
-        """Read which batches have lines, and how much waits; gives those of the `running` batches that are closing."""
+        """Read the batches with queued lines and the backlog.
+
+        Return those of the `running` batches that are no longer in progress.
+        """
         clock, model = self._context.clock, self._context.settings.model_name
         self._looked_s = clock.monotonic()
         self.changed_bands.clear()
 
         def read(connection: Connection) -> tuple[list[OpenBatch], list[Backlog], set[str]]:
             return (
-                queue_rows.open_batches(connection, model, _BATCHES_PER_TENANT),
-                queue_rows.backlog(connection, model),
-                queue_rows.still_in_progress(connection, running),
+                batch_queue.open_batches(connection, model, _BATCHES_PER_TENANT),
+                batch_queue.backlog(connection, model),
+                batch_queue.still_in_progress(connection, running),
             )
 
         self.open_batches, self.backlog.waiting, in_progress = await self._context.database.read(read)
@@ -65,15 +68,18 @@ class LineQueue:
         return set(running) - in_progress
 
     def late_deadline(self, leased: Iterable[Backlog]) -> float:
-        """Unix time; batches with a deadline up to then would miss it, since all work before theirs takes too long."""
+        """Return a unix time; batches with a deadline up to it are expected to miss it.
+
+        `leased`: work to be counted besides the queued lines in the database.
+        """
         return self.backlog.throughput.late_deadline((*self.backlog.waiting, *leased), self._context.clock.unix())
 
     async def lease(self, requests: Sequence[LeaseRequest]) -> list[tuple[LeaseRequest, list[LeasedLine]]]:
-        """Lease lines for this process; none where it was found dead in the meantime."""
+        """Lease lines for this process; return none if it was declared dead during the transaction."""
         owner = self._ownership.id
 
         def lease(connection: Connection) -> dict[str, list[LeasedLine]]:
-            # All processes lock batches in the same order.
+            # All processes lock batches in order of id, to avoid deadlocks.
             by_id = sorted(requests, key=lambda request: request.batch.id)
             return {
                 request.batch.id: lease_lines(connection, owner, request.batch.id, request.num_lines)
@@ -85,7 +91,7 @@ class LineQueue:
             return []
         for request in requests:
             num_leased = len(leased[request.batch.id])
-            # Fewer than wanted: other processes have leased the rest, or the batch is closing.
+            # Fewer lines than requested: other processes have leased the rest, or the batch is closing.
             request.batch.num_queued = request.batch.num_queued - num_leased if num_leased == request.num_lines else 0
             if num_leased:
                 self.backlog.throughput.began(request.batch.id)

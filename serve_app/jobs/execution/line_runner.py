@@ -1,4 +1,4 @@
-"""Running of one line, tried again until it has ended."""
+"""Execution of one line, with retries."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _Body = ChatBody | CompletionBody
 logger = logging.getLogger(__name__)
 
 _FINAL = (InvalidRequest, UnknownModel, RequestQuarantined)
-"""Errors that trying again does not change."""
+"""Errors that a retry does not change."""
 _MAX_FAILURES = 3
-"""Of a kind that should not have happened, before the line is answered with it."""
+"""Number of unexpected errors after which the line fails with the last one."""
 _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 5.0
 _MAX_RETRY_AFTER_S = 10.0
 _LARGE_BODY_CHARS = 2**16
 _DELTA_INTERVAL_S = 0.5
-"""What is generated in this time is generated again where a replica dies."""
+"""Seconds between a replica's stream chunks. If it dies, tokens since the last chunk are generated again."""
 
 
 class LineState(Enum):
-    """States of a line that is being run."""
+    """State of a line that is being run."""
 
     PREPARING = auto()
     SENT = auto()
-    """In line for a replica, or on one."""
+    """Waiting for a replica in flow control's queue, or running on one."""
     BACKING_OFF = auto()
 
 
 @dataclass(slots=True, eq=False)
 class LineTask:
-    """A line that is being run; one task owns it."""
+    """Line that is being run, owned by one asyncio task."""
 
     line: LeasedLine
     batch: OpenBatch
@@ -61,7 +61,7 @@ class LineTask:
 
 
 def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
-    """Lines that are being run as something that is to be done, by batch."""
+    """Return the work of lines that are being run, summed by batch."""
     sums: dict[str, tuple[OpenBatch, int, int]] = {}
     for line_task in line_tasks:
         batch, num_lines, tokens = sums.get(line_task.batch.id, (line_task.batch, 0, 0))
@@ -70,10 +70,10 @@ def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
 
 
 class LineRunner:
-    """Caller of the completion service that answers lines as the endpoints would.
+    """Client of the completion service that answers lines as the endpoints do.
 
-    A retryable error, such as a full queue or a model without replicas, has no limit of attempts: the deadline of
-    the batch ends the line.
+    Retryable errors, such as a full queue or a model without replicas, are retried without limit: only the deadline
+    of the batch ends the line.
     """
 
     def __init__(self, service: CompletionService, rng: random.Random, clock: Clock) -> None:
@@ -82,7 +82,7 @@ class LineRunner:
         self._clock = clock
 
     async def run(self, line_task: LineTask) -> LineResult:
-        """The line's result; cancelling this aborts it."""
+        """Run a line and return its result. A cancellation aborts the line's requests."""
         try:
             return await self._answer_at_last(line_task, await _parse(line_task))
         except ServingError as error:
@@ -95,7 +95,7 @@ class LineRunner:
         """Try until the line is answered.
 
         Raises:
-            ServingError: trying again does not help.
+            ServingError: a retry does not help.
         """
         num_tries = num_failures = 0
         while True:
@@ -124,7 +124,7 @@ class LineRunner:
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
     def _caller(self, line_task: LineTask) -> Caller:
-        """The batch's tenant, who may not be more urgent than the batch; the batch's deadline is the line's."""
+        """Return the batch's tenant as the caller, limited to the task's band, with the batch's deadline."""
         now = self._clock.unix()
         expires = line_task.batch.expires_unix_s
         return Caller(
@@ -149,12 +149,12 @@ async def _parse(line_task: LineTask) -> _Body:
 
 
 def _is_transient(error: ServingError) -> bool:
-    """Whether an error says nothing of the line itself: a deadline may be the queue's own bound on waiting."""
+    """Return True if an error does not depend on the line. A DeadlineExceeded may come from the queue's time limit."""
     return error.retryable or isinstance(error, DeadlineExceeded)
 
 
 def _is_too_late(error: ServingError, body: _Body) -> bool:
-    """Whether a deadline of the line's own has passed; when its batch's has, the batch ends the line."""
+    """Return True if the line's own deadline has passed. When the batch's has passed, the batch ends the line."""
     return isinstance(error, DeadlineExceeded) and body.deadline_ms is not None
 
 
@@ -173,7 +173,7 @@ def _succeeded(line: LeasedLine, prepared: PreparedCompletion, response: str) ->
 
 
 def _failed(line: LeasedLine, error: Exception) -> LineResult:
-    """The error as the endpoint would answer it, whole and its inner object alone."""
+    """Return a failed result: `response` is the endpoint's error body, `error` only its inner error object."""
     reply = reply_to(error, line.request_id)
     return LineResult(
         line, LineStatus.FAILED, reply.status, to_json(reply.body).decode(), to_json(reply.body["error"]).decode()

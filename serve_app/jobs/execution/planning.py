@@ -1,4 +1,4 @@
-"""Which batches' lines run next. Pure."""
+"""Choice of the batches whose lines run next; pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from serve_app.jobs.storage.batch_queue import OpenBatch
 
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
-    """Lines that should be leased of one batch, to run in `band`."""
+    """Number of lines to lease from one batch, to run in `band`."""
 
     batch: OpenBatch
     band: Band
@@ -20,7 +20,10 @@ class LeaseRequest:
 
 
 def raised_band(batch: OpenBatch, late_deadline_unix_s: float) -> Band:
-    """The band in which a batch's lines run now: a late batch's is one up, if it may."""
+    """Return the band in which a batch's lines run now.
+
+    A late batch of the batch band runs in the standard band, if its ceiling allows it.
+    """
     is_late = batch.expires_unix_s is not None and batch.expires_unix_s <= late_deadline_unix_s
     if batch.band is Band.BATCH and is_late:
         return max(Band.STANDARD, batch.band_ceiling)
@@ -33,11 +36,11 @@ def plan(
     capacity: Callable[[Band], int],
     num_running: Mapping[tuple[str, Band], int],
 ) -> list[LeaseRequest]:
-    """What to lease now.
+    """Return the lines to lease now.
 
-    1. The most urgent band is first, each as far as it has room: `capacity(band)` lines in this band and above.
-    2. In a band, the tenant with the fewest lines running (`num_running`) gets the next one.
-    3. Of a tenant, the batch with the nearest deadline, then the oldest: `batches` come in this order.
+    1. Bands are served most urgent first; `capacity(band)` limits the lines of the band and more urgent ones together.
+    2. Within a band, the tenant with the fewest running lines (`num_running`) gets the next one.
+    3. Within a tenant, the batch with the nearest deadline comes first, then the oldest; `batches` are in this order.
     """
     by_band: dict[Band, dict[str, list[OpenBatch]]] = {}
     for batch in batches:

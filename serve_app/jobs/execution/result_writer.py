@@ -1,4 +1,4 @@
-"""Writing of results, many in one transaction where they come faster than the disk."""
+"""Writer of results, with several in one transaction when they come faster than commits (group commit)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POLL_PERIOD_S = 1.0
 
 
 class ResultWriter:
-    """Buffer of results, written soon and in groups. Results that are lost before make their lines run again."""
+    """Buffer of results, written soon and in groups. A line whose result is lost before the commit runs again."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class ResultWriter:
         ownership: Ownership,
         on_written: Callable[[EndedLines], None],
     ) -> None:
-        """`on_written`: called after each commit."""
+        """`on_written`: called after each commit with its outcome."""
         self._context = context
         self._ownership = ownership
         self._on_written = on_written
@@ -30,7 +30,7 @@ class ResultWriter:
         self._wakeup = Wakeup()
 
     def add(self, result: LineResult) -> None:
-        """Write a result soon."""
+        """Buffer a result, to be written soon."""
         self._pending.append(result)
         self._wakeup.set()
 
@@ -41,7 +41,7 @@ class ResultWriter:
             await self.flush()
 
     async def flush(self) -> None:
-        """Write all results that were added."""
+        """Write all buffered results."""
         while self._pending:
             results, self._pending = self._pending[:_MAX_AT_ONCE], self._pending[_MAX_AT_ONCE:]
             self._on_written(await self._write(results))

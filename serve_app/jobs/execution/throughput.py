@@ -1,4 +1,4 @@
-"""How fast batches go: for their clients, and to see in time which of them would come too late."""
+"""Throughput of batches, for estimates of their end and for the detection of late batches."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from serve_app.jobs.storage.leases import LineResult
 _WINDOW_S = 60.0
 _RESOLUTION_S = 1.0
 _MARGIN = 1.3
-"""A batch is late when it would need so much of the time it has left, since no speed lasts."""
+"""Safety factor: the time that a batch needs is multiplied by it, because the speed may fall."""
 _UNKNOWN_SHARE_S = 300.0
-"""While no speed is known, a batch is late when less than this is left to it, seconds."""
+"""Seconds. While no speed is known, a batch is late when less time than this is left."""
 
 
 class ThroughputEstimator:
-    """Measures what ends, in expected tokens of lines: in them also what waits is counted.
+    """Rate meters of ended lines, in expected tokens per second; waiting lines are counted in expected tokens too.
 
-    A batch is late when all that waits with its deadline or an earlier one, at the speed of all together, would
-    take longer than the time it has left, with a margin. From then on its lines run in a more urgent band; since
-    the speed grows by that, and work ends, it may come back.
+    A batch is late if all waiting work with its deadline or an earlier one, at the speed of all batches together and
+    with a safety margin, takes longer than the time left. While it is late, its lines run in a more urgent band. It
+    may become punctual again.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._all = self._new_rate()
         self._output: dict[str, SlidingRate] = {}
-        """Output tokens, by tenant."""
+        """Rates of output tokens, by tenant."""
         self._batches: dict[str, SlidingRate] = {}
         self._expected = 1.0
         self._actual = 1.0
 
     def began(self, batch_id: str) -> None:
-        """A batch's first line, as far as known here, runs."""
+        """Start the rate meter of a batch when its first line is leased here."""
         if batch_id not in self._batches:
             self._batches[batch_id] = self._new_rate()
 
     def ended(self, results: Iterable[LineResult]) -> None:
-        """Learn from lines that have ended."""
+        """Count the tokens of lines that have ended."""
         now = self._clock.monotonic()
         for result in results:
             line = result.line
@@ -52,32 +52,32 @@ class ThroughputEstimator:
             self._learn_ratio(result)
 
     def retain(self, batch_ids: Collection[str]) -> None:
-        """No other batch has lines that run or wait."""
+        """Drop the rate meters of all batches except these."""
         self._batches = {batch_id: rate for batch_id, rate in self._batches.items() if batch_id in batch_ids}
 
     def eta_s(self, batch_id: str, waiting_tokens: int) -> float | None:
-        """Seconds until so much of a batch is done at its own speed; None: it has none."""
+        """Return the seconds until a batch has done `waiting_tokens` at its own speed; None: its speed is not known."""
         tokens_per_s = self._per_s(self._batches.get(batch_id))
         return waiting_tokens / tokens_per_s if tokens_per_s > 0 else None
 
     def eta_of_all_s(self, backlog: Iterable[Backlog]) -> float:
-        """Seconds until everything that waits is done at the speed of all; infinite where nothing moves."""
+        """Return the seconds until the backlog is done at the speed of all batches together; infinite at zero speed."""
         tokens, tokens_per_s = sum(part.tokens for part in backlog), self._per_s(self._all)
         if tokens == 0:
             return 0.0
         return tokens / tokens_per_s if tokens_per_s > 0 else float("inf")
 
     def output_tokens_per_s(self, tenant: str) -> float:
-        """Of a tenant's lines, over the last minute."""
+        """Return the output tokens per second of a tenant's lines over the last minute."""
         return self._per_s(self._output.get(tenant))
 
     @property
     def actual_per_expected(self) -> float:
-        """Tokens that a line really needs for each that it was expected to."""
+        """Ratio of the actual tokens of recent lines to their expected tokens."""
         return self._actual / self._expected
 
     def late_deadline(self, backlog: Iterable[Backlog], now_unix_s: float) -> float:
-        """Batches whose deadline, unix seconds, is not after this are late; -inf: none is."""
+        """Return a unix time: batches with a deadline up to it are late; -inf: none is late."""
         tokens_per_s, tokens, late = self._per_s(self._all), 0, float("-inf")
         for expires_unix_s, its_tokens in _by_deadline(backlog):
             tokens += its_tokens
@@ -91,11 +91,11 @@ class ThroughputEstimator:
         return SlidingRate(_WINDOW_S, self._clock.monotonic(), _RESOLUTION_S)
 
     def _per_s(self, rate: SlidingRate | None) -> float:
-        """The mean over the last minute, or since the start."""
+        """Return the mean rate over the last minute, or since the meter's start; 0 without a meter."""
         return 0.0 if rate is None else rate.per_s(self._clock.monotonic())
 
     def _learn_ratio(self, result: LineResult) -> None:
-        """An average that forgets: the last some hundred lines decide."""
+        """Add a line to the sums, which decay by a factor of 0.99 per line: about the last hundred lines count."""
         actual = result.num_prompt_tokens + result.num_output_tokens
         if actual:
             self._expected = 0.99 * self._expected + result.line.expected_tokens

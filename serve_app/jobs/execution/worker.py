@@ -1,4 +1,4 @@
-"""Runs the lines of batches on the slots that urgent work leaves free."""
+"""Worker that runs lines of batches on the slots that urgent work leaves free."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from serve_app.jobs.storage.ownership import Ownership
 from serve_app.wakeup import Wakeup
 
 _POLL_PERIOD_S = 0.25
-"""Between two looks at the replicas without any news."""
+"""Most seconds between two looks at the replicas' load when no lease is possible."""
 _GATHER_S = 0.01
-"""News within it is looked at together; clients that submit are answered first."""
+"""Seconds in which events are gathered for one poll; clients that submit are answered in this time."""
 
 
 class Worker:
-    """Tasks that run leased lines, as many as there is room for.
+    """Set of tasks that run leased lines, as many as there is capacity for.
 
-    Invariant: a line that is leased by this process runs in exactly one task, or its result waits to be written, or
-    it is being given back.
+    Invariant: a line leased by this process either runs in exactly one task, or its result waits to be written, or
+    it is being released.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class Worker:
             tasks.create_task(self._fill_slots())
 
     def notify(self, bands: Iterable[Band] = Band) -> None:
-        """Look for new lines of these bands."""
+        """Wake the worker, because these bands may have new lines."""
         self._queue.changed_bands.update(bands)
         self._wakeup.set()
 
     def abandon(self, batch_ids: Iterable[str] | None = None) -> None:
-        """Stop running the lines of these batches, or all; somebody else ends them."""
+        """Stop the tasks of these batches' lines (None: of all lines), without ending or releasing the lines."""
         gone = None if batch_ids is None else set(batch_ids)
         for task, line_task in self._line_tasks.items():
             if gone is None or line_task.batch.id in gone:
                 task.cancel()
 
     async def stop(self) -> None:
-        """Stop all that runs, write what has come of it, and give the rest back."""
+        """Stop all running lines, write finished results, and release the other lines."""
         line_tasks = dict(self._line_tasks)
         self.abandon()
         await asyncio.gather(*line_tasks, return_exceptions=True)
@@ -75,7 +75,7 @@ class Worker:
                 await asyncio.sleep(_GATHER_S)
 
     def _can_take_more(self) -> bool:
-        """Whether lines might be leased that the queue has not seen yet."""
+        """Return True if there is capacity for lines that the queue's last poll may have missed."""
         return any(self._capacity_for(band) > 0 for band in self._queue.changed_bands)
 
     async def _fill(self) -> None:
@@ -91,7 +91,7 @@ class Worker:
                 self._start(LineTask(line, want.batch, want.band))
 
     def _raise_late_lines(self, late_deadline: float) -> None:
-        """Begin lines of late batches again in the band in which new ones run: in the old one they might never end."""
+        """Restart the running lines of late batches in the raised band; in the old band they might never end."""
         for task, line_task in list(self._line_tasks.items()):
             band = raised_band(line_task.batch, late_deadline)
             if band < line_task.band and not task.cancelling():

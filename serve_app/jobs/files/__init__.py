@@ -1,4 +1,4 @@
-"""Bytes of files, on a disk or in an object store.
+"""Storage of files' bytes, on a disk or in an object store.
 
 Read `store.py` first. May import `replicas.clock`, `serve_app.jobs.api`.
 """

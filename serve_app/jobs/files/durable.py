@@ -1,4 +1,4 @@
-"""What it takes for a file to be found again after the machine has lost its power."""
+"""Flushing of files and directories to disk, to survive a power failure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Protocol
 
 
 class OpenFile(Protocol):
-    """A file that is open for writing."""
+    """File that is open for writing."""
 
     def flush(self) -> None:
-        """Hand everything to the operating system."""
+        """Hand all buffered bytes to the operating system."""
         ...
 
     def fileno(self) -> int:
-        """The descriptor."""
+        """Return the file descriptor."""
         ...
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory that only we can enter, and those above it, so that they stay."""
+    """Create a directory and its missing parents durably, all with mode 0700."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -29,13 +29,13 @@ def make_directory(path: Path) -> None:
 
 
 def sync_file(file: OpenFile) -> None:
-    """Put what was written onto the disk."""
+    """Flush a file's contents to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_directory(path: Path) -> None:
-    """Put the names in a directory onto the disk."""
+    """Flush a directory's entries to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Files in a directory, or in any store that fsspec knows by URL."""
+"""File store in a directory, or in any store that fsspec knows by URL."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ from serve_app.jobs.api.errors import UnknownFile
 from serve_app.jobs.files.durable import make_directory, sync_directory, sync_file
 
 PART_BYTES = 2**20
-"""Most bytes that are read or written at once."""
+"""Most bytes of one read or write."""
 
 _FILE_ID = re.compile(r"[A-Za-z0-9_-]{1,200}")
 _CLEAN_PERIOD_S = 3600.0
 _MAX_WRITE_S = 86_400.0
-"""What has been unfinished for longer never will be finished."""
+"""Age in seconds after which the writer of an unfinished file counts as dead."""
 _UNFINISHED = ".unfinished"
-"""Folder of what is not whole yet; no id has a dot."""
+"""Folder of files that are being written. No id contains a dot, so no file has this name."""
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
 class FsspecStore:
-    """A `FileStore`.
+    """Implementation of `FileStore` on fsspec.
 
-    What is being written has a name of its own until it is whole; on a local disk it is made durable first.
-    Everything that may block runs in worker threads.
+    A file is written under a temporary name and renamed when it is whole. On a local disk it is flushed before the
+    rename. Blocking calls run in a thread pool.
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         """`url`: a local path, or what fsspec takes, such as `s3://bucket/folder`.
 
         Raises:
-            ImportError, ValueError: nothing that is installed knows such URLs.
+            ImportError, ValueError: no installed package supports such URLs.
         """
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         self._root = root.rstrip("/")
         self._clock = clock or Clock()
 
     async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
-        """Store a file whole or not at all; gives its size in bytes. A file of that name is replaced.
+        """Store a file whole or not at all, and return its size in bytes. A file with the same id is replaced.
 
         Raises:
-            UnknownFile: no file can have this id.
+            UnknownFile: the id has an invalid form.
         """
         path = self._path(file_id)
         name = f"{int(self._clock.unix())}.{file_id}.{uuid.uuid4().hex}"
@@ -72,32 +72,32 @@ class FsspecStore:
         return num_bytes
 
     async def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
-        """The bytes [start, start + num_bytes), or up to the end, in parts of at most 1 MiB.
+        """Yield the bytes [start, start + num_bytes), or up to the end, in parts of at most 1 MiB.
 
         Raises:
-            UnknownFile: there is none.
+            UnknownFile: there is no such file.
         """
         parts = self._parts(self._path(file_id), start, num_bytes)
         while (part := await asyncio.to_thread(next, parts, None)) is not None:
             yield part
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file; one that is not there is deleted already."""
+        """Delete a file; do nothing if it does not exist."""
         path = self._path(file_id)
         with contextlib.suppress(FileNotFoundError):
             await asyncio.to_thread(self._fs.rm_file, path)
 
     async def keep_clean(self) -> None:
-        """Delete what never will be finished, now and then, until cancelled."""
+        """Delete unfinished files of dead writers once an hour, until cancelled."""
         while True:
             try:
                 await self.delete_unfinished(_MAX_WRITE_S)
-            except Exception:  # each store's library has errors of its own, and there is a next time
+            except Exception:  # each store's library has its own errors; the next round tries again
                 logger.warning("unfinished files could not be deleted", exc_info=True)
             await asyncio.sleep(_CLEAN_PERIOD_S)
 
     async def delete_unfinished(self, older_than_s: float) -> int:
-        """Delete what processes that died left half written so long ago; gives how many."""
+        """Delete unfinished files begun more than `older_than_s` ago, and return their number."""
         return await asyncio.to_thread(self._delete_unfinished, self._clock.unix() - older_than_s)
 
     def _path(self, file_id: str) -> str:
@@ -106,7 +106,7 @@ class FsspecStore:
         return f"{self._root}/{file_id}"
 
     def _parts(self, path: str, start: int, num_bytes: int | None) -> Iterator[bytes]:
-        """Each part is a read of its own: some stores give all readers of a file one common position."""
+        """Yield the parts, each read by position: in some stores all readers of a file share one position."""
         try:
             size = self._fs.info(path)["size"]
             end = size if num_bytes is None else min(size, start + num_bytes)
@@ -128,7 +128,7 @@ class FsspecStore:
 
 
 class _UnfinishedFile:
-    """A file that is being written; ends with `move_to` or `discard`. Used by one thread at a time."""
+    """File that is being written, until `move_to` or `discard`. Used by one thread at a time."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
@@ -140,7 +140,7 @@ class _UnfinishedFile:
         self._open().write(part)
 
     def move_to(self, path: str) -> None:
-        """Give the file its name, in place of any other; from then on it is whole for everybody."""
+        """Rename the finished file to `path`, replacing any file there."""
         file = self._open()
         if self._is_local:
             sync_file(file)
@@ -150,14 +150,14 @@ class _UnfinishedFile:
             sync_directory(Path(path).parent)
 
     def discard(self) -> None:
-        """Delete what was written, as far as the store lets us: `delete_unfinished` finds the rest."""
+        """Try to delete the file; if that fails, `delete_unfinished` deletes it later."""
         if self._file is None:
             return
         try:
             self._file.close()
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(self._path)
-        except Exception:  # each store's library has errors of its own; what went wrong before must be heard
+        except Exception:  # each store's library has its own errors; none may hide the error that led here
             logger.warning("an unfinished file could not be deleted", exc_info=True, extra={"path": self._path})
 
     def _open(self) -> Any:
@@ -173,7 +173,7 @@ class _UnfinishedFile:
 
 
 async def in_parts_of(num_bytes: int, parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The same bytes in parts of `num_bytes`, the last one shorter; none is empty."""
+    """Yield the same bytes in parts of `num_bytes`; the last part may be shorter, and none is empty."""
     buffer = bytearray()
     async for part in parts:
         for at in range(0, len(part), num_bytes):
@@ -186,7 +186,10 @@ async def in_parts_of(num_bytes: int, parts: AsyncIterator[bytes]) -> AsyncGener
 
 
 async def _run_to_its_end(work: Callable[[], ResultT]) -> ResultT:
-    """Run `work` in a thread; who is cancelled leaves once it has ended, for until then it holds the file."""
+    """Run `work` in a thread and return its result.
+
+    A cancellation is raised only after `work` has ended, because until then the thread uses the file.
+    """
     running = asyncio.get_running_loop().run_in_executor(None, work)
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
@@ -195,6 +198,6 @@ async def _run_to_its_end(work: Callable[[], ResultT]) -> ResultT:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        running.exception()  # heard, though no longer of interest
+        running.exception()  # retrieve it, or asyncio logs it as never retrieved
         raise cancelled
     return running.result()

@@ -1,4 +1,4 @@
-"""The bytes of files, in a directory or an object store."""
+"""Interface of the file store."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Protocol
 
 
 class FileStore(Protocol):
-    """Files by id, streamed; whoever holds the same URL sees the same files."""
+    """Store of files by id, read and written as streams. All processes with the same URL see the same files."""
 
     async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
-        """Store a file whole or not at all; gives its size in bytes. A file of that name is replaced."""
+        """Store a file whole or not at all, and return its size in bytes. A file with the same id is replaced."""
         ...
 
     def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
-        """The bytes [start, start + num_bytes), or up to the end, in parts of at most 1 MiB.
+        """Yield the bytes [start, start + num_bytes), or up to the end, in parts of at most 1 MiB.
 
         Raises:
-            UnknownFile: there is none.
+            UnknownFile: there is no such file.
         """
         ...
 
     async def delete(self, file_id: str) -> None:
-        """Delete a file; one that is not there is deleted already."""
+        """Delete a file; do nothing if it does not exist."""
         ...

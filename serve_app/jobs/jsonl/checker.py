@@ -1,4 +1,4 @@
-"""What a line of an input file must be."""
+"""Checks of the lines of an input file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELDS = ("custom_id", "method", "url", "body")
 
 
 class Endpoint(NamedTuple):
-    """What an endpoint's bodies must be."""
+    """Schema of an endpoint's request bodies, and the values of ignored fields that are accepted."""
 
     schema: type[ChatBody] | type[CompletionBody]
     ignored: IgnoredValues
@@ -30,13 +30,13 @@ ENDPOINTS = {
     "/v1/chat/completions": Endpoint(ChatBody, CHAT_IGNORED),
     "/v1/completions": Endpoint(CompletionBody, COMPLETION_IGNORED),
 }
-"""Those that batches may name."""
+"""Endpoints that batches may name, by URL path."""
 
 
 class LineChecker:
-    """Checks what one batch's lines have around their bodies, and which model they name.
+    """Checker of one batch's lines: the fields around the body, and the model that the body names.
 
-    The rest of a body is judged when the line runs, as its endpoint would: what is wrong there fails that line alone.
+    The rest of a body is validated when the line runs, as its endpoint does. An error there fails only that line.
     """
 
     def __init__(self, endpoint: str, model_name: str) -> None:
@@ -44,7 +44,7 @@ class LineChecker:
         self._model_name = model_name
 
     def check(self, data: bytes, number: int) -> NewLine | BatchError:
-        """The request in a line, or what is wrong with it first; `number` is the line's, from 1."""
+        """Return the request in a line, or the first error found in it; `number` is the line's, from 1."""
         try:
             fields = parse_json(data)
         except InvalidRequest:
@@ -60,7 +60,7 @@ class LineChecker:
             if fields.get(name) is None:
                 raise InvalidRequest(f"`{name}` is missing", name, "missing_required_parameter")
         if unknown := next((name for name in fields if name not in _FIELDS), None):
-            raise InvalidRequest(f"`{shortened(unknown)}` is no field of a line", shortened(unknown))
+            raise InvalidRequest(f"`{shortened(unknown)}` is not a field of a line", shortened(unknown))
         custom_id, body = fields["custom_id"], fields["body"]
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARS or "\0" in custom_id:
             message = f"`custom_id` must be a string of 1 to {_MAX_ID_CHARS} characters, none of them NUL"
@@ -78,7 +78,7 @@ class LineChecker:
 
 
 def parse_line_body(endpoint: str, text: str) -> ChatBody | CompletionBody:
-    """Read the JSON of a line's body as its endpoint would.
+    """Parse the JSON of a line's body as its endpoint does.
 
     Raises:
         InvalidRequest: the endpoint would refuse it, or it asks for a stream.

@@ -1,4 +1,4 @@
-"""How long a line will probably be and how its prompt begins, which decides the order in which lines run."""
+"""Estimates of a line's length and the key of its prompt's prefix; they decide the order in which lines run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from hashlib import blake2s
 
 _CHARS_PER_TOKEN = 4
 _PREFIX_CHARS = 256
-"""Prompts that share so much, some blocks of KV cache, are worth running one after the other."""
+"""Characters of a prompt in its prefix key: some blocks of KV cache. Prompts with the same key run in sequence."""
 _CHAT_OUTPUT_TOKENS = 256
-"""What an answer without a limit is taken to need."""
+"""Expected output of a chat request without a limit."""
 _COMPLETION_OUTPUT_TOKENS = 16
-"""The API's own default."""
+"""Expected output of a completion without a limit: the API's default limit."""
 _MAX_EXPECTED_TOKENS = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class LineSize:
-    """What is known of a line before it is tokenized."""
+    """Estimate of a line's size, made before it is tokenized."""
 
     expected_tokens: int
-    """Prompt and output, all choices together."""
+    """Prompt and output tokens of all prompts and choices."""
     length_rank: int
-    """The less, the longer; lines of one rank differ in length by less than a factor of two."""
+    """Minus the bit length of `expected_tokens`: longer lines have lower ranks. Within a rank, lengths differ by less
+    than a factor of two."""
     prefix_key: str
-    """The same for prompts that begin alike."""
+    """Hash of the first prompt's beginning."""
 
 
 def size_of(body: Mapping[str, object]) -> LineSize:
-    """The size of a request, whatever its body may be: a bad one is told so when it runs."""
+    """Estimate the size of a request. Any body is accepted: an invalid one fails when its line runs."""
     num_prompts, num_prompt_tokens, beginning = _prompt_of(body)
     num_choices = _number(body.get("n"), 1)
     default = _CHAT_OUTPUT_TOKENS if "messages" in body else _COMPLETION_OUTPUT_TOKENS
@@ -41,7 +42,7 @@ def size_of(body: Mapping[str, object]) -> LineSize:
 
 
 def _prompt_of(body: Mapping[str, object]) -> tuple[int, int, str]:
-    """Number of prompts, their tokens in all, and how the first one begins."""
+    """Return the number of prompts, their tokens in total, and the beginning of the first one."""
     messages = body.get("messages")
     if isinstance(messages, list):
         text = "\n".join(_text_of(message.get("content")) for message in messages if isinstance(message, dict))

@@ -1,4 +1,4 @@
-"""From the parts of a file to its lines, of which no more than one part is held."""
+"""Splitting of a streamed file into lines, with memory bounded by one part and one line."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class RawLine:
-    """A line that is not blank."""
+    """Line that is not blank, without the white space around it."""
 
     number: int
-    """From 1; blank lines count."""
+    """Number of the line, from 1; blank lines count."""
     data: bytes
 
 
 class LineTooLong(Exception):
-    """A line is longer than is accepted; `number` is its own."""
+    """Error for a line that is longer than the limit; `number` is the line's, from 1."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -26,10 +26,10 @@ class LineTooLong(Exception):
 
 
 async def split_lines(parts: AsyncIterator[bytes], max_line_bytes: int) -> AsyncGenerator[list[RawLine], None]:
-    """The lines that end in each part, in order; lists may be empty.
+    """Yield the lines that end in each part, in order; a list may be empty.
 
     Raises:
-        LineTooLong: the file is not read any further.
+        LineTooLong: a line has more than `max_line_bytes`; the file is not read further.
     """
     rest, number = b"", 0
     async for part in parts:

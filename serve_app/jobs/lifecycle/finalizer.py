@@ -1,4 +1,4 @@
-"""Takes a closing batch to its end: ends what is left undone, writes the result files, makes it final."""
+"""Finalization of closing batches: end unfinished lines, write the result files, make the batch final."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ _UNDONE = {
         {"code": "batch_cancelled", "message": "The batch was cancelled before this request was executed."},
     ),
 }
-"""What becomes of the lines that a batch with this ending leaves undone."""
+"""Status and error object of the lines that a batch with this ending leaves unfinished."""
 _LINE_BREAKS = tuple((chr(code).encode(), b"\\u%04x" % code) for code in (0x85, 0x2028, 0x2029))
 
 
 class Finalizer:
-    """Ends batches. A crash at any point before the last transaction makes the next owner do all of it again.
+    """Writer of result files that makes closing batches final.
 
-    That writes the same bytes under the same names: the lines have all ended, and the names were drawn before.
+    After a crash before the last transaction, the next owner starts over. It writes the same bytes under the same
+    ids: all lines have ended, and the file ids were chosen when closing began.
     """
 
     def __init__(self, context: JobsContext, on_closed: Callable[[LineStatus, int], None]) -> None:
-        """`on_closed`: called with the number of lines that were ended undone."""
+        """`on_closed`: called with the status and number of unfinished lines that were ended."""
         self._database = context.database
         self._files = context.files
         self._clock = context.clock
         self._on_closed = on_closed
 
     async def finalize(self, batch: BatchRow, owner: str) -> None:
-        """Bring a closing batch that is the owner's to its end.
+        """Make a closing batch of the owner final.
 
         Raises:
-            OwnershipLost: it is not the owner's any more.
-            OSError: the file store does not answer; the batch is as it was.
+            OwnershipLost: it no longer belongs to the owner.
+            OSError: the file store failed; the batch is still closing.
         """
         if batch.in_progress_unix_s is None:
-            # Of a validation that was cut short.
+            # Lines of an interrupted validation; they were never counted.
             await delete_own_lines(self._database, batch.id, owner, BatchStatus(batch.status))
         elif batch.ending in _UNDONE:
             await self._close_lines(batch)
@@ -70,7 +71,7 @@ class Finalizer:
             self._on_closed(status, number)
 
     async def _write_files(self, batch: BatchRow) -> list[FileRecord]:
-        # The counts of now: lines that were still running when the batch was claimed have ended since.
+        # Read the counts again: lines that were running when the batch was claimed have ended since.
         batch = await self._database.read(lambda connection: select_batch(connection, batch.id))
         num_others = batch.num_lines - batch.num_completed
         written = [
@@ -80,7 +81,7 @@ class Finalizer:
         return [one for one in written if one is not None]
 
     async def _write_file(self, batch: BatchRow, file_id: str, num_lines: int, is_success: bool) -> FileRecord | None:
-        """The file of the lines that succeeded, or of all others; None: there are none."""
+        """Write the file of the lines that succeeded, or of all others; return None if there are no such lines."""
         if num_lines == 0:
             return None
         num_bytes = await self._files.write(file_id, self._parts(batch.id, num_lines, is_success))
@@ -97,10 +98,11 @@ class Finalizer:
         )
 
     async def _parts(self, batch_id: str, num_lines: int, is_success: bool) -> AsyncIterator[bytes]:
-        """All lines of one kind.
+        """Yield all lines that succeeded, or all others, as parts of a file.
 
         Raises:
-            OwnershipLost: some are gone, as another process has ended the batch; the rest must not pass for the file.
+            OwnershipLost: lines are missing, because another process has made the batch final; this stops the
+                writing of an incomplete file.
         """
         after = -1
         while num_lines > 0:
@@ -116,9 +118,9 @@ class Finalizer:
 
 
 def result_line(line: Row[Any]) -> bytes:
-    """A line of an output or error file, as OpenAI writes them.
+    """Return a line of an output or error file in OpenAI's format.
 
-    JSON leaves some characters as they are at which Python's and httpx's readers of lines would break it.
+    Escapes characters that JSON allows unescaped but that Python's and httpx's line readers treat as line breaks.
     """
     text = _result(line)
     for character, escape in _LINE_BREAKS:

@@ -1,4 +1,4 @@
-"""Takes batches from state to state, whatever state they are found in."""
+"""Loops that validate and close batches; they continue from any state found in the database."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Awaitable, Callable, Sequence
 from serve_app.jobs.api.records import BatchStatus
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batch_states import CLOSING, UnclaimedBatches, release_batch
 from serve_app.jobs.storage.batches import BatchRow
 from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.notify import BatchEvents
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
 
 _NUM_AT_ONCE = 2
-"""Of each kind: a small batch need not wait for a huge one."""
+"""Loops for validating and for closing: with more than one, a small batch need not wait for a huge one."""
 _POLL_PERIOD_S = 5.0
-"""Between two looks without news, which come of all that this process does: for what others left."""
+"""Most seconds between two polls. Events wake a loop only for changes by this process; polls find the others."""
 _MAX_DELAY_S = 60.0
 
 
 class StateLoop:
-    """Loop that takes the batches in some states on, one after the other, and waits while there are none.
+    """Loop that claims and processes the batches in some states, one after the other, and waits while there are none.
 
-    A batch that fails, as when the file store does not answer, is tried again, each time a little later.
+    A batch that fails, for example because the file store does not answer, is retried with exponential backoff.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class StateLoop:
         self._process = process
         self._wakeup = wakeup
         self._postponed: dict[str, tuple[float, float]] = {}
-        """Batch id -> (not before, last delay)."""
+        """Batch id -> (earliest monotonic time of the next try, last delay in seconds)."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -54,7 +54,7 @@ class StateLoop:
                 await self._wakeup.wait(self._idle_s())
 
     async def process_next(self) -> bool:
-        """Do one batch, if there is any."""
+        """Claim and process one batch; return False if there was none."""
         owner, database = self._ownership.id, self._context.database
         now = self._context.clock.monotonic()
         late = [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
@@ -69,15 +69,15 @@ class StateLoop:
             await self._process(batch, owner)
             self._postponed.pop(batch.id, None)
         except OwnershipLost:
-            logger.info("a batch went on elsewhere", extra={"batch_id": batch.id})
-        except Exception:  # each file store fails in its own words, and no other batch may suffer
-            logger.exception("a batch is tried again later", extra={"batch_id": batch.id, "state": batch.status})
+            logger.info("a batch no longer belongs to this process", extra={"batch_id": batch.id})
+        except Exception:  # each file store has its own errors, and other batches must go on
+            logger.exception("a batch failed and is retried later", extra={"batch_id": batch.id, "state": batch.status})
             self._postpone(batch.id)
             await database.write(lambda connection: release_batch(connection, batch.id, owner))
         return True
 
     def _idle_s(self) -> float:
-        """How long there is nothing to do without news, as far as is known."""
+        """Return the seconds until the next poll or the next retry of a postponed batch."""
         now = self._context.clock.monotonic()
         delays = (not_before - now for not_before, _ in self._postponed.values() if not_before > now)
         return min((_POLL_PERIOD_S, *delays))
@@ -89,7 +89,7 @@ class StateLoop:
 
 
 class Lifecycle:
-    """Validates batches that came with a file, and closes those that are complete, expired or cancelled."""
+    """Loops that validate batches with an input file, and close batches that are complete, expired or cancelled."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Does what nobody asks for: ends what is late, deletes what is not needed any more."""
+"""Sweeper that closes expired batches and deletes old files, lines and batches."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ _KEPT_S = 60.0
 
 
 class Sweeper:
-    """Its parts are repeated until they find nothing, and none of them minds a crash: what is left is found again."""
+    """Periodic cleanup of the database and the file store.
+
+    After a crash nothing is lost: the next round finds the remaining work again.
+    """
 
     def __init__(self, context: JobsContext, on_expired: Callable[[str], None]) -> None:
-        """`on_expired`: called for each batch that is to be closed because its time is over."""
+        """`on_expired`: called for each batch that begins to close because its deadline has passed."""
         self._database = context.database
         self._files = context.files
         self._settings = context.settings
         self._clock = context.clock
         self._on_expired = on_expired
         self._kept: dict[str, float] = {}
-        """Files that the store would not delete, and until when they are left alone; others come first meanwhile."""
+        """File id -> unix time of the next try, for files that the store failed to delete. Other files come first."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -43,15 +46,15 @@ class Sweeper:
             tasks.create_task(_repeat(self.forget, _FORGET_PERIOD_S))
 
     async def expire(self) -> None:
-        """Begin to close every batch whose time is over."""
+        """Begin to close all batches whose deadline has passed."""
         now, model = self._clock.unix(), self._settings.model_name
         if not await self._database.read(lambda c: late_batches(c, model, now)):
-            return  # as mostly: to write for nothing would hold up others
+            return  # the usual case; a needless write transaction would delay others
         for batch_id in await self._database.write(lambda c: expire_batches(c, model, now)):
             self._on_expired(batch_id)
 
     async def clean(self) -> None:
-        """Delete expired and doomed files, and lines whose results are in files."""
+        """Delete expired files, files without a record, and lines whose results are in files."""
         now = self._clock.unix()
         while await self._database.write(lambda c: expire_files(c, now, _NUM_AT_ONCE)):
             pass
@@ -60,20 +63,20 @@ class Sweeper:
             await self._delete_lines(batch_id)
 
     async def delete_pending_files(self) -> None:
-        """Delete the bytes of files that have no record any more; those that the store keeps are tried again."""
+        """Delete the bytes of files without a record. A file that the store fails to delete is retried later."""
         now = self._clock.unix()
         self._kept = {file_id: until for file_id, until in self._kept.items() if until > now}
         for file_id in await self._database.read(lambda c: pending_deletion(c, _NUM_AT_ONCE, excluding=self._kept)):
             try:
                 await self._files.delete(file_id)
-            except Exception:  # each file store fails in its own words
+            except Exception:  # each file store has its own errors
                 logger.warning("a file could not be deleted yet", exc_info=True, extra={"file_id": file_id})
                 self._kept[file_id] = now + _KEPT_S
                 continue
             await self._database.write(lambda c, file_id=file_id: bytes_deleted(c, file_id))  # type: ignore[misc]
 
     async def forget(self) -> None:
-        """Forget jobs and prompt batches that ended long ago."""
+        """Delete jobs and prompt batches that ended more than `keep_results_s` ago."""
         before = self._clock.unix() - self._settings.keep_results_s
         while await self._database.write(lambda c: forget_old_batches(c, before, _NUM_AT_ONCE)):
             pass

@@ -1,4 +1,4 @@
-"""Takes a batch from its uploaded file to rows of lines, or says what is wrong with the file."""
+"""Validation of batches: read the input file and insert its lines, or fail the batch with the file's errors."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.lines import LineRow, add_lines, delete_lines, new_row, taken_custom_ids
 
 CHUNK_LINES = 100
-"""Lines of one transaction: what others wait for, some milliseconds."""
+"""Most lines of one write transaction, which takes some milliseconds while other writes wait."""
 MAX_ERRORS = 50
-"""Most errors that are told of one file; behind them it is not read."""
+"""Most errors reported for one file; reading stops there."""
 
 
 class OwnershipLost(Exception):
-    """The batch is not ours any more: it was cancelled, it expired, or we were found dead."""
+    """Error for a batch that no longer belongs to this process.
+
+    It was cancelled, it expired, or this process was declared dead.
+    """
 
 
 class _Stop(Exception):
-    """There is no point in reading on; the errors say why."""
+    """Signal to stop reading the file; the reason is in the errors found."""
 
 
 @dataclass(slots=True)
@@ -47,7 +50,7 @@ class _ValidationResult:
 
 
 class Validator:
-    """Checks whole files, a chunk at a time; what is held does not grow with the file."""
+    """Validator of whole files, a chunk at a time, in memory that does not grow with the file."""
 
     def __init__(self, context: JobsContext) -> None:
         self._database = context.database
@@ -56,13 +59,13 @@ class Validator:
         self._clock = context.clock
 
     async def validate(self, batch: BatchRow, owner: str) -> None:
-        """Bring a batch that is being validated, and is the owner's, to its next state.
+        """Validate a batch of the owner, and move it to in progress or failed.
 
         Raises:
-            OwnershipLost: it is not the owner's any more.
-            OSError: the file store does not answer; the batch is as it was.
+            OwnershipLost: it no longer belongs to the owner.
+            OSError: the file store failed; the batch is still being validated.
         """
-        # Those of a validation that did not come to its end.
+        # Lines of an interrupted validation.
         await delete_own_lines(self._database, batch.id, owner, BatchStatus.VALIDATING)
         result = _ValidationResult()
         try:
@@ -114,7 +117,10 @@ class Validator:
     async def _take(
         self, batch: BatchRow, owner: str, checker: LineChecker, raw_lines: Sequence[RawLine], result: _ValidationResult
     ) -> None:
-        """Check some lines and keep the good ones, those of a file with bad lines too: duplicates are found so."""
+        """Check some lines and insert the valid ones.
+
+        They are inserted even after an error, because duplicates are found by looking up earlier lines.
+        """
         checked = await asyncio.to_thread(_check, checker, raw_lines)
         start = result.num_lines
         numbered = []
@@ -132,12 +138,12 @@ class Validator:
         rows = await asyncio.to_thread(_rows, batch.id, start, [line for _, line in numbered])
         for taken in await self._database.write(lambda connection: _keep(connection, batch.id, owner, rows)):
             number, line = numbered[taken - start]
-            message = f"The custom_id `{line.custom_id[:64]}` stands in an earlier line too; it must be unique."
+            message = f"The custom_id `{line.custom_id[:64]}` is used in an earlier line; it must be unique."
             result.add(BatchError("duplicate_custom_id", message, "custom_id", number))
         result.expected_tokens += sum(row["expected_tokens"] for row in rows)
 
     async def _check_quota(self, tenant: str, result: _ValidationResult) -> None:
-        """Only now it is known how many lines the file has."""
+        """Add an error if the tenant would have too many unfinished lines; only now the number of lines is known."""
         others = await self._database.read(lambda connection: num_unfinished_lines(connection, tenant))
         limit = self._settings.max_unfinished_lines
         if others + result.num_lines > limit:
@@ -149,10 +155,10 @@ class Validator:
 
 
 async def delete_own_lines(database: Database, batch_id: str, owner: str, status: BatchStatus) -> None:
-    """Delete the lines of a batch that is the owner's and has this status, a chunk at a time.
+    """Delete the lines of a batch that has this owner and status, a chunk at a time.
 
     Raises:
-        OwnershipLost: it is not, any more.
+        OwnershipLost: it no longer has this owner and status.
     """
 
     def delete_some(connection: Connection) -> int:
@@ -177,7 +183,7 @@ def _rows(batch_id: str, start: int, new_lines: Sequence[NewLine]) -> list[LineR
 
 
 def _keep(connection: Connection, batch_id: str, owner: str, rows: Sequence[LineRow]) -> list[int]:
-    """Insert the rows whose custom ids are new; gives the positions of the others."""
+    """Insert the rows whose custom ids are new, and return the positions of the others."""
     _check_ownership(connection, batch_id, owner, BatchStatus.VALIDATING)
     seen = taken_custom_ids(connection, batch_id, [row["custom_id"] for row in rows])
     fresh, taken = [], []

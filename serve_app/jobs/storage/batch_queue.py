@@ -1,4 +1,4 @@
-"""What waits in the database: which batches have lines to lease, and how much work that is."""
+"""Queries for waiting work: the batches with lines to lease, and the sum of their work."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from serve_app.jobs.api.records import BatchStatus
 from serve_app.jobs.storage.tables import batches
 
 _DEADLINE_STEP_S = 64.0
-"""Deadlines so near to each other are told as the earliest of them."""
+"""Width of a deadline bucket. The backlog reports each bucket with its earliest deadline."""
 
 
 @dataclass(slots=True)
 class OpenBatch:
-    """A batch in progress with lines that wait."""
+    """Batch in progress with queued lines."""
 
     id: str
     tenant: str
     endpoint: str
     band: Band
     band_ceiling: Band
-    """The most urgent band that it may be raised to."""
+    """Most urgent band that the batch may be raised to."""
     expires_unix_s: float | None
     num_queued: int
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Lines that wait in batches with about the same deadline."""
+    """Queued lines of all batches with one band and about the same deadline."""
 
     band: Band
     expires_unix_s: float | None
-    """The earliest."""
+    """Earliest deadline of these batches; None: they have none."""
     num_lines: int
     tokens: int
-    """What they are expected to need."""
+    """Expected prompt and output tokens of the lines."""
 
 
 def open_batches(connection: Connection, model: str, limit_per_tenant: int) -> list[OpenBatch]:
-    """Batches with lines that wait, most urgent band first, then by deadline; of each tenant and band only some."""
+    """Return batches with queued lines: most urgent band first, then nearest deadline, then oldest.
+
+    At most `limit_per_tenant` batches of each tenant and band are returned.
+    """
     rows = connection.execute(_SOONEST, {"model": model, "max_place": limit_per_tenant})
     return [
         OpenBatch(
@@ -54,7 +57,7 @@ def open_batches(connection: Connection, model: str, limit_per_tenant: int) -> l
 
 
 def backlog(connection: Connection, model: str) -> list[Backlog]:
-    """Everything that waits, however many batches that are."""
+    """Return all queued work, summed by band and deadline bucket."""
     return [
         Backlog(Band(band), expires, int(num_lines), int(num_tokens))
         for band, expires, num_lines, num_tokens in connection.execute(_BACKLOG, {"model": model})
@@ -62,7 +65,7 @@ def backlog(connection: Connection, model: str) -> list[Backlog]:
 
 
 def still_in_progress(connection: Connection, batch_ids: Collection[str]) -> set[str]:
-    """Those of these batches whose lines may run."""
+    """Return those of these batches that are in progress; only their lines may run."""
     return set(connection.execute(_IN_PROGRESS, {"batch_ids": list(batch_ids)}).scalars())
 
 
@@ -85,7 +88,7 @@ def _backlog() -> Select[Any]:
     return select(batches.c.band, *sums).where(_WAITS).group_by(batches.c.band, step)
 
 
-# Made once: to put a statement together takes as long as to carry it out.
+# Built once: building a statement takes as long as executing it.
 _IS_IN_PROGRESS = batches.c.status == BatchStatus.IN_PROGRESS.value
 _WAITS = _IS_IN_PROGRESS & (batches.c.num_queued > 0) & (batches.c.model == bindparam("model"))
 _SOONEST = _soonest_batches()

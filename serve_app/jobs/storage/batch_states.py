@@ -1,12 +1,14 @@
-"""How batches go from state to state; each function is a part of one transaction.
+"""State transitions of batches; each function is part of one transaction.
 
-    validating -> in_progress -> finalizing -> completed | expired
+    validating -> in_progress -> finalizing -> completed
     validating -> failed
+    validating | in_progress -> finalizing -> expired
     validating | in_progress -> cancelling -> cancelled
+    in_progress -> completed | failed, for batches without a file
 
-A job, whose only line has failed, ends as failed. Batches without a file are final as soon as their last line is.
-What takes longer than a moment, validating and closing, is done by an owner; another that claims the batch after
-the owner was found dead does it again from the start.
+A batch without a file is final as soon as its last line ends. A job whose only line failed ends as failed.
+Validating and closing take long, so a process does them as the batch's owner. If the owner dies, another process
+claims the batch and starts over.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from serve_app.jobs.storage.tables import batches
 
 CLOSING = (BatchStatus.FINALIZING, BatchStatus.CANCELLING)
 _OPEN = batches.c.status.in_((BatchStatus.VALIDATING.value, BatchStatus.IN_PROGRESS.value))
-# Made once: they run again and again, and to put a statement together takes as long as to carry it out.
+# Built once: building a statement takes as long as executing it.
 _LATE = select(batches.c.id).where(
     _OPEN, batches.c.model == bindparam("model"), batches.c.expires_unix_s <= bindparam("now")
 )
@@ -44,19 +46,19 @@ _UNOWNED_TO_CLAIM = _UNOWNED.with_for_update(skip_locked=True)
 
 @dataclass(frozen=True, slots=True)
 class UnclaimedBatches:
-    """Batches in some states that nobody owns."""
+    """Batches in some states that have no owner."""
 
     statuses: Sequence[BatchStatus]
     model: str
     excluding: Sequence[str] = ()
-    """Ids of those that do not count."""
+    """Ids of batches to leave out."""
 
     def any(self, connection: Connection) -> bool:
-        """Whether there are any."""
+        """Return True if there is such a batch."""
         return connection.execute(_UNOWNED, self._parameters()).first() is not None
 
     def claim(self, connection: Connection, owner: str) -> BatchRow | None:
-        """The oldest, which is `owner`'s from now on."""
+        """Make `owner` the owner of the oldest such batch and return it; None: there is none, or the owner is dead."""
         if not is_alive(connection, owner):
             return None
         batch_id = connection.execute(_UNOWNED_TO_CLAIM, self._parameters()).scalar()
@@ -70,20 +72,20 @@ class UnclaimedBatches:
 
 
 def still_owns(connection: Connection, batch_id: str, owner: str, status: BatchStatus) -> bool:
-    """Whether the batch is still the owner's and as it was; if so it stays so until the transaction ends."""
+    """Return True if the batch still has this owner and status, and lock its row until the transaction ends."""
     owned = (batches.c.id == batch_id) & (batches.c.owner == owner) & (batches.c.status == status.value)
     return connection.execute(update(batches).where(owned).values(owner=owner)).rowcount == 1
 
 
 def release_batch(connection: Connection, batch_id: str, owner: str) -> None:
-    """Let others have a batch that could not be brought to its next state."""
+    """Give up ownership of a batch, so that any process can claim it."""
     connection.execute(_change(batches.c.id == batch_id, batches.c.owner == owner).values(owner=None))
 
 
 def begin_batch(
     connection: Connection, batch_id: str, owner: str, num_lines: int, waiting_tokens: int, now: float
 ) -> bool:
-    """From validating to in progress; False: it is not the owner's any more."""
+    """Move a batch from validating to in progress; False: it no longer belongs to the owner."""
     values = _state(BatchStatus.IN_PROGRESS, now) | {
         "owner": None,
         "num_lines": num_lines,
@@ -95,17 +97,17 @@ def begin_batch(
 
 
 def fail_batch(connection: Connection, batch_id: str, owner: str, errors: tuple[BatchError, ...], now: float) -> bool:
-    """From validating to failed, for good; False: it is not the owner's any more."""
+    """Move a batch from validating to failed, a final state; False: it no longer belongs to the owner."""
     values = _state(BatchStatus.FAILED, now) | {"owner": None, "errors": errors_text(errors)}
     owned = (batches.c.id == batch_id, batches.c.owner == owner, _is(BatchStatus.VALIDATING))
     return _make_final(connection, owned, values, now)
 
 
 def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float) -> None:
-    """Begin to cancel; one that is being cancelled, or whose lines have all ended, goes on as it is.
+    """Begin to cancel a batch. A batch that is already finalizing or cancelling is left as it is.
 
     Raises:
-        UnknownBatch: there is none, or it is another tenant's.
+        UnknownBatch: there is no such batch, or it belongs to another tenant.
         BatchNotCancellable: it is final.
     """
     batch = get_batch(connection, tenant, batch_id, is_to_change=True)
@@ -118,12 +120,12 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
 
 
 def late_batches(connection: Connection, model: str, now: float) -> list[str]:
-    """Every batch whose time is over."""
+    """Return the ids of all open batches whose deadline has passed."""
     return list(connection.execute(_LATE, {"model": model, "now": now}).scalars())
 
 
 def expire_batches(connection: Connection, model: str, now: float) -> list[str]:
-    """Begin to close every batch whose time is over; gives which."""
+    """Begin to close all open batches whose deadline has passed, and return their ids."""
     batch_ids = late_batches(connection, model, now)
     lock_batches(connection, batch_ids)
     for batch_id in batch_ids:
@@ -133,7 +135,10 @@ def expire_batches(connection: Connection, model: str, now: float) -> list[str]:
 
 
 def end_batch(connection: Connection, batch: BatchRow, now: float) -> bool:
-    """What follows once the last line of a batch in progress has ended; whether the batch is final then."""
+    """Advance a batch in progress whose last line has ended. Return True if the batch is now final.
+
+    A batch of a file is not final: its result files have still to be written.
+    """
     if batch.kind == BatchKind.FILE.value:
         values = _state(BatchStatus.FINALIZING, now) | _closing(BatchStatus.COMPLETED)
         connection.execute(_change(batches.c.id == batch.id).values(values))
@@ -144,9 +149,9 @@ def end_batch(connection: Connection, batch: BatchRow, now: float) -> bool:
 
 
 def finish_batch(connection: Connection, batch: BatchRow, owner: str, files: Sequence[FileRecord], now: float) -> bool:
-    """From finalizing or cancelling to final, with the files that were written; False: it is not the owner's any more.
+    """Make a closing batch final and record its result files; False: it no longer belongs to the owner.
 
-    A file of lines keeps its `ending` until those, which are in the files now, are deleted.
+    A batch of a file keeps its `ending` until its lines, now copied to the files, are deleted.
     """
     status = BatchStatus(batch.ending)
     file_ids = {file.id for file in files}
@@ -164,26 +169,29 @@ def finish_batch(connection: Connection, batch: BatchRow, owner: str, files: Seq
 
 
 def batch_with_old_lines(connection: Connection) -> str | None:
-    """A batch that is final and whose lines are not needed any more."""
+    """Return the id of a final batch whose lines are in its result files and can be deleted; None: there is none."""
     query = select(batches.c.id).where(batches.c.ending.isnot(None), batches.c.status.in_(FINAL)).limit(1)
     found: str | None = connection.execute(query).scalar()
     return found
 
 
 def forget_old_lines(connection: Connection, batch_id: str) -> None:
-    """Note that a final batch's lines are deleted."""
+    """Record that a final batch's lines are deleted."""
     connection.execute(_change(batches.c.id == batch_id).values(ending=None))
 
 
 def new_batch_values(status: BatchStatus, now: float) -> dict[str, Any]:
-    """The columns that tell the state of a new batch."""
+    """Return the status and time columns of a new batch; `validating` is the default status."""
     return {"created_unix_s": now} | ({} if status is BatchStatus.VALIDATING else _state(status, now))
 
 
 def _make_final(
     connection: Connection, conditions: Sequence[ColumnElement[bool]], values: dict[str, Any], now: float
 ) -> bool:
-    """End a batch that meets the conditions, and note in the same transaction that this is to be told."""
+    """Make the batch that meets the conditions final, and enqueue its webhook in the same transaction.
+
+    Return False if no batch meets them.
+    """
     ended = connection.execute(_change(*conditions).values(values).returning(batches)).first()
     if ended is None:
         return False

@@ -1,4 +1,4 @@
-"""Rows of `batches`: read as records, listed for clients, deleted when they are old."""
+"""Rows of `batches`: reading them as records, listing them for clients, deleting old ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serve_app.jobs.storage.tables import batches, deliveries, idempotency_keys,
 BatchRow = Row[Any]
 FINAL = tuple(status.value for status in BatchStatus if status.is_final)
 UNFINISHED = tuple(status.value for status in BatchStatus if not status.is_final)
-# Made once: to put a statement together takes as long as to carry it out.
+# Built once: building a statement takes as long as executing it.
 _BATCH = select(batches).where(batches.c.id == bindparam("batch_id"))
 _UNFINISHED_OF_TENANT = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
 _NUM_UNFINISHED = select(func.count()).select_from(batches).where(_UNFINISHED_OF_TENANT)
@@ -45,7 +45,7 @@ _AS_THEY_ARE = (
 
 
 def batch_record(row: BatchRow) -> BatchRecord:
-    """A row as clients see it; its files show once they are there."""
+    """Return a row as clients see it. The ids of result files are hidden until the batch is final."""
     status = BatchStatus(row.status)
     return BatchRecord(
         kind=BatchKind(row.kind),
@@ -61,40 +61,40 @@ def batch_record(row: BatchRow) -> BatchRecord:
 
 
 def errors_of(row: BatchRow) -> tuple[BatchError, ...]:
-    """What was found wrong with the batch."""
+    """Return the errors found when the batch was validated."""
     return () if row.errors is None else tuple(BatchError(**error) for error in from_json(row.errors))
 
 
 def errors_text(errors: tuple[BatchError, ...]) -> str:
-    """What `errors_of` reads."""
+    """Return the JSON that `errors_of` parses."""
     return to_json([asdict(error) for error in errors]).decode()
 
 
 def find_batch(connection: Connection, batch_id: str) -> BatchRow | None:
-    """A batch, whoever's it is, if there is one of this id."""
+    """Return the batch with this id, of any tenant; None: there is none."""
     return connection.execute(_BATCH, {"batch_id": batch_id}).first()
 
 
 def select_batch(connection: Connection, batch_id: str) -> BatchRow:
-    """A batch that is known to exist, whoever's it is."""
+    """Return a batch that must exist, of any tenant."""
     return connection.execute(_BATCH, {"batch_id": batch_id}).one()
 
 
 def num_unfinished_batches(connection: Connection, tenant: str) -> int:
-    """A tenant's batches and jobs that have not ended."""
+    """Return the number of a tenant's batches and jobs that are not final."""
     return int(connection.execute(_NUM_UNFINISHED, {"tenant": tenant}).scalar_one())
 
 
 def num_unfinished_lines(connection: Connection, tenant: str) -> int:
-    """Lines of a tenant's batches that have not ended; of one that is being validated none is known yet."""
+    """Return the number of unfinished lines in a tenant's batches. A batch being validated counts as zero lines."""
     return int(connection.execute(_NUM_UNFINISHED_LINES, {"tenant": tenant}).scalar_one())
 
 
 def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> None:
-    """Keep others from changing these batches and their lines until the transaction ends.
+    """Lock these batches and their lines against other transactions until this one ends.
 
-    SQLite's transactions exclude each other anyway. On PostgreSQL everything that changes lines locks their batches
-    first, in the same order, so that counts stay true and no two transactions wait for each other.
+    On SQLite the database's only write lock already does so. On PostgreSQL each transaction that changes lines first
+    locks their batches in order of id. That keeps the counts consistent and prevents deadlocks.
     """
     if connection.dialect.name == "sqlite":
         return
@@ -103,10 +103,10 @@ def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> None:
 
 
 def get_batch(connection: Connection, tenant: str, batch_id: str, is_to_change: bool = False) -> BatchRow:
-    """A tenant's batch.
+    """Return a tenant's batch, locked until the transaction ends if `is_to_change`.
 
     Raises:
-        UnknownBatch: there is none, or it is another tenant's.
+        UnknownBatch: there is no such batch, or it belongs to another tenant.
     """
     query: Select[Any] = select(batches).where(batches.c.id == batch_id, batches.c.tenant == tenant)
     row = connection.execute(query.with_for_update() if is_to_change else query).first()
@@ -116,16 +116,16 @@ def get_batch(connection: Connection, tenant: str, batch_id: str, is_to_change: 
 
 
 def list_batches(connection: Connection, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
-    """Some of a tenant's batches of one kind."""
+    """Return a page of a tenant's batches of one kind."""
     condition = (batches.c.tenant == tenant) & (batches.c.kind == kind.value)
     return read_page(connection, batches, condition, page, batch_record)
 
 
 def list_lines(connection: Connection, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
-    """Lines behind `after_index`, in order.
+    """Return lines with an index above `after_index`, in order.
 
     Raises:
-        UnknownBatch: there is no such batch, or it is another tenant's.
+        UnknownBatch: there is no such batch, or it belongs to another tenant.
     """
     get_batch(connection, tenant, batch_id)
     query = select(lines).where(lines.c.batch_id == batch_id, lines.c.position > after_index)
@@ -133,21 +133,22 @@ def list_lines(connection: Connection, tenant: str, batch_id: str, after_index: 
 
 
 def count_by_status(connection: Connection, tenant: str) -> dict[BatchStatus, int]:
-    """A tenant's batches of all kinds."""
+    """Count a tenant's batches of all kinds by status."""
     query = select(batches.c.status, func.count()).where(batches.c.tenant == tenant).group_by(batches.c.status)
     return {BatchStatus(status): number for status, number in connection.execute(query)}
 
 
 def count_all_by_status(connection: Connection) -> dict[BatchStatus, int]:
-    """Everybody's batches of all kinds."""
+    """Count all tenants' batches of all kinds by status."""
     query = select(batches.c.status, func.count()).group_by(batches.c.status)
     return {BatchStatus(status): number for status, number in connection.execute(query)}
 
 
 def forget_old_batches(connection: Connection, before_unix_s: float, limit: int) -> int:
-    """Forget some jobs and prompt batches that ended before then, with their results and keys; gives how many.
+    """Delete some jobs and prompt batches that ended before `before_unix_s`, and return their number.
 
-    Batches of files are kept, as their results are: they are as small as their records.
+    Their lines, idempotency keys and webhook deliveries are deleted too. Batches of files are kept: only their small
+    records are in the database.
     """
     ended = func.coalesce(*(batches.c[f"{status}_unix_s"] for status in FINAL))
     old = (

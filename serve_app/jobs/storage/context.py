@@ -1,4 +1,4 @@
-"""Values that all parts of one jobs process share."""
+"""Context that all parts of one jobs process share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The database, reached from worker threads so that the event loop never waits for a disk."""
+"""Database access through thread pools, so that the event loop never waits for the disk."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ ResultT = TypeVar("ResultT")
 
 _NUM_READERS = 2
 _BUSY_TIMEOUT_S = 30.0
-"""How long a transaction waits for one of another process on the same SQLite file."""
+"""Seconds that a write transaction waits for another process that holds SQLite's write lock."""
 
 
 class Database:
-    """Runs transactions: those that write one after the other in one thread, those that only read beside them.
+    """Executor of transactions: writes one at a time in one thread, reads in parallel in a thread pool.
 
-    A transaction is a function of a connection; what it raises undoes it. It should be short, as all others wait.
+    A transaction is a function of a connection; an exception rolls it back. A write should be short, because all
+    others wait for it.
     """
 
     def __init__(self, url: str) -> None:
-        """Connects and brings the tables to the newest version; blocks meanwhile.
+        """Connect and migrate the tables to the newest version. This blocks the calling thread.
 
         `url`: `sqlite:///path` or `postgresql+psycopg://...`.
 
         Raises:
-            DatabaseTooNew, SQLAlchemyError: it cannot be used.
+            DatabaseTooNew: a newer version of Headway has migrated the database.
+            SQLAlchemyError: the database cannot be used.
         """
         self._engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "jobs-writer")
@@ -40,18 +42,18 @@ class Database:
             upgrade(connection)
 
     async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
-        """What `work` gives, once it is committed and no crash can undo it.
+        """Run `work` in a write transaction, and return its result once the commit is durable.
 
-        Who is cancelled leaves at once; the transaction still happens, unless it had not begun.
+        A cancellation returns at once. A transaction that has begun still completes; a queued one is dropped.
         """
         return await asyncio.get_running_loop().run_in_executor(self._writer, self._write, work)
 
     async def read(self, work: Callable[[Connection], ResultT]) -> ResultT:
-        """What `work` gives, of one moment; it must not write."""
+        """Run `work` on one snapshot of the database, and return its result. `work` must not write."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def close(self) -> None:
-        """Wait for the transactions that have begun, and disconnect."""
+        """Wait for transactions that have begun, drop queued ones, and disconnect."""
         for executor in (self._writer, self._readers):
             executor.shutdown(wait=True, cancel_futures=True)
         self._engine.dispose()
@@ -70,11 +72,11 @@ _READ_ONLY = {"headway_reads": True}
 
 def _engine(url: str) -> Engine:
     if not url.startswith("sqlite"):
-        # One reader may be in the middle of a long page while all others and the writer work.
+        # A connection for each reader thread, and one for the writer.
         return create_engine(url, pool_pre_ping=True, pool_size=_NUM_READERS + 1)
     path = make_url(url).database
     if path and path != ":memory:":
-        Path(path).touch(mode=0o600)  # SQLite gives its other files the mode of this one
+        Path(path).touch(mode=0o600)  # SQLite gives its WAL and shared memory files the same mode
     engine = create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
@@ -82,13 +84,13 @@ def _engine(url: str) -> Engine:
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:
-    """Each commit reaches the disk before it is reported; readers see the moment at which they began."""
-    connection.isolation_level = None  # or Python's driver would begin transactions by itself, too late
+    """Configure a connection: commits are flushed to disk before they return, and readers see a snapshot (WAL)."""
+    connection.isolation_level = None  # else Python's driver begins a transaction only at its first write
     for pragma in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    """One that writes takes the lock at once: to take it later, after reading, may fail."""
+    """Begin a transaction. A write takes the write lock at once: taking it later, after a read, may fail."""
     reads = connection.get_execution_options().get("headway_reads", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

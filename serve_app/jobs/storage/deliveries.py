@@ -12,7 +12,7 @@ from serve_app.jobs.storage.tables import deliveries
 from serve_app.jobs.webhooks.events import Delivery, event_of, host_of
 
 _COLUMNS = ("id", "batch_id", "event", "url", "body", "num_attempts", "created_unix_s")
-# Made once: to put a statement together takes as long as to carry it out.
+# Built once: building a statement takes as long as executing it.
 _DUE = (
     select(*(deliveries.c[name] for name in _COLUMNS))
     .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
@@ -23,7 +23,7 @@ _DUE = (
 
 
 def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> None:
-    """Note, where a batch that has just ended has a callback, that its end is to be told."""
+    """Enqueue a webhook for a batch that has just ended; do nothing if it has no callback URL."""
     if batch.callback_url is None:
         return
     delivery_id = new_id("evt")
@@ -44,7 +44,7 @@ def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> Non
 
 
 class SqlOutbox:
-    """An `Outbox`."""
+    """Implementation of `Outbox` in the database."""
 
     def __init__(self, database: Database, clock: Clock) -> None:
         self._database = database
@@ -53,17 +53,17 @@ class SqlOutbox:
     async def due_deliveries(
         self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
     ) -> list[Delivery]:
-        """Deliveries whose next attempt is due, the longest due first; none to `without_hosts`."""
+        """Return deliveries whose next attempt is due, the longest due first; none to `without_hosts`."""
         parameters = {"now": now_unix_s, "hosts": list(without_hosts), "limit": limit}
         rows = await self._database.read(lambda connection: connection.execute(_DUE, parameters).all())
         return [Delivery(*row) for row in rows]
 
     async def delivered(self, delivery_id: str) -> None:
-        """Note that the receiver has it."""
+        """Record a successful attempt."""
         await self._attempted(delivery_id, next_attempt_unix_s=None, delivered_unix_s=self._clock.unix(), error=None)
 
     async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
-        """Note an attempt that failed; None: there is no next, it is dead."""
+        """Record a failed attempt; `next_attempt_unix_s` None: it was the last, and the delivery is dead."""
         await self._attempted(delivery_id, next_attempt_unix_s=next_attempt_unix_s, error=error)
 
     async def _attempted(self, delivery_id: str, **values: object) -> None:

@@ -1,4 +1,4 @@
-"""Rows of `files`, and of `files_to_delete`: bytes that outlived their record."""
+"""Rows of `files`, and of `files_to_delete`: deleted files whose bytes are still in the store."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from serve_app.jobs.storage.paging import read_page
 from serve_app.jobs.storage.tables import batches, files, files_to_delete
 
 READING = (BatchStatus.VALIDATING.value,)
-"""A batch's lines are copied while it is validated; afterwards it needs the file no more."""
+"""Statuses in which a batch reads its input file. Validation copies its lines; later the file is not needed."""
 
 
 def add_file(connection: Connection, file: FileRecord) -> None:
-    """Note a file; one that is noted already stays as it is."""
+    """Record a file; an existing record is left as it is."""
     if connection.execute(select(files.c.id).where(files.c.id == file.id)).first() is None:
         connection.execute(insert(files).values(asdict(file)))
 
 
 def get_file(connection: Connection, tenant: str, file_id: str, now: float) -> FileRecord:
-    """A file that has not expired.
+    """Return a file that has not expired.
 
     Raises:
-        UnknownFile: there is none, or it is another tenant's.
+        UnknownFile: there is no such file, or it belongs to another tenant.
     """
     row = connection.execute(select(files).where(_visible(tenant, now), files.c.id == file_id)).first()
     if row is None:
@@ -39,7 +39,7 @@ def get_file(connection: Connection, tenant: str, file_id: str, now: float) -> F
 def list_files(
     connection: Connection, tenant: str, purpose: str | None, page: PageRequest, now: float
 ) -> Page[FileRecord]:
-    """Some of a tenant's files that have not expired."""
+    """Return a page of a tenant's files that have not expired, only those of `purpose` unless it is None."""
     condition = _visible(tenant, now)
     if purpose is not None:
         condition &= files.c.purpose == purpose
@@ -47,11 +47,11 @@ def list_files(
 
 
 def forget_file(connection: Connection, tenant: str, file_id: str, now: float) -> None:
-    """Delete a file's record and doom its bytes.
+    """Delete a file's record and schedule the deletion of its bytes.
 
     Raises:
-        UnknownFile: there is none, or it is another tenant's.
-        FileInUse: a batch that is not final reads it.
+        UnknownFile: there is no such file, or it belongs to another tenant.
+        FileInUse: it is the input of a batch that is not final.
     """
     get_file(connection, tenant, file_id, now)
     reader = select(batches.c.id).where(batches.c.input_file_id == file_id, batches.c.status.in_(UNFINISHED))
@@ -61,20 +61,23 @@ def forget_file(connection: Connection, tenant: str, file_id: str, now: float) -
 
 
 def expire_files(connection: Connection, now: float, limit: int) -> int:
-    """Delete the records of files that have expired and doom their bytes; a file that is read stays for so long."""
+    """Delete up to `limit` expired records, schedule the deletion of their bytes, and return their number.
+
+    A file that a batch is reading is kept until the batch is validated.
+    """
     is_read = select(batches.c.id).where(batches.c.input_file_id == files.c.id, batches.c.status.in_(READING)).exists()
     expired = select(files.c.id).where(files.c.expires_unix_s <= now, ~is_read).limit(limit)
     return _schedule_deletion(connection, list(connection.execute(expired).scalars()))
 
 
 def pending_deletion(connection: Connection, limit: int, excluding: Collection[str] = ()) -> list[str]:
-    """Some files, none of `excluding`, whose bytes are to be deleted."""
+    """Return the ids of some files, none of `excluding`, whose bytes are still to be deleted."""
     query = select(files_to_delete.c.id).where(files_to_delete.c.id.not_in(excluding)).limit(limit)
     return list(connection.execute(query).scalars())
 
 
 def bytes_deleted(connection: Connection, file_id: str) -> None:
-    """Note that a doomed file's bytes are gone."""
+    """Record that the bytes of a deleted file are gone from the store."""
     connection.execute(delete(files_to_delete).where(files_to_delete.c.id == file_id))
 
 

@@ -1,4 +1,4 @@
-"""What is true of the database between any two transactions; for tests and for whoever doubts."""
+"""Invariants of the database between any two transactions, checked by tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ENDED = {LineStatus.SUCCEEDED.value, LineStatus.FAILED.value, LineStatus.EXPIRE
 def check_invariants(connection: Connection) -> None:
     """Fail if an invariant does not hold.
 
-    - A line has an owner if and only if it runs, and the owner is known.
-    - A line has a body until it has ended, and a result or an error from then on.
-    - A batch's counts are those of its lines, unless these are not there yet or not any more.
-    - In a final batch every line has ended, and one in progress has lines that have not.
-    - What is validated or closed by an owner is not final, and the owner is known.
+    - A line has an owner if and only if it is running, and the owner has a row.
+    - A line has a body until it ends, and from then on a response or an error.
+    - A batch's counts match its lines, except before validation has ended and after its lines may be deleted.
+    - In a final batch every line has ended; a batch in progress has lines that have not.
+    - A batch with an owner is not final, and the owner has a row.
     """
     known = set(connection.execute(select(owners.c.id)).scalars())
     for batch in connection.execute(select(batches)):
@@ -47,7 +47,7 @@ def _check_batch(connection: Connection, batch: BatchRow, known: set[str]) -> No
         assert batch.num_completed + batch.num_failed == batch.num_lines, batch
         assert batch.num_queued == batch.waiting_tokens == 0, batch
     if status.is_final and batch.kind == BatchKind.FILE.value:
-        return  # its lines go, a few at a time
+        return  # the sweeper deletes its lines, some at a time
     assert counts.total() == batch.num_lines, batch
     assert counts[LineStatus.SUCCEEDED.value] == batch.num_completed, batch
     assert sum(counts[status] for status in _ENDED) == batch.num_completed + batch.num_failed, batch

@@ -1,7 +1,7 @@
-"""Rows of `lines` as they are worked off: leased, given back, ended.
+"""Leases of lines: taking, releasing and ending rows of `lines`.
 
-A line that runs is held by an owner at an attempt, and only who names both can end it. Whoever was found dead, or
-lost the line to a cancellation, writes nothing: every line ends once.
+A running line has an owner and an attempt number, and only a process that names both can end it. A process that was
+declared dead, or whose line was cancelled, therefore writes nothing: every line ends once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve_app.jobs.storage.batches import BatchRow, lock_batches, select_batch
 from serve_app.jobs.storage.ownership import is_alive
 from serve_app.jobs.storage.tables import batches, lines
 
-# Made once: to put a statement together takes as long as to carry it out.
+# Built once: building a statement takes as long as executing it.
 _OF_BATCH = lines.c.batch_id == bindparam("of_batch")
 _NEXT_LINES = (
     select(lines.c.position)
@@ -32,7 +32,7 @@ _LEASE = (
     .values(status=LineStatus.RUNNING.value, attempt=lines.c.attempt + 1)
     .returning(lines)
 )
-"""Takes the `owner`."""
+"""Sets the parameter `owner` on the leased lines."""
 _HELD = update(lines).where(
     _OF_BATCH,
     lines.c.position == bindparam("at_position"),
@@ -42,7 +42,7 @@ _HELD = update(lines).where(
 )
 _RELEASE = _HELD.values(status=LineStatus.QUEUED.value, owner=None)
 _END = _HELD.values(owner=None, body=None)
-"""Takes the columns of a result."""
+"""Sets the result columns from parameters of the same names."""
 _BATCH = update(batches).where(batches.c.id == bindparam("of_batch"))
 _ADD_QUEUED = _BATCH.values(num_queued=batches.c.num_queued + bindparam("number"))
 _COUNT = _BATCH.values(
@@ -53,12 +53,12 @@ _COUNT = _BATCH.values(
     num_output_tokens=batches.c.num_output_tokens + bindparam("output_tokens"),
     num_cached_tokens=batches.c.num_cached_tokens + bindparam("cached_tokens"),
 ).returning(batches)
-"""Takes the fields of `_Sums`."""
+"""Takes the fields of `_Sums` as parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeasedLine:
-    """A line that its owner may run; `attempt` tells it from any other lease of the same line."""
+    """Line that its owner may run; `attempt` distinguishes the leases of one line."""
 
     tenant: str
     batch_id: str
@@ -71,13 +71,13 @@ class LeasedLine:
 
     @property
     def request_id(self) -> str:
-        """Names the line's request; the same at every attempt, for results that come twice never count twice."""
+        """Request id of the line, the same at every attempt; only one attempt's result counts."""
         return request_id_of(self.batch_id, self.position)
 
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """How a line ended; texts are JSON."""
+    """Result of a line. `response` and `error` are JSON text."""
 
     line: LeasedLine
     status: LineStatus
@@ -87,16 +87,19 @@ class LineResult:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    """Of the prompt tokens."""
+    """Prompt tokens that were found in a KV cache."""
 
 
 def request_id_of(batch_id: str, position: int) -> str:
-    """The name of a line's request."""
+    """Return the request id of a line."""
     return f"{batch_id.rpartition('_')[2]}-{position}"
 
 
 def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -> list[LeasedLine]:
-    """At most so many queued lines of a batch in progress, the longest first; they run from now on."""
+    """Lease up to `limit` queued lines of a batch and return them, the longest first.
+
+    None are leased if the batch is not in progress or the owner is dead.
+    """
     lock_batches(connection, [batch_id])
     batch = select_batch(connection, batch_id)
     if batch.status != BatchStatus.IN_PROGRESS.value or not is_alive(connection, owner):
@@ -111,7 +114,7 @@ def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -
 
 
 def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLine]) -> None:
-    """Give lines back that have not ended, for anybody to take."""
+    """Put leased lines that have not ended back into the queue."""
     lock_batches(connection, (line.batch_id for line in leased))
     num_freed: Counter[str] = Counter()
     for line in leased:
@@ -122,7 +125,7 @@ def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLin
 
 @dataclass(slots=True)
 class _Sums:
-    """What the results of one transaction come to for a batch."""
+    """Sums over one transaction's results for one batch."""
 
     completed: int = 0
     failed: int = 0
@@ -143,20 +146,20 @@ class _Sums:
 
 @dataclass(slots=True)
 class EndedLines:
-    """What came of some results."""
+    """Outcome of writing some results."""
 
     counted: list[LineResult]
-    """Those that count: the others came from an owner that had lost the line."""
+    """Results that were written; the others were dropped because the owner had lost the line."""
     final_batch_ids: list[str]
-    """Batches that are final now."""
+    """Batches that became final."""
     closing_batch_ids: list[str]
-    """Batches that are to be finalized now."""
+    """Batches that are now waiting to be finalized."""
 
 
 def end_lines(connection: Connection, owner: str, results: Sequence[LineResult], now: float) -> EndedLines:
-    """Note results of lines that the owner still holds.
+    """Write the results of lines that the owner still holds.
 
-    The batches whose last lines these were go on to their next state in the same transaction.
+    A batch whose last line has ended moves to its next state in the same transaction.
     """
     lock_batches(connection, (result.line.batch_id for result in results))
     ended = EndedLines([], [], [])
@@ -183,7 +186,7 @@ def _end_line(connection: Connection, owner: str, result: LineResult) -> bool:
 
 
 def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, error: str, limit: int) -> int:
-    """End some of the lines that a closing batch leaves undone, running ones included; gives how many."""
+    """End up to `limit` queued or running lines of a closing batch with `status`, and return their number."""
     lock_batches(connection, [batch.id])
     undone = (LineStatus.QUEUED.value, LineStatus.RUNNING.value)
     some = connection.execute(

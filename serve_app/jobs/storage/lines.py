@@ -1,4 +1,4 @@
-"""Rows of `lines` as they come into being and go; how they are worked off is `lease_rows`'."""
+"""Rows of `lines`: creation, reading of results, deletion. `leases.py` has the transactions of running lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INSERT = insert(lines)
 
 
 def new_row(batch_id: str, position: int, line: NewLine) -> LineRow:
-    """The row of a line that waits for its turn."""
+    """Return the row of a new queued line."""
     size = size_of(line.body)
     return {
         "batch_id": batch_id,
@@ -34,25 +34,28 @@ def new_row(batch_id: str, position: int, line: NewLine) -> LineRow:
 
 
 def add_lines(connection: Connection, rows: Sequence[LineRow]) -> None:
-    """Insert lines whose custom ids their batch does not have yet."""
+    """Insert lines whose custom ids are new in their batch."""
     if rows:
         connection.execute(_INSERT, rows)
 
 
 def taken_custom_ids(connection: Connection, batch_id: str, custom_ids: Iterable[str]) -> set[str]:
-    """Which of these the batch has already."""
+    """Return those of these custom ids that the batch already has."""
     query = select(lines.c.custom_id).where(lines.c.batch_id == batch_id, lines.c.custom_id.in_(list(custom_ids)))
     return set(connection.execute(query).scalars())
 
 
 def delete_lines(connection: Connection, batch_id: str, limit: int) -> int:
-    """Delete some of a batch's lines; gives how many."""
+    """Delete up to `limit` of a batch's lines, and return their number."""
     some = select(lines.c.position).where(lines.c.batch_id == batch_id).limit(limit)
     return connection.execute(delete(lines).where(lines.c.batch_id == batch_id, lines.c.position.in_(some))).rowcount
 
 
 def ended_lines(connection: Connection, batch_id: str, after: int, limit: int, is_success: bool) -> list[Row[Any]]:
-    """Lines behind position `after` that have succeeded, or else those that have ended otherwise, in order."""
+    """Return lines with a position above `after`, in order: those that succeeded, or all others.
+
+    All lines of the batch must have ended.
+    """
     has_succeeded = lines.c.status == LineStatus.SUCCEEDED.value
     query = select(lines).where(
         lines.c.batch_id == batch_id, lines.c.position > after, has_succeeded if is_success else ~has_succeeded

@@ -1,4 +1,4 @@
-"""Brings a database to the newest version of the tables."""
+"""Migration of a database to the newest version of the tables."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sqlalchemy import Connection, text
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _LOCK = 0x48656164
-"""Any number that nobody else takes a PostgreSQL advisory lock of."""
+"""Key of the PostgreSQL advisory lock for migrations: an arbitrary number that other programs are unlikely to use."""
 
 
 class DatabaseTooNew(Exception):
-    """A newer Headway has changed the tables; this one cannot know how."""
+    """Error for a database that a newer version of Headway has migrated."""
 
 
 def upgrade(connection: Connection, version: str = "head") -> None:
-    """Make the tables, or bring them to a version, the newest, all within the connection's transaction.
+    """Create the tables or migrate them to `version` (`head`: the newest), in the connection's transaction.
 
-    Processes that start together do it one after the other: SQLite's transactions that write are exclusive, and
-    PostgreSQL is asked for a lock.
+    Processes that start together migrate one after the other: SQLite by its write lock, PostgreSQL by an advisory
+    lock.
 
     Raises:
         DatabaseTooNew: the database is newer than this program; nothing was changed.

@@ -1,4 +1,4 @@
-"""Processes that work on one database: who is alive, and what becomes of the work of those that stopped."""
+"""Heartbeats of the processes that share a database, and release of the work of dead ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _ALIVE = select(owners.c.id).where(owners.c.id == bindparam("owner")).with_for_u
 
 
 class Ownership:
-    """Tells the others that this process lives, and takes from those that do not what they held.
+    """Identity of this process in the database: it writes heartbeats, and reaps processes whose heartbeat stopped.
 
-    A process that was found dead though it lives, as after a long stop, goes on under a new name with nothing.
+    A process that was declared dead although it lives, for example after a long pause, continues under a new id and
+    holds nothing.
     """
 
     def __init__(self, context: JobsContext) -> None:
@@ -33,11 +34,14 @@ class Ownership:
         self.id = new_id("owner")
 
     async def start(self) -> None:
-        """Be known from now on."""
+        """Register this process in the database."""
         await self._database.write(lambda connection: add_owner(connection, self.id, self._clock.unix()))
 
     async def run(self, on_lost: Callable[[], None], on_freed: Callable[[], None]) -> None:
-        """Keep alive until cancelled; `on_lost`: all we held is others'; `on_freed`: something waits again."""
+        """Write heartbeats and reap dead processes until cancelled.
+
+        `on_lost`: called when this process has lost everything that it held; `on_freed`: when work was released.
+        """
         while True:
             if not await self.heartbeat():
                 on_lost()
@@ -46,20 +50,20 @@ class Ownership:
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def heartbeat(self) -> bool:
-        """Give a sign of life; False: we had been found dead, and have a new name."""
+        """Write a heartbeat; False: this process had been declared dead, and now has a new id."""
         if await self._database.write(lambda connection: heartbeat(connection, self.id, self._clock.unix())):
             return True
-        logger.warning("this process was taken for dead; what it was doing is done again", extra={"owner": self.id})
+        logger.warning("this process was declared dead; its work is done again", extra={"owner": self.id})
         self.id = new_id("owner")
         await self.start()
         return False
 
     async def reap_dead(self) -> int:
-        """Take from processes that are silent what they held; gives how many there were."""
+        """Release the work of processes whose heartbeat stopped, and return their number."""
         return await self._database.write(self._reap_dead)
 
     async def stop(self) -> None:
-        """Let others have what is left, at once."""
+        """Unregister this process and release what it holds, so that others can take it at once."""
         await self._database.write(lambda connection: reap_owner(connection, self.id))
 
     def _reap_dead(self, connection: Connection) -> int:
@@ -71,31 +75,31 @@ class Ownership:
 
 
 def add_owner(connection: Connection, owner: str, now: float) -> None:
-    """Register a process that is about to work."""
+    """Insert the row of a process that is about to work."""
     connection.execute(insert(owners).values(id=owner, heartbeat_unix_s=now))
 
 
 def heartbeat(connection: Connection, owner: str, now: float) -> bool:
-    """Note that an owner lives; False: it was found dead before, and has lost everything."""
+    """Write an owner's heartbeat; False: the owner was declared dead and has lost everything."""
     alive = update(owners).where(owners.c.id == owner).values(heartbeat_unix_s=now)
     return connection.execute(alive).rowcount == 1
 
 
 def is_alive(connection: Connection, owner: str) -> bool:
-    """Whether an owner may take work; if so nobody buries it before the transaction ends."""
+    """Return True if an owner has a row, and lock that row against reaping until the transaction ends."""
     return connection.execute(_ALIVE, {"owner": owner}).first() is not None
 
 
 def dead_owners(connection: Connection, excluding: str, now: float, max_age_s: float) -> list[str]:
-    """Owners, all but one, whose heartbeat stopped so long ago."""
+    """Return owners, except `excluding`, whose last heartbeat is more than `max_age_s` ago."""
     dead = (owners.c.heartbeat_unix_s < now - max_age_s) & (owners.c.id != excluding)
     return list(connection.execute(select(owners.c.id).where(dead)).scalars())
 
 
 def reap_owner(connection: Connection, owner: str) -> int:
-    """Remove an owner and let others have what it held; gives how many lines.
+    """Delete an owner, release its lines and batches, and return the number of lines.
 
-    An owner that lives after all has no row any more: none of its results is taken.
+    If its process still lives, its later results are dropped: it no longer holds the lines.
     """
     connection.execute(delete(owners).where(owners.c.id == owner))
     held = select(lines.c.batch_id).where(lines.c.owner == owner).distinct()

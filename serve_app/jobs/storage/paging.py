@@ -1,4 +1,4 @@
-"""Parts of a list in order of creation, each behind the one before."""
+"""Pages of a list in order of creation (keyset pagination)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def read_page(
     page: PageRequest,
     record: Callable[[Row[Any]], ItemT],
 ) -> Page[ItemT]:
-    """The rows of `table` that meet `condition` and stand behind `page.after`; none where that is unknown."""
+    """Return the rows of `table` that meet `condition` and come after `page.after`; none if that id is unknown."""
     rows = connection.execute(_page_of(table, condition, page)).all()
     return Page(tuple(record(row) for row in rows[: page.limit]), has_more=len(rows) > page.limit)
 
 
 def _page_of(table: Table, condition: ColumnElement[bool], page: PageRequest) -> Select[Any]:
-    """One row more than asked for, which tells whether there are more."""
+    """Select one row more than the page holds; the extra row shows that there are more."""
     key = tuple_(table.c.created_unix_s, table.c.id)
     query = select(table).where(condition)
     if page.after is not None:

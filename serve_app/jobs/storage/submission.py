@@ -1,4 +1,4 @@
-"""Accepts a batch in one transaction, or refuses it."""
+"""Submission of a batch in one transaction, with its checks."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from serve_app.jobs.storage.lines import LineRow, add_lines
 from serve_app.jobs.storage.tables import batches, idempotency_keys
 
 _RETRY_AFTER_S = 30.0
-# Made once: to put a statement together takes as long as to carry it out.
+# Built once: building a statement takes as long as executing it.
 _INSERT = insert(batches).returning(batches)
 
 
 def submit_batch(
     connection: Connection, new: NewBatch, batch_id: str, rows: list[LineRow], settings: JobsSettings, now: float
 ) -> Submission:
-    """Accept a batch under a fresh id, with the rows of its lines unless it comes with a file.
+    """Accept a batch under a new id. `rows` are its lines; a batch with an input file has none yet.
 
-    One whose idempotency key has come before is given again; of one whose id has, `accepted_before` tells.
+    If its idempotency key was used before, return the earlier batch.
 
     Raises:
-        IntegrityError: its id or its key is taken.
-        IdempotencyKeyInUse: its key came with another body.
+        IntegrityError: its id or its key is taken; `accepted_before` returns the batch that has it.
+        IdempotencyKeyInUse: its key was used before with another body.
         UnknownFile: there is no such input file.
         InvalidRequest: the file is not for batches, or there are too many lines or none.
-        Overloaded: the tenant has as many batches or lines waiting as it may have.
+        Overloaded: the tenant would have more unfinished batches or lines than it may.
     """
     known = _known_by_key(connection, new)
     if known is not None:
@@ -56,10 +56,12 @@ def submit_batch(
 
 
 def accepted_before(connection: Connection, new: NewBatch, batch_id: str) -> Submission | None:
-    """What became of a batch that is submitted again, its answer lost, or at the same time with the same key.
+    """Return the result of an earlier submission with the same id or idempotency key; None: there was none.
+
+    The id repeats when an answer was lost. The key may also come twice at the same time.
 
     Raises:
-        IdempotencyKeyInUse: its key came with another body.
+        IdempotencyKeyInUse: its key was used before with another body.
     """
     known = find_batch(connection, batch_id) or _known_by_key(connection, new)
     return None if known is None else Submission(batch_record(known), is_new=known.id == batch_id)
@@ -97,7 +99,7 @@ def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) 
         message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_unfinished_batches}"
         raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
     if new.kind is BatchKind.JOB:
-        return  # one line: the number of jobs is what bounds them, and to count lines takes longer than an index does
+        return  # a job has one line: the limit of batches bounds jobs, and counting lines is slower than an index
     num_lines = num_unfinished_lines(connection, new.tenant)
     if num_lines + len(new.lines) > settings.max_unfinished_lines:
         message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_unfinished_lines}"

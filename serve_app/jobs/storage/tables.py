@@ -1,4 +1,4 @@
-"""The database's tables. Moments are unix seconds; JSON is text, since no query looks into it."""
+"""Tables of the database. Times are unix seconds; JSON is stored as text, since no query reads its fields."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ files = Table(
 )
 
 files_to_delete = Table("doomed_files", metadata, Column("id", ID, primary_key=True))
-"""Files without a record whose bytes are still to be deleted."""
+"""Files without a record whose bytes are still in the store."""
 
 owners = Table(
     "owners", metadata, Column("id", ID, primary_key=True), Column("heartbeat_unix_s", Double, nullable=False)
 )
-"""Processes that hold lines or batches. One whose heartbeat stops loses both, and its row, in one transaction."""
+"""Processes that hold lines or batches. A process whose heartbeat stops loses both, and its row, in one
+transaction."""
 
 batches = Table(
     "batches",
@@ -53,10 +54,10 @@ batches = Table(
     Column("band", Integer, nullable=False),
     Column("band_ceiling", Integer, nullable=False),
     Column("status", String(16), nullable=False),
-    Column("ending", String(16)),  # the final status that a closing batch is on its way to
-    Column("owner", ID),  # who validates or closes it
+    Column("ending", String(16)),  # final status that a closing batch will have
+    Column("owner", ID),  # process that validates or closes the batch
     Column("input_file_id", ID),
-    Column("output_file_id", ID),  # drawn when closing begins, so that a repeated closing writes the same file
+    Column("output_file_id", ID),  # chosen when closing begins, so that a repeated closing writes the same file
     Column("error_file_id", ID),
     Column("errors", Text),
     Column("metadata", Text),
@@ -76,7 +77,7 @@ batches = Table(
     Column("num_queued", Integer, nullable=False),
     Column("num_completed", Integer, nullable=False),
     Column("num_failed", Integer, nullable=False),
-    Column("waiting_tokens", BigInteger, nullable=False),  # expected of the lines that have not ended
+    Column("waiting_tokens", BigInteger, nullable=False),  # expected tokens of lines that have not ended
     Column("num_prompt_tokens", BigInteger, nullable=False),
     Column("num_output_tokens", BigInteger, nullable=False),
     Column("num_cached_tokens", BigInteger, nullable=False, server_default="0"),
@@ -99,7 +100,7 @@ lines = Table(
     Column("length_rank", Integer, nullable=False),
     Column("prefix_key", String(16), nullable=False),
     Column("status", String(16), nullable=False),
-    Column("owner", ID),  # set if and only if it is running
+    Column("owner", ID),  # set if and only if the line is running
     Column("attempt", Integer, nullable=False),
     Column("status_code", Integer),
     Column("response", Text),

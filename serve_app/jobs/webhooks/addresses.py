@@ -1,4 +1,4 @@
-"""Which addresses are of the public internet, and which others an operator lets us call."""
+"""Public internet addresses, and the other hosts and addresses that an operator allows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Self
 
 Address = IPv4Address | IPv6Address
 
-# IANA's registries of special-purpose addresses, and multicast. Listed here because `is_global` and `is_private`
-# of the standard library mean different things in different releases.
+# IANA's registries of special-purpose addresses, and multicast. They are listed here because `is_global` and
+# `is_private` of the standard library differ between releases of Python.
 _NOT_PUBLIC = tuple(
     ip_network(text)
     for text in (
@@ -22,13 +22,14 @@ _NOT_PUBLIC = tuple(
     )
 )  # fmt: skip
 _GLOBAL_UNICAST = ip_network("2000::/3")
-"""All other IPv6 addresses are local or multicast, or hold an IPv4 address: mapped, compatible or behind NAT64."""
+"""Range of public IPv6 addresses. Others are local or multicast, or embed an IPv4 address (mapped, compatible,
+NAT64)."""
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is an ordinary one of the public internet.
+    """Return True if an address belongs to the public internet.
 
-    Those that hold another address (IPv4-mapped, 6to4, Teredo, NAT64) are not, whatever they hold.
+    An address that embeds another one (IPv4-mapped, 6to4, Teredo, NAT64) never counts as public.
     """
     if isinstance(address, IPv6Address) and address not in _GLOBAL_UNICAST:
         return False
@@ -36,7 +37,10 @@ def is_public(address: Address) -> bool:
 
 
 def literal_address(host: str) -> Address | None:
-    """The address that a host is without being a name: also `127.1`, `0x7f000001` and their like."""
+    """Parse a host that is an address instead of a name, also in forms such as `127.1` or `0x7f000001`.
+
+    Return None if the host is a name.
+    """
     with contextlib.suppress(ValueError):
         return ip_address(host)
     with contextlib.suppress(OSError, UnicodeError):
@@ -45,7 +49,7 @@ def literal_address(host: str) -> Address | None:
 
 
 class AllowedHosts:
-    """Hosts and networks that may be called though they are not public."""
+    """Hosts and networks that may be called although they are not public."""
 
     def __init__(self, names: frozenset[str], networks: tuple[IPv4Network | IPv6Network, ...]) -> None:
         self._names = names
@@ -53,7 +57,7 @@ class AllowedHosts:
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> Self:
-        """From addresses, networks (`10.1.0.0/16`) and names of hosts.
+        """Parse a list of addresses, networks (`10.1.0.0/16`) and host names.
 
         Raises:
             ValueError: an entry is none of these.
@@ -69,11 +73,11 @@ class AllowedHosts:
         return cls(frozenset(names), tuple(networks))
 
     def has_name(self, host: str) -> bool:
-        """Whether a host may be called wherever its name leads."""
+        """Return True if a host name is allowed; it may then resolve to any address."""
         return _plain(host) in self._names
 
     def has_address(self, address: Address) -> bool:
-        """Whether an address may be called."""
+        """Return True if an address is in an allowed network."""
         return any(address in network for network in self._networks)
 
 

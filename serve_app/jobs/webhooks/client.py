@@ -1,4 +1,4 @@
-"""Posts one webhook, once."""
+"""HTTP client that makes one attempt to deliver a webhook."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HEADERS = {"content-type": "application/json", "user-agent": "Headway-Webhooks"
 
 
 class DeliveryFailed(Exception):
-    """The receiver did not say that it has the webhook; the message says why."""
+    """Error for an attempt that the receiver did not confirm; the message gives the reason."""
 
 
 class WebhookClient:
-    """Sends what is signed, where the guard lets it."""
+    """HTTP client that signs webhooks and posts them to addresses that the guard allows."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class WebhookClient:
         timeout_s: float = _TIMEOUT_S,
         clock: Clock | None = None,
     ) -> None:
-        """`timeout_s` is the longest that an attempt may take, from the look-up of the name to the status."""
+        """`timeout_s`: most seconds of an attempt, from the name's resolution to the response status."""
         self._signer = signer
         self._timeout_s = timeout_s
         self._clock = clock or Clock()
@@ -45,10 +45,10 @@ class WebhookClient:
         )
 
     async def post(self, delivery: Delivery) -> None:
-        """Deliver; a status of 2xx says that it was.
+        """Post a delivery once. A status of 2xx means that the receiver has it.
 
         Raises:
-            DeliveryFailed: any other status, redirects too; no connection, or no answer in time.
+            DeliveryFailed: another status (redirects included), no connection, or no answer in time.
         """
         headers = _HEADERS | self._signer.headers(delivery.id, delivery.body, self._clock.unix())
         try:
@@ -64,14 +64,14 @@ class WebhookClient:
             raise DeliveryFailed(f"status {response.status_code}")
 
     async def close(self) -> None:
-        """Close what is open."""
+        """Close open connections."""
         await self._http.aclose()
 
 
 async def _finish(response: httpx.Response) -> None:
-    """Read some of what follows the status: there are receivers that take anything else for a disconnect.
+    """Read the beginning of the response body, since some receivers take an early close for a disconnect.
 
-    How that goes is of no interest, since the status was the answer.
+    Errors are ignored: the status has already decided the outcome.
     """
     try:
         with contextlib.suppress(httpx.HTTPError, TimeoutError):

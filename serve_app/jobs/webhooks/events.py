@@ -1,4 +1,4 @@
-"""Events that webhooks deliver: OpenAI's events of batches and, for jobs, of responses."""
+"""Events that webhooks deliver: OpenAI's batch events and, for jobs, its response events."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ _JOB_ENDINGS = {
 
 @dataclass(frozen=True, slots=True)
 class WebhookEvent:
-    """An event that is to be told."""
+    """Event about the end of a batch, to be delivered by a webhook."""
 
     type: str
     body: str
-    """JSON; byte for byte what is signed."""
+    """JSON text; exactly these bytes are signed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A webhook that is owed: noted in the transaction that ended its batch, kept until it is delivered or dead."""
+    """Webhook delivery, enqueued in the transaction that ended its batch and due until it is delivered or dead."""
 
     id: str
-    """The same at every attempt, so that a receiver can drop what it has seen."""
+    """Event id, the same at every attempt: receivers use it to drop duplicates."""
     batch_id: str
     event: str
-    """`batch.completed`, `batch.failed`, `batch.expired` or `batch.cancelled`; of a job `response.` and so on."""
+    """`batch.completed`, `batch.failed`, `batch.expired` or `batch.cancelled`; for a job `response.completed`,
+    `response.failed`, `response.incomplete` or `response.cancelled`."""
     url: str
     body: str
-    """JSON; byte for byte what is signed."""
+    """JSON text; exactly these bytes are signed."""
     num_attempts: int
     created_unix_s: float
 
 
 def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
-    """The event that a batch has ended; `event_id` is its delivery's id too.
+    """Build the event for the end of a batch; `event_id` is also the id of its delivery.
 
-    A job is a batch of one request and is told of as a response: it failed where its request did.
+    A job is a batch of one request, so its event is a response event, with the outcome of that request.
     """
     ended_unix_s = batch.ended_unix_s
     assert ended_unix_s is not None
@@ -64,9 +65,9 @@ def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
 
 
 def host_of(url: str) -> str:
-    """The host that a delivery's URL is for, in lower case; empty where it is no URL.
+    """Return the host of a delivery's URL, in lower case; empty if the URL is invalid.
 
-    As it goes over the wire: `URL.host` decodes it, and raises where an international name is malformed.
+    The host is in its encoded form: `URL.host` would decode it, and raises if an international name is malformed.
     """
     try:
         return httpx.URL(url).raw_host.decode("ascii")

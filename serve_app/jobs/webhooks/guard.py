@@ -1,4 +1,4 @@
-"""Keeps webhooks away from addresses that only we can reach: server-side request forgery."""
+"""Guard against server-side request forgery: it keeps webhooks away from internal addresses."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from replicas.errors import InvalidRequest
 from serve_app.jobs.webhooks.addresses import AllowedHosts, is_public, literal_address
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""The addresses of a host, for a port; raises OSError where there is none."""
+"""Function that returns the addresses of a host for a port, or raises OSError if there is none."""
 
 _MAX_URL_CHARACTERS = 2048
 _HOST = re.compile(r"[a-z0-9_.:-]+")
 _NUM_RESOLVER_THREADS = 64
-"""As many as attempts may be under way: a name that is slow to resolve holds up none but its own."""
+"""As many threads as attempts in parallel, so that a name that is slow to resolve delays only its own attempt."""
 
 
 class AddressRefused(Exception):
-    """A host leads where webhooks may not go, or nowhere."""
+    """Error for a host without an address, or with one that webhooks may not call."""
 
 
 class WebhookGuard:
-    """Says where a host may be called.
+    """Filter for the hosts and addresses that webhooks may call.
 
-    1. An address that is not public is refused, unless it or the host's name is allow-listed.
-    2. One such address among several refuses the host: whose names lead to both means no good.
-    3. Ports are the operator's firewall's business.
+    1. An address that is not public is refused, unless the address or the host's name is allowed.
+    2. A host with several addresses is refused if one of them is: a mix of public and internal ones is suspicious.
+    3. Ports are not restricted; that is left to the operator's firewall.
     """
 
     def __init__(self, allowed: AllowedHosts, resolve: Resolver) -> None:
@@ -40,10 +40,10 @@ class WebhookGuard:
         self._resolve = resolve
 
     def refuse(self, url: str) -> None:
-        """Refuse a URL that can be seen to be forbidden without asking anybody; `addresses` looks again.
+        """Refuse a URL that is forbidden without resolving its name. `addresses` checks again after resolving it.
 
         Raises:
-            InvalidRequest: it is not `http` or `https`, or its host is not public and not allow-listed.
+            InvalidRequest: it is malformed, not `http` or `https`, or its host is neither public nor allowed.
         """
         host = _host_of(url)
         address = literal_address(host)
@@ -54,10 +54,10 @@ class WebhookGuard:
             raise _invalid(f"callback_url leads to {host!r}, which is not public and not in webhook_allowed_hosts")
 
     async def addresses(self, host: str, port: int) -> list[str]:
-        """Where the host is now, every address checked; whoever connects must use these and not ask again.
+        """Resolve a host and check every address. The caller must connect to these and not resolve the name again.
 
         Raises:
-            AddressRefused: it is nowhere, or where webhooks may not go.
+            AddressRefused: the host has no address, or one that webhooks may not call.
         """
         try:
             found = list(dict.fromkeys(await self._resolve(host, port)))
@@ -73,16 +73,16 @@ class WebhookGuard:
 
 
 class SystemResolver:
-    """A `Resolver` that asks as every program on this machine does.
+    """`Resolver` that uses the system's name resolution.
 
-    In threads of its own: names that are slow to resolve are an attack, and must hold up nothing else.
+    It has its own thread pool, because names that are slow to resolve may be an attack and must delay nothing else.
     """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_NUM_RESOLVER_THREADS, "webhook-names")
 
     async def __call__(self, host: str, port: int) -> list[str]:
-        """The addresses, in the order in which they should be tried."""
+        """Return the addresses, in the order in which to try them."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, _look_up, host, port)
 
@@ -92,7 +92,11 @@ def _look_up(host: str, port: int) -> list[str]:
 
 
 def _host_of(url: str) -> str:
-    """The host of a well-formed URL."""
+    """Return the host of a URL.
+
+    Raises:
+        InvalidRequest: the URL is malformed, too long, or not `http` or `https`.
+    """
     if len(url) > _MAX_URL_CHARACTERS:
         raise _invalid(f"callback_url has {len(url)} characters; at most {_MAX_URL_CHARACTERS} are accepted")
     try:
@@ -105,7 +109,7 @@ def _host_of(url: str) -> str:
     if not _HOST.fullmatch(host):
         raise _invalid("callback_url must name a host")
     if parsed.port is not None and not 0 < parsed.port < 2**16:
-        raise _invalid(f"callback_url has the port {parsed.port}, which there is not")
+        raise _invalid(f"callback_url has the port {parsed.port}; it must be 1 to 65535")
     return host
 
 

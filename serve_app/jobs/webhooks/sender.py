@@ -1,4 +1,4 @@
-"""Sends the webhooks that are owed, and tries again until they are delivered or dead."""
+"""Sender of due webhooks, with retries until each is delivered or dead."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ logger = logging.getLogger(__name__)
 
 
 class AttemptOutcome(Enum):
-    """How an attempt to deliver ended."""
+    """Outcome of one attempt to deliver a webhook."""
 
     DELIVERED = "delivered"
     FAILED = "failed"
-    """There will be another."""
+    """Another attempt will follow."""
     DEAD = "dead"
-    """It was the last."""
+    """This attempt was the last."""
 
 
 class Outbox(Protocol):
-    """Deliveries that are owed."""
+    """Store of webhook deliveries (transactional outbox)."""
 
     async def due_deliveries(
         self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
     ) -> list[Delivery]:
-        """Deliveries whose next attempt is due, the longest due first.
+        """Return deliveries whose next attempt is due, the longest due first.
 
-        `without_hosts`: hosts of URLs (`host_of`) that have an attempt under way: deliveries to a slow host must not
-        hide those to others.
+        `without_hosts`: hosts (`host_of`) to leave out because they have an attempt under way. Otherwise deliveries
+        to a slow host could fill the limit and hide those to others.
         """
         ...
 
     async def delivered(self, delivery_id: str) -> None:
-        """Note that the receiver has it."""
+        """Record a successful attempt."""
         ...
 
     async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
-        """Note an attempt that failed; None: there is no next, it is dead."""
+        """Record a failed attempt; `next_attempt_unix_s` None: it was the last, and the delivery is dead."""
         ...
 
 
 class Poster(Protocol):
-    """Makes one attempt; `WebhookClient` is one."""
+    """Client that makes one attempt, such as `WebhookClient`."""
 
     async def post(self, delivery: Delivery) -> None:
-        """Deliver, or raise DeliveryFailed."""
+        """Post a delivery once, or raise DeliveryFailed."""
         ...
 
 
@@ -67,19 +67,19 @@ class SendingLimits:
     """Limits of one sender."""
 
     max_parallel: int = 64
-    """Most attempts under way."""
+    """Most attempts under way at the same time."""
     poll_period_s: float = 3.0
-    """Seconds between two looks for deliveries that are due, unless there is news."""
+    """Most seconds between two queries for due deliveries; a notification brings the next one forward."""
 
 
 class WebhookSender:
-    """Delivers each webhook at least once, or until its time is over.
+    """Loop that delivers each webhook at least once, unless all attempts fail until its time is over.
 
-    1. What is due is sent at once, at most `max_parallel` at a time.
-    2. A host has at most one attempt under way, so that a slow one takes up one place only.
-    3. An attempt's outcome is noted before its place is given to another; where it cannot be noted now it is
-       noted later, and not sent again meanwhile.
-    4. An attempt that was cut off by the end of the process is made again by the next one, with the same id.
+    1. Due deliveries are sent at once, at most `max_parallel` at a time.
+    2. A host has at most one attempt under way, so a slow host takes up only one place.
+    3. An attempt keeps its place until its outcome is recorded. If recording fails, it is repeated, and the webhook
+       is not sent again before it succeeds.
+    4. If the process ends during an attempt, the next process repeats the attempt with the same id.
     """
 
     def __init__(
@@ -96,21 +96,21 @@ class WebhookSender:
         self._clock = clock
         self._limits = limits
         self._attempts: dict[str, asyncio.Task[None]] = {}
-        """By host."""
+        """Attempts under way, by host."""
         self._wakeup = Wakeup()
         self._outcomes: Counter[AttemptOutcome] = Counter(dict.fromkeys(AttemptOutcome, 0))
 
     @property
     def outcomes(self) -> Mapping[AttemptOutcome, int]:
-        """Attempts since the start, by how they ended."""
+        """Number of attempts since the start, by outcome."""
         return self._outcomes
 
     def notify(self) -> None:
-        """Look for deliveries now: one has been noted."""
+        """Look for due deliveries now, because one was enqueued."""
         self._wakeup.set()
 
     async def run(self) -> None:
-        """Send what is due until cancelled."""
+        """Send due deliveries until cancelled."""
         try:
             while True:
                 await self._start_due()
@@ -122,18 +122,18 @@ class WebhookSender:
             await asyncio.gather(*attempts, return_exceptions=True)
 
     async def _start_due(self) -> None:
-        """Start attempts until none is due or no place is left; each look sees one delivery of a host at least."""
+        """Start attempts until none is due or no place is left; each query but the last starts at least one."""
         try:
             while (num_free := self._limits.max_parallel - len(self._attempts)) > 0:
                 busy = frozenset(self._attempts)
                 due = await self._outbox.due_deliveries(self._clock.unix(), num_free, busy)
                 if sum(self._start(delivery) for delivery in due) == 0:
                     return
-        except Exception:  # the database may be away; the sender must outlive that
-            logger.exception("deliveries that are due could not be read")
+        except Exception:  # the database may be unreachable for a while; the sender must survive that
+            logger.exception("due deliveries could not be read")
 
     def _start(self, delivery: Delivery) -> bool:
-        """Begin an attempt, unless its host has one under way."""
+        """Begin an attempt and return True, unless its host has one under way."""
         host = host_of(delivery.url)
         if host in self._attempts:
             return False
@@ -151,7 +151,7 @@ class WebhookSender:
             await self._client.post(delivery)
         except DeliveryFailed as error:
             await self._fail(delivery, str(error))
-        except Exception as error:  # a mistake of ours must not end all deliveries, nor be repeated at once
+        except Exception as error:  # a bug must not end all deliveries, and must not be retried without a delay
             logger.exception("a webhook could not be sent", extra={"delivery_id": delivery.id})
             await self._fail(delivery, f"internal error: {type(error).__name__}")
         else:
@@ -168,11 +168,11 @@ class WebhookSender:
         await self._note(outcome, lambda: self._outbox.delivery_failed(delivery.id, next_unix_s, error))
 
     async def _note(self, outcome: AttemptOutcome, note: Callable[[], Awaitable[None]]) -> None:
-        """Note an outcome, however long the database is away: until then the delivery still looks due."""
+        """Record an outcome, trying until the database accepts it: until then the delivery still looks due."""
         self._outcomes[outcome] += 1
         while True:
             try:
                 return await note()
             except Exception:
-                logger.exception("the outcome of a webhook could not be noted")
+                logger.exception("the outcome of a webhook could not be recorded")
                 await asyncio.sleep(self._limits.poll_period_s)

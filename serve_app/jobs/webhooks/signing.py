@@ -1,4 +1,4 @@
-"""Signatures of webhooks, as Standard Webhooks wants them."""
+"""Signatures of webhooks, by the Standard Webhooks specification."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MIN_SECRET_BYTES = 24
 
 
 def new_secret() -> str:
-    """A secret that nobody knows yet."""
+    """Return a new random secret."""
     return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 def load_or_create_secret(path: Path) -> str:
-    """The secret in a file that only we can read; drawn and written at the first time.
+    """Return the secret in a file; create the file with a new secret and mode 0600 if it is missing.
 
-    Of several processes that find none together, all use the one that one of them has written.
+    If several processes create it at the same time, all use the secret of the first.
     """
     if not path.exists():
         own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
@@ -37,20 +37,20 @@ def load_or_create_secret(path: Path) -> str:
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(own, path)  # unlike a rename it replaces nothing
+            os.link(own, path)  # unlike a rename, a link never replaces an existing file
         own.unlink()
         sync_directory(path.parent)
     return path.read_text().strip()
 
 
 class WebhookSigner:
-    """Signs with one secret, which receivers know too."""
+    """Signer with one secret that receivers share (HMAC)."""
 
     def __init__(self, secret: str) -> None:
-        """`secret`: `whsec_` and base64 of at least 24 bytes; other forms mean different keys to different receivers.
+        """`secret`: `whsec_` and base64 of at least 24 bytes. Receivers would read other forms as different keys.
 
         Raises:
-            ValueError: it is of another form; the message does not repeat it.
+            ValueError: the secret has another form; the message does not contain it.
         """
         try:
             key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
@@ -61,7 +61,7 @@ class WebhookSigner:
         self._webhook = Webhook(key)
 
     def headers(self, message_id: str, body: str, now_unix_s: float) -> dict[str, str]:
-        """The headers that prove that `body` is ours, and sent now."""
+        """Return headers that sign the message's id, the current time and `body`."""
         moment = datetime.fromtimestamp(int(now_unix_s), UTC)
         return {
             "webhook-id": message_id,

@@ -1,4 +1,4 @@
-"""Connects to the very addresses that were checked, so that a name that changes in between leads nowhere else."""
+"""HTTP transport that connects only to the addresses that the guard checked; this prevents DNS rebinding."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from serve_app.jobs.webhooks.guard import AddressRefused, WebhookGuard
 
 
 class PinnedTransport(httpx.AsyncBaseTransport):
-    """HTTP to addresses that a guard approved; the name stays in `Host`, and in TLS, which is verified for it.
+    """HTTP transport to addresses that a guard approved. The `Host` header and TLS verification keep the name.
 
-    Every request has its host checked anew and a connection of its own: one that was made for another name on
-    the same address has another name's certificate. Proxies of the environment are not used: they would resolve
-    the name themselves.
+    The host is checked again at every request. Connections are not reused: one that was opened for another name on
+    the same address was verified for that name's certificate. Proxies from the environment are ignored, since they
+    would resolve the name themselves.
     """
 
     def __init__(self, guard: WebhookGuard, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: whom to trust; None: the authorities that httpx comes with."""
+        """`tls`: TLS context with the trusted authorities; None: httpx's default."""
         self._guard = guard
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._inner = httpx.AsyncHTTPTransport(verify=tls or True, trust_env=False, limits=limits)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The response from the first of the host's addresses that can be connected to.
+        """Return the response from the first of the host's addresses that accepts a connection.
 
         Raises:
-            httpx.ConnectError: none can, or the guard refuses the host.
+            httpx.ConnectError: no address accepts one, or the guard refuses the host.
+            httpx.ConnectTimeout: the last address did not answer in time.
         """
         host = request.url.raw_host.decode("ascii")
         port = request.url.port or {"http": 80, "https": 443}[request.url.scheme]
@@ -45,12 +46,12 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         raise failure
 
     async def aclose(self) -> None:
-        """Close what is open."""
+        """Close open connections."""
         await self._inner.aclose()
 
 
 def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
-    """The request to an address instead of a name; its headers have the name already."""
+    """Return the request with an address instead of the host's name; its `Host` header keeps the name."""
     return httpx.Request(
         request.method,
         request.url.copy_with(host=address),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from replicas.errors import ModelLoadError
-from replicas.model.attention import select as attention_choice
+from replicas.model.attention import select
 from replicas.model.attention.flash import FlashAttention, FlashBackend
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionSpec
@@ -86,11 +86,9 @@ class Decodes:
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int], AttentionBackend]:
     """What is chosen for a device of a capability, where Triton's kernels work and tensors are on the CPU."""
-    check = attention_choice.check_attention
-    monkeypatch.setattr(
-        attention_choice, "check_attention", lambda spec, *rest: check(replace(spec, device=CPU), *rest)
-    )
-    monkeypatch.setattr(attention_choice, "_triton", lambda spec: Decodes())
+    check = select.check_attention
+    monkeypatch.setattr(select, "check_attention", lambda spec, *rest: check(replace(spec, device=CPU), *rest))
+    monkeypatch.setattr(select, "_triton", lambda spec: Decodes())
 
     def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from replicas.engine.batch import ScheduledSequence
-from replicas.model.attention import dense as dense_attention
-from replicas.model.attention import gather as gather_attention
+from replicas.model.attention import dense, gather
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionCall, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache
@@ -26,9 +25,9 @@ KINDS = list(itertools.product([None, 1, 24, 40], [None, 5.0], [False, True]))
 def test_equals_attention_by_definition(
     chunks: list[tuple[int, int]], heads: tuple[int, int], sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_attention, "_MAX_GATHERED_SLOTS", 256)
-    monkeypatch.setattr(gather_attention, "_SHORT_BLOCKS", 2)
-    monkeypatch.setattr(dense_attention, "_MAX_SCORES", 2000)
+    monkeypatch.setattr(gather, "_MAX_GATHERED_SLOTS", 256)
+    monkeypatch.setattr(gather, "_SHORT_BLOCKS", 2)
+    monkeypatch.setattr(dense, "_MAX_SCORES", 2000)
     generator = torch.Generator().manual_seed(0)
     (num_heads, num_kv_heads), (key_size, value_size) = heads, sizes
     layer = AttentionLayer(0, num_heads, num_kv_heads, key_size, value_size, None, None, False)

@@ -24,8 +24,8 @@ from replicas.model_replica import Backend, _engine_config
 from replicas.options import ReplicaOptions
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
 from testkit.engine.timed_runner import StepTimes, TimedRunner
+from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
-from tests.model.cached import cached_checkpoint
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)

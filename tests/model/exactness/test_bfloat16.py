@@ -10,9 +10,9 @@ from torch import Tensor
 
 from replicas.engine.engine import Engine
 from replicas.protocol import GenerateRequest, SamplingParams
+from testkit.model.cached_checkpoints import cached_checkpoint, cached_log_probabilities
 from testkit.model.engine_runs import build_engine, load, random_prompts, reference_model, reference_tokens, run, tokens
 from testkit.model.tiny_checkpoints import ARCHITECTURES
-from tests.model.cached import cached_checkpoint, cached_log_probabilities
 
 PROMPTS = random_prompts((5, 33, 60, 90, 20, 100, 7, 50), seed=3)
 NUM_OUTPUT_TOKENS = 24

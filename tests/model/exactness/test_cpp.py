@@ -11,6 +11,7 @@ from replicas.model.attention.select import choose_attention
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest
+from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import (
     MAX_MODEL_LEN,
@@ -24,7 +25,6 @@ from testkit.model.engine_runs import (
     tokens,
 )
 from testkit.model.tiny_checkpoints import ARCHITECTURES
-from tests.model.cached import cached_checkpoint, cached_reference
 from tests.model.exactness.test_bfloat16 import rounding_error, rounding_error_of_own_code
 from tests.model.exactness.test_plain import GREEDY, NUM_OUTPUT_TOKENS, PROMPTS, TIGHT, WHOLE
 from tests.model.exactness.test_poison import POISON, write_poisoned

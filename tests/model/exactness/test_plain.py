@@ -8,9 +8,9 @@ import pytest
 
 from replicas.model.loading.loader import LoadedModel
 from replicas.protocol import GenerateRequest, SamplingParams
+from testkit.model.cached_checkpoints import cached_checkpoint, cached_reference
 from testkit.model.engine_runs import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run, tokens
 from testkit.model.tiny_checkpoints import ARCHITECTURES
-from tests.model.cached import cached_checkpoint, cached_reference
 
 NUM_OUTPUT_TOKENS = 16
 PROMPTS = random_prompts((5, 33, 60, 90))

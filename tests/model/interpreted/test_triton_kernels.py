@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from bench.gpu.kernel_checks import check_layer
-from replicas.model.attention import triton as triton_attention
+from replicas.model.attention import triton
 from replicas.model.attention.interface import (
     ATTENTION_NAME,
     AttentionCall,
@@ -53,7 +53,7 @@ CPU = torch.device("cpu")
 def check(case: Case, num_processors: int) -> None:
     """With `num_processors` pretended: many of them make the kernels divide the keys, few as they are, into parts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_attention, "_MIN_PART_KEYS", 16)
+        patch.setattr(triton, "_MIN_PART_KEYS", 16)
         assert largest_error(case, TritonBackend(num_processors), CPU) < TOLERANCES[case.dtype]
 
 
@@ -143,14 +143,14 @@ def test_right_kernels_pass_the_check() -> None:
 
 
 def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = triton_attention.write_keys_and_values
+    write = triton.write_keys_and_values
 
     def forget_the_first(layer, shape, slots, call):
         write(layer, shape, slots.clamp(min=int(slots.min()) + 1), call)
 
     spec = AttentionSpec(LAYERS[:1], 16, torch.float32, CPU)
     for wrong in (forget_the_first, lambda *_: None):
-        monkeypatch.setattr(triton_attention, "write_keys_and_values", wrong)
+        monkeypatch.setattr(triton, "write_keys_and_values", wrong)
         fault = check_attention(spec, [TritonBackend(0)])
         assert fault is not None and "differs from plain torch" in fault
 
@@ -215,6 +215,6 @@ def test_the_gpu_check_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -
     mixtures: dict[str, Chunks] = {"some": ((3, 4), (2, 9))}
     right = check_layer("tiny", KINDS["plain"], "cpu", mixtures)
     assert right.passed and "tiny" in right.name
-    monkeypatch.setattr(triton_attention, "write_keys_and_values", lambda *_: None)
+    monkeypatch.setattr(triton, "write_keys_and_values", lambda *_: None)
     wrong = check_layer("tiny", KINDS["plain"], "cpu", mixtures)
     assert not wrong.passed and "largest error" in wrong.detail

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import openai
 
-from tests.service.batches import chat_body, ended, line, results, submit
+from testkit.serving.batch_calls import chat_body, ended, line, results, submit
 
 
 def test_batch_answers_what_the_endpoint_answers(client: openai.OpenAI, http: httpx.Client) -> None:

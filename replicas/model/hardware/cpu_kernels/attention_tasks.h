@@ -1,4 +1,4 @@
-// What attention over a paged cache is asked for, and how the work is divided.
+// Inputs of attention over a paged cache, and the division of its work into tasks.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,10 @@
 namespace headway {
 
 constexpr int kMaxRows = 32;    // query rows (tokens times heads of a group) of one task
-constexpr int kMinSplit = 256;  // fewest keys worth a task of their own
+constexpr int kMinSplit = 256;  // smallest number of keys per part when keys are split
 
-// Tokens of one sequence: rows [row, row + end - start) of the batch, positions [start, end), blocks from `table` on.
+// Tokens of one sequence: rows [row, row + end - start) of the batch, positions [start, end). Its block table begins at
+// index `table` of `tables`.
 struct Chunk {
   int64_t row, start, end, table;
 };
@@ -19,27 +20,27 @@ template <typename T>
 struct AttentionInputs {
   const T* query;  // rows of num_kv_heads * group_size heads
   int64_t query_row_stride, query_head_stride;
-  const T* keys;    // blocks of block_size slots of num_kv_heads heads, without gaps
+  const T* keys;    // blocks of block_size slots of num_kv_heads heads, contiguous
   const T* values;
   const Chunk* chunks;
   int64_t num_chunks;
   const int64_t* tables;
   int64_t block_size, num_kv_heads, group_size, key_size, value_size;  // both sizes are multiples of kLanes
-  float scale, softcap;                                                // no cap: 0
-  int64_t window;                                                      // no window: 0
+  float scale, softcap;                                                // softcap 0: none
+  int64_t window;                                                      // 0: none
   const float* sinks;                                                  // may be null
-  T* output;                                                           // rows of heads of value_size, without gaps
+  T* output;                                                           // rows of heads of value_size, contiguous
 };
 
-// Some tokens of a chunk, with the query heads of some KV heads, against keys [first_key, end_key).
+// Attention of some tokens of a chunk, for the query heads of some KV heads, over keys [first_key, end_key).
 struct AttentionTask {
   const Chunk* chunk;
   int64_t first_head, num_heads, first_token, num_tokens, first_key, end_key;
-  int64_t part;  // where the unfinished result goes when keys are split between tasks; else -1
+  int64_t part;  // index of the partial result if the keys are split between tasks, else -1
 };
 
-// Work for all threads, longest first. A long context is split where there would be too few tasks. Where there are
-// enough decodes, each is one task: the keys of its heads lie side by side, and are read so.
+// Returns the tasks for all threads, longest first. If there would be too few tasks, long contexts are split. If there
+// are enough decodes, each decode is one task for all its heads, whose keys are adjacent in memory.
 template <typename T>
 inline std::vector<AttentionTask> plan(const AttentionInputs<T>& in, int64_t num_threads, int64_t* num_parts) {
   const int64_t tile_tokens = std::max<int64_t>(1, kMaxRows / in.group_size);

@@ -1,4 +1,4 @@
-// Scores and weighted sums of some query rows over one tile of keys, in registers.
+// Scores, softmax weights and weighted sums of some query rows over one tile of keys, in registers.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,10 @@
 
 namespace headway {
 
-constexpr int kTile = 64;  // keys looked at together
+constexpr int kTile = 64;  // keys of a tile
 
-// scores[row][key] for R query rows and keys in fours; `keys` has valid pointers up to the next multiple of four.
+// Computes scores[row][key] for R query rows, four keys at a time. `keys` has valid pointers up to the next multiple of
+// four.
 template <int R, typename T>
 inline void score_rows(const float* query, int64_t size, const T* const* keys, int num_keys, float* scores) {
   for (int key = 0; key < num_keys; key += 4) {
@@ -30,7 +31,7 @@ inline void score_rows(const float* query, int64_t size, const T* const* keys, i
   }
 }
 
-// sums[row][d] += weight[row][key] * value[key][d] for R rows and W vectors of d.
+// Computes sums[row][d] += weight[row][key] * value[key][d] for R rows and W vectors of d.
 template <int R, int W, typename T>
 inline void add_values(const float* weights, const T* const* values, int64_t d, int num_keys, float* sums,
                        int64_t size) {
@@ -51,7 +52,7 @@ inline void add_all_values(const float* weights, const T* const* values, int num
   for (; d < size; d += kLanes) add_values<R, 1>(weights, values, d, num_keys, sums, size);
 }
 
-// Calls f with the number of rows as a constant, for four rows at a time and then the rest.
+// Calls f for four rows at a time, then for the rest. The number of rows is a compile-time constant in each call.
 template <typename F>
 inline void for_row_groups(int64_t num_rows, const F& f) {
   int64_t row = 0;
@@ -61,7 +62,8 @@ inline void for_row_groups(int64_t num_rows, const F& f) {
   if (num_rows - row == 1) f(std::integral_constant<int, 1>(), row);
 }
 
-// What a row has so far: weighted values [size], the highest score and the sum of weights relative to it.
+// Softmax state of a row: the sum of weighted values [size], the highest score so far, and the sum of weights. Weights
+// are relative to the highest score.
 struct RowState {
   float* sums;
   int64_t size;
@@ -69,7 +71,8 @@ struct RowState {
   float* total;
 };
 
-// Turns one row's scores of a tile into weights; keys outside [low, high) get none. Rescales what the row has so far.
+// Replaces one row's scores of a tile by softmax weights, and updates and rescales the row's state. Keys outside
+// [low, high) get weight 0.
 inline void weigh(float* scores, int low, int high, float softcap, const RowState& row) {
   if (high <= low) {
     std::fill(scores, scores + kTile, 0.0f);

@@ -1,4 +1,4 @@
-// All layers of a decoder of the Llama family in one call: between its small operations nothing waits for Python.
+// All layers of a decoder of the Llama family in one call, without Python between the operations.
 #pragma once
 
 #include <ATen/core/List.h>
@@ -7,7 +7,7 @@
 
 namespace headway {
 
-// A linear layer: a packed weight, if it is of 8 bits with scales.
+// Linear layer with a packed weight. An 8-bit weight has scales.
 struct Linear {
   Tensor weight;
   OptionalTensor scales, bias;
@@ -26,7 +26,8 @@ struct Layer {
   Linear gate_up, down;
 };
 
-// Takes a layer's parts from a list in the order of `Layer` and `Linear`; where it has none, the list has nothing.
+// Reader of layers from a list of tensors, in the order of the fields of `Layer` and `Linear`. Missing tensors are
+// empty optionals in the list.
 class LayerReader {
  public:
   static constexpr size_t kNumParts = 16;
@@ -58,9 +59,10 @@ class LayerReader {
   size_t next_ = 0;
 };
 
-// Adds to residual [num_tokens, hidden_size] what the layers give, except for the last feed-forward part: that is
-// returned. `parts` holds what `LayerReader` reads, layer after layer; keys and values [num_blocks, block_size,
-// num_kv_heads, size], the scale of scores and the window are given for each layer. All layers have the same sizes.
+// Runs the layers. Adds their updates to residual [num_tokens, hidden_size], except the last feed-forward update, which
+// is returned. `parts` holds the tensors that `LayerReader` reads, layer after layer. Keys and values [num_blocks,
+// block_size, num_kv_heads, size], the scale of scores and the window are given for each layer. All layers have the
+// same sizes.
 inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
                          const c10::List<OptionalTensor>& parts, int64_t num_query_heads, double epsilon,
                          at::TensorList keys, at::TensorList values, const Tensor& slots, const Tensor& chunks,
@@ -72,7 +74,7 @@ inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
   LayerReader reader(parts);
   Layer layer = reader.read();
   const int64_t num_kv_heads = keys[0].size(2), size = keys[0].size(3), width = layer.down.num_inputs();
-  // What an operation leaves to the next one. All layers use the same memory, which so stays in the cache.
+  // Results that one operation passes to the next. All layers use the same memory, so it stays in the cache.
   const auto rows_of = [&](int64_t num) { return at::empty({residual.size(0), num}, residual.options()); };
   Tensor hidden = rows_of(residual.size(1)), update = rows_of(residual.size(1));
   Tensor heads = rows_of((num_query_heads + 2 * num_kv_heads) * size);

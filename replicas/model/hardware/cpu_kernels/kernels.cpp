@@ -1,4 +1,4 @@
-// The kernels as torch operations, `torch.ops.headway.*`. torch lets other Python threads run meanwhile.
+// Registration of the kernels as torch operations, `torch.ops.headway.*`. torch releases Python's GIL during a call.
 #include <torch/library.h>
 
 #include "decoder.h"

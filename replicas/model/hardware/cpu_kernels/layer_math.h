@@ -1,4 +1,4 @@
-// What a decoder layer computes beside its multiplications and its attention, a row at a time.
+// Small operations of a decoder layer, on one row: norm, addition, rotary embedding and SwiGLU gating.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace headway {
 
-// to = from / root mean square of from, times weight. `to` may be `from`.
+// Computes to = from / root mean square of from * weight. `to` may be `from`.
 template <typename T>
 inline void normalize(const T* from, const T* weight, int64_t size, float epsilon, T* to) {
   float squares = 0.0f;
@@ -25,7 +25,7 @@ inline void add(T* to, const T* from, int64_t size) {
   for (int64_t i = 0; i < size; i++) to[i] = narrow<T>(widen(to[i]) + widen(from[i]));
 }
 
-// Turns each pair (head[i], head[i + size / 2]) by its angle, in place.
+// Rotates each pair (head[i], head[i + size / 2]) by its angle, in place.
 template <typename T>
 inline void rotate(T* head, const T* cos, const T* sin, int64_t size) {
   const int64_t half = size / 2;
@@ -37,7 +37,7 @@ inline void rotate(T* head, const T* cos, const T* sin, int64_t size) {
   }
 }
 
-// to = silu(gate) * up.
+// Computes to = silu(gate) * up.
 template <typename T>
 inline void gate(const T* gate, const T* up, int64_t size, T* to) {
 #pragma omp simd

@@ -1,5 +1,5 @@
-// Multiplication by a packed weight: panels of kPanel outputs, and in each panel the inputs in turn, kPair of them side
-// by side. A panel is read from its beginning to its end, which is how memory is fastest.
+// Multiplication by a packed weight: panels of kPanel outputs. A panel holds its weights input by input, kPair adjacent
+// inputs per output. A panel is read sequentially, which is the fastest order for memory.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 namespace headway {
 
 constexpr int64_t kPanel = 2 * kLanes;
-constexpr int kRows = 12;                       // rows computed together, at most: their sums fill the registers
-constexpr int64_t kRowBlockBytes = 256 * 1024;  // inputs that stay in the cache while panels pass by
-constexpr int64_t kMaxChunkBytes = 256 * 1024;  // weights of one part of a shared multiplication
-constexpr int64_t kBytesAhead = 4096;           // how far ahead weights are fetched that are used once
+constexpr int kRows = 12;                       // most rows computed together: their sums fill the registers
+constexpr int64_t kRowBlockBytes = 256 * 1024;  // a block of input rows, which stays in the cache for all panels
+constexpr int64_t kMaxChunkBytes = 256 * 1024;  // weights of one chunk of a parallel multiplication
+constexpr int64_t kBytesAhead = 4096;           // prefetch distance of weights that are used once
 
-// How products of rows of X and weights of W are summed, kPair inputs at a time. After kMostSteps a sum may be full.
+// Sums of products of rows of X and weights of W, kPair inputs per step. After kMostSteps steps a sum may overflow.
 template <typename X, typename W>
 struct Products;
 
@@ -105,16 +105,16 @@ struct Products<int16_t, int8_t> {
 template <typename X, typename W, typename O>
 struct LinearInputs {
   const X* rows;     // [num_rows, num_inputs]
-  const W* weights;  // [num_panels, num_inputs / kPair, kPanel, kPair]; what is beyond num_outputs is not used
+  const W* weights;  // [num_panels, num_inputs / kPair, kPanel, kPair]; outputs from num_outputs on are unused
   const O* bias;     // [num_outputs]; may be null
   int64_t num_rows, num_inputs, num_outputs;
   O* outputs;                            // [num_rows, num_outputs], or a part of it; see `only`
-  const float* row_scales = nullptr;     // [num_rows]: what a row of whole numbers is multiplied by
-  const float* output_scales = nullptr;  // [num_outputs]: the same of weights; both are given or none
+  const float* row_scales = nullptr;     // [num_rows]: scales of quantized rows; may be null
+  const float* output_scales = nullptr;  // [num_outputs]: scales of quantized weights; both scales are given or none
   int64_t output_stride = num_outputs;   // between the rows of `outputs`
-  int64_t first_output = 0;              // what the first number of `outputs` is
+  int64_t first_output = 0;              // output number of the first column of `outputs`
   int64_t num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
-  // The same, but of the panels [first, end) alone, which go to `to` side by side.
+  // Returns the inputs of the panels [first, end) alone, with contiguous outputs in `to`.
   LinearInputs only(int64_t first, int64_t end, O* to) const {
     LinearInputs part = *this;
     part.outputs = to;
@@ -125,7 +125,7 @@ struct LinearInputs {
   const W* panel(int64_t index) const { return weights + index * kPanel * num_inputs; }
 };
 
-// Scales, biases and stores `num` rows of a panel's totals [num, kPanel].
+// Stores `num` rows of a panel's totals [num, kPanel], after applying scales and bias.
 template <typename X, typename W, typename O>
 inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, int64_t row, int64_t num,
                           int64_t panel) {
@@ -145,7 +145,7 @@ inline void write_outputs(const LinearInputs<X, W, O>& in, const float* totals, 
   }
 }
 
-// Lines of memory to fetch while something else is computed, a few at a time: of many at once a processor forgets most.
+// Cache lines to prefetch during other computation, a few at a time: a processor drops most of many prefetches at once.
 struct Ahead {
   const char* next;
   int64_t num_lines;
@@ -158,8 +158,8 @@ struct Ahead {
   }
 };
 
-// What to fetch while rows are multiplied by a panel: what follows a little further on, or, where the panel is used
-// again and again, the next one.
+// Returns the lines to prefetch during the multiplication by a panel: if the panel is used once, the lines kBytesAhead
+// further on; otherwise the next panel.
 template <typename X, typename W, typename O>
 inline Ahead ahead_of(const LinearInputs<X, W, O>& in, int64_t panel, bool is_used_once) {
   const int64_t num_lines = kPanel * in.num_inputs * static_cast<int64_t>(sizeof(W)) / 64;
@@ -167,7 +167,7 @@ inline Ahead ahead_of(const LinearInputs<X, W, O>& in, int64_t panel, bool is_us
   return {reinterpret_cast<const char*>(in.panel(panel + 1)), num_lines};
 }
 
-// R rows by one panel.
+// Multiplies R rows by one panel.
 template <int R, typename X, typename W, typename O>
 inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t panel, Ahead* ahead) {
   using P = Products<X, W>;
@@ -197,7 +197,7 @@ inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t panel
   write_outputs(in, totals, row, R, panel);
 }
 
-// `num` rows, at most kRows of them.
+// Multiplies `num` rows, at most R, by one panel.
 template <int R = kRows, typename X, typename W, typename O>
 inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t num, int64_t panel, Ahead* ahead) {
   if (num == R)
@@ -206,7 +206,7 @@ inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t 
     multiply_rows<R - 1>(in, row, num, panel, ahead);
 }
 
-// All rows by panels [first, end).
+// Multiplies all rows by panels [first, end).
 template <typename X, typename W, typename O>
 inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
   const int64_t block_rows = std::max<int64_t>(kRows, kRowBlockBytes / (in.num_inputs * sizeof(X)) / kRows * kRows);

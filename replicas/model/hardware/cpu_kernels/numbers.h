@@ -1,4 +1,4 @@
-// Numbers as the kernels see them: float and bfloat16 in memory, float or vectors of 16 floats in registers.
+// Number types of the kernels: float and bfloat16 in memory, float or vectors of 16 floats in registers.
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -36,7 +36,7 @@ template <>
 inline float narrow<float>(float value) {
   return value;
 }
-// To nearest, ties to even, without a branch so that loops over it become vector instructions.
+// Rounds to nearest, ties to even. The code has no branch, so loops over it become vector instructions.
 template <>
 inline BFloat16 narrow<BFloat16>(float value) {
   const uint32_t bits = float_to_bits(value);
@@ -44,10 +44,11 @@ inline BFloat16 narrow<BFloat16>(float value) {
   return BFloat16(static_cast<uint16_t>(value == value ? rounded : 0x7fc0), BFloat16::from_bits());
 }
 
-// e^x to about 1e-7 of itself for x <= 88; 0 below -87. Free of branches and calls, as `narrow` is.
+// Returns e^x with a relative error of about 1e-7 for x <= 88, and 0 below -87. Like `narrow`, it has no branch and no
+// call.
 inline float exponential(float x) {
   const float bounded = x < -87.0f ? -87.0f : x;
-  const float shifted = bounded * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the sum is a whole number
+  const float shifted = bounded * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the addition rounds to an integer
   const float power = shifted - 12582912.0f;
   const float rest = (bounded - power * 0.693359375f) + power * 2.12194440e-4f;
   float sum = 1.38888889e-3f;
@@ -63,7 +64,8 @@ inline float exponential(float x) {
 
 #define HEADWAY_INLINE __attribute__((always_inline))
 
-// Calls f with the constants 0 to N - 1. With a loop, compilers keep arrays of sums in memory, not in registers.
+// Calls f with the compile-time constants 0 to N - 1. In a loop, compilers keep arrays of sums in memory instead of
+// registers.
 template <int N, typename F>
 HEADWAY_INLINE inline void repeat(const F& f) {
   [&]<int... I>(std::integer_sequence<int, I...>) HEADWAY_INLINE {
@@ -102,7 +104,7 @@ inline float sum_of(Floats values) {
 #endif
 }
 
-// The sums of four vectors, to four floats.
+// Stores the sums of four vectors as four floats.
 inline void store_sums(float* to, Floats a, Floats b, Floats c, Floats d) {
 #if defined(__AVX512F__)
   const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps((__m512)a, (__m512)b), _mm512_unpackhi_ps((__m512)a, (__m512)b));

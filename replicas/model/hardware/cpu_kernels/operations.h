@@ -1,5 +1,5 @@
-// The kernels over tensors. Functions `add_...` note loops of work over tensors that the caller keeps until they are
-// run; the others do the work.
+// The kernels' operations on tensors. Functions `add_...` add parallel loops to a queue, and the caller must keep their
+// tensors until `WorkQueue::run`. The other functions run the operation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@ namespace headway {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Calls f with a null pointer to the C++ type of the tensor's numbers.
+// Calls f with a null pointer whose C++ type is that of the tensor's numbers.
 template <typename F>
 inline void for_type_of(const Tensor& tensor, const F& f) {
   if (tensor.scalar_type() == at::kFloat)
@@ -38,7 +38,7 @@ inline void check_rows(const Tensor& tensor, const Tensor& like) {
   TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), "all tensors must have one dtype");
 }
 
-// Stores heads [num_tokens, num_heads, size] in `slots` [num_tokens] of a cache.
+// Adds the copy of heads [num_tokens, num_heads, size] to `slots` [num_tokens] of a cache.
 inline void add_storing(WorkQueue& queue, const Tensor& from, const Tensor& slots, const Tensor& cache) {
   TORCH_CHECK(from.stride(2) == 1 && from.scalar_type() == cache.scalar_type());
   for_type_of(from, [&](auto* type) {
@@ -57,7 +57,7 @@ inline void add_storing(WorkQueue& queue, const Tensor& from, const Tensor& slot
   });
 }
 
-// See `attend_paged`, which gives `output`, and `add_attention`.
+// Adds the loops of `attend_paged`, which fill `output`. For `work` see `add_attention`.
 inline void add_paged_attention(WorkQueue& queue, const Tensor& query, const Tensor& key, const Tensor& value,
                                 const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& chunks,
                                 const Tensor& tables, double scale, int64_t window, double softcap,
@@ -83,9 +83,9 @@ inline void add_paged_attention(WorkQueue& queue, const Tensor& query, const Ten
 }
 
 // Stores key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] of the cache [num_blocks, block_size,
-// num_kv_heads, size], then gives the attention of query [num_tokens, num_query_heads, key_size]. Rows of `chunks`
-// [num_chunks, 4] int64 are `Chunk`s; `tables` [any] int64 holds their block tables. Attention of tokens that no chunk
-// names is left undefined.
+// num_kv_heads, size], then returns the attention of query [num_tokens, num_query_heads, key_size]. Rows of `chunks`
+// [num_chunks, 4] int64 are `Chunk`s. `tables` [any] int64 holds their block tables, concatenated. The output of tokens
+// that are in no chunk is undefined.
 inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor& value, Tensor keys, Tensor values,
                            const Tensor& slots, const Tensor& chunks, const Tensor& tables, double scale,
                            int64_t window, double softcap, const OptionalTensor& sinks) {
@@ -98,7 +98,7 @@ inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor&
   return output;
 }
 
-// residual [num_tokens, size] += update, if there is one; gives the result normalised.
+// Adds the loop of residual [num_tokens, size] += update (if not null), output = normalised residual.
 inline void add_normalizing(WorkQueue& queue, Tensor& residual, const Tensor* update, const Tensor& weight,
                             double epsilon, Tensor& output) {
   check_rows(residual, weight);
@@ -127,8 +127,8 @@ inline Tensor add_and_normalize(Tensor residual, const OptionalTensor& update, c
   return output;
 }
 
-// Of each row [(num_query_heads + 2 * num_kv_heads) * size] normalises, where there is a norm, and rotates the queries
-// and keys, by cos and sin [num_tokens, size].
+// Adds the loop that normalises (where there is a norm) and rotates the queries and keys of each row
+// [(num_query_heads + 2 * num_kv_heads) * size], by cos and sin [num_tokens, size].
 inline void add_rotating(WorkQueue& queue, Tensor& rows, const Tensor& cos, const Tensor& sin, int64_t num_query_heads,
                          int64_t num_kv_heads, const OptionalTensor& query_norm, const OptionalTensor& key_norm,
                          double epsilon) {
@@ -164,7 +164,7 @@ inline void rotate_heads(Tensor rows, const Tensor& cos, const Tensor& sin, int6
   queue.run();
 }
 
-// silu(first half) * second half of each row.
+// Adds the loop of silu(first half) * second half of each row.
 inline void add_gating(WorkQueue& queue, const Tensor& gate_up, Tensor& output) {
   check_rows(gate_up, output);
   for_type_of(gate_up, [&](auto* type) {
@@ -187,7 +187,7 @@ inline Tensor gate_rows(const Tensor& gate_up) {
   return output;
 }
 
-// Multiplies by panels, `multiply(in, first, end)` by some of them.
+// Adds the multiplication by all panels, in chunks. `multiply(in, first, end)` multiplies by panels [first, end).
 template <typename X, typename W, typename O, typename F>
 inline void add_panels(WorkQueue& queue, const LinearInputs<X, W, O>& in, const F& multiply) {
   if (in.num_rows == 0) return;
@@ -249,7 +249,7 @@ inline void check_packed(const Tensor& weight, const Tensor& inputs, int64_t num
   TORCH_CHECK(!bias || bias->size(0) == num_outputs);
 }
 
-// See `multiply_by_weight` and, where there are `scales`, `multiply_by_int8`.
+// Adds the loops of `multiply_by_weight` or, with `scales`, of `multiply_by_int8`.
 inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales,
                             const OptionalTensor& bias, Tensor& output) {
   const int64_t num_inputs = inputs.size(-1), num_outputs = output.size(-1), num_rows = inputs.numel() / num_inputs;
@@ -290,13 +290,13 @@ inline Tensor multiply(const Tensor& inputs, const Tensor& weight, const Optiona
   return output;
 }
 
-// inputs [..., num_inputs] times the packed weight of as many inputs and `num_outputs`, plus bias [num_outputs].
+// Returns inputs [..., num_inputs] times the packed weight [num_outputs, num_inputs], plus bias [num_outputs].
 inline Tensor multiply_by_weight(const Tensor& inputs, const Tensor& weight, int64_t num_outputs,
                                  const OptionalTensor& bias) {
   return multiply(inputs, weight, std::nullopt, num_outputs, bias);
 }
 
-// inputs [..., num_inputs] times a packed weight of int8 whose outputs have a scale each, [num_outputs].
+// Returns inputs [..., num_inputs] times a packed int8 weight, times the scales [num_outputs], plus bias [num_outputs].
 inline Tensor multiply_by_int8(const Tensor& inputs, const Tensor& weight, const Tensor& scales,
                                const OptionalTensor& bias) {
   return multiply(inputs, weight, scales, scales.size(0), bias);

@@ -1,4 +1,4 @@
-// Attention over a paged cache: decodes and prefill chunks of many sequences at once, over float or bfloat16.
+// Attention over a paged cache, for decodes and prefill chunks of many sequences at once, in float or bfloat16.
 #pragma once
 
 #include <cmath>
@@ -13,8 +13,8 @@
 
 namespace headway {
 
-// Weighted values and softmax state of a task's rows, before division by the total. Rows are in order of KV head,
-// token, and query head of the group.
+// Softmax state of a task's rows: sums of weighted values before the division by the totals. Rows are in order of KV
+// head, token, and query head of the group.
 struct AttentionState {
   static int64_t num_floats(int64_t num_rows, int64_t value_size) { return num_rows * (value_size + 2); }
   AttentionState(float* memory, int64_t num_rows, int64_t value_size)
@@ -28,10 +28,10 @@ inline int64_t num_rows_of(const AttentionInputs<T>& in, const AttentionTask& ta
   return task.num_heads * task.num_tokens * in.group_size;
 }
 
-// Keys computed between two orders to fetch. Prompts wait for arithmetic, decodes for memory.
+// Returns the number of keys between two prefetches. Prompts are bound by arithmetic, decodes by memory.
 inline int step_of(const AttentionTask& task) { return task.num_tokens == 1 ? 8 : kTile; }
 
-// Consecutive keys of a sequence: the slots that hold them.
+// Slots of consecutive keys of a sequence.
 struct Tile {
   int64_t slots[kTile];
   int num_keys = 0;
@@ -50,12 +50,12 @@ inline Tile locate(const AttentionInputs<T>& in, const AttentionTask& task, int6
   return tile;
 }
 
-// Has the processor fetch a tile from memory while another is computed, some lines at a time: of many that are asked
-// for at once it forgets most.
+// Prefetcher of a tile during the computation of another tile, a few cache lines at a time: a processor drops most of
+// many prefetches at once.
 template <typename T>
 class Fetcher {
  public:
-  // In `num_steps` steps what `tile` holds for the heads of `task`.
+  // Prefetches the keys and values of `tile` for the heads of `task`, in `num_steps` steps.
   Fetcher(const AttentionInputs<T>& in, const AttentionTask& task, const Tile& tile, int num_steps)
       : in_(in), tile_(tile), first_head_(task.first_head), key_numbers_(task.num_heads * in.key_size),
         value_numbers_(task.num_heads * in.value_size), num_steps_(num_steps) {}
@@ -78,7 +78,7 @@ class Fetcher {
   int step_ = 0, key_ = 0;
 };
 
-// The queries of a task in float, scaled, [num_heads * num_tokens * group_size, key_size].
+// Returns the scaled queries of a task in float, [num_heads * num_tokens * group_size, key_size].
 template <typename T>
 inline std::vector<float> read_queries(const AttentionInputs<T>& in, const AttentionTask& task) {
   std::vector<float> queries(task.num_heads * task.num_tokens * in.group_size * in.key_size);
@@ -93,7 +93,7 @@ inline std::vector<float> read_queries(const AttentionInputs<T>& in, const Atten
   return queries;
 }
 
-// Rows of one KV head, number `index` of the task's, against a tile that begins at position `first`.
+// Computes the rows of the task's KV head number `index` over a tile that begins at position `first`.
 template <typename T>
 inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task, int64_t index, const Tile& tile,
                         int64_t first, const float* queries, float* scores, const AttentionState& state,
@@ -105,7 +105,7 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
     keys[key] = in.keys + head * in.key_size;
     values[key] = in.values + head * in.value_size;
   }
-  // Scores are computed for keys in fours.
+  // Fill up to a multiple of four keys, which `score_rows` needs.
   for (int key = tile.num_keys; key % 4 != 0; key++) keys[key] = keys[key - 1];
   const int step = step_of(task);
   for (int key = 0; key < tile.num_keys; key += step) {
@@ -133,13 +133,12 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
   }
 }
 
-// Gives `state`. While a tile is computed the next one is fetched, and with a task's last tile the first of the task
-// `next`.
+// Computes `state`. During each tile the next tile is prefetched; during the last tile, the first tile of task `next`.
 template <typename T>
 inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionTask& next,
                    const AttentionState& state) {
   const std::vector<float> queries = read_queries(in, task);
-  std::vector<float> scores(task.num_tokens * in.group_size * kTile);  // of one KV head's rows and one tile
+  std::vector<float> scores(task.num_tokens * in.group_size * kTile);  // for one KV head's rows and one tile
   std::fill_n(state.sums, state.num_rows * in.value_size, 0.0f);
   std::fill_n(state.maxima, state.num_rows, -std::numeric_limits<float>::infinity());
   std::fill_n(state.totals, state.num_rows, 0.0f);
@@ -170,7 +169,7 @@ inline void finish(const AttentionInputs<T>& in, const AttentionTask& task, cons
   }
 }
 
-// Adds what another task found for the same rows.
+// Merges the state that another task computed for the same rows.
 inline void merge(const AttentionState& into, const AttentionState& other, int64_t value_size) {
   for (int64_t row = 0; row < into.num_rows; row++) {
     if (other.totals[row] == 0.0f) continue;
@@ -185,12 +184,12 @@ inline void merge(const AttentionState& into, const AttentionState& other, int64
   }
 }
 
-// Tasks of attention over a batch, and where those that share rows leave what they found.
+// Tasks of attention over a batch, and memory for the partial results of tasks that share rows.
 struct AttentionWork {
   int64_t window;
   std::vector<AttentionTask> tasks;
   std::vector<std::vector<const AttentionTask*>> shared;  // tasks of the same rows, in the order of their keys
-  int64_t most_floats = 0;                                // of a task's state
+  int64_t most_floats = 0;                                // largest state of a task
   std::vector<float> parts;                               // states, `most_floats` for each
 };
 
@@ -207,7 +206,7 @@ inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& i
         std::max(work->most_floats, AttentionState::num_floats(num_rows_of(in, task), in.value_size));
   }
   work->parts.resize(num_parts * work->most_floats);
-  // Parts of the same rows have consecutive numbers, and the first of them begins a new head, tile or chunk.
+  // Parts of the same rows have consecutive numbers. A part with another head, tile or chunk begins a new group.
   for (const AttentionTask* task : part_tasks) {
     const AttentionTask* first = work->shared.empty() ? nullptr : work->shared.back().front();
     if (!first || first->chunk != task->chunk || first->first_head != task->first_head ||
@@ -218,7 +217,8 @@ inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& i
   return work;
 }
 
-// `work` is that of the layer before, which this one takes over if it has the same window; may be null.
+// Adds the loops of attention. `work` is the previous layer's, or null. It is used again if it has the same window, and
+// replaced otherwise.
 template <typename T>
 inline void add_attention(WorkQueue& queue, const AttentionInputs<T>& in, std::shared_ptr<AttentionWork>& work) {
   const int64_t num_threads = queue.num_threads();
@@ -241,8 +241,8 @@ inline void add_attention(WorkQueue& queue, const AttentionInputs<T>& in, std::s
               },
               [=, work = work](int64_t index, void* result) {
                 const AttentionTask& task = work->tasks[index];
-                // Tasks beside each other take about as long, so that threads take turns. What this one takes next is
-                // fetched.
+                // Neighbouring tasks take about as long, so threads take tasks in turn. Prefetch the thread's likely
+                // next task.
                 const AttentionTask& next = work->tasks[std::min(index + num_threads, num_tasks - 1)];
                 attend(in, task, next, state_of(task, result));
               },

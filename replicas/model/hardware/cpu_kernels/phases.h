@@ -1,8 +1,8 @@
-// Work that threads do together, loop after loop. Nobody waits for a thread, only for the chunks of work that are left:
-// whoever is there takes the next chunk of the loop, and what a thread was at when it lost its processor another one
-// does again (the backup tasks of MapReduce, Dean and Ghemawat 2004), so that it finds it done when it comes back. Where
-// one barrier followed the other, each of these moments would hold up everybody. They still do in small loops, whose
-// chunks are not done again, and while a result is stored; and at the end of all loops everybody is waited for.
+// Queue of parallel loops that a group of threads runs one after the other. Threads take the chunks of a loop
+// dynamically, and a loop ends when its chunks are done. If a thread loses its processor during a chunk, another thread
+// computes the chunk again (backup tasks of MapReduce, Dean and Ghemawat 2004). With a plain barrier after each loop,
+// every such preemption would stop all threads. It still does so in loops whose chunks have no `compute`, and while a
+// result is stored. The end of the queue waits for all threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -24,21 +24,21 @@
 
 namespace headway {
 
-constexpr int64_t kChunksPerThread = 8;  // chunks of a loop for each thread: what is waited for at its end is a chunk at most
-constexpr int64_t kMaxResultBytes = 64 * 1024;  // of a chunk that is to be done again: what stays near a processor
+constexpr int64_t kChunksPerThread = 8;  // chunks of a loop per thread: its end waits for one chunk per thread at most
+constexpr int64_t kMaxResultBytes = 64 * 1024;  // of a chunk with `compute`; such a result stays in a near cache
 
-// One kind of work in chunks, which have nothing to do with one another.
+// Loop over independent chunks of work.
 struct ParallelFor {
   int64_t num_chunks;
-  // Does a chunk. Where there is `compute` it only stores what that gave, and is called for a chunk once.
+  // Runs a chunk, and is called once per chunk. If there is `compute`, `commit` only stores its result.
   std::function<void(int64_t chunk, void* result)> commit;
-  // Gives `num_result_bytes` or fewer, and changes nothing else: it may be called for a chunk by several threads, and
-  // late, when what it reads is not there any more. What it gives then is not used. May be null.
+  // Writes at most `num_result_bytes` to `result`, and changes nothing else. Several threads may call it for the same
+  // chunk, even after later loops have overwritten its inputs; such a late result is not used. May be null.
   std::function<void(int64_t chunk, void* result)> compute = nullptr;
   int64_t num_result_bytes = 0;
 };
 
-// Loops are noted first, with all memory that they need, and then run.
+// Queue of loops. The caller adds all loops and allocates their scratch memory, then calls `run`.
 class WorkQueue {
  public:
   WorkQueue() : num_threads_(at::get_num_threads()) {}
@@ -49,7 +49,7 @@ class WorkQueue {
     if (loop.num_chunks > 0) loops_.push_back(std::move(loop));
   }
 
-  // f(begin, end) for chunks of `num` rows, at least `fewest` in each but the last.
+  // Adds a loop of f(begin, end) over chunks of `num` rows. Each chunk but the last has at least `fewest` rows.
   template <typename F>
   void add_rows(int64_t num, int64_t fewest, F f) {
     const int64_t each = rows_per_chunk(num, fewest);
@@ -57,19 +57,20 @@ class WorkQueue {
          [=](int64_t chunk, void*) { f(chunk * each, std::min((chunk + 1) * each, num)); }});
   }
 
-  // How many of `num` rows a chunk has.
+  // Returns the number of rows per chunk for `num` rows.
   int64_t rows_per_chunk(int64_t num, int64_t fewest) const {
     return num_threads_ == 1 ? std::max<int64_t>(1, num) : std::max(fewest, num / (num_threads_ * kChunksPerThread));
   }
 
-  // Memory for what a loop leaves to the one after it, until the next call; it begins with a cache line.
+  // Returns memory for the results that one loop passes to the next, aligned to a cache line. Later calls may return
+  // the same memory.
   void* scratch(int64_t num_bytes) {
     if (scratch_.empty() || scratch_.back().num_bytes < num_bytes)
       scratch_.push_back({num_bytes, std::unique_ptr<Line[]>(new Line[num_bytes / sizeof(Line) + 1])});
     return scratch_.back().lines.get();
   }
 
-  // Does everything; what was noted must not throw.
+  // Runs all loops. Their functions must not throw.
   void run() const {
     Progress progress(max_chunks());
     at::parallel_for(0, num_threads_, 1, [&](int64_t, int64_t) { Member(*this, progress).run(); });
@@ -80,12 +81,13 @@ class WorkQueue {
     std::byte bytes[64];
   };
 
-  // Chunks of all loops are numbered in one row. A loop begins when all chunks before it are done.
+  // Progress of all threads. Chunks of all loops are numbered consecutively. A loop begins when all earlier chunks are
+  // done.
   struct Progress {
     explicit Progress(int64_t max_chunks) : stored(max_chunks) {
       for (std::atomic<int64_t>& last : stored) last.store(-1, std::memory_order_relaxed);
     }
-    // Whether the caller is the one that stores the result of chunk `number`.
+    // Returns true for exactly one caller per chunk `number`; that caller stores the chunk's result.
     bool may_store(int64_t number) {
       int64_t last = last_stored(number).load(std::memory_order_relaxed);
       return last < number && last_stored(number).compare_exchange_strong(last, number, std::memory_order_relaxed);
@@ -94,10 +96,10 @@ class WorkQueue {
 
     alignas(64) std::atomic<int64_t> num_taken{0};
     alignas(64) std::atomic<int64_t> num_done{0};
-    alignas(64) std::vector<std::atomic<int64_t>> stored;  // each for one chunk of every loop, in turn
+    alignas(64) std::vector<std::atomic<int64_t>> stored;  // chunk n uses entry n % size
   };
 
-  // A thread on its way through the loops.
+  // One thread's run through the loops.
   class Member {
    public:
     Member(const WorkQueue& work, Progress& progress)
@@ -121,7 +123,7 @@ class WorkQueue {
       if (is_over(loop)) return;
       const Clock::time_point end = Clock::now();
       if (loop.compute) {
-        // Twice what a chunk took is longer than whoever has the last one needs, if it has its processor.
+        // A thread that keeps its processor ends the last chunk within twice the mean time of a chunk.
         if (num_mine > 0) chunk_time_ = (end - began) / num_mine;
         if (wait(loop, end + std::max<Clock::duration>(kLeastPatience, 2 * chunk_time_))) return;
         for (int64_t number = first_; number < first_ + loop.num_chunks && !is_over(loop); number++)
@@ -141,7 +143,7 @@ class WorkQueue {
       const int64_t chunk = number - first_;
       if (loop.compute) {
         loop.compute(chunk, result_.get());
-        if (!progress_.may_store(number)) return;  // Somebody else did it meanwhile.
+        if (!progress_.may_store(number)) return;  // Another thread was first.
       }
       loop.commit(chunk, result_.get());
       progress_.num_done.fetch_add(1, std::memory_order_acq_rel);
@@ -151,7 +153,7 @@ class WorkQueue {
       return progress_.num_done.load(std::memory_order_acquire) >= first_ + loop.num_chunks;
     }
 
-    // Until the loop is over, at most until `end`; whether it is over.
+    // Waits until the loop is over, at most until `end`. Returns true if the loop is over.
     bool wait(const ParallelFor& loop, Clock::time_point end) const {
       const Clock::time_point began = Clock::now();
       while (!is_over(loop)) {
@@ -188,7 +190,7 @@ class WorkQueue {
     return most;
   }
 
-  // All that was given out, for a thread that comes back late may still read it.
+  // Scratch memory. All of it is kept until the queue's end, because a late thread may still read it.
   struct Scratch {
     int64_t num_bytes;
     std::unique_ptr<Line[]> lines;

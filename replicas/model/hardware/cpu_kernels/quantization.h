@@ -1,4 +1,4 @@
-// Rows of numbers as whole numbers and a scale, for multiplication by weights of 8 bits.
+// Quantization of rows to 16-bit integers and a scale, for multiplication by 8-bit weights.
 #pragma once
 
 #include <cmath>
@@ -7,10 +7,11 @@
 
 namespace headway {
 
-// With weights up to 127, 2,048 products of such numbers fit a sum of 32 bits.
+// With weights up to 127, the sum of 2,048 products of such numbers fits 32 bits.
 constexpr float kLargestNumber = 8191.0f;
 
-// Gives the scale: from = scale * to, up to rounding. A row that is not all finite has no finite scale.
+// Quantizes a row and returns its scale: from = scale * to, up to rounding. The scale is not finite if a number of the
+// row is not.
 template <typename T>
 inline float quantize(const T* from, int64_t size, int16_t* to) {
   float largest = 0.0f, zero = 0.0f;
@@ -18,7 +19,7 @@ inline float quantize(const T* from, int64_t size, int16_t* to) {
   for (int64_t i = 0; i < size; i++) {
     const float magnitude = std::fabs(widen(from[i]));
     largest = magnitude > largest ? magnitude : largest;
-    zero += magnitude * 0.0f;  // of NaN and infinity it is NaN
+    zero += magnitude * 0.0f;  // NaN for NaN and infinity
   }
   const float factor = largest > 0.0f ? kLargestNumber / largest : 0.0f;
 #pragma omp simd

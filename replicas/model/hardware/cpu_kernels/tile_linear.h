@@ -1,5 +1,5 @@
-// Multiplication by a packed weight of bfloat16 in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32
-// inputs times tiles of 32 inputs by 16 outputs, which a panel holds as the unit wants them.
+// Multiplication by a packed bfloat16 weight in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32 inputs,
+// times tiles of 32 inputs by 16 outputs. A panel has the layout that the unit loads.
 #pragma once
 
 #include "linear.h"
@@ -14,17 +14,17 @@ namespace headway {
 #if defined(__AMX_BF16__)
 
 constexpr int64_t kTileRows = 16, kTileInputs = 32;
-constexpr int64_t kFewestTileRows = 4;  // with fewer rows the wait is for memory alone
-constexpr int64_t kFewTiles = 4;        // with more the wait is for the unit, and fetching ahead is in its way
+constexpr int64_t kFewestTileRows = 4;  // with fewer rows memory is the bottleneck, and the unit does not help
+constexpr int64_t kFewTiles = 4;        // with more tiles the unit is the bottleneck, and prefetching slows it down
 
-// Whether this process may use the unit: Linux gives its registers to those who ask.
+// Returns true if this process may use the unit. Linux grants its registers on request.
 inline bool has_tiles() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool is_granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   return is_granted;
 }
 
-// The shapes of all eight tiles: 16 rows of 64 bytes. Until it is destroyed they belong to this thread's code.
+// Configuration of the thread's eight tile registers: 16 rows of 64 bytes each. The destructor releases the registers.
 class TileShapes {
  public:
   TileShapes() {
@@ -42,11 +42,11 @@ class TileShapes {
   TileShapes& operator=(const TileShapes&) = delete;
 };
 
-// Rows in the order in which tiles are loaded, [num_tiles, num_inputs / kTileInputs, kTileRows, kTileInputs], each at a
-// cache line of its own: read where they are, they come from the cache more slowly than the unit multiplies.
+// Copy of the input rows in the order in which tiles are loaded, [num_tiles, num_inputs / kTileInputs, kTileRows,
+// kTileInputs]; each row of a tile is one cache line. Loads from the original rows are slower than the unit multiplies.
 class TiledRows {
  public:
-  // `memory` has `num_bytes` and begins with a cache line.
+  // `memory` has `num_bytes` bytes and is aligned to a cache line.
   TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size, void* memory)
       : rows_(rows), num_rows_(num_rows), size_(size), lines_(static_cast<Line*>(memory)) {}
   static int64_t num_bytes(int64_t num_rows, int64_t size) {
@@ -55,7 +55,7 @@ class TiledRows {
   int64_t num_tiles() const { return (num_rows_ + kTileRows - 1) / kTileRows; }
   const BFloat16* tile(int64_t index) const { return lines_[index * kTileRows * size_ / kTileInputs].numbers; }
 
-  // Brings a tile into order; rows beyond the last are zeros.
+  // Copies a tile. Rows after the last input row are zeros.
   void arrange(int64_t index) const {
     const int64_t num_parts = size_ / kTileInputs;
     Line* lines = &lines_[index * kTileRows * num_parts];
@@ -80,7 +80,7 @@ class TiledRows {
   Line* lines_;
 };
 
-// T tiles of rows, one or two, by one panel. Tiles 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
+// Multiplies T tiles of rows (1 or 2) by one panel. Tile registers 0-3 hold sums, 4 and 5 rows, 6 and 7 weights.
 template <int T>
 inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, const BFloat16* panel, Ahead* ahead,
                            float* totals) {
@@ -114,7 +114,7 @@ inline void multiply_tiles(const TiledRows& rows, int64_t index, int64_t size, c
   }
 }
 
-// All rows by panels [first, end).
+// Multiplies all rows by panels [first, end).
 inline void multiply_panels_in_tiles(const LinearInputs<BFloat16, BFloat16, BFloat16>& in, const TiledRows& rows,
                                      int64_t first, int64_t end) {
   const TileShapes shapes;

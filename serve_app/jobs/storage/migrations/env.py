@@ -1,4 +1,4 @@
-"""Run by Alembic, on the connection that `schema.upgrade` gives it."""
+"""Environment of the migrations, run by Alembic on the connection that `migrate.upgrade` gives it."""
 
 from alembic import context
 

@@ -15,10 +15,10 @@ from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, PageR
 from serve_app.jobs.api.settings import JobsSettings
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.service import SqlJobsService
+from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batches import get_batch
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.files import add_file, expire_files, forget_file, get_file, list_files, pending_deletion
-from serve_app.jobs.storage.notify import BatchEvents
 from testkit.jobs.database_worlds import MODEL, World, new_batch
 
 

@@ -8,7 +8,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make every table."""
+    """Create all tables."""
     op.create_table(
         "batches",
         sa.Column("id", sa.String(length=64), nullable=False),
@@ -133,7 +133,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop every table."""
+    """Drop all tables."""
     op.drop_index("lines_to_lease", table_name="lines")
     op.drop_index(
         "lines_by_owner",

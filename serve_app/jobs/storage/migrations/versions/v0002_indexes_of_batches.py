@@ -1,4 +1,4 @@
-"""Indexes of the few batches that somebody owns or whose lines are to be deleted, among the many that are kept."""
+"""Partial indexes on the `owner` and `ending` of batches, for the few batches that have one."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,13 +10,13 @@ _COLUMNS = ("owner", "ending")
 
 
 def upgrade() -> None:
-    """Make the indexes."""
+    """Create the indexes."""
     for column in _COLUMNS:
         is_set = sa.text(f"{column} IS NOT NULL")
         op.create_index(f"batches_by_{column}", "batches", [column], sqlite_where=is_set, postgresql_where=is_set)
 
 
 def downgrade() -> None:
-    """Drop them."""
+    """Drop the indexes."""
     for column in _COLUMNS:
         op.drop_index(f"batches_by_{column}", table_name="batches")

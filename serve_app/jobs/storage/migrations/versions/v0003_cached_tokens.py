@@ -1,4 +1,4 @@
-"""How many of a batch's prompt tokens were found in a KV cache; of batches that are there already nobody knows."""
+"""Column for the prompt tokens of a batch that were found in a KV cache; 0 in batches that existed before."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -13,5 +13,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop it."""
+    """Drop the column."""
     op.drop_column("batches", "num_cached_tokens")

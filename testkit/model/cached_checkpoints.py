@@ -15,8 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from testkit.model import engine_runs as serving
-from testkit.model import tiny_checkpoints as tiny
+from testkit.model import engine_runs, tiny_checkpoints
 from testkit.model.engine_runs import Prompt, reference_model, reference_tokens
 from testkit.model.tiny_checkpoints import write_checkpoint
 
@@ -82,7 +81,7 @@ def _made_once(name: str, make: Callable[[Path], object]) -> Path:
 def _directory() -> Path:
     """The place of what these versions make; what others have made is deleted."""
     versions = hashlib.sha256(repr((torch.__version__, transformers.__version__)).encode())
-    for module in (tiny, serving):
+    for module in (tiny_checkpoints, engine_runs):
         assert module.__file__ is not None
         versions.update(Path(module.__file__).read_bytes())
     directory = _ROOT / versions.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Notifications about batches within one process."""
+"""Notifications of batch events within one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from serve_app.wakeup import Wakeup
 
 
 class BatchEvents:
-    """Events of batches, passed to the loops and the requests of this process that wait for them.
+    """Batch events, passed to the waiting loops and requests of this process.
 
-    They only save time: each loop also looks into the database by itself, where other processes may have written.
+    Events only save time: each waiter also polls the database, because other processes write there too.
     """
 
     def __init__(self, on_lines: Callable[[Iterable[Band]], None], on_closing: Callable[[Iterable[str]], None]) -> None:
@@ -27,37 +27,37 @@ class BatchEvents:
         self._waiting: dict[str, set[Wakeup]] = {}
 
     def submitted(self, batch: NewBatch) -> None:
-        """Have a new batch validated or, if it brings its lines with it, run."""
+        """Wake the loop that validates a new batch or, if the batch came with its lines, the worker."""
         if batch.input_file_id is not None:
             self.to_validate.set()
         else:
-            # One with a deadline may run in a more urgent band than its own.
+            # A batch with a deadline may run in a more urgent band than its own.
             self._on_lines(Band if batch.window_s is not None else (batch.band,))
 
     def validated(self, batch_id: str) -> None:
-        """Have the lines of a batch run, unless validation ended it."""
+        """Wake the worker for a validated batch, and the requests that wait for it: it may have failed."""
         self.ended(batch_id)
         self._on_lines(Band)
 
     def closing(self, batch_id: str) -> None:
-        """Stop the lines of a cancelled or expired batch, and have it finalized."""
+        """Stop the lines of a cancelled or expired batch, and wake the loop that finalizes it."""
         self._on_closing([batch_id])
         self.to_close.set()
 
     def released(self) -> None:
-        """Have everything taken up that a dead process held."""
+        """Wake all loops to take over the work of a dead process."""
         self._on_lines(Band)
         self.to_validate.set()
         self.to_close.set()
 
     def ended(self, batch_id: str) -> None:
-        """Wake all requests that wait for the end of a batch."""
+        """Wake the requests that wait for the end of a batch."""
         for wakeup in self._waiting.get(batch_id, ()):
             wakeup.set()
 
     @contextmanager
     def watch(self, batch_id: str) -> Iterator[Wakeup]:
-        """Give a wake-up that is set when the batch ends from now on."""
+        """Give a wake-up that is set when the batch ends, until the context is left."""
         wakeup = Wakeup()
         self._waiting.setdefault(batch_id, set()).add(wakeup)
         try:
