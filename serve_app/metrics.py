@@ -53,8 +53,8 @@ class HttpMetrics:
         )
         self._refusals = Counter(
             "vllm:admission_rejections",
-            "Requests answered with 429, by the limit reached. Requests that a replica refuses wait in this ingress and "
-            "are not counted (headway:engine_refusals_total).",
+            "Requests answered with 429, by the limit reached. A request that a replica refuses waits in this ingress "
+            "and is not counted (headway:engine_refusals_total).",
             ["model_name", "reason"],
             registry=self.registry,
         )
