@@ -329,7 +329,7 @@ class HeadwayConfig(_SettingsOfParts):
         )
 
     def allowed_webhook_hosts(self) -> AllowedHosts:
-        """Hosts that may receive webhooks although they are not public."""
+        """Return the hosts that may receive webhooks although they are not public."""
         return AllowedHosts.parse(entry.strip() for entry in self.webhook_allowed_hosts.split(",") if entry.strip())
 
     def jobs_settings(self) -> JobsSettings:
