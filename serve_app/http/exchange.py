@@ -239,7 +239,7 @@ def _log_level(exchange: Exchange) -> int:
 
 
 def rate_limit_headers(headroom: Headroom) -> HeaderPairs:
-    """Return the `x-ratelimit-*` headers: the band's queue limits, the room left, and the time until all room is free."""
+    """Return the `x-ratelimit-*` headers: the limits of the band's queue, its room, and when all of it is free."""
     headers = [
         ("x-ratelimit-limit-requests", str(headroom.max_requests)),
         ("x-ratelimit-limit-tokens", str(headroom.max_tokens)),
