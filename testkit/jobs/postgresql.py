@@ -22,6 +22,10 @@ NOT_INSTALLED = "there is no PostgreSQL server on this machine (initdb and postg
 
 _ROLE = "headway"
 _POLL_PERIOD_S = 0.05
+_DISCONNECT_OTHERS = """
+SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid()
+"""
 _SETTINGS = ("listen_addresses=", "fsync=off", "max_connections=100", "shared_buffers=32MB")
 
 
@@ -31,6 +35,7 @@ class PostgreSQL:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._num_databases = 0
+        self._unused: list[str] = []
 
     def url(self, database: str) -> str:
         """Return the SQLAlchemy URL of a database."""
@@ -41,16 +46,24 @@ class PostgreSQL:
 
     @contextmanager
     def fresh_database(self) -> Iterator[str]:
-        """Yield the URL of an empty database; drop it afterwards, even with connections open."""
-        self._num_databases += 1
-        name = f"test_{self._num_databases}"
-        with self.connect() as connection:
-            connection.execute(f"CREATE DATABASE {name}")
+        """Yield the URL of an empty database; empty it afterwards, even with connections open, and give it out again.
+
+        The server empties a database in a third of the time that it takes to make one.
+        """
+        if not self._unused:
+            self._unused.append(f"test_{self._num_databases}")
+            self._num_databases += 1
+            with self.connect() as connection:
+                connection.execute(f"CREATE DATABASE {self._unused[-1]}")
+        name = self._unused.pop()
         try:
             yield self.url(name)
         finally:
-            with self.connect() as connection:
-                connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+            with self.connect(name) as connection:
+                connection.execute(_DISCONNECT_OTHERS)
+                connection.execute("DROP SCHEMA public CASCADE")
+                connection.execute("CREATE SCHEMA public")
+            self._unused.append(name)
 
 
 def find_binaries() -> Path | None:

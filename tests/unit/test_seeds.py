@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,14 +22,26 @@ def test_seeds_below_two(seeds):
 """
 
 
+SLOW = """
+import pytest
+
+@pytest.mark.deep
+def test_slow():
+    pass
+"""
+
+
 def played(commit: str | None, is_deep: bool = False) -> set[int]:
     return {seed for seeds in groups(90, 10, "test", commit, is_deep).values() for seed in seeds}
 
 
-def run(folder: Path, *options: str) -> str:
-    (folder / "test_worlds.py").write_text(FAILING)
+def run(folder: Path, tests: str, *options: str) -> str:
+    (folder / "test_worlds.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-p", "tests.seeds", "--rootdir", str(folder), str(folder), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # they take seconds
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     return done.stdout
 
 
@@ -48,8 +61,13 @@ def test_two_thirds_are_fixed_without_a_commit() -> None:
 
 
 def test_a_failure_names_the_seed_that_plays_it_again(tmp_path: Path) -> None:
-    report = run(tmp_path)
+    report = run(tmp_path, FAILING)
     assert "seed 2; to play it again:" in report
     assert "python -m pytest 'test_worlds.py::test_seeds_below_two' --seed 2" in report
-    again = run(tmp_path, "--seed", "2")
+    again = run(tmp_path, FAILING, "--seed", "2")
     assert "played 2" in again and "played 0" not in again and "1 failed" in again
+
+
+def test_what_is_slow_runs_on_demand(tmp_path: Path) -> None:
+    assert "1 skipped" in run(tmp_path, SLOW)
+    assert "1 passed" in run(tmp_path, SLOW, "--deep")

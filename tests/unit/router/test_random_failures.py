@@ -28,7 +28,8 @@ EXPECTED = (Overloaded, DeadlineExceeded, NoReplicaAvailable, RequestQuarantined
 class RandomWorld:
     """A world, its requests, and what happens to both.
 
-    A gentle one has at most two deaths, no deadlines, and replicas that refuse only when they drain.
+    A gentle one has at most two deaths, no deadlines, replicas that refuse only when they drain, and none that still
+    answers after its death: each answer of a dead one counts as a death.
     """
 
     def __init__(self, seed: int, is_gentle: bool) -> None:
@@ -100,8 +101,12 @@ class RandomWorld:
                     self.world.client.poll_error = ReplicaLost("no answer") if is_failing else None
                 case _:
                     self.add_replica()
-            for gone in [r for r in self.world.client.replicas.values() if r.death and self.rng.random() < 0.5]:
+            ended = [replica for replica in self.world.client.replicas.values() if replica.death]
+            for gone in [replica for replica in ended if self.rng.random() < 0.5 or self.must_go(replica)]:
                 del self.world.client.replicas[gone.replica_id]
+
+    def must_go(self, ended: FakeReplica) -> bool:
+        return self.is_gentle and getattr(ended.death, "has_died", True)
 
 
 @pytest.mark.random_worlds(200, per_call=20)
