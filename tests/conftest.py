@@ -1,4 +1,4 @@
-"""Which process runs which tests."""
+"""Assignment of test modules to the processes of a run."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _FIELD = "cost"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What something took."""
+    """Processor and wall seconds."""
 
     cpu_s: float
     """Of this process and of those that it has started and waited for, user and system."""

@@ -46,7 +46,7 @@ class Seeds:
 
     @property
     def are_many(self) -> bool:
-        """Whether a call may say something of all its worlds together: one that is played again stands alone."""
+        """True if a call may assert something of all its worlds together, false if it plays one world again."""
         return len(self._values) > 1
 
 

@@ -1,7 +1,7 @@
 """Serve deployment of asynchronous work: files, batches, jobs and webhooks.
 
 No `from __future__ import annotations` here: Serve inspects the classes of deployments. Functions import the modules
-that need SQLAlchemy, alembic or transformers, since every process of the application imports this module.
+that need SQLAlchemy, alembic or transformers, since the process that builds the application imports this module, too.
 """
 
 import asyncio

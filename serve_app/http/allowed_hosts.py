@@ -33,9 +33,9 @@ class AllowedHostsMiddleware:
         await self._app(scope, receive, send)
 
     def _allows(self, host: str) -> bool:
-        match = _HOST.fullmatch(host.lower())
         if "*" in self._allowed:
             return True
+        match = _HOST.fullmatch(host.lower())
         if match is None:
             return False
         name = match[1]

@@ -1,4 +1,4 @@
-"""What an operator writes becomes what the parts are told, or is refused with both values named."""
+"""Configuration: its fields become the parts' settings, or are refused with a message that names both values."""
 
 import ast
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Where Triton's kernels are chosen, and where something else takes their place."""
+"""Choice of Triton's kernels, and of the backends that replace them."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ void nobody_waits_for_a_thread() {
   CHECK(num_calls == 2 && num_stored == 1 && value == 7 && seen == 7);
 }
 
-// Random loops, in which each chunk reads what all chunks of the loop before have left. Every chunk is committed once,
-// whoever is interrupted, and no loop begins before the one before it is over.
+// Random loops, in which each chunk reads the results of all chunks of the previous loop. Every chunk is committed once,
+// even when its thread is interrupted, and no loop begins before the previous one has ended.
 void every_part_is_finished_once(int num_threads, unsigned seed) {
   at::set_num_threads(num_threads);
   std::mt19937 random(seed);

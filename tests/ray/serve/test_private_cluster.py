@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from serve_app.cli.serve import is_loopback
 from testkit.limits import LIMIT_S
 from testkit.serving.make_serve import ROOT, Instance, clean_environment, serving, wait_for
 
@@ -31,13 +31,8 @@ def listening_addresses(root: psutil.Process) -> list[tuple[psutil.Process, str,
     ]
 
 
-def is_loopback(address: str) -> bool:
-    ip = ipaddress.ip_address(address)
-    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
-
-
 def refused_status(port: int) -> grpc.StatusCode:
-    """What a gRPC server says to a call of Serve's that has no token."""
+    """Return the status with which a gRPC server answers a call of Serve's without a token."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as raised:
         channel.unary_unary(_UNARY_CALL)(b"", timeout=LIMIT_S)
     return raised.value.code()

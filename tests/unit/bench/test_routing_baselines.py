@@ -1,4 +1,4 @@
-"""What routing is compared with: blind policies, and requests bound to a replica when they come."""
+"""Baselines of routing: blind policies, and early binding of requests to replicas."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_loopback_addresses_are_recognised(host: str, expected: bool) -> None:
 
 
 def warning_of(*arguments: str) -> str:
-    """What the command prints before it finds that its port is taken."""
+    """Return the warnings that the command prints before it finds that its port is taken."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -73,7 +73,7 @@ def test_a_taken_port_is_refused() -> None:
 
 
 def error_of(*arguments: str) -> str:
-    """What the command prints when it refuses to start."""
+    """Return the text that the command prints when it refuses to start."""
     result = CliRunner().invoke(app, [*arguments])
     assert result.exit_code == 2
     return result.stderr
