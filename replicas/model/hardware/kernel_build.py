@@ -44,7 +44,7 @@ def load_kernels(directory: str | None, dtype: torch.dtype) -> bool:
     try:
         torch.ops.load_library(built_library(directory))  # type: ignore[no-untyped-call]
     except (KernelBuildError, OSError) as error:
-        _log.warning("compiled CPU kernels are not available, and serving is slower: %s", error)
+        _log.warning("serving without compiled CPU kernels, which is slower: %s", error)
         return False
     return True
 
