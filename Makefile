@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Variables of `make serve`: address, model and replicas. ARGS takes any field of docs/configuration.md as key=value.
+# Variables of `make serve`: address, model and replicas. ARGS takes options of `headway serve`, and fields as key=value.
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
@@ -28,8 +28,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 # Runs in the foreground; SIGTERM or Ctrl-C stops everything that it started.
 serve: $(STAMP)
-	@exec $(BIN)/python -m serve_app.cli.serve --host $(HOST) --port $(PORT) --profile $(PROFILE) -- \
-		$(if $(MODEL),'model=$(MODEL)') $(if $(DTYPE),'dtype=$(DTYPE)') $(if $(REPLICAS),'num_replicas=$(REPLICAS)') $(ARGS)
+	@exec $(BIN)/python -m serve_app.cli.main serve --host $(HOST) --port $(PORT) --profile $(PROFILE) \
+		$(if $(MODEL),--model '$(MODEL)') $(if $(DTYPE),--dtype '$(DTYPE)') $(if $(REPLICAS),--num-replicas '$(REPLICAS)') \
+		$(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""`make bench`: run all measurements, or those named: `python -m bench peers baselines`.
+"""`make bench`: run the measurements in `MEASUREMENTS`, or those named: `python -m bench peers baselines`.
 
 Arguments after `--` go to each measurement.
 """

@@ -10,20 +10,19 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.models import SHAPES, model_directory
+from bench.engines import decode_batch, prefill_batch
+from bench.models import SHAPES, model_directory, with_paged_attention
 from bench.record import write
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineLimits
-from replicas.engine.sequence import Sequence
-from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.attention.probe import probe_attention
+from replicas.model.attention.interface import ATTENTION_NAME, register_attention
 from replicas.model.build import build_runner
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.layers.linear import choose_linears, replace_linears
@@ -31,7 +30,6 @@ from replicas.model.layers.optimize import cpu_modules, optimize_model
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR, RunnerOptions
 from replicas.model.runner import TorchModelRunner
-from replicas.protocol import GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,54 +56,29 @@ def _pack(loaded: LoadedModel) -> LoadedModel:
     return loaded
 
 
-def _fuse(loaded: LoadedModel) -> LoadedModel:
-    """Return the model as a replica runs it without a compiler."""
-    optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, False, "none"))
-    return loaded
-
-
-def _compile(loaded: LoadedModel, quantization: str = "none") -> LoadedModel:
-    """Return the model as a replica runs it with a compiler."""
-    if not load_kernels(DEFAULT_KERNEL_CACHE_DIR, loaded.dtype):
+def _optimize(loaded: LoadedModel, has_kernels: bool, quantization: str = "none") -> LoadedModel:
+    """Return the model as a replica runs it, with or without a compiler."""
+    if has_kernels and not load_kernels(DEFAULT_KERNEL_CACHE_DIR, loaded.dtype):
         raise SystemExit("the kernels cannot be compiled here")
-    optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, True, quantization))
-    return replace(loaded, has_kernels=True)
+    optimize_model(loaded.model, loaded.port, loaded.layers, cpu_modules(loaded.dtype, has_kernels, quantization))
+    return replace(loaded, has_kernels=has_kernels)
 
 
 WAYS: dict[str, Callable[[LoadedModel], LoadedModel]] = {
-    "plain": _leave, "packed": _pack, "fused": _fuse, "compiled": _compile,
-    "int8": partial(_compile, quantization="int8"),
-}  # fmt: skip
+    "plain": _leave,
+    "packed": _pack,
+    "fused": partial(_optimize, has_kernels=False),
+    "compiled": partial(_optimize, has_kernels=True),
+    "int8": partial(_optimize, has_kernels=True, quantization="int8"),
+}
 
 
 def build(directory: Path, dtype: torch.dtype, way: str) -> TorchModelRunner:
     """Return a runner over a model, computed in the given way."""
     register_attention()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
-    port = AttentionPort(model)
-    loaded = LoadedModel(
-        model_id=str(directory),
-        model=model,
-        port=port,
-        layers=probe_attention(model, port),
-        tokenizer=None,
-        max_model_len=8192,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=frozenset(),
-        dtype=dtype,
-        device=torch.device("cpu"),
-    )
-    return build_runner(WAYS[way](loaded), EngineLimits(), RunnerOptions(kv_cache_bytes=1 << 30))
-
-
-def decode_batch(num_seqs: int, context: int, block_size: int) -> ScheduledBatch:
-    """Return a batch of sequences with `context` tokens that compute one token each."""
-    return ScheduledBatch(tuple(_item(number, context, context - 1, block_size) for number in range(num_seqs)))
-
-
-def prefill_batch(num_tokens: int, block_size: int) -> ScheduledBatch:
-    """Return a batch of one whole prompt."""
-    return ScheduledBatch((_item(0, num_tokens, 0, block_size),))
+    loaded = WAYS[way](with_paged_attention(model, dtype, torch.device("cpu")))
+    return build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=1 << 30))
 
 
 def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBatch], seconds: float) -> list[Figure]:
@@ -123,19 +96,12 @@ def measure(runners: dict[str, TorchModelRunner], batches: dict[str, ScheduledBa
                 cpu_ms[way].append((time.process_time() - started_cpu_s) * 1e3)
         for way, values in times_ms.items():
             kept = values[1:]  # the first warms up
-            figure = Figure(way, step, min(kept), statistics.median(kept), min(cpu_ms[way][1:]), len(kept))
+            best_ms, median_ms, best_cpu_ms = min(kept), statistics.median(kept), min(cpu_ms[way][1:])
+            figure = Figure(way, step, round(best_ms, 3), round(median_ms, 3), round(best_cpu_ms, 3), len(kept))
             figures.append(figure)
             print(f"{step:>14} {way:>8}: min {figure.min_ms:7.2f} ms, median {figure.median_ms:7.2f} ms, "
                   f"CPU {figure.min_cpu_ms:7.2f} ms", flush=True)  # fmt: skip
     return figures
-
-
-def _item(number: int, num_tokens: int, start: int, block_size: int) -> ScheduledSequence:
-    request = GenerateRequest(f"row-{number}", (7,) * num_tokens, SamplingParams(max_tokens=8, temperature=0.0))
-    sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=number)
-    num_blocks = -(-num_tokens // block_size)
-    sequence.block_table = [1 + number * num_blocks + index for index in range(num_blocks)]
-    return ScheduledSequence(sequence, start, num_tokens - start)
 
 
 def main() -> None:
@@ -155,29 +121,17 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     directory = model_directory(arguments.models, arguments.shape)
     runners = {way: build(directory, getattr(torch, arguments.dtype), way) for way in arguments.ways.split(",")}
-    block_size = next(iter(runners.values())).block_size
+    some = next(iter(runners.values()))  # the blocks of one runner's batches fit all
     batches = {
-        f"{size} x {arguments.context}": decode_batch(int(size), arguments.context, block_size)
+        f"{size} x {arguments.context}": decode_batch(some, int(size), arguments.context)
         for size in arguments.batches.split(",")
     }
     if arguments.prefill:
-        batches[f"prefill {arguments.prefill}"] = prefill_batch(arguments.prefill, block_size)
+        batches[f"prefill {arguments.prefill}"] = prefill_batch(some, arguments.prefill)
     figures = measure(runners, batches, arguments.seconds)
     if arguments.name:
         options = {**vars(arguments), "models": str(arguments.models)}
-        command = f"python -m bench.decode_steps --shape {arguments.shape} --dtype {arguments.dtype}"
-        print(write(arguments.name, command, {**options, "steps": [_plain(figure) for figure in figures]}))
-
-
-def _plain(figure: Figure) -> dict[str, str | float]:
-    return {
-        "way": figure.way,
-        "step": figure.step,
-        "min_ms": round(figure.min_ms, 3),
-        "median_ms": round(figure.median_ms, 3),
-        "min_cpu_ms": round(figure.min_cpu_ms, 3),
-        "num_repetitions": figure.num_repetitions,
-    }
+        print(write(arguments.name, {**options, "steps": [asdict(figure) for figure in figures]}))
 
 
 if __name__ == "__main__":

@@ -12,18 +12,16 @@ import argparse
 import asyncio
 import json
 import logging
-import random
 import sys
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench.record import write
 from replicas.protocol import (
-    Band,
     EngineMetrics,
     FinishReason,
     GenerateRequest,
@@ -32,16 +30,10 @@ from replicas.protocol import (
     TokenDelta,
     Usage,
 )
-from router.balancing.load_table import LoadTable
-from router.balancing.policy import LeastTokens
-from router.dispatch import Dispatcher
-from router.flow.flow_control import FlowController, FlowLimits
-from router.flow.flow_queue import BandLimits
-from router.latency_targets import LatencyTargets
 from serve_app.config import HeadwayConfig
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.metrics import HttpMetrics
-from serve_app.router_metrics import RouterMetrics
+from testkit.http.local_service import LocalRouting
 
 _MODEL = "demo"
 _TEXT = " word"
@@ -63,20 +55,20 @@ class Steps:
         done.set_result(None)
 
 
+@dataclass(frozen=True, slots=True)
 class ScriptedReplica:
     """Replica in this process that gives every stream one delta per step; see `router.types.ReplicaClient`."""
 
-    def __init__(self, steps: Steps, num_streams: int, num_deltas: int) -> None:
-        self._steps = steps
-        self._num_streams = num_streams
-        self._num_deltas = num_deltas
+    steps: Steps
+    num_streams: int
+    num_deltas: int
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield `num_deltas` deltas: the first at once, each other one with a step."""
-        for start in range(self._num_deltas):
+        for start in range(self.num_deltas):
             if start:
-                await self._steps.wait()
-            reason = FinishReason.LENGTH if start == self._num_deltas - 1 else None
+                await self.steps.wait()
+            reason = FinishReason.LENGTH if start == self.num_deltas - 1 else None
             usage = Usage(len(request.prompt_token_ids), start + 1, 0)
             yield TokenDelta(
                 request.request_id, start, (7,), _TEXT, usage, finish_reason=reason, stats=self._stats(start)
@@ -92,7 +84,7 @@ class ScriptedReplica:
 
     async def describe(self) -> ModelCard:
         """Return a card with limits that admit every request."""
-        return ModelCard(_MODEL, 4096, 512, 16, 10**6, self._num_streams, "none", "scripted")
+        return ModelCard(_MODEL, 4096, 512, 16, 10**6, self.num_streams, "none", "scripted")
 
     def _stats(self, num_steps: int) -> ReplicaStats:
         return ReplicaStats(
@@ -100,10 +92,10 @@ class ScriptedReplica:
             node_id="node",
             pid=1,
             taken_unix_s=float(num_steps),
-            num_slots=2 * self._num_streams,  # so many that no request waits, even with slots kept for other ingresses
+            num_slots=2 * self.num_streams,  # so many that no request waits, even with slots kept for other ingresses
             num_blocks=10**6,
             num_free_blocks=10**6,
-            num_running_by_band=(0, self._num_streams, 0),
+            num_running_by_band=(0, self.num_streams, 0),
             num_waiting_by_band=(0, 0, 0),
             waiting_tokens=0,
             generated_tokens_per_s=0.0,
@@ -113,22 +105,22 @@ class ScriptedReplica:
         )
 
 
+@dataclass(slots=True)
 class Client:
     """Client side of an ASGI exchange: it sends a request and counts the parts of the answer."""
 
-    def __init__(self, body: bytes) -> None:
-        self._body = body
-        self._has_sent = False
-        self._forever = asyncio.Event()
-        self.num_parts = self.num_bytes = 0
-        self.has_begun = asyncio.Event()
+    body: bytes
+    has_sent: bool = False
+    num_parts: int = 0
+    num_bytes: int = 0
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def receive(self) -> dict[str, Any]:
         """Return the body; wait for ever on later calls."""
-        if self._has_sent:
-            await self._forever.wait()
-        self._has_sent = True
-        return {"type": "http.request", "body": self._body, "more_body": False}
+        if self.has_sent:
+            await asyncio.Event().wait()
+        self.has_sent = True
+        return {"type": "http.request", "body": self.body, "more_body": False}
 
     async def send(self, message: Any) -> None:
         """Count a part of the answer."""
@@ -146,13 +138,13 @@ class Turn:
     cpu_us_per_delta: float
 
 
-Serve = Callable[[Client], Awaitable[None]]
+Serve = Callable[[Client], Coroutine[None, None, None]]
 
 
 async def timed(serve: Serve, steps: Steps, num_streams: int, num_deltas: int, body: bytes) -> tuple[Turn, Client]:
     """Time the steps from the first delta of the last stream until every stream has ended."""
     clients = [Client(body) for _ in range(num_streams)]
-    running = [asyncio.create_task(_finish(serve(client))) for client in clients]
+    running = [asyncio.create_task(serve(client)) for client in clients]
     await asyncio.gather(*(client.has_begun.wait() for client in clients))
     started_s, cpu_s = time.perf_counter(), time.process_time()
     while not all(task.done() for task in running):
@@ -168,17 +160,10 @@ async def timed(serve: Serve, steps: Steps, num_streams: int, num_deltas: int, b
     return Turn(count / took_s, cpu_s / count * 1e6), clients[0]
 
 
-async def _finish(answer: Awaitable[None]) -> None:
-    await answer
-
-
 def ingress(steps: Steps, num_streams: int, num_deltas: int) -> Serve:
     """Return the application over the scripted replica."""
-    table, metrics = LoadTable(time.monotonic), HttpMetrics(_MODEL)
-    observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
-    limits = FlowLimits({band: BandLimits(10**5, 10**9) for band in Band}, promote_after_s=30.0)
-    flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
-    dispatcher = Dispatcher(ScriptedReplica(steps, num_streams, num_deltas), flow, observer)
+    metrics = HttpMetrics(_MODEL)
+    dispatcher = LocalRouting(ScriptedReplica(steps, num_streams, num_deltas), metrics).dispatcher
     settings = IngressSettings(model=HeadwayConfig().model_path, served_model_name=_MODEL)
     app = create_api(settings, Backends(dispatcher), metrics=metrics)
     scope = {
@@ -257,7 +242,7 @@ def main() -> None:
         print({key: value for key, value in row.items() if key != "turns"}, file=sys.stderr)
     figures = {"deltas_per_stream": options.deltas, "rows": rows}
     if options.out is None:
-        write("delta_path", " ".join(sys.argv), figures)
+        write("delta_path", figures)
     else:
         options.out.write_text(json.dumps(figures))
 

@@ -5,16 +5,15 @@ The replica's runner computes the same texts with the original weights and with 
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.engines import model_parser
 from bench.record import write
 from replicas.demo.corpus import load_corpus, standard_library
 from replicas.demo.tokenization import END_OF_TEXT
@@ -27,7 +26,6 @@ from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
 
-_DEMO = Path(__file__).resolve().parents[1] / "replicas" / "demo"
 _BLOCK_SIZE = 16
 
 
@@ -82,13 +80,9 @@ def compare(plain: LoadedModel, int8: LoadedModel, max_files: int, end_s: float)
 
 def main() -> None:
     """Compare, print, record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(_DEMO))
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = model_parser(__doc__, name=None, num_threads=1, dtype="bfloat16")
     parser.add_argument("--files", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60.0, help="no file is started after this time")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--name", help="name of the result in bench/results; none: nothing is written")
     arguments = parser.parse_args()
     options = ModelOptions(arguments.model, dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
     plain, int8 = load_model(options), load_model(replace(options, quantization="int8"))
@@ -104,7 +98,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name}: {value:.5g}")
     if arguments.name:
-        print(write(arguments.name, f"python -m bench.int8_quality --dtype {arguments.dtype}", figures))
+        print(write(arguments.name, figures))
 
 
 if __name__ == "__main__":

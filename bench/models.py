@@ -1,13 +1,11 @@
-"""Models of real shapes with random weights, for machines without downloads: `python -m bench.models DIR`.
+"""Models of real shapes with random weights, for machines without downloads.
 
 The tokenizer is the bundled demo model's: prompts are token ids, and most ids of so large a vocabulary have no text.
 """
 
 from __future__ import annotations
 
-import argparse
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,11 +13,9 @@ from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
@@ -33,25 +29,29 @@ _SPECIAL_IDS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
 _BIAS_DEVIATION = 0.02
 
 
-def _smollm2_135m() -> PreTrainedModel:
-    config = LlamaConfig(
-        hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
-        vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0, rms_norm_eps=1e-5,
-        tie_word_embeddings=True, **_SPECIAL_IDS,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+_SMOLLM2_135M = LlamaConfig(
+    hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, intermediate_size=1536,
+    vocab_size=49152, max_position_embeddings=8192, rope_theta=100000.0, rms_norm_eps=1e-5, tie_word_embeddings=True,
+    **_SPECIAL_IDS,
+)  # fmt: skip
+_QWEN25_05B = Qwen2Config(
+    hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
+    vocab_size=151936, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
+    tie_word_embeddings=True, **_SPECIAL_IDS,
+)  # fmt: skip
+LLAMA_1B = LlamaConfig(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=128_256,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
 
-
-def _qwen25_05b() -> PreTrainedModel:
-    config = Qwen2Config(
-        hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864,
-        vocab_size=151936, max_position_embeddings=32768, rope_theta=1000000.0, rms_norm_eps=1e-6,
-        tie_word_embeddings=True, **_SPECIAL_IDS,
-    )  # fmt: skip
-    return Qwen2ForCausalLM(config)
-
-
-SHAPES: dict[str, Callable[[], PreTrainedModel]] = {"S": _smollm2_135m, "Q": _qwen25_05b}
+SHAPES: dict[str, PretrainedConfig] = {"S": _SMOLLM2_135M, "Q": _QWEN25_05B}
 """Model shapes. S: SmolLM2-135M. Q: Qwen2.5-0.5B."""
 
 
@@ -68,7 +68,7 @@ def model_directory(parent: Path, shape: str) -> Path:
 
 def _make(directory: Path, shape: str) -> None:
     torch.manual_seed(0)
-    model = SHAPES[shape]().eval()
+    model = AutoModelForCausalLM.from_config(SHAPES[shape]).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zeros could be skipped
@@ -78,49 +78,29 @@ def _make(directory: Path, shape: str) -> None:
     model.save_pretrained(directory)
 
 
-def main() -> None:
-    """Make the chosen shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    arguments = parser.parse_args()
-    for shape in arguments.shapes.split(","):
-        print(model_directory(arguments.directory, shape))
-
-
-if __name__ == "__main__":
-    main()
-LLAMA_1B = LlamaConfig(
-    hidden_size=2048,
-    intermediate_size=8192,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    vocab_size=128_256,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
-
-
 def random_model(config: PretrainedConfig, dtype: torch.dtype, device: str) -> LoadedModel:
     """Return a model with random weights, made on the device."""
     register_attention()
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME).eval()
-    port = AttentionPort(model)
-    layers = probe_attention(model, port)
+    loaded = with_paged_attention(model, dtype, torch.device(device))
     if device != "cpu":
-        optimize_model(model, port, layers, cuda_modules(dtype, torch.device(device)))
+        optimize_model(model, loaded.port, loaded.layers, cuda_modules(dtype, loaded.device))
+    return loaded
+
+
+def with_paged_attention(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Return a model without a tokenizer, with transformers' own layers and the replica's attention."""
+    port = AttentionPort(model)
     return LoadedModel(
-        model_id="random",
+        model_id="bench",
         model=model,
         port=port,
-        layers=layers,
+        layers=probe_attention(model, port),
         tokenizer=None,
-        max_model_len=config.max_position_embeddings,
-        vocab_size=config.vocab_size,
+        max_model_len=model.config.max_position_embeddings,
+        vocab_size=model.config.vocab_size,
         eos_token_ids=frozenset(),
         dtype=dtype,
-        device=torch.device(device),
+        device=device,
     )

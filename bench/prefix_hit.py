@@ -7,73 +7,48 @@ twice: first it is computed, then its blocks are found in the prefix cache. Noth
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import sys
 import time
 from statistics import median
 
-from bench.load.percentiles import percentile
-from bench.record import write
-from replicas.engine.config import EngineConfig, EngineLimits
+from bench.engines import exact_request, load_runner, make_engine, model_parser
+from bench.record import percentile, write
+from replicas.engine.config import EngineLimits
 from replicas.engine.engine import Engine
-from replicas.model.build import build_runner, warm_up
-from replicas.model.loading.loader import load_model
-from replicas.model.loading.options import ModelOptions, RunnerOptions
-from replicas.model.loading.tokenizer import SilentDecoder
-from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
+from replicas.model.loading.options import ModelOptions
 
 _LEAST_RATIO = 5.0
 _OUTPUT_TOKENS = 4
+_PROMPT_TOKEN_IDS = range(259, 4000)
 
 
-class PrefixBench:
-    """Engine with prefix caching over a loaded model."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
-        limits = EngineLimits(max_num_batched_tokens=arguments.max_batch_tokens)
-        runner = build_runner(loaded, limits, RunnerOptions(kv_cache_bytes=512 * 2**20))
-        warm_up(runner, limits)
-        config = EngineConfig(
-            num_blocks=runner.num_blocks,
-            max_model_len=min(loaded.max_model_len, runner.num_blocks * runner.block_size),
-            max_num_batched_tokens=arguments.max_batch_tokens,
-        )
-        identity = ReplicaIdentity("bench", "bench", os.getpid())
-        self._engine = Engine(config, runner, lambda _: SilentDecoder(), identity)
-        self._rng = random.Random(0)
-        self._most_token_id = min(8000, loaded.vocab_size - 1)
-        self._num_requests = 0
-
-    def tokens(self, num_tokens: int) -> tuple[int, ...]:
-        """Return a new random prompt."""
-        return tuple(self._rng.randint(259, self._most_token_id) for _ in range(num_tokens))
-
-    def ttft_s(self, prompt: tuple[int, ...]) -> tuple[float, int]:
-        """Return the seconds to the first token of `prompt`, and the number of its cached tokens."""
-        self._num_requests += 1
-        params = SamplingParams(max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-        started_s = time.perf_counter()
-        self._engine.add(GenerateRequest(f"r{self._num_requests}", prompt, params))
-        first_s, num_cached = None, 0
-        while self._engine.has_work:
-            for delta in self._engine.step():
-                if first_s is None and delta.token_ids:
-                    first_s, num_cached = time.perf_counter() - started_s, delta.usage.cached_tokens
-        assert first_s is not None
-        return first_s, num_cached
+def ttft_s(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, int]:
+    """Return the seconds to the first token of `prompt`, and the number of its cached tokens."""
+    started_s = time.perf_counter()
+    engine.add(exact_request("only", prompt, _OUTPUT_TOKENS))
+    first: list[tuple[float, int]] = []
+    while engine.has_work:
+        deltas = engine.step()
+        first += [(time.perf_counter() - started_s, each.usage.cached_tokens) for each in deltas if each.token_ids]
+    return first[0]
 
 
 def main() -> None:
     """Measure misses and hits in turn; print whether a hit is five times faster."""
     arguments = _parse()
-    bench = PrefixBench(arguments)
+    limits = EngineLimits(max_num_batched_tokens=arguments.max_batch_tokens)
+    runner = load_runner(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads), limits)
+    engine = make_engine(runner, max_num_batched_tokens=arguments.max_batch_tokens, enable_prefix_caching=True)
+    rng = random.Random(0)
+
+    def draw(num_tokens: int) -> tuple[int, ...]:
+        return tuple(rng.choices(_PROMPT_TOKEN_IDS, k=num_tokens))
+
     misses, hits, shares = [], [], []
     for round_number in range(arguments.rounds + 1):
-        system = bench.tokens(arguments.system_tokens)
-        miss_s, found_by_miss = bench.ttft_s(system + bench.tokens(arguments.question_tokens))
-        hit_s, found_by_hit = bench.ttft_s(system + bench.tokens(arguments.question_tokens))
+        system = draw(arguments.system_tokens)
+        miss_s, found_by_miss = ttft_s(engine, system + draw(arguments.question_tokens))
+        hit_s, found_by_hit = ttft_s(engine, system + draw(arguments.question_tokens))
         assert found_by_miss == 0
         if round_number > 0:  # the first warms up
             misses.append(miss_s * 1e3)
@@ -91,19 +66,15 @@ def main() -> None:
         "found_share_of_system_prompt": median(shares),
         "rounds": arguments.rounds,
     }
-    print(write(arguments.name, "python -m bench.prefix_hit " + " ".join(sys.argv[1:]), figures))
+    print(write(arguments.name, figures))
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="replicas/demo", help="directory or hub id")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = model_parser(__doc__, "prefix_hit")
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--system-tokens", type=int, default=1500)
     parser.add_argument("--question-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--name", default="prefix_hit", help="name of the result file")
     return parser.parse_args()
 
 

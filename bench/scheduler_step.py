@@ -1,16 +1,15 @@
 """Cost of an engine step outside the device: `python -m bench.scheduler_step`.
 
 The real engine over a runner that computes nothing. The timed work is scheduling the step, applying its results and
-making the deltas. Two states: all running sequences decode; and the same while one in twenty ends each step and a
-waiting one takes its place. Sizes vary in running and in waiting sequences, to show the growth. Beside each size a bare
-loop over as many sequences measures the speed of the machine at that moment.
+making the deltas. There are two states. In one all running sequences decode. In the other one in twenty ends in each
+step, and a waiting one takes its place. Sizes vary in running and in waiting sequences, to show the growth. Beside each
+size a bare loop over as many sequences measures the speed of the machine at that moment.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import sys
 import time
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -22,8 +21,8 @@ from bench.record import percentile, write
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.interfaces import IncrementalDecoder
-from replicas.protocol import Band, FinishReason, GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, Usage
+from replicas.protocol import Band, FinishReason, GenerateRequest, SamplingParams, TokenDelta, Usage
+from testkit.engine.shadow_runner import IDENTITY, decoders
 from testkit.engine.timed_runner import FinishedStep
 
 NUM_RUNNING, NUM_WAITING, PROMISE_MS = 256, 2000, 2.0
@@ -31,15 +30,16 @@ _SIZES = (
     *((NUM_RUNNING, num_waiting) for num_waiting in (0, 500, NUM_WAITING, 8000, 32_000)),
     *((num_running, NUM_WAITING) for num_running in (32, 64, 128, 512, 1024)),
 )
-_ENDING_SHARE = 20
+_LONG_OUTPUT, _SHORT_OUTPUT = 100_000, 20
+"""Mean output tokens: with long outputs no sequence ends, with short ones one in twenty ends in each step."""
 _STOPS, _MOST_TOKENS = frozenset({0}), 10**6
 
 
+@dataclass(slots=True)
 class FreeRunner:
     """Runner without a device; its own CPU time is counted separately."""
 
-    def __init__(self) -> None:
-        self.spent_s = 0.0
+    spent_s: float = 0.0
 
     def launch(self, batch: ScheduledBatch) -> FinishedStep:
         """Return the same token for every sampled item."""
@@ -48,15 +48,6 @@ class FreeRunner:
         step = FinishedStep([sampled if item.samples else nothing for item in batch.items])
         self.spent_s += time.thread_time() - started_s
         return step
-
-
-class _LetterDecoder:
-    def push(self, token_id: int) -> str:
-        return "a"
-
-
-def _letters(request: GenerateRequest) -> IncrementalDecoder:
-    return _LetterDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +66,25 @@ class StepCost:
 
 def measure(num_running: int, num_waiting: int, num_steps: int) -> StepCost:
     """Measure both states at one size."""
-    decoding = _steps_ms(num_running, num_waiting, 100_000, num_steps)
+    decoding = _steps_ms(num_running, num_waiting, _LONG_OUTPUT, num_steps)
     bare = _bare_loops_ms(num_running, num_steps)
-    changing = _steps_ms(num_running, num_waiting, _ENDING_SHARE, num_steps)
+    changing = _steps_ms(num_running, num_waiting, _SHORT_OUTPUT, num_steps)
     p99_ms = percentile(decoding, 99)
     return StepCost(num_running, num_waiting, median(decoding), p99_ms, median(changing), median(bare))
 
 
-def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps: int) -> list[float]:
+def _steps_ms(num_running: int, num_waiting: int, mean_output: int, num_steps: int) -> list[float]:
     """Return the milliseconds of each step; the queue is refilled between steps, untimed."""
     rng, runner = random.Random(0), FreeRunner()
-    engine = Engine(_config(num_running), runner, _letters, ReplicaIdentity("bench", "bench", 0))
+    config = EngineConfig(
+        num_blocks=num_running * 256,
+        max_model_len=4096,
+        max_num_seqs=num_running,
+        max_num_batched_tokens=8 * num_running,
+        max_queued_requests=10**6,
+        max_queued_tokens=10**9,
+    )
+    engine = Engine(config, runner, decoders, IDENTITY)
     num_added, is_settled = 0, False
     steps_ms: list[float] = []
     while len(steps_ms) < num_steps:
@@ -93,7 +92,7 @@ def _steps_ms(num_running: int, num_waiting: int, longest_output: int, num_steps
         is_settled = is_settled or stats.num_running >= 0.9 * num_running
         for _ in range(num_running + num_waiting - stats.num_running - stats.num_waiting):
             num_added += 1
-            engine.add(_request(num_added, longest_output, rng))
+            engine.add(_request(num_added, mean_output, rng))
         started_s, runner.spent_s = time.thread_time(), 0.0
         engine.step()
         step_s = time.thread_time() - started_s - runner.spent_s
@@ -123,20 +122,9 @@ def _bare_loops_ms(num_sequences: int, num_loops: int) -> list[float]:
     return loops_ms
 
 
-def _config(num_running: int) -> EngineConfig:
-    return EngineConfig(
-        num_blocks=num_running * 256,
-        max_model_len=4096,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=8 * num_running,
-        max_queued_requests=10**6,
-        max_queued_tokens=10**9,
-    )
-
-
-def _request(number: int, longest_output: int, rng: random.Random) -> GenerateRequest:
+def _request(number: int, mean_output: int, rng: random.Random) -> GenerateRequest:
     prompt = tuple(rng.randrange(1000) for _ in range(rng.randint(8, 64)))
-    num_tokens = min(rng.randint(1, 2 * longest_output), 4096 - len(prompt))
+    num_tokens = min(rng.randint(1, 2 * mean_output), 4096 - len(prompt))
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     return GenerateRequest(f"r{number}", prompt, params, rng.choice(list(Band)))
 
@@ -154,7 +142,7 @@ def main() -> None:
     is_kept = promised.decoding_ms <= PROMISE_MS
     print(f"{NUM_RUNNING} running, {NUM_WAITING} waiting: at most {PROMISE_MS} ms: {'kept' if is_kept else 'not kept'}")
     figures = {"promise_ms": PROMISE_MS, "is_kept": is_kept, "sizes": [asdict(cost) for cost in costs]}
-    print(write("scheduler_step", "python -m bench.scheduler_step " + " ".join(sys.argv[1:]), figures))
+    print(write("scheduler_step", figures))
 
 
 def _table(costs: list[StepCost]) -> Table:

@@ -15,11 +15,9 @@ from pydantic import Field, model_validator
 from ray import serve
 
 from bench.routing.baselines import POLICIES, BaselineFlow
-from replicas.engine.interfaces import IncrementalDecoder
-from replicas.protocol import GenerateRequest
 from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
-from testkit.engine.timed_runner import STEP_TIMES, StepTimes, TimedRunner, read_step_times
+from testkit.engine.timed_runner import STEP_TIMES, StepTimes, TimedRunner
 
 if TYPE_CHECKING:
     from replicas.model_replica import Backend
@@ -32,7 +30,7 @@ class TimedConfig(HeadwayConfig):
     num_blocks: int = Field(default=8192, ge=1)
     """KV blocks of a replica."""
     step_times: str = "gpu-8b"
-    """Duration of steps: a name in `testkit.engine.timed_runner`, or a result file of `bench.fit_step_times`."""
+    """Duration of steps: a name in `testkit.engine.timed_runner`."""
     detokenize: bool = True
     """true: replicas turn tokens into text; false: they omit the text, to save CPU with many replicas."""
     baseline_policy: str | None = None
@@ -42,8 +40,8 @@ class TimedConfig(HeadwayConfig):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.step_times not in STEP_TIMES and not Path(self.step_times).is_file():
-            raise ValueError(f"step_times ({self.step_times}) is neither a file nor one of {', '.join(STEP_TIMES)}")
+        if self.step_times not in STEP_TIMES:
+            raise ValueError(f"step_times ({self.step_times}) must be one of {', '.join(STEP_TIMES)}")
         if self.baseline_policy is not None and self.baseline_policy not in POLICIES:
             raise ValueError(f"baseline_policy ({self.baseline_policy}) must be one of {', '.join(POLICIES)}")
         if self.max_queued_per_replica and self.baseline_policy is None:
@@ -56,19 +54,10 @@ class TimedConfig(HeadwayConfig):
 def build(config: TimedConfig) -> serve.Application:
     """Return the application, for `serve run` and `bench.serving`."""
     plain = HeadwayConfig(**config.model_dump(include=set(HeadwayConfig.model_fields)))
-    loader = TimedBackendLoader(read_step_times(config.step_times), config.num_blocks, config.detokenize)
+    loader = TimedBackendLoader(STEP_TIMES[config.step_times], config.num_blocks, config.detokenize)
     if config.baseline_policy is None:
         return build_with(plain, loader)
     return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.max_queued_per_replica))
-
-
-class _SilentDecoder:
-    def push(self, token_id: int) -> str:
-        return ""
-
-
-def _silent(request: GenerateRequest) -> IncrementalDecoder:
-    return _SilentDecoder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +80,7 @@ class TimedBackendLoader:
         tokenizer = load_tokenizer(options.model.path) if self.has_text else None
         return Backend(
             runner=TimedRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
-            decoders=(lambda request: make_decoder(tokenizer, request.prompt_token_ids)) if self.has_text else _silent,
+            decoders=lambda request: make_decoder(tokenizer, request.prompt_token_ids),
             num_blocks=self.num_blocks,
             max_model_len=options.model.max_model_len or model["max_position_embeddings"],
             vocab_size=model["vocab_size"],

@@ -14,13 +14,9 @@ ROOT = b"\x00" * 16
 """Parent hash of a sequence's first block."""
 
 
-def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the 16-byte hash of a full block of tokens that follows the prefix hashed as `parent`."""
-    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
-
-
 def extend_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int) -> None:
-    """Append to `hashes` the chain hash of each full block of `token_ids` that it does not cover yet."""
+    """Append to `hashes` the 16-byte chain hash of each full block of `token_ids` that it does not cover yet."""
     for index in range(len(hashes), len(token_ids) // block_size):
         parent = hashes[-1] if hashes else ROOT
-        hashes.append(chain_hash(parent, token_ids[index * block_size : (index + 1) * block_size]))
+        block = array("q", token_ids[index * block_size : (index + 1) * block_size])
+        hashes.append(hashlib.blake2b(parent + block.tobytes(), digest_size=16).digest())

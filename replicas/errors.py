@@ -1,12 +1,13 @@
 """Errors of requests, as one tree under `ServingError`, and errors of loading a model.
 
-An error has a `kind`, a `code` (which clients see) and `retryable`, which says if a retry may help. Only
+An error has a `kind`, a `code` that clients see, and `retryable`, which says if a retry may help. Only
 `serve_app/errors.py` maps kinds to HTTP. Every argument goes to `Exception.__init__`, so that errors survive pickling
-between processes.
+between processes. `is_cancelled` tells a task's own cancellation from that of the work it awaits.
 """
 
 from __future__ import annotations
 
+import asyncio
 from enum import Enum, auto
 
 
@@ -69,7 +70,8 @@ class UnknownModel(ServingError):
 class Overloaded(ServingError):
     """Refusal because a queue is full; room is expected after `retry_after_s`, 1 to 60 seconds.
 
-    `reason` names the limit. `code` is `server_overloaded`, or `slow_down` if the limit is the request's own deadline.
+    `reason` names the limit. `code` is `server_overloaded`, `slow_down` if the limit is the request's own deadline, or
+    `rate_limit_exceeded` if it is a limit of the client's own tenant or key.
     """
 
     kind = ErrorKind.OVERLOADED
@@ -137,8 +139,6 @@ class EngineDead(ServingError):
 class SequenceFailed(ServingError):
     """Failure to compute this one sequence; the other sequences of its batch are not affected."""
 
-    code = "internal_error"
-
 
 class RequestAborted(ServingError):
     """End of a request whose client disconnected or cancelled; never sent to a client."""
@@ -161,3 +161,13 @@ class UnsupportedModel(ModelLoadError):
 
     def __str__(self) -> str:
         return f"models of type {self.model_type!r} cannot be served: {self.reason}"
+
+
+def is_cancelled() -> bool:
+    """Return True if the current task is being cancelled.
+
+    Otherwise a CancelledError came from the work that the task awaits, such as a replica that is stopped and gives up
+    its calls.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -10,18 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
+from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.interfaces import ModelRunner
 from replicas.engine.output_processor import DecoderFactory
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.options import ReplicaOptions
-from replicas.protocol import (
-    ModelCard,
-    ReplicaIdentity,
-)
+from replicas.protocol import ModelCard, ReplicaIdentity
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +39,8 @@ class Backend:
     eos_token_ids: frozenset[int]
     dtype: str
     device: str
+    kernels: str = ""
+    """Kernels that compute attention; empty: not known."""
 
 
 def load_torch_backend(options: ReplicaOptions) -> Backend:
@@ -63,10 +62,12 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         eos_token_ids=loaded.eos_token_ids,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
+        kernels=runner.kernels,
     )
 
 
 LoadBackend = Callable[[ReplicaOptions], Backend]
+"""Loader of an engine's backend, called in the replica's process."""
 
 
 class ModelReplica:
@@ -93,6 +94,7 @@ class ModelReplica:
             max_num_seqs=config.max_num_seqs,
             dtype=backend.dtype,
             device=backend.device,
+            kernels=backend.kernels,
         )
         is_on_cpu = backend.device == "cpu"
         default_chunks_per_s = (

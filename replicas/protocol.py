@@ -167,7 +167,7 @@ class ReplicaStats:
     waiting_tokens: int
     """Prompt tokens plus `max_tokens` of the waiting sequences."""
     generated_tokens_per_s: float
-    """Output tokens per second of computing time, over recent steps."""
+    """Output tokens per second of computing time, over recent steps; 0 while there is no work."""
     is_draining: bool
     num_held_blocks_by_band: tuple[int, ...] = (0, 0, 0)
     """Blocks in the running sequences' tables, by the band they are scheduled in; a shared block counts for each."""
@@ -223,6 +223,8 @@ class TokenDelta:
     """Stop token id or stop string that ended the sequence, if one did; None for EOS."""
     error: ServingError | None = None
     stats: ReplicaStats | None = None
+    queue_s: float | None = None
+    """Time from the request's arrival to the first step that computed it, seconds; None: no step has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,8 @@ class ModelCard:
     max_num_seqs: int
     dtype: str
     device: str
+    kernels: str = ""
+    """Kernels that compute attention; empty: not known."""
 
 
 class MetricKind(Enum):
@@ -298,6 +302,7 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         stop_reason=last.stop_reason,
         error=last.error,
         stats=next((delta.stats for delta in reversed(deltas) if delta.stats is not None), None),
+        queue_s=last.queue_s,
     )
 
 

@@ -1,9 +1,17 @@
-"""Tokenizer of a model, loaded from the model's files."""
+"""Files of a model that need no torch: its tokenizer, and others by name."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import cached_file
+
+
+def model_file(model: str, name: str) -> Path | None:
+    """Return the path of one file of `model`, a directory or hub id; None if the model has no such file."""
+    found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
@@ -16,7 +24,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     Raises:
         OSError, ValueError, KeyError: the model has no tokenizer, or none of the `tokenizers` library.
     """
-    if cached_file(model, "tokenizer.json", _raise_exceptions_for_missing_entries=False) is not None:
+    if model_file(model, "tokenizer.json") is not None:
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer
 

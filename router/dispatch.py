@@ -42,7 +42,7 @@ class ResumableRequest:
         self._num_seen_here = 0
         self.output_token_ids: list[int] = []
         self.is_finished = False
-        self.first_s: float | None = None
+        self.first_delta_s: float | None = None
         self.num_deaths = 0
         self.num_migrations = 0
         self.num_refusals = 0
@@ -114,9 +114,9 @@ class Dispatcher:
         groups = {request.prompt_token_ids: SampleGroup() for request in requests}
         return [self._stream(request, groups[request.prompt_token_ids]) for request in requests]
 
-    def headroom(self, band: Band) -> Headroom:
-        """Return the limits of a band's queue in this ingress, and their present use."""
-        return self._flow.headroom(band)
+    def headroom(self, band: Band, tenant: str) -> Headroom:
+        """Return a tenant's limits in a band's queue in this ingress, and their present use."""
+        return self._flow.admission.headroom(band, tenant)
 
     def load(self) -> list[ReplicaView]:
         """Return the known load of every replica, sorted by id."""
@@ -149,11 +149,14 @@ class Dispatcher:
     async def run(self) -> None:
         """Poll all replicas until cancelled, to learn of new replicas, idle ones and other ingresses' load."""
         while True:
-            try:
-                await self.refresh()
-            except ServingError as error:
-                logger.warning("load poll failed", extra={"error": str(error)})
+            await self._try_refresh()
             await asyncio.sleep(self._poll_period_s)
+
+    async def _try_refresh(self) -> None:
+        try:
+            await self.refresh()
+        except ServingError as error:
+            logger.warning("load poll failed", extra={"error": str(error)})
 
     async def _stream(self, request: GenerateRequest, group: SampleGroup) -> AsyncGenerator[TokenDelta, None]:
         resumable = ResumableRequest(request)
@@ -169,7 +172,7 @@ class Dispatcher:
             try:
                 async with aclosing(self._attempt(request, placement, resumable, deadline_s)) as deltas:
                     async for delta in deltas:
-                        resumable.first_s = resumable.first_s or self._table.now()
+                        resumable.first_delta_s = resumable.first_delta_s or self._table.now()
                         if resumable.is_finished:
                             self._learn_end(request, resumable, started_s)  # The reader may stop after this delta.
                         yield delta
@@ -186,7 +189,7 @@ class Dispatcher:
             ServingError: the replica failed the request, refused it, or was lost.
         """
         limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
-        num_had = len(resumable.output_token_ids)
+        num_before = len(resumable.output_token_ids)
         try:
             sent_request = replace(
                 request,
@@ -209,7 +212,7 @@ class Dispatcher:
             self._flow.forget(placement.in_flight.replica_id)
             raise
         finally:
-            self._flow.settle(placement, request, len(resumable.output_token_ids) - num_had)
+            self._flow.settle(placement, request, len(resumable.output_token_ids) - num_before)
 
     def _learn(self, delta: TokenDelta, request: GenerateRequest, placement: Placement) -> None:
         """Update the load table from a delta."""
@@ -218,27 +221,24 @@ class Dispatcher:
                 # The intended replica did not take the request. It gets no more requests until it reports again.
                 self._table.forget(placement.in_flight.replica_id)
                 self._table.move(placement.in_flight, delta.stats.replica_id)
-            self._flow.progressed(placement, request, len(delta.token_ids))
+            self._flow.account.progressed(placement, request, len(delta.token_ids))
             self._table.record(delta.stats)
             self._flow.notify()
 
     def _learn_end(self, request: GenerateRequest, resumable: ResumableRequest, started_s: float) -> None:
         num_tokens, now = len(resumable.output_token_ids), self._table.now()
-        self._flow.observe(request, num_tokens)
-        ttft_s = None if resumable.first_s is None else resumable.first_s - started_s
+        self._flow.lengths.observe(request.tenant, request.band, num_tokens)
+        ttft_s = None if resumable.first_delta_s is None else resumable.first_delta_s - started_s
         self._observer.finished(request.band, ttft_s, now - started_s, num_tokens)
 
     async def _learn_replicas(self) -> None:
         """Fill an empty load table from a poll. A failed poll is only logged: the request waits for the first replica.
 
-        Concurrent requests share one poll.
+        Concurrent requests poll one after the other, until a poll finds a replica.
         """
-        try:
-            async with self._learning:
-                if not self._table.views():
-                    await self.refresh()
-        except ServingError as error:
-            logger.warning("load poll failed", extra={"error": str(error)})
+        async with self._learning:
+            if not self._table.views():
+                await self._try_refresh()
 
     def _leave_replica(self, resumable: ResumableRequest, request_id: str, error: ServingError) -> None:
         """Note that a request left a replica because of `error`.

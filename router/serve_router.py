@@ -21,7 +21,7 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError
+from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError, is_cancelled
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.scaling.ingress_reports import IngressGossip, PollReply
 
@@ -139,8 +139,7 @@ class ServeReplicaClient:
             replies: list[PollReply] = await self._broadcast("poll", self._gossip.own)
         except ReplicaLost:
             # A replica that hangs fails the whole broadcast until Serve notices it. Poll the known ones one by one.
-            known = [stats.replica_id for stats in self._gossip.polled]
-            asked = await asyncio.gather(*map(self._poll_one, known))
+            asked = await asyncio.gather(*(self._poll_one(stats.replica_id) for stats in self._gossip.polled))
             replies = list({reply.stats.replica_id: reply for reply in asked if reply is not None}.values())
             if not replies:
                 raise
@@ -183,15 +182,6 @@ def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) ->
     alone. Of several concurrent calls all but one would busy-wait for ever.
     """
     return contextvars.Context().run(call, *args, **kwargs)
-
-
-def is_cancelled() -> bool:
-    """Return True if the current task is being cancelled.
-
-    Otherwise a CancelledError came from the replica, which gives up its calls when it is stopped.
-    """
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _as_serving_error(error: Exception) -> ServingError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from replicas.fair_share import fair_share
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 
 
@@ -15,7 +16,6 @@ class Outcome(Enum):
 
     DISPATCHED = "Dispatched"
     REJECTED_CAPACITY = "RejectedCapacity"
-    REJECTED_OTHER = "RejectedOther"
     EVICTED_TTL = "EvictedTTL"
     EVICTED_NO_ENDPOINTS = "EvictedNoEndpoints"
     EVICTED_CONTEXT_CANCELLED = "EvictedContextCancelled"
@@ -33,6 +33,8 @@ class ReplicaView:
     """Requests on the replica, running and waiting. This ingress's own are exact; the others are as last reported."""
     own_by_band: tuple[int, ...] = (0,) * len(Band)
     """Requests among `num_by_band` that this ingress gave the replica and that have not ended."""
+    own_by_tenant: Mapping[tuple[Band, str], int] = field(default_factory=dict)
+    """The same requests by band and tenant."""
     outstanding_tokens: int = 0
     """Tokens that the requests in `num_by_band` are expected to need still."""
     unseen_tokens: int = 0
@@ -55,6 +57,29 @@ class ReplicaView:
         held_below = sum(self.stats.num_held_blocks_by_band[band + 1 :])
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
         return num_blocks * self.stats.block_size - self.unseen_tokens
+
+    def num_fair_places(self, band: Band, tenant: str | None) -> int:
+        """Return the number of slots of `band` that other tenants would give up to `tenant` for its fair share.
+
+        None stands for a tenant without a request here. While a slot is free, nobody gives one up. Only this ingress's
+        requests are known by tenant. Those of other ingresses keep their slots, but while no request waits on the
+        replica it takes one of a new tenant: the engine knows all tenants, and decides.
+        """
+        if self.stats.is_draining or self.num_free_slots(band) > 0:
+            return 0
+        held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
+        num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
+        num_foreign = self.num_by_band[band] - self.own_by_band[band]
+        share = fair_share(num_slots, len(held.keys() | {tenant}))
+        num_own = held.get(tenant, 0) if tenant is not None else 0
+        num_kept = num_foreign + sum(min(num, share) for num in held.values())
+        is_new_beside_foreign = num_own == 0 and num_foreign > 0 and self.num_by_band[band] <= num_slots
+        return max(0, min(share - num_own, num_slots - num_kept), is_new_beside_foreign)
+
+    def num_mean_tokens(self, band: Band) -> int:
+        """Return the mean number of KV cache slots that a running sequence of `band` holds."""
+        num_blocks = self.stats.num_held_blocks_by_band[band] // max(1, self.stats.num_running_by_band[band])
+        return num_blocks * self.stats.block_size
 
     def is_filled_by_other_ingresses(self, band: Band) -> bool:
         """Return True if requests of `band` run on the replica and none is of this ingress.
@@ -121,9 +146,40 @@ class Ranking:
         return Ranking(sorted(self.replica_ids, key=lambda other: other != replica_id), reason)
 
 
+class Slo(Enum):
+    """Service level objective that a request can meet."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """Latency targets of one band; None: no target."""
+
+    ttft_s: float | None = None
+    """From the request's arrival at the router to its first output, seconds."""
+    tpot_s: float | None = None
+    """(last - first output) / (output tokens - 1), seconds."""
+
+    def attained(self, ttft_s: float | None, duration_s: float, num_tokens: int) -> list[Slo]:
+        """Return the targets that a request met which ended without an error.
+
+        A target is met if it is None, or if the request's output is too short to measure it.
+        """
+        tpot_s = None if ttft_s is None or num_tokens < 2 else (duration_s - ttft_s) / (num_tokens - 1)
+        met = [
+            slo
+            for slo, seconds, target_s in ((Slo.TTFT, ttft_s, self.ttft_s), (Slo.TPOT, tpot_s, self.tpot_s))
+            if target_s is None or seconds is None or seconds <= target_s
+        ]
+        return [*met, Slo.ALL] if len(met) == 2 else met
+
+
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """Limits of one band's queue in this ingress, and their present use."""
+    """Limits of one tenant in one band's queue in this ingress, and their present use."""
 
     max_requests: int
     num_requests: int
@@ -161,15 +217,12 @@ class RoutingPolicy(Protocol):
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """Rank the replicas in `views`, of which there is at least one."""
-        ...
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
         """Note that a request was given to a replica; return the prompt tokens that the replica has to compute."""
-        ...
 
     def forget(self, replica_id: str) -> None:
         """Note that a replica is gone."""
-        ...
 
 
 class RouterObserver(Protocol):
@@ -177,29 +230,24 @@ class RouterObserver(Protocol):
 
     def waited(self, band: Band, outcome: Outcome, seconds: float) -> None:
         """Note that a request's wait ended with `outcome` after `seconds`."""
-        ...
 
     def decided(self, reason: Reason) -> None:
         """Note that a request was given to the first replica of a ranking."""
-        ...
 
     def promoted(self, band: Band) -> None:
         """Note that a request of a starved band was promoted."""
-        ...
 
     def migrated(self, outcome: str) -> None:
         """Note the outcome for a request whose replica was lost.
 
         It went on elsewhere behind its output (`resumed`), began anew elsewhere (`restarted`), or ended (`failed`).
         """
-        ...
 
     def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
         """Note that a request ended without an error, `duration_s` after its arrival.
 
         `ttft_s` is the time from its arrival to its first delta; None: there was no delta.
         """
-        ...
 
 
 class ReplicaClient(Protocol):
@@ -213,15 +261,12 @@ class ReplicaClient(Protocol):
 
         Replicas that are not in `ranking` are tried last. Closing the generator aborts the request.
         """
-        ...
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """Return the present load of every replica that answers."""
-        ...
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""
-        ...
 
     async def describe(self) -> ModelCard:
         """Return the description of the model that the replicas serve.
@@ -229,4 +274,3 @@ class ReplicaClient(Protocol):
         Raises:
             NoReplicaAvailable: no replica is ready yet.
         """
-        ...

@@ -11,12 +11,11 @@ from ray.serve.schema import LoggingConfig
 
 from router.serve_router import RankedRouter
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.autoscaling import num_fixed_replicas, num_model_replicas
-from serve_app.deployments.gpus import num_cluster_gpus
+from serve_app.deployments.autoscaling import num_cluster_gpus, num_fixed_replicas, num_model_replicas
 from serve_app.deployments.ingress import Ingress
 from serve_app.deployments.jobs import Jobs
 from serve_app.deployments.model import Model
-from serve_app.deployments.routing import MakeFlow, late_binding_flow
+from serve_app.deployments.process import MakeFlow, late_binding_flow
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend

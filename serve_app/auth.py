@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 import hmac
-import re
-from collections.abc import Mapping
+import logging
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from replicas.protocol import Band
 from serve_app.errors import invalid_api_key
+from serve_app.key_file import digest_of, read_owners
+from serve_app.rate_limits import NO_LIMITS, KeyLimits
+
+_LOOK_PERIOD_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,10 @@ class Principal:
     """Owner of the API key; scheduling is fair between tenants."""
     band_ceiling: Band
     """Most urgent band of the principal; requests for a more urgent band run in this one."""
+    key_id: str | None = None
+    """Digest of the API key; None: there is none."""
+    limits: KeyLimits = NO_LIMITS
+    """Limits of the API key."""
 
 
 ANONYMOUS = Principal(tenant="anonymous", band_ceiling=Band.INTERACTIVE)
@@ -37,24 +45,34 @@ class Authenticator:
         5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8:
           tenant: acme
           ceiling: interactive      # or standard, the default, or batch
+          requests_per_minute: 60   # this and the other `KeyLimits`: optional
+
+    `created` and `note` are for people. A change of the file is noticed while the server runs.
     """
 
-    def __init__(self, principals: Mapping[str, Principal] | None) -> None:
-        self._principals = principals
-
-    @classmethod
-    def from_file(cls, path: str | None) -> Authenticator:
+    def __init__(self, path: Path | None, monotonic: Callable[[], float]) -> None:
         """Load the keys in the file at `path`; None: no key is required.
 
         Raises:
             ValueError: the file does not have the form above; the message names the entry.
+            OSError: it cannot be read.
         """
-        if path is None:
-            return cls(None)
-        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(entries, dict) or not entries:
-            raise ValueError(f"{path}: expected a mapping of SHA-256 digests of keys to their owners")
-        return cls({str(digest): _principal(path, str(digest), owner) for digest, owner in entries.items()})
+        self._path, self._monotonic = path, monotonic
+        self._version = None if path is None else _version_of(path)
+        self._principals = None if path is None else _principals_of(path)
+        self._next_look_s = monotonic() + _LOOK_PERIOD_S
+        # A reading goes on when its request is cancelled; the next one must wait for it.
+        self._lock = threading.Lock()
+
+    async def refresh(self) -> None:
+        """Load the key file again if it has changed; looks at it once a second at most.
+
+        A file that is gone or broken leaves the former keys in force, and an error in the log.
+        """
+        now_s = self._monotonic()
+        if self._path is not None and now_s >= self._next_look_s:
+            self._next_look_s = now_s + _LOOK_PERIOD_S
+            await asyncio.to_thread(self._load_if_changed, self._path)
 
     def authenticate(self, headers: Mapping[str, str]) -> Principal:
         """Return the principal of a request with these headers.
@@ -67,7 +85,7 @@ class Authenticator:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise invalid_api_key("an API key is required: send `Authorization: Bearer <key>`")
-        digest = hashlib.sha256(key.strip().encode()).hexdigest()
+        digest = digest_of(key.strip())
         found: Principal | None = None
         for known, principal in self._principals.items():
             # Compare with every entry, so that the time taken reveals nothing about the keys.
@@ -77,18 +95,31 @@ class Authenticator:
             raise invalid_api_key("the API key is not known")
         return found
 
+    def _load_if_changed(self, path: Path) -> None:
+        with self._lock:
+            version = _version_of(path)
+            if version == self._version:
+                return
+            self._version = version
+            try:
+                self._principals = _principals_of(path)
+            except (OSError, ValueError) as error:
+                _log.error("the former API keys stay in force: %s", error)
+            else:
+                _log.info("the key file has changed: %d API keys", len(self._principals))
 
-def _principal(path: str, digest: str, owner: object) -> Principal:
-    """Check one entry of a key file and return its principal."""
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise ValueError(f"{path}: `{digest[:8]}...` is not a SHA-256 digest in lower-case hex")
-    tenant = owner.get("tenant") if isinstance(owner, dict) else None
-    if not isinstance(owner, dict) or not isinstance(tenant, str) or not tenant:
-        raise ValueError(f"{path}: the owner of `{digest[:8]}...` has no `tenant`")
-    unknown = sorted(set(map(str, owner)) - {"tenant", "ceiling"})
-    if unknown:
-        raise ValueError(f"{path}: the owner of `{digest[:8]}...` has unknown fields {unknown}")
-    ceiling = str(owner.get("ceiling", "standard")).upper()
-    if ceiling not in Band.__members__:
-        raise ValueError(f"{path}: `ceiling` of tenant `{tenant}` is `{owner['ceiling']}`; it must be a band")
-    return Principal(tenant=tenant, band_ceiling=Band[ceiling])
+
+def _principals_of(path: Path) -> dict[str, Principal]:
+    return {
+        digest: Principal(owner.tenant, owner.ceiling, digest, owner.limits)
+        for digest, owner in read_owners(path).items()
+    }
+
+
+def _version_of(path: Path) -> tuple[int, ...] | None:
+    """Return numbers that change with the file; None if it is gone."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size

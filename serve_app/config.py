@@ -27,12 +27,12 @@ from replicas.protocol import Band
 from replicas.settings import settings_of
 from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
-from router.latency_targets import LatencyTargets
 from router.scaling.autoscaling import AutoscalingSettings
+from router.types import LatencyTargets
 from serve_app.http.settings import IngressSettings
-from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
-from serve_app.openai.request.settings import RequestLimits
+from serve_app.openai.request.validation import RequestLimits
 
 Part = TypeVar("Part")
 
@@ -102,9 +102,11 @@ class HeadwayConfig(_SettingsOfParts):
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
     model: str | None = None
-    """Directory or hub id of the model. None: the bundled demo model."""
-    served_model_name: str | None = Field(default=None, min_length=1)
-    """Name of the model in requests and responses. None: the directory's name or the hub id."""
+    """Directory, GGUF file or hub id of the model. None or `headway-demo`: the bundled demo model. Each node converts a
+    GGUF file once, into its cache of models."""
+    served_model_name: str | None = Field(default=None, pattern=r"[^,\s]")
+    """Name of the model in requests and responses. Several, separated by commas or spaces, are all accepted in
+    requests; the first is in responses. None: the name of the directory or file, or the hub id."""
 
     num_replicas: int = Field(default=1, ge=1)
     """Model replicas at the start, each a process with its own copy of the model."""
@@ -134,6 +136,9 @@ class HeadwayConfig(_SettingsOfParts):
     """Most sequences of the band `batch` that wait in one ingress; beyond it 429."""
     max_queued_batch_tokens: int = Field(default=64_000_000, ge=1)
     """Most tokens of these sequences, prompt and expected output; beyond it 429."""
+    max_tenant_queue_share: float = Field(default=0.5, gt=0, le=1)
+    """Most of a band's queue, in requests and in tokens, that one tenant may fill, as a share; beyond it 429. It needs
+    `api_key_file`: without keys all requests are of one tenant, or of as many as clients name."""
     max_starvation_s: float = Field(default=30.0, gt=0)
     """Longest time that a waiting band goes without a first token, seconds, while replicas finish sequences."""
     max_interactive_wait_s: float | None = Field(default=10.0, gt=0)
@@ -196,6 +201,16 @@ class HeadwayConfig(_SettingsOfParts):
         may_be_none = info.field_name is not None and _may_be_none(cls.model_fields[info.field_name])
         return None if may_be_none and isinstance(value, str) and value.lower() == "none" else value
 
+    @field_validator("served_model_name")
+    @classmethod
+    def _separate_names(cls, value: str | None) -> str | None:
+        return value and ",".join(dict.fromkeys(value.replace(",", " ").split()))
+
+    @field_validator("model")
+    @classmethod
+    def _read_demo(cls, value: str | None) -> str | None:
+        return None if value == DEMO_MODEL_NAME else value
+
     @field_validator("model", "api_key_file")
     @classmethod
     def _make_absolute(cls, value: str | None) -> str | None:
@@ -207,7 +222,7 @@ class HeadwayConfig(_SettingsOfParts):
     @field_validator("webhook_allowed_hosts")
     @classmethod
     def _check_allowed_hosts(cls, value: str) -> str:
-        AllowedHosts.parse(entry.strip() for entry in value.split(",") if entry.strip())
+        AllowedHosts.parse(value)
         return value
 
     @field_validator("data_dir")
@@ -218,6 +233,7 @@ class HeadwayConfig(_SettingsOfParts):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         self.autoscaling_settings()
+        self.ingress_settings()
         options = self.replica_options()
         device, backend = options.model.device, options.runner.attention_backend
         if device == "cpu" and self.num_gpus_per_replica:
@@ -239,12 +255,20 @@ class HeadwayConfig(_SettingsOfParts):
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests and responses."""
+        """Name of the model in responses."""
+        return self.model_names[0]
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names of the model that requests may use."""
         if self.served_model_name is not None:
-            return self.served_model_name
+            return tuple(self.served_model_name.split(","))
         if self.model is None:
-            return DEMO_MODEL_NAME
-        return Path(self.model).name if Path(self.model).is_dir() else self.model
+            return (DEMO_MODEL_NAME,)
+        path = Path(self.model)
+        if path.suffix == ".gguf":
+            return (path.stem,)
+        return (path.name if path.is_dir() else self.model,)
 
     @property
     def jobs_database_url(self) -> str:
@@ -298,8 +322,9 @@ class HeadwayConfig(_SettingsOfParts):
 
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""
-        usual = BandLimits(self.max_queued_requests, self.max_queued_tokens)
-        batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens)
+        share = 1.0 if self.ingress_settings().api_key_file is None else self.max_tenant_queue_share
+        usual = BandLimits(self.max_queued_requests, self.max_queued_tokens, max_tenant_share=share)
+        batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens, max_tenant_share=share)
         return self._part(
             FlowLimits,
             bands={
@@ -330,12 +355,14 @@ class HeadwayConfig(_SettingsOfParts):
 
     def allowed_webhook_hosts(self) -> AllowedHosts:
         """Return the hosts that may receive webhooks although they are not public."""
-        return AllowedHosts.parse(entry.strip() for entry in self.webhook_allowed_hosts.split(",") if entry.strip())
+        return AllowedHosts.parse(self.webhook_allowed_hosts)
 
     def jobs_settings(self) -> JobsSettings:
         """Compose the settings of the jobs process."""
         max_body_bytes = self.ingress_settings().max_body_bytes
-        return self._part(JobsSettings, model_name=self.model_name, max_line_bytes=max_body_bytes)
+        return self._part(
+            JobsSettings, model_name=self.model_name, aliases=self.model_names[1:], max_line_bytes=max_body_bytes
+        )
 
     def ingress_settings(self) -> IngressSettings:
         """Compose the settings of an HTTP ingress."""
@@ -343,6 +370,7 @@ class HeadwayConfig(_SettingsOfParts):
             IngressSettings,
             model=self.model_path,
             served_model_name=self.model_name,
+            aliases=self.model_names[1:],
             limits=self._part(RequestLimits),
             server_sets_request_id=True,
         )

@@ -13,9 +13,10 @@ from serve_app.config import PARTS, HeadwayConfig
 
 _INTRODUCTION = """# Configuration
 
-Each field can be given as `key=value` to `make serve ARGS=` and `serve run serve_app.app:build`, or under `args:` in a
-config file. Unknown fields, values outside their limits and contradictions are refused at start-up. A size is a number
-of bytes, also with a unit: `2GiB`. This page is made from the code:
+Each field is an option of `headway serve`, such as `--max-num-seqs 64` for `max_num_seqs`, and a line of its `--config`
+file. It can also be given as `key=value` to `make serve ARGS=` and `serve run serve_app.app:build`, or under `args:` in
+a config file of Serve. Unknown fields, values outside their limits and contradictions are refused at start-up. A size
+is a number of bytes, also with a unit: `2GiB`. This page is made from the code:
 `python -m serve_app.config_page > docs/configuration.md`.
 """
 _KINDS = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true`, `false`", "null": "`none`"}
@@ -24,27 +25,41 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
 
 def page() -> str:
     """Return the page: one table of fields for the deployment and one for each part."""
-    settings = {part: settings_of(part).keys() for part in PARTS}
+    return "\n".join([_INTRODUCTION, *(line for title, names in sections().items() for line in _section(title, names))])
+
+
+def sections() -> dict[str, list[str]]:
+    """Return the names of the fields by the title of the part that declares them, the deployment's own first."""
+    settings = {part: list(settings_of(part)) for part in PARTS}
     of_parts = {name for names in settings.values() for name in names}
     own = [name for name in HeadwayConfig.model_fields if name not in of_parts]
-    sections = [(HeadwayConfig, own), *settings.items()]
-    return "\n".join([_INTRODUCTION, *(line for part, names in sections for line in _section(part, names))])
+    return {_title(part): names for part, names in ((HeadwayConfig, own), *settings.items())}
 
 
-def _section(part: type, names: Iterable[str]) -> Iterator[str]:
-    title = (part.__doc__ or "").splitlines()[0].split(";")[0].rstrip(".")
+def effect_of(name: str) -> str:
+    """Return the docstring of a field, in one line."""
+    return " ".join((HeadwayConfig.model_fields[name].description or "").split())
+
+
+def default_text(name: str) -> str:
+    """Return a field's default in the form in which an operator writes it."""
+    return _default(name, HeadwayConfig.model_fields[name].default)
+
+
+def _title(part: type) -> str:
+    return (part.__doc__ or "").splitlines()[0].split(";")[0].rstrip(".")
+
+
+def _section(title: str, names: Iterable[str]) -> Iterator[str]:
     yield f"## {title}\n\n| field | default | values | effect |\n|---|---|---|---|"
     schema = HeadwayConfig.model_json_schema()
     for name in names:
-        field = HeadwayConfig.model_fields[name]
         values = "size > 0" if name.endswith("_bytes") else _values(schema["properties"][name], schema["$defs"])
-        effect = " ".join((field.description or "").split())
-        yield f"| `{name}` | `{_default(name, field.default)}` | {values} | {effect} |"
+        yield f"| `{name}` | `{default_text(name)}` | {values} | {effect_of(name)} |"
     yield ""
 
 
 def _default(name: str, value: object) -> str:
-    """Return a default in the form in which an operator writes it."""
     match value:
         case None | bool():
             return str(value).lower()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from replicas.errors import ErrorKind, ServingError
 
@@ -43,23 +45,18 @@ class HttpError(Exception):
         self.reply = reply
 
 
-@dataclass(frozen=True, slots=True)
-class _Meaning:
-    status: int
-    type: str
-
-
 _MEANINGS = {
-    ErrorKind.INVALID: _Meaning(400, "invalid_request_error"),
-    ErrorKind.NOT_FOUND: _Meaning(404, "not_found_error"),
-    ErrorKind.CONFLICT: _Meaning(409, "conflict"),
-    ErrorKind.OVERLOADED: _Meaning(429, "rate_limit_error"),
-    ErrorKind.ABORTED: _Meaning(499, "invalid_request_error"),
-    ErrorKind.INTERNAL: _Meaning(500, "server_error"),
-    ErrorKind.LOST: _Meaning(502, "server_error"),
-    ErrorKind.UNAVAILABLE: _Meaning(503, "service_unavailable_error"),
-    ErrorKind.DEADLINE: _Meaning(504, "timeout_error"),
+    ErrorKind.INVALID: (400, "invalid_request_error"),
+    ErrorKind.NOT_FOUND: (404, "not_found_error"),
+    ErrorKind.CONFLICT: (409, "conflict"),
+    ErrorKind.OVERLOADED: (429, "rate_limit_error"),
+    ErrorKind.ABORTED: (499, "invalid_request_error"),
+    ErrorKind.INTERNAL: (500, "server_error"),
+    ErrorKind.LOST: (502, "server_error"),
+    ErrorKind.UNAVAILABLE: (503, "service_unavailable_error"),
+    ErrorKind.DEADLINE: (504, "timeout_error"),
 }
+"""Map from an error's kind to its status and its type in the body."""
 
 
 def reply_to(error: BaseException, request_id: str) -> ErrorReply:
@@ -70,14 +67,14 @@ def reply_to(error: BaseException, request_id: str) -> ErrorReply:
     if serving_error is None:
         message = f"internal error; the server's log has it under request id {request_id}"
         return ErrorReply(500, message, "server_error", "internal_error")
-    meaning = _MEANINGS[serving_error.kind]
+    status, error_type = _MEANINGS[serving_error.kind]
     return ErrorReply(
-        meaning.status,
+        status,
         serving_error.message,
-        meaning.type,
+        error_type,
         serving_error.code,
         serving_error.param,
-        _retry_headers(serving_error, meaning.status),
+        _retry_headers(serving_error, status),
         serving_error.reason,
     )
 
@@ -117,6 +114,13 @@ def shortened(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
+def shown(value: object) -> str:
+    """Return a client's value as JSON for an error message, cut after 50 characters; numbers are plain digits."""
+    if isinstance(value, float):
+        return shortened(int(value) if value.is_integer() else format(Decimal(repr(value)), "f"))
+    return shortened(json.dumps(value, ensure_ascii=False))
+
+
 def route_not_found(method: str, path: str) -> HttpError:
     """Return the 404 for a path without a route; under /v1/ its message says that the endpoint is not supported."""
     if path.startswith("/v1/"):
@@ -138,6 +142,12 @@ def host_not_allowed(host: str) -> HttpError:
     return HttpError(ErrorReply(403, message, "permission_error", "host_not_allowed"))
 
 
+def origin_not_allowed(origin: str) -> HttpError:
+    """Return the 403 for a web page that may not call this server; `origin` is the value of the Origin header."""
+    message = f"web pages of the origin {shortened(origin)!r} may not call this server: it is not in allowed_origins"
+    return HttpError(ErrorReply(403, message, "permission_error", "origin_not_allowed"))
+
+
 def unsupported_media_type(content_type: str | None, expected: str = "application/json") -> HttpError:
     """Return the 415 for a content type other than `expected`."""
     given = f"is `{shortened(content_type)}`" if content_type else "is missing"
@@ -147,13 +157,13 @@ def unsupported_media_type(content_type: str | None, expected: str = "applicatio
 
 def body_too_large(max_body_bytes: int, what: str = "the body") -> HttpError:
     """Return the 413 for a body, or another part named by `what`, above its limit."""
-    message = f"{what} has more than {max_body_bytes:,} bytes".replace(",", " ") + ", the most that is accepted"
+    message = f"{what} has more than {max_body_bytes} bytes, the most that is accepted"
     return HttpError(ErrorReply(413, message, "invalid_request_error", "request_too_large"))
 
 
 def upload_too_slow(limit_s: float) -> HttpError:
     """Return the 408 for a body that did not arrive in time."""
-    message = f"the body did not arrive within {limit_s:g} s"
+    message = f"the body did not arrive within {limit_s:.10g} s"
     return HttpError(ErrorReply(408, message, "timeout_error", "upload_timeout", headers=DO_NOT_RETRY))
 
 

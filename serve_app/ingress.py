@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from typing import cast
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
-from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from pydantic_core import ErrorDetails
+from fastapi import Depends, FastAPI, params
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -16,28 +15,30 @@ from starlette.responses import Response
 from replicas.clock import Clock
 from replicas.errors import ServingError
 from serve_app.auth import Authenticator
-from serve_app.endpoints.backends import Backends
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.completions import CompletionEndpoints
 from serve_app.endpoints.files import FileEndpoints
+from serve_app.endpoints.job_requests import JobRequests
 from serve_app.endpoints.jobs import JobEndpoints
 from serve_app.endpoints.models import ModelEndpoints
-from serve_app.endpoints.new_jobs import JobMaker
-from serve_app.endpoints.new_prompts import PromptBatchMaker
-from serve_app.endpoints.operations import OperationsEndpoints
+from serve_app.endpoints.new_batches import JobMaker, PromptBatchMaker
+from serve_app.endpoints.operations import Backends, OperationsEndpoints
+from serve_app.endpoints.pages import PageEndpoints
 from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
-from serve_app.http.allowed_hosts import AllowedHostsMiddleware
+from serve_app.http.access_log import AccessLog
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import ExchangeMiddleware, error_response, exchange_of
+from serve_app.http.exchange import ExchangeMiddleware, Routes, error_response, exchange_of
+from serve_app.http.gate import Gate, GateMiddleware
+from serve_app.http.paths import PathMiddleware, allowed_methods
 from serve_app.http.settings import IngressSettings
+from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.metrics import HttpMetrics
-from serve_app.openai.known_model import KnownModel
-from serve_app.openai.request.parsing import invalid_request
-from serve_app.openai.service import CompletionService
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
-from serve_app.openai.tokenize.workers import WorkerThreads
+from serve_app.openai.request.sampling_defaults import SamplingDefaults
+from serve_app.openai.service import CompletionService, KnownModel
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
+from serve_app.rate_limits import KeyLimiter
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
 
@@ -47,70 +48,116 @@ def create_api(
     backends: Backends,
     *,
     metrics: HttpMetrics | None = None,
+    gate: Gate | None = None,
     rng: random.Random | None = None,
     clock: Clock | None = None,
 ) -> FastAPI:
     """Create the application; load the tokenizer and the key file.
 
-    `metrics` holds the registry that `/metrics` exposes. `rng` draws the seeds of requests without one. The
-    documentation pages of FastAPI are off, since they load assets from other sites.
+    Every route but those of `OperationsEndpoints` and `PageEndpoints` requires an API key. `metrics` holds the registry
+    that `/metrics` exposes. Closing `gate` ends the admission of requests. `rng` draws the seeds of requests without
+    one. The documentation pages of FastAPI are off, since they load assets from other sites.
 
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
     """
     clock, dispatcher, jobs = clock or Clock(), backends.dispatcher, backends.jobs
-    authenticator = Authenticator.from_file(settings.api_key_file)
+    key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
+    authenticator = Authenticator(key_file, clock.monotonic)
     workers = WorkerThreads(settings.num_tokenizer_threads)
     tokenizer = PromptTokenizer.load(settings.model, workers)
     bodies = BodyReader(settings, workers)
-    model = KnownModel(settings.served_model_name, dispatcher, clock.monotonic)
+    defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)
+    model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)
     metrics = metrics or HttpMetrics(settings.served_model_name)
     service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
     prompts = PromptBatchMaker(service, model.name)
-    routes = {
-        **CompletionEndpoints(settings, authenticator, bodies, service).routes(),
-        **ModelEndpoints(authenticator, bodies, model, tokenizer, clock.unix()).routes(),
-        **OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s).routes(),
-        **SyncPromptEndpoints(authenticator, bodies, prompts, settings, clock).routes(),
+    answered_at_once = {
+        **CompletionEndpoints(settings, bodies, service).routes(),
+        **SyncPromptEndpoints(bodies, prompts, settings, clock).routes(),
     }
+    routes = dict(ModelEndpoints(bodies, model, tokenizer, clock.unix()).routes())
     if jobs is not None:
+        requests = JobRequests(bodies, jobs)
         routes |= {
-            **FileEndpoints(authenticator, bodies, jobs, clock).routes(),
-            **BatchEndpoints(authenticator, bodies, jobs, model.name).routes(),
-            **JobEndpoints(authenticator, bodies, jobs, JobMaker(service, model.name)).routes(),
-            **PromptBatchEndpoints(authenticator, bodies, jobs, prompts).routes(),
+            **FileEndpoints(requests, clock).routes(),
+            **BatchEndpoints(requests, model.name).routes(),
+            **JobEndpoints(requests, JobMaker(service, model.name)).routes(),
+            **PromptBatchEndpoints(requests, prompts).routes(),
         }
-    exchange = Middleware(
-        ExchangeMiddleware,
-        metrics=metrics,
-        server_sets_request_id=settings.server_sets_request_id,
-        clock=clock,
-    )
-    hosts = Middleware(AllowedHostsMiddleware, allowed=settings.allowed_hosts)
-    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=[exchange, hosts])
-    for route, handler in routes.items():
-        method, path = route.split()
-        app.add_api_route(path, handler, methods=[method], response_model=None)
-    for kind in (ServingError, HttpError, HTTPException, RequestValidationError):
+    middleware = _middleware(settings, metrics, clock, gate or Gate())
+    app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)
+    operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s).routes()
+    own = (*answered_at_once, *routes)
+    keyed_routes = () if key_file is None else own
+    _add_routes(app, operations)
+    _add_routes(app, PageEndpoints(model.name, workers, (*operations, *own), keyed_routes).routes())
+
+    async def authenticate(request: Request) -> None:
+        await authenticator.refresh()
+        exchange_of(request).principal = authenticator.authenticate(request.headers)
+
+    _add_routes(app, routes, Depends(authenticate))
+    _add_routes(app, answered_at_once, Depends(authenticate), Depends(_limiting(KeyLimiter(clock.monotonic))))
+    for kind in (ServingError, HttpError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     return app
 
 
+def _limiting(limiter: KeyLimiter) -> Callable[[Request], Awaitable[None]]:
+    """Return the dependency that counts a request of a limited API key from before its body is read to its end."""
+
+    async def limit(request: Request) -> None:
+        exchange = exchange_of(request)
+        use = limiter.use_of(exchange.principal.key_id, exchange.principal.limits)
+        if use is not None:
+            exchange.key_use = use
+            use.begin()
+
+    return limit
+
+
+def _middleware(settings: IngressSettings, metrics: HttpMetrics, clock: Clock, gate: Gate) -> list[Middleware]:
+    """Return the middleware from the outside in."""
+    origins, access_socket = settings.origins, settings.access_log_socket
+    return [
+        Middleware(OriginsMiddleware, allowed=origins),
+        Middleware(
+            ExchangeMiddleware,
+            metrics=metrics,
+            server_sets_request_id=settings.server_sets_request_id,
+            clock=clock,
+            access_log=None if access_socket is None else AccessLog(access_socket),
+        ),
+        Middleware(WebPageGuard, hosts=settings.allowed_hosts, origins=origins),
+        Middleware(PathMiddleware),
+        Middleware(GateMiddleware, gate=gate),
+    ]
+
+
+def _add_routes(app: FastAPI, routes: Routes, *dependencies: params.Depends) -> None:
+    for route, handler in routes.items():
+        method, path = route.split()
+        app.add_api_route(path, handler, methods=[method], dependencies=dependencies, response_model=None)
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
-    """Return the response with OpenAI's error object for an error of the application or the web framework."""
+    """Return the response with OpenAI's error object for an error of the application or the web framework.
+
+    OPTIONS, which has no route of its own, is answered here with the methods of its path.
+    """
+    if isinstance(error, HTTPException) and error.status_code == 405 and request.method == "OPTIONS":
+        return Response(status_code=204, headers={"allow": allowed_methods(request)})
     return error_response(exchange_of(request), _as_error_object(request, error))
 
 
 def _as_error_object(request: Request, error: Exception) -> Exception:
-    """Convert an error of the web framework into an HttpError or InvalidRequest; return other errors unchanged."""
-    if isinstance(error, RequestValidationError):
-        return invalid_request(cast("list[ErrorDetails]", error.errors()))
+    """Convert an error of the web framework into an HttpError; return other errors unchanged."""
     if not isinstance(error, HTTPException):
         return error
-    method, path = request.method, request.url.path
+    method, path = exchange_of(request).method, request.url.path
     if error.status_code == 404:
         return route_not_found(method, path)
-    headers = dict(error.headers or {})
     if error.status_code == 405:
-        return method_not_allowed(method, path, headers.get("Allow", ""))
-    return http_failure(error.status_code, error.detail, list(headers.items()))
+        return method_not_allowed(method, path, allowed_methods(request))
+    return http_failure(error.status_code, error.detail, list((error.headers or {}).items()))

@@ -1,8 +1,9 @@
-"""Prometheus exposition of the metrics of the engines, the jobs deployment and this ingress."""
+"""Prometheus metrics of HTTP, flow control and routing in this process, and the page of all processes' metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -10,17 +11,35 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
+from replicas.protocol import Band, EngineMetrics, HistogramMetric, Metric, MetricKind
+from router.balancing.load_table import LoadTable
+from router.flow.flow_queue import FlowQueue
+from router.scaling.autoscaling_loop import AutoscalingLoop
+from router.types import LatencyTargets, Outcome, Reason, Slo
 from serve_app.jobs.api.records import JobsCounts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
 _METHODS = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"})
 
-_REFUSAL_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_predicted_wait", "deadline")
+_REFUSAL_REASONS = (
+    "max_num_queued_reqs",
+    "max_num_queued_tokens",
+    "max_tenant_queued_reqs",
+    "max_tenant_queued_tokens",
+    "max_predicted_wait",
+    "deadline",
+    "key_requests_per_minute",
+    "key_tokens_per_minute",
+    "key_max_concurrent_requests",
+)
 """Reasons whose series exist from the start, so that the first refusal shows as an increase."""
 
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MIGRATIONS = ("resumed", "restarted", "failed")
+_MAX_TENANTS = 1000
+_OTHER = "other"
 
 
 class HttpMetrics:
@@ -31,7 +50,7 @@ class HttpMetrics:
         self._model_name = model_name
         self._requests = Counter(
             "http_requests",
-            "HTTP requests answered, by route, method and class of status.",
+            "HTTP requests answered, by route, method and class of status; without /health, /metrics and /load.",
             ["handler", "method", "status"],
             registry=self.registry,
         )
@@ -68,7 +87,7 @@ class HttpMetrics:
 
         Clients must not be able to create series: `handler` is the route, and unknown methods share the label `other`.
         """
-        method = method if method in _METHODS else "other"
+        method = method if method in _METHODS else _OTHER
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
         self._duration.labels(handler, method).observe(duration_s)
         self._request_size.labels(handler).observe(request_bytes)
@@ -79,58 +98,178 @@ class HttpMetrics:
         self._refusals.labels(self._model_name, reason).inc()
 
 
-class EngineCollector(Collector):
-    """Collector of the metrics that the replicas returned for one scrape.
+class RouterMetrics:
+    """Counters and histograms of the router's decisions; a `router.types.RouterObserver`."""
+
+    def __init__(self, registry: CollectorRegistry, targets: Mapping[Band, LatencyTargets]) -> None:
+        self._targets = targets
+        self._wait = Histogram(
+            "headway:queue_wait_seconds",
+            "Time from a request's arrival in flow control to the end of its wait, by the outcome of the wait.",
+            ["band", "outcome"],
+            buckets=_WAIT_BUCKETS_S,
+            registry=registry,
+        )
+        self._decisions = Counter(
+            "headway:router_decisions",
+            "Requests dispatched to a replica, by the reason for the choice of replica (see router.types.Reason).",
+            ["reason"],
+            registry=registry,
+        )
+        self._promotions = Counter(
+            "headway:starvation_promotions", "Dispatches of a band that had starved.", ["band"], registry=registry
+        )
+        self._migrations = Counter(
+            "headway:migrations", "Requests whose replica was lost, by outcome.", ["outcome"],
+            registry=registry,
+        )  # fmt: skip
+        self._finished = Counter("headway:finished_requests", "Requests that ended well.", ["band"], registry=registry)
+        self._finished_tokens = Counter(
+            "headway:finished_tokens", "Output tokens of requests that ended well.", ["band"], registry=registry
+        )
+        self._attained = Counter(
+            "headway:slo_attained",
+            "Requests that ended well and met a latency target of their band (ttft: arrival in flow control to first "
+            "output; tpot: (last - first) / (output tokens - 1); all: both), or have none to meet; "
+            "attainment = headway:slo_attained_total / on(band) group_left headway:finished_requests_total.",
+            ["band", "slo"],
+            registry=registry,
+        )
+        self._goodput = Counter(
+            "headway:goodput_tokens",
+            "Output tokens of requests that ended well and met every latency target of their band.",
+            ["band"],
+            registry=registry,
+        )
+        self._show_zeros()
+
+    def waited(self, band: Band, outcome: Outcome, seconds: float) -> None:
+        """Observe the end of a request's wait in flow control."""
+        self._wait.labels(_name(band), outcome.value).observe(seconds)
+
+    def decided(self, reason: Reason) -> None:
+        """Count a request that was dispatched to the first replica of a ranking."""
+        self._decisions.labels(reason.value).inc()
+
+    def promoted(self, band: Band) -> None:
+        """Count a dispatch of a band that had starved."""
+        self._promotions.labels(_name(band)).inc()
+
+    def migrated(self, outcome: str) -> None:
+        """Count a request whose replica was lost, by its outcome: resumed, restarted or failed."""
+        self._migrations.labels(outcome).inc()
+
+    def finished(self, band: Band, ttft_s: float | None, duration_s: float, num_tokens: int) -> None:
+        """Count a request that ended well, its tokens and the latency targets that it met."""
+        self._finished.labels(_name(band)).inc()
+        self._finished_tokens.labels(_name(band)).inc(num_tokens)
+        attained = self._targets[band].attained(ttft_s, duration_s, num_tokens)
+        for slo in attained:
+            self._attained.labels(_name(band), slo.value).inc()
+        if Slo.ALL in attained:
+            self._goodput.labels(_name(band)).inc(num_tokens)
+
+    def _show_zeros(self) -> None:
+        """Create every series of the counters, so that the first event shows as an increase."""
+        for band in map(_name, Band):
+            for counter in (self._promotions, self._finished, self._finished_tokens, self._goodput):
+                counter.labels(band)
+            for slo in Slo:
+                self._attained.labels(band, slo.value)
+        for reason in Reason:
+            self._decisions.labels(reason.value)
+        for outcome in _MIGRATIONS:
+            self._migrations.labels(outcome)
+
+
+class RouterCollector(Collector):
+    """Collector of flow control's queue sizes, the age of the load table's entries and the autoscaling decision."""
+
+    def __init__(self, queue: FlowQueue, table: LoadTable, autoscaling: AutoscalingLoop) -> None:
+        self._queue = queue
+        self._table = table
+        self._autoscaling = autoscaling
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the present values as gauges."""
+        size = GaugeMetricFamily("headway:queue_size", "Requests waiting in flow control.", labels=["band", "tenant"])
+        tokens = GaugeMetricFamily(
+            "headway:queue_tokens", "Expected tokens of the requests waiting in flow control.", labels=["band"]
+        )
+        age = GaugeMetricFamily(
+            "headway:router_state_age_seconds", "Age of a replica's last report.", labels=["replica"]
+        )
+        for band in Band:
+            for tenant, count in _bounded(self._queue.num_by_tenant(band)).items():
+                size.add_metric([_name(band), tenant], count)
+            tokens.add_metric([_name(band)], self._queue.num_tokens(band))
+        for view in self._table.views():
+            age.add_metric([view.stats.replica_id], view.age_s)
+        desired = GaugeMetricFamily("headway:autoscale_desired_replicas", "Desired number of model replicas.")
+        drain = GaugeMetricFamily(
+            "headway:autoscale_drain_seconds",
+            "Waiting tokens without batch work / (replicas * measured tokens/s of one); infinite without replicas.",
+        )
+        if (decision := self._autoscaling.decision) is not None:
+            desired.add_metric([], decision.desired_replicas)
+            drain.add_metric([], float("inf") if decision.drain_s is None else decision.drain_s)
+        yield from (size, tokens, age, desired, drain)
+
+
+def _bounded(counts: dict[str, int]) -> dict[str, int]:
+    """Return the counts of the tenants with most requests, and the sum of the rest as `other`."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    bounded = dict(ordered[:_MAX_TENANTS])
+    if rest := sum(count for _, count in ordered[_MAX_TENANTS:]):
+        bounded[_OTHER] = bounded.get(_OTHER, 0) + rest
+    return bounded
+
+
+def _name(band: Band) -> str:
+    return band.name.lower()
+
+
+def engine_families(engines: Iterable[EngineMetrics], model_name: str) -> Iterable[Family]:
+    """Return one family per metric name, with the samples of all replicas that answered a scrape.
 
     Each sample has the labels `model_name` and `engine`. `engine` is the replica's index, from "0", in the sorted ids
     of the replicas that answered, so that all ingresses number the replicas in the same way.
     """
-
-    def __init__(self, engines: Sequence[EngineMetrics], model_name: str) -> None:
-        self._engines = sorted(engines, key=lambda engine: engine.replica_id)
-        self._model_name = model_name
-
-    def collect(self) -> Iterator[Family]:
-        """Yield one family per metric name, with the samples of all replicas."""
-        families: dict[str, Family] = {}
-        for index, engine in enumerate(self._engines):
-            labels = {"model_name": self._model_name, "engine": str(index)}
-            for metric in engine.metrics:
-                _add_metric(families, metric, labels)
-            for histogram in engine.histograms:
-                family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
-                _add_histogram(family, histogram, labels)
-        yield from families.values()
+    families: dict[str, Family] = {}
+    for index, engine in enumerate(sorted(engines, key=lambda engine: engine.replica_id)):
+        labels = {"model_name": model_name, "engine": str(index)}
+        for metric in engine.metrics:
+            _add_metric(families, metric, labels)
+        for histogram in engine.histograms:
+            family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
+            _add_histogram(family, histogram, labels)
+    return families.values()
 
 
-class JobsCollector(Collector):
-    """Collector of the metrics of the jobs deployment."""
-
-    def __init__(self, metrics: Sequence[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Family]:
-        """Yield one family per metric name."""
-        families: dict[str, Family] = {}
-        for metric in self._metrics:
-            _add_metric(families, metric, {})
-        yield from families.values()
+def jobs_families(metrics: Iterable[Metric]) -> Iterable[Family]:
+    """Return one family per metric name of the jobs deployment."""
+    families: dict[str, Family] = {}
+    for metric in metrics:
+        _add_metric(families, metric, {})
+    return families.values()
 
 
-class IngressCollector(Collector):
-    """Collector of this ingress's metrics, with the jobs process's samples of the same names as `process="jobs"`."""
+def ingress_families(registry: CollectorRegistry, jobs: Iterable[Family]) -> Iterator[Family]:
+    """Yield this ingress's families, with the jobs process's samples of the same names as `process="jobs"`."""
+    of_jobs = {family.name: family for family in jobs}
+    for family in registry.collect():
+        if family.name in of_jobs:
+            for sample in of_jobs[family.name].samples:
+                family.add_sample(sample.name, sample.labels | {"process": "jobs"}, sample.value)
+        yield family
 
-    def __init__(self, registry: CollectorRegistry, jobs: Sequence[Family]) -> None:
-        self._registry = registry
-        self._jobs = {family.name: family for family in jobs}
 
-    def collect(self) -> Iterator[Family]:
-        """Yield every family of this ingress once."""
-        for family in self._registry.collect():
-            if family.name in self._jobs:
-                for sample in self._jobs[family.name].samples:
-                    family.add_sample(sample.name, sample.labels | {"process": "jobs"}, sample.value)
-            yield family
+@dataclass(frozen=True, slots=True)
+class _Page(Collector):
+    families: Iterable[Family]
+
+    def collect(self) -> Iterable[Family]:
+        return self.families
 
 
 _NO_COUNTS = JobsCounts()
@@ -140,12 +279,12 @@ def exposition(
     engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics, jobs: JobsCounts = _NO_COUNTS
 ) -> bytes:
     """Return the page for Prometheus, in its text format."""
-    collectors = (
-        EngineCollector(list(engines), model_name),
-        JobsCollector(jobs.own),
-        IngressCollector(http.registry, jobs.router),
+    parts = (
+        engine_families(engines, model_name),
+        jobs_families(jobs.own),
+        ingress_families(http.registry, jobs.router),
     )
-    return b"".join(generate_latest(collector) for collector in collectors)
+    return b"".join(generate_latest(_Page(families)) for families in parts)
 
 
 def _add_metric(families: dict[str, Family], metric: Metric, labels: dict[str, str]) -> None:

@@ -1,7 +1,5 @@
 """Assignment of test modules to the processes of a run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ _MODEL = "tests/model/"
 
 
 class ModuleSharing(LoadScopeScheduling):
-    """Gives each process one module at a time, as long as there is one that it may run.
+    """Scheduler that gives each process one module at a time, as long as there is one that it may run.
 
     1. Modules that start Ray run in the process named `ray`, one after the other: two clusters that start together
        on two cores keep each other from it.
@@ -54,7 +52,7 @@ class ModuleSharing(LoadScopeScheduling):
 
 
 def _owner_name(module: str) -> str | None:
-    """The only process that may run a module; None: any."""
+    """Return the name of the only process that may run a module; None: any."""
     if module.startswith(_RAY):
         return "ray"
     return "interpreter" if module.startswith(_INTERPRETED) else None
@@ -62,5 +60,5 @@ def _owner_name(module: str) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ModuleSharing | None:
-    """Called by xdist for its way to share tests; None: its own."""
+    """Return the scheduler of tests for xdist; None: its own."""
     return ModuleSharing(config, log) if config.getoption("dist") == "loadscope" else None

@@ -15,8 +15,6 @@ A test of random worlds takes `seeds`, and is marked with how many worlds there 
    something goes into the mark, `examples=(...)`, and is played in every run.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 from collections.abc import Generator, Iterator, Sequence
@@ -117,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _commit() -> str | None:
-    """The hash of the commit that is checked out; None: this is no checkout, or there is no git."""
+    """Return the hash of the commit that is checked out; None: this is no checkout, or there is no git."""
     command = ["git", "-C", str(_ROOT), "rev-parse", "HEAD"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)

@@ -5,8 +5,6 @@ may import those within itself. Modules directly in a top package stand for them
 the test kit no benchmarks, the benchmarks no tests.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -30,11 +28,9 @@ MAY_SEE = {
         "replicas.model",
         "replicas.engine.batch",
         "replicas.engine.config",
-        "replicas.engine.interfaces",
         "replicas.engine.sequence",
         "replicas.protocol",
         "replicas.errors",
-        "replicas.rates",
         "replicas.settings",
         "replicas.tokenizer_files",
     ),
@@ -43,7 +39,7 @@ MAY_SEE = {
         "replicas.protocol",
         "replicas.errors",
         "replicas.block_hash",
-        "replicas.clock",
+        "replicas.fair_share",
         "replicas.rates",
         "replicas.settings",
     ),
@@ -68,7 +64,7 @@ CONFINED = {
         "serve_app.jobs.service",
     ),
     "alembic": ("serve_app.jobs.storage",),
-    "torch": ("replicas.model", "replicas.model_replica", "replicas.demo", "serve_app.deployments.gpus"),
+    "torch": ("replicas.model", "replicas.demo", "serve_app.deployments.autoscaling"),
     "transformers": (
         "replicas.model",
         "replicas.demo",
@@ -76,7 +72,7 @@ CONFINED = {
         "serve_app.openai.tokenize",
     ),
     "triton": ("replicas.model.attention", "replicas.model.layers"),
-    "fastapi": ("serve_app.deployments.ingress", "serve_app.endpoints", "serve_app.ingress"),
+    "fastapi": ("serve_app.deployments.ingress", "serve_app.ingress"),
     "starlette": ("serve_app",),
     "pydantic": ("serve_app",),
 }
@@ -140,7 +136,7 @@ def is_package(module: str) -> bool:
 
 
 def folder(module: str) -> str:
-    """The part of the architecture that a module belongs to: its folder, or in a top package the module itself."""
+    """Return the part of the architecture of a module: its folder, or in a top package the module itself."""
     parent = module.rpartition(".")[0]
     return module if is_package(module) or not parent or parent in TOPS else parent
 
@@ -236,7 +232,8 @@ def test_pure_modules_import_without_ray_or_torch() -> None:
 
 def test_processes_without_a_model_import_no_torch() -> None:
     """It takes seconds to import, and hundreds of megabytes."""
-    modules = ["serve_app.app", "serve_app.cli.main", "serve_app.ingress", "serve_app.jobs.runtime"]
+    commands = [module for module in FILES if is_in(module, ("serve_app.cli",))]
+    modules = ["serve_app.app", *commands, "serve_app.ingress", "serve_app.jobs.runtime"]
     load = f"from replicas.tokenizer_files import load_tokenizer; load_tokenizer({str(ROOT / 'replicas' / 'demo')!r})"
     import_without((), modules, f"{load}; assert 'torch' not in sys.modules")
 
@@ -254,6 +251,16 @@ def test_a_process_imports_its_own_deployment_alone(deployment: str) -> None:
 
 def test_building_the_application_imports_no_library_of_one_process() -> None:
     import_without((), ["serve_app.app"], f"found = set({HEAVY!r}) & set(sys.modules); assert not found, found")
+
+
+def test_the_command_starts_without_ray_or_torch() -> None:
+    """`headway chat` must answer a key press at once."""
+    heavy = {"ray", "torch", "transformers", "fastapi", "sqlalchemy", "pydantic"}
+    import_without(
+        (),
+        ["serve_app.cli.main", "serve_app.cli.chat"],
+        f"found = {heavy!r} & set(sys.modules); assert not found, found",
+    )
 
 
 def import_without(blocked: tuple[str, ...], modules: list[str], afterwards: str = "") -> None:

@@ -7,8 +7,6 @@ transformers' `generate()` in static batches, with its own cache and kernels.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,29 +15,22 @@ from statistics import fmean
 from rich.console import Console
 from rich.table import Table
 
-from bench.baselines.allowed import EQUAL_STEPS, StepCosts, allowed_gain, measure_costs
-from bench.baselines.engine_batches import EngineBatches, PaddedBatches, RaggedBatches
-from bench.baselines.generate_batches import GenerateBatches
-from bench.baselines.methods import CONTINUOUS, Limits, methods
-from bench.baselines.outcome import Outcome, outcome_of
-from bench.baselines.policies import FixedSize
-from bench.baselines.serving_loop import serve_continuously, serve_in_batches
-from bench.baselines.timeline import Timeline
+from bench.baselines.outcome import EQUAL_STEPS, Outcome, StepCosts, allowed_gain, measure_costs, outcome_of
+from bench.baselines.policies import CONTINUOUS, FixedSize, Limits, methods
+from bench.baselines.serving_loop import StaticBatches, serve_continuously, serve_in_batches
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
-from bench.record import write
-from replicas.engine.config import EngineConfig, EngineLimits
-from replicas.engine.engine import Engine
-from replicas.model.build import build_runner, warm_up
-from replicas.model.loading.loader import load_model
-from replicas.model.loading.options import ModelOptions, RunnerOptions
-from replicas.model.loading.tokenizer import SilentDecoder
-from replicas.model.runner import TorchModelRunner
-from replicas.protocol import ReplicaIdentity
+from bench.engines import load_runner, make_engine, model_parser
+from bench.peers.engine import PeerRequest
+from bench.peers.transformers_generate import StaticGenerate, load_plain
+from bench.record import cell, ratio, write
+from bench.token_times import TimedEngine, Timeline, TokenTimes
+from replicas.engine.config import EngineLimits
+from replicas.model.hardware.device import choose_device, choose_dtype
+from replicas.model.loading.options import ModelOptions
 
 _GENERATE = "transformers generate(), fixed size"
 _COMPARED = "fixed size, no padding"
 """Base of the gain. Continuous batching differs only in that slots do not idle, so the gain is due to the lengths."""
-_MAX_MODEL_LEN = 1024
 
 
 class Comparison:
@@ -47,21 +38,17 @@ class Comparison:
 
     def __init__(self, arguments: argparse.Namespace, limits: Limits) -> None:
         self._limits = limits
-        self._max_num_batched_tokens: int = arguments.max_batch_tokens
-        loaded = load_model(ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads))
-        self.max_model_len = min(loaded.max_model_len, _MAX_MODEL_LEN)
-        engine_limits = EngineLimits(
-            max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=arguments.max_batch_tokens
-        )
-        options = RunnerOptions(kv_cache_bytes=arguments.kv_cache_mib * 2**20)
-        self._runner: TorchModelRunner = build_runner(loaded, engine_limits, options)
-        warm_up(self._runner, engine_limits)
-        self.num_slots_tokens = self._runner.num_blocks * self._runner.block_size
+        self._steps = {
+            "max_num_seqs": limits.max_num_seqs,
+            "max_num_batched_tokens": arguments.max_batch_tokens,
+        }
+        model = ModelOptions(arguments.model, arguments.dtype, "cpu", None, arguments.threads)
+        self._runner = load_runner(model, EngineLimits(**self._steps), arguments.kv_cache_mib)
 
     def continuous(self, trace: Sequence[TraceRequest]) -> Outcome:
         """Serve the trace with continuous batching."""
         engine = self._engine()
-        answers = serve_continuously(trace, engine, Timeline())
+        answers = serve_continuously(trace, engine)
         return outcome_of(CONTINUOUS, trace, answers, engine.figures())
 
     def static(self, trace: Sequence[TraceRequest], only: str) -> list[Outcome]:
@@ -70,7 +57,7 @@ class Comparison:
         for method in methods(self._limits):
             if only in method.name:
                 engine = self._engine()
-                runner = PaddedBatches(engine) if method.is_padded else RaggedBatches(engine)
+                runner = StaticBatches(engine, method.is_padded)
                 answers = serve_in_batches(trace, method.make_policy(), runner, Timeline())
                 outcomes.append(outcome_of(method.name, trace, answers, engine.figures()))
                 print(f"{method.name}: {outcomes[-1].tokens_per_s:.1f} tokens/s", flush=True)
@@ -80,19 +67,10 @@ class Comparison:
         """Measure decode steps after a prompt of the trace's mean length, and the prompts."""
         num_tokens = round(fmean(len(request.prompt) for request in trace))
         longest = max((request.prompt for request in trace), key=len)
-        runner = RaggedBatches(self._engine())
-        return measure_costs(runner, longest[:num_tokens], self._limits.max_num_seqs, Timeline())
+        return measure_costs(StaticBatches(self._engine()), longest[:num_tokens], self._limits.max_num_seqs)
 
-    def _engine(self) -> EngineBatches:
-        config = EngineConfig(
-            num_blocks=self._runner.num_blocks,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self._limits.max_num_seqs,
-            max_num_batched_tokens=self._max_num_batched_tokens,
-            enable_prefix_caching=False,
-        )
-        identity = ReplicaIdentity("bench", "bench", os.getpid())
-        return EngineBatches(Engine(config, self._runner, lambda _: SilentDecoder(), identity), Timeline())
+    def _engine(self) -> TimedEngine:
+        return TimedEngine(make_engine(self._runner, **self._steps), Timeline())
 
 
 def main() -> None:
@@ -109,7 +87,8 @@ def main() -> None:
     costs = comparison.costs(trace)
     allowed = allowed_gain(trace, limits.max_num_seqs, costs)
     Console(width=160).print(_table(outcomes, f"{len(trace)} requests, {spec.requests_per_s:g} a second"))
-    reached = _reached_gain(outcomes)
+    speeds = {outcome.method: outcome.tokens_per_s for outcome in outcomes}
+    reached = ratio(speeds[CONTINUOUS], speeds.get(_COMPARED))
     if reached is not None:
         print(f"tokens/s of '{_COMPARED}' times {by_lengths:.2f} is what the lengths allow where all steps cost the "
               f"same, {allowed:.2f} where they cost what they do here; continuous batching reaches {reached:.2f}, "
@@ -119,14 +98,11 @@ def main() -> None:
         "gain_is_over": _COMPARED, "reached_gain": reached, "allowed_gain": allowed,
         "allowed_gain_where_steps_cost_the_same": by_lengths, "costs": asdict(costs),
     }  # fmt: skip
-    print(write(arguments.name, "python -m bench.baselines " + " ".join(sys.argv[1:]), figures))
+    print(write(arguments.name, figures))
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="replicas/demo", help="directory of the model")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=2)
+    parser = model_parser(__doc__, "baselines")
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--kv-cache-mib", type=int, default=512)
@@ -134,25 +110,32 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=16.0, help="requests per second; more than the engine can serve")
     parser.add_argument("--only", default="", help="run only batchers whose name contains this")
     parser.add_argument("--no-generate", action="store_true", help="leave transformers' generate() out")
-    parser.add_argument("--name", default="baselines", help="name of the result file")
     arguments = parser.parse_args()
     arguments.model = str(Path(arguments.model).resolve())
     return arguments
+
+
+class GenerateBatches:
+    """transformers' `generate()` in the dtype that Headway's loader would choose."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        dtype = choose_dtype(arguments.dtype, choose_device("cpu"))
+        self._model = StaticGenerate(load_plain(arguments.model, dtype, arguments.threads), batch_size=10**6)
+
+    def run(self, batch: Sequence[TraceRequest]) -> TokenTimes:
+        """Run `batch`, left-padded, to the end of its longest request."""
+        requests = [PeerRequest(r.number, r.prompt, r.num_output_tokens) for r in batch]
+        return self._model.run(requests, concurrency=1).token_s
 
 
 def _generate(arguments: argparse.Namespace, trace: Sequence[TraceRequest], limits: Limits) -> list[Outcome]:
     if arguments.no_generate:
         return []
     policy = FixedSize(limits.max_num_seqs, limits.max_wait_s)
-    runner = GenerateBatches(arguments.model, arguments.dtype, arguments.threads)
+    runner = GenerateBatches(arguments)
     runner.run(trace[:2])  # warms up
     answers = serve_in_batches(trace, policy, runner, Timeline())
     return [outcome_of(_GENERATE, trace, answers, None)]
-
-
-def _reached_gain(outcomes: Sequence[Outcome]) -> float | None:
-    speeds = {outcome.method: outcome.tokens_per_s for outcome in outcomes}
-    return speeds[CONTINUOUS] / speeds[_COMPARED] if _COMPARED in speeds else None
 
 
 def _table(outcomes: Sequence[Outcome], title: str) -> Table:
@@ -163,15 +146,11 @@ def _table(outcomes: Sequence[Outcome], title: str) -> Table:
     for each in outcomes:
         table.add_row(
             each.method, f"{each.tokens_per_s:.1f}",
-            _cell(each.padding_efficiency, ".0%"), _cell(each.utilization, ".0%"),
+            cell(each.padding_efficiency, ".0%"), cell(each.utilization, ".0%"),
             f"{each.ttft_p50_s:.2f} / {each.ttft_p99_s:.2f}", f"{each.latency_p50_s:.2f} / {each.latency_p99_s:.2f}",
-            _cell(each.urgent_latency_p50_s, ".2f"),
+            cell(each.urgent_latency_p50_s, ".2f"),
         )  # fmt: skip
     return table
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

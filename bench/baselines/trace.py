@@ -13,7 +13,7 @@ _URGENT_SHARE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A prompt with its arrival time and the number of its output tokens."""
+    """Prompt with its arrival time and the number of its output tokens."""
 
     number: int
     arrival_s: float

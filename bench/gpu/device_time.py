@@ -1,16 +1,22 @@
-"""Device time: marks between steps, and the share of time that profiled work covers."""
+"""Times of steps: as the host sees them, by marks on the device, and the share that profiled work covers."""
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol, Self
 
 import torch
 
-from replicas.engine.batch import ScheduledBatch
-from replicas.engine.interfaces import LaunchedStep, ModelRunner
+from bench.engines import decode_batch, prefill_batch
+from replicas.engine.batch import LaunchedStep, ModelRunner, ScheduledBatch
 from replicas.model.runner import TorchModelRunner
+from replicas.protocol import SamplingParams
+
+NUM_ITERATIONS = 20
 
 
 class Mark(Protocol):
@@ -39,18 +45,18 @@ def num_graphs(runner: TorchModelRunner) -> int:
     return 0 if runner._decode_graphs is None else len(runner._decode_graphs._graphs)
 
 
+@dataclass(slots=True)
 class MarkedRunner:
     """Runner that passes steps on and marks the end of each on the device."""
 
-    def __init__(self, runner: ModelRunner, mark: Callable[[], Mark]) -> None:
-        self._runner = runner
-        self._mark = mark
-        self.marks: list[Mark] = []
+    runner: ModelRunner
+    mark: Callable[[], Mark]
+    marks: list[Mark] = field(default_factory=list)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Launch `batch`, then mark."""
-        step = self._runner.launch(batch)
-        self.marks.append(self._mark())
+        step = self.runner.launch(batch)
+        self.marks.append(self.mark())
         return step
 
     def take_periods_ms(self) -> list[float]:
@@ -69,3 +75,37 @@ def covered_share(intervals: Iterable[tuple[float, float]]) -> float | None:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
     return covered / (until - ordered[0][0]) if until > ordered[0][0] else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Duration of one kind of step, over `NUM_ITERATIONS` repetitions."""
+
+    step: str
+    num_tokens: int
+    min_ms: float
+    median_ms: float
+    tokens_per_s: float
+
+
+def measure_decode(runner: TorchModelRunner, num_seqs: int, context: int, params: SamplingParams) -> StepTime:
+    """Measure a step of one token for each of `num_seqs` sequences with `context` tokens."""
+    batch = decode_batch(runner, num_seqs, context, params)
+    return _time(f"decode {num_seqs} x {context}", num_seqs, lambda: runner.execute(batch))
+
+
+def measure_prefill(runner: TorchModelRunner, num_tokens: int) -> StepTime:
+    """Measure a step of a whole prompt of `num_tokens` tokens."""
+    batch = prefill_batch(runner, num_tokens)
+    return _time(f"prefill {num_tokens}", num_tokens, lambda: runner.execute(batch))
+
+
+def _time(step: str, num_tokens: int, execute: Callable[[], object]) -> StepTime:
+    """Time `execute`, which returns once its tokens are on the host, so wall time covers the whole step."""
+    durations = []
+    for _ in range(NUM_ITERATIONS + 3):
+        started_s = time.perf_counter()
+        execute()
+        durations.append(1000 * (time.perf_counter() - started_s))
+    median_ms = statistics.median(durations[3:])
+    return StepTime(step, num_tokens, min(durations[3:]), median_ms, 1000 * num_tokens / median_ms)

@@ -1,7 +1,5 @@
 """Time that the device waits for the host between decodes, with and without async scheduling and CUDA graphs.
 
-    python -m bench.gpu.host_gap
-
 A step's gap is the time between its end on the device and that of the step before, less the time that the device needs
 for it. That time is measured with the next steps already in the device's queue. The profiler's busy share is a second
 measure of the same and slows the host down a little.
@@ -9,33 +7,24 @@ measure of the same and slows the host down a little.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
+from bench.engines import decode_batch, exact_request, make_engine, pseudo_random_tokens, warm_runner
 from bench.gpu.device_time import CudaMark, MarkedRunner, covered_share, num_graphs
-from bench.gpu.mixed_trace import measure_trace, plain_model
-from bench.models import LLAMA_1B, random_model
-from bench.record import percentile, write
-from replicas.engine.batch import ScheduledBatch, ScheduledSequence
-from replicas.engine.config import EngineConfig, EngineLimits
+from bench.gpu.mixed_trace import measure_trace
+from bench.record import percentile
+from replicas.engine.config import EngineLimits
 from replicas.engine.engine import Engine
-from replicas.engine.sequence import Sequence
-from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
-from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
-from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
 
 MANY_SEQS, CONTEXT = 64, 512
 NUM_STEPS, NUM_WARM_UP_STEPS, NUM_PROFILED_STEPS, NUM_QUEUED_STEPS = 300, 30, 50, 40
-MAX_MODEL_LEN = 2048
-_GREEDY = SamplingParams(max_tokens=NUM_STEPS + NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS + 64, temperature=0.0,
-                         ignore_eos=True)  # fmt: skip
+_NUM_OUTPUT_TOKENS = NUM_STEPS + NUM_WARM_UP_STEPS + NUM_PROFILED_STEPS + 64
 
 MakeModel = Callable[[], LoadedModel]
 
@@ -93,9 +82,11 @@ def summarise(
 def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool) -> HostGap:
     """Decode `num_seqs` sequences of about `CONTEXT` tokens for many steps."""
     marked = MarkedRunner(runner, CudaMark)
-    engine = _engine(runner, marked, num_seqs, is_async=is_async)
+    engine = make_engine(
+        runner, launcher=marked, max_num_seqs=num_seqs, max_num_batched_tokens=2048, async_scheduling=is_async
+    )
     for number in range(num_seqs):
-        engine.add(GenerateRequest(str(number), _prompt(number), _GREEDY))
+        engine.add(exact_request(number, pseudo_random_tokens(number, CONTEXT), _NUM_OUTPUT_TOKENS))
     begun: set[str] = set()
     while len(begun) < num_seqs:
         begun |= {delta.request_id for delta in engine.step() if delta.token_ids}
@@ -121,13 +112,7 @@ def measure(runner: TorchModelRunner, num_seqs: int, *, is_async: bool) -> HostG
 def device_ms(runner: TorchModelRunner, num_seqs: int) -> float:
     """Return the device's milliseconds for a decode of `num_seqs` sequences when it never waits for the host."""
     marked = MarkedRunner(runner, CudaMark)
-    items = []
-    for number in range(num_seqs):
-        sequence = Sequence(GenerateRequest(str(number), _prompt(number), _GREEDY), 0.0, None, number)
-        num_blocks = -(-CONTEXT // runner.block_size)
-        sequence.block_table = [1 + (number * num_blocks + i) % runner.num_blocks for i in range(num_blocks)]
-        items.append(ScheduledSequence(sequence, CONTEXT - 1, 1))
-    batch = ScheduledBatch(tuple(items))
+    batch = decode_batch(runner, num_seqs, CONTEXT)
     steps = [marked.launch(batch) for _ in range(NUM_QUEUED_STEPS)]
     for step in steps:
         step.collect()
@@ -141,8 +126,7 @@ def measure_all(make_model: MakeModel) -> list[HostGap]:
     for has_graphs in (True, False):
         limits = EngineLimits(max_num_seqs=MANY_SEQS, max_num_batched_tokens=2048)
         options = RunnerOptions(gpu_memory_utilization=0.5, enforce_eager=not has_graphs)
-        runner = build_runner(loaded, limits, options)
-        warm_up(runner, limits)
+        runner = warm_runner(loaded, limits, options)
         for num_seqs in (MANY_SEQS, 1):
             for is_async in (False, True):
                 gaps.append(measure(runner, num_seqs, is_async=is_async))
@@ -156,34 +140,6 @@ def run(make_model: MakeModel, make_peer: Callable[[], object]) -> dict[str, obj
     """Return gaps, and a mixed trace on all engines; `make_peer` gives the same model in plain transformers."""
     gaps = [asdict(gap) for gap in measure_all(make_model)]
     return {"host_gaps": gaps, "mixed_trace": [asdict(outcome) for outcome in measure_trace(make_model, make_peer)]}
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, record."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(
-        arguments
-    )
-    if not torch.cuda.is_available():
-        print("host_gap needs a CUDA device, and torch finds none here", file=sys.stderr)
-        return 1
-    figures = run(
-        lambda: random_model(LLAMA_1B, torch.bfloat16, "cuda"), lambda: plain_model(LLAMA_1B, torch.bfloat16, "cuda")
-    )
-    print(write("host_gap", "python -m bench.gpu.host_gap", {"device": torch.cuda.get_device_name(), **figures}))
-    return 0
-
-
-def _engine(runner: TorchModelRunner, marked: MarkedRunner, num_seqs: int, *, is_async: bool) -> Engine:
-    config = EngineConfig(
-        num_blocks=runner.num_blocks,
-        max_model_len=min(MAX_MODEL_LEN, runner.max_model_len),
-        block_size=runner.block_size,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=2048,
-        enable_prefix_caching=False,
-        async_scheduling=is_async,
-    )
-    return Engine(config, marked, lambda _: SilentDecoder(), ReplicaIdentity("bench", "bench", 0))
 
 
 def _steps(engine: Engine, num_steps: int) -> None:
@@ -201,11 +157,3 @@ def _profiled_busy_share(engine: Engine) -> float | None:
         for event in profiler.events() or ()
         if event.device_type.name == "CUDA"
     )
-
-
-def _prompt(number: int) -> tuple[int, ...]:
-    return tuple((number + 7 * position) % 500 for position in range(CONTEXT))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

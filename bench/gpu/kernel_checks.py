@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.gpu.check import Check
+from bench.gpu.model_checks import Check
 from replicas.errors import ModelLoadError
 from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.selfcheck import LONG_SCHEDULE, check_attention
+from replicas.model.attention.select import LONG_SCHEDULE, check_attention
 from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.layers.triton_ops import check_layer_ops

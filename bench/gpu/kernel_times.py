@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from bench.gpu.device_time import CudaMark
+from bench.engines import GREEDY
+from bench.gpu.device_time import CudaMark, measure_decode
+from bench.models import LLAMA_1B, random_model
 from replicas.engine.config import EngineLimits
 from replicas.model.attention.interface import AttentionCall, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per_block
@@ -19,7 +21,6 @@ from replicas.model.attention.triton import TritonBackend
 from replicas.model.build import build_runner
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
-from replicas.model.runner import TorchModelRunner
 
 CONTEXT = 1024
 BATCH_SIZES = (1, 64, 256)
@@ -30,19 +31,12 @@ SHAPES: dict[str, PretrainedConfig] = {
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
         vocab_size=151_936, max_position_embeddings=8192, tie_word_embeddings=True,
     ),
-    "Llama-3.2-1B": LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-        head_dim=64, vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=True,
-    ),
+    "Llama-3.2-1B": LLAMA_1B,
     "Llama-3.1-8B": LlamaConfig(
         hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, vocab_size=128_256, max_position_embeddings=8192, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-
-MakeModel = Callable[[PretrainedConfig, torch.dtype, str], LoadedModel]
-MeasureDecode = Callable[[TorchModelRunner, int, int], float]
-"""Function that returns the milliseconds of a step of `num_seqs` decodes with `context` tokens each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +70,15 @@ def copy_bandwidth(device: torch.device, num_bytes: int = 4 * 2**30) -> float:
     return 2 * num_bytes / (_median_ms(lambda: target.copy_(source)) / 1000)
 
 
-def measure_decodes(
-    make_model: MakeModel, measure_decode: MeasureDecode, device: str, bandwidth: float
-) -> list[DecodeTime]:
+def measure_decodes(device: str, bandwidth: float) -> list[DecodeTime]:
     """Measure every shape and batch size with Triton's kernels, the smallest shape with plain torch too."""
     times = []
     for shape, config in SHAPES.items():
-        loaded = make_model(config, torch.bfloat16, device)
+        loaded = random_model(config, torch.bfloat16, device)
         for attention in ("triton", "gather") if shape == "Qwen2.5-0.5B" else ("triton",):
             limits = EngineLimits(BLOCK_SIZE, max(BATCH_SIZES), max_num_batched_tokens=2048)
             runner = build_runner(loaded, limits, RunnerOptions(attention_backend=attention))
-            steps_ms = [measure_decode(runner, batch_size, CONTEXT) for batch_size in BATCH_SIZES]
+            steps_ms = [measure_decode(runner, size, CONTEXT, GREEDY).median_ms for size in BATCH_SIZES]
             del runner  # frees most of the device's memory
             _release()
             for batch_size, step_ms in zip(BATCH_SIZES, steps_ms, strict=True):

@@ -1,21 +1,21 @@
-"""Client of files and batches, and access to the processes that serve them."""
+"""Client of files and batches, and the input files that it uploads."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
-from bench.jobs.lines import ENDPOINT, write_lines
-from bench.load.spec import Stream
-from bench.serving import Served
+from bench.load.schedule import make_schedule
+from bench.load.spec import Burst, LoadSpec, Stream
+from testkit.serving.served import wait_for
 
+ENDPOINT = "/v1/completions"
+_NOT_IN_LINES = ("stream", "priority", "user", "return_token_ids")
 _POLL_PERIOD_S = 0.2
 _FINAL = ("completed", "failed", "expired", "cancelled")
 
@@ -60,13 +60,12 @@ class BatchClient:
         Raises:
             TimeoutError: neither came within `limit_s`.
         """
-        deadline_s = time.monotonic() + limit_s
-        while time.monotonic() < deadline_s:
+
+        def found() -> dict[str, Any] | None:
             batch = self.get(batch_id)
-            if is_so(batch) or is_final(batch):
-                return batch
-            time.sleep(_POLL_PERIOD_S)
-        raise TimeoutError(f"batch {batch_id} after {limit_s:g} s: {batch['status']}, {batch['request_counts']}")
+            return batch if is_so(batch) or is_final(batch) else None
+
+        return wait_for(found, f"batch {batch_id} is what it is to be", limit_s, _POLL_PERIOD_S)
 
     def cancel(self, batch_id: str) -> None:
         """Begin to cancel a batch."""
@@ -98,15 +97,21 @@ def num_done(batch: dict[str, Any]) -> int:
     return int(counts["completed"] + counts["failed"])
 
 
-def replica_process(served: Served, deployment: str) -> psutil.Process:
-    """Return the process of a deployment with one replica."""
-    children = psutil.Process(served.process.pid).children(recursive=True)
-    [process] = [child for child in children if f":{deployment}" in " ".join(child.cmdline())]
-    return process
+def write_lines(path: Path, stream: Stream, num_lines: int, seed: int, model: str = "headway-demo") -> None:
+    """Write a file of `num_lines` lines sized like `stream`, in an order independent of their sizes.
+
+    Lines are written a thousand at a time: the requests are never all in memory.
+    """
+    with path.open("w") as file:
+        for start in range(0, num_lines, 1000):
+            count = min(1000, num_lines - start)
+            part = {"name": f"{stream.name}-{start}", "bursts": (Burst(count=count),), "phases": ()}
+            schedule = make_schedule(LoadSpec(model=model, streams=(stream.model_copy(update=part),), seed=seed))
+            file.writelines(_lines(start, (request.body for request in schedule)))
 
 
-def peak_memory_bytes(process: psutil.Process) -> int:
-    """Return the peak resident memory of a process."""
-    status = Path(f"/proc/{process.pid}/status").read_text()
-    [line] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
+def _lines(start: int, bodies: Iterable[bytes]) -> Iterable[str]:
+    for number, text in enumerate(bodies, start):
+        body = {name: value for name, value in json.loads(text).items() if name not in _NOT_IN_LINES}
+        line = {"custom_id": f"line-{number}", "method": "POST", "url": ENDPOINT, "body": body}
+        yield json.dumps(line, separators=(",", ":")) + "\n"

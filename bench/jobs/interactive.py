@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done
-from bench.load.percentiles import percentile
-from bench.load.rows import Outcome
 from bench.load.spec import Lengths, LoadSpec, Phase, Stream
-from bench.routing.applications import KINDS
-from bench.routing.offer import Offered, offer
-from bench.routing.report import Bar, Options, at_most, ratio, read_options, report
-from bench.serving import Served
+from bench.routing.applications import INTERACTIVE, KINDS
+from bench.routing.offer import Offered, compare_latencies, offer
+from bench.routing.report import Bar, Options, latency_bars, read_options, report
+from serve_app.benchmark.rows import Outcome
+from testkit.serving.served import Served
 
 NUM_SLOTS = 32
 _START_LIMIT_S = 120.0
@@ -70,14 +69,8 @@ def main() -> int:
 
 
 def _interactive(scale: Scale, options: Options) -> LoadSpec:
-    stream = Stream(
-        name="interactive",
-        priority=0,
-        user="people",
-        phases=(Phase(end_s=scale.interactive_s, rate_per_s=scale.interactive_per_s),),
-        prompt=Lengths.around(96, 0.5, 16, 384),
-        output=Lengths.around(40, 0.5, 8, 160),
-    )
+    phase = Phase(end_s=scale.interactive_s, rate_per_s=scale.interactive_per_s)
+    stream = INTERACTIVE.model_copy(update={"phases": (phase,)})
     return LoadSpec(model=KINDS[scale.name].model, streams=(stream,), seed=options.seed, timeout_s=3600.0)
 
 
@@ -103,17 +96,9 @@ def _beside_a_batch(
 
 def figures_of(alone: Offered, beside: Offered, batch: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return all compared figures."""
-    loads = (beside, alone)
-    ttft = [_percentile([row.ttft_s for row in load.rows if row.ttft_s is not None], 99) for load in loads]
-    gaps = [_percentile([gap for row in load.rows for gap in row.inter_token_s], 99) for load in loads]
-    middle = [_percentile([gap for row in load.rows for gap in row.inter_token_s], 50) for load in loads]
     return {
-        "ttft_p99_s": ttft,
-        "ttft_p99_ratio": ratio(*ttft),
-        "gap_p99_s": gaps,
-        "gap_p99_ratio": ratio(*gaps),
-        "decode_step_ratio": ratio(*middle),
-        "num_interactive_failed": sum(row.outcome is not Outcome.OK for load in loads for row in load.rows),
+        **compare_latencies(beside.rows, alone.rows),
+        "num_interactive_failed": sum(row.outcome is not Outcome.OK for load in (beside, alone) for row in load.rows),
         "num_lines_done": [num_done(batch[when]) for when in ("before", "after")],
         "lasted": batch["after"]["status"] == "in_progress",
     }
@@ -124,18 +109,11 @@ def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
     prefix = f"{scale.name}: "
     num_before, num_after = figures["num_lines_done"]
     return [
-        *at_most(
-            f"{prefix}interactive TTFT p99, with a batch / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio
-        ),
-        *at_most(f"{prefix}interactive inter-token p99, ratio", figures["gap_p99_ratio"], scale.max_gap_ratio),
+        *latency_bars(scale.name, "a batch", figures, scale.max_ttft_ratio, scale.max_gap_ratio),
         Bar(f"{prefix}interactive requests failed", figures["num_interactive_failed"], 0),
         Bar(f"{prefix}the batch lasted to the end", float(figures["lasted"]), 1, is_lower_bound=True),
         Bar(f"{prefix}lines done meanwhile", num_after - num_before, 1, is_lower_bound=True),
     ]
-
-
-def _percentile(values: list[float], percent: float) -> float | None:
-    return percentile(values, percent) if values else None
 
 
 if __name__ == "__main__":

@@ -11,24 +11,25 @@ of them gets a webhook at least once, always with the same id.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from bench.jobs.client import BatchClient, is_final, num_done
-from bench.jobs.launched import Kind, Launched
-from bench.jobs.lines import write_lines
-from bench.jobs.receiver import Receiver, receiving
-from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, JobSubmitter, ended_job, with_retries
+from bench.jobs.client import BatchClient, is_final, num_done, write_lines
+from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, Receiver, ended_job, receiving, submitting, with_retries
 from bench.load.spec import Burst, Lengths, Stream
-from bench.routing.report import Bar, read_options, report
+from bench.routing.report import Bar, option_parser, options_of, report
+from serve_app.cli.private_cluster import free_port
+from serve_app.config import DEMO_MODEL_NAME
+from testkit.serving.served import serving, wait_for
 
 _ONE_IN_WHOLE = 5
 _KILLING_SHARE = 0.6
@@ -36,6 +37,46 @@ _SETTINGS = {
     "num_replicas": 2, "dtype": "float32", "device": "cpu", "num_threads": 1, "cpus_per_replica": 0.5,
     "max_num_seqs": 8, "load_poll_period_s": 0.2, "webhook_allowed_hosts": "127.0.0.1",
 }  # fmt: skip
+
+
+class Kind(Enum):
+    """Processes that can be killed; the value is the beginning of the process's command line."""
+
+    MODEL = "ray::ServeReplica:headway:Model"
+    JOBS = "ray::ServeReplica:headway:Jobs"
+    INGRESS = "ray::ServeReplica:headway:Ingress"
+    CONTROLLER = "ray::ServeController"
+    PROXY = "ray::ProxyActor"
+    WHOLE = "make serve"
+    """Every process of `make serve`, which is then started again."""
+
+
+class Launcher:
+    """One `make serve` after another, with the same port, home and configuration."""
+
+    def __init__(self, open_contexts: contextlib.ExitStack, home: Path, settings: Mapping[str, object]) -> None:
+        """Start the first one; `open_contexts` stops the last one and ends all processes."""
+        self._open = open_contexts
+        self._home = home
+        self._arguments = " ".join(f"{name}={value}" for name, value in settings.items())
+        self._port = free_port("127.0.0.1")
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.start()
+
+    def start(self) -> None:
+        """Start `make serve`; return when it is ready."""
+        variables = (f"MODEL={DEMO_MODEL_NAME}", f"ARGS={self._arguments}")
+        self._served = self._open.enter_context(serving(self._home, *variables, port=self._port))
+
+    def kill(self, kind: Kind) -> bool:
+        """Kill a process of this kind, or all; return False if there is none now."""
+        if kind is Kind.WHOLE:
+            self._served.kill()
+            return True
+        process = self._served.find(kind.value)
+        if process is not None:
+            process.kill()
+        return process is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +115,21 @@ class Seen:
 
 def main() -> int:
     """Serve, kill, collect, judge."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = option_parser(__doc__)
     parser.add_argument("--kills", type=int)
     parser.add_argument("--lines", type=int)
-    own, others = parser.parse_known_args()
-    options = read_options(__doc__, others)
+    own = parser.parse_args()
+    options = options_of(own)
     scale = Scale(num_lines=60, num_kills=3, output_tokens=48) if options.is_quick else Scale()
-    scale = Scale(own.lines or scale.num_lines, own.kills or scale.num_kills, scale.output_tokens)
-    with tempfile.TemporaryDirectory(prefix="hw-kill-") as home, receiving() as receiver:
-        launched = Launched(Path(home), {**_SETTINGS, "data_dir": f"{home}/data", **options.settings})
-        try:
-            launched.start()
-            seen = _run(launched, receiver, scale, Path(home), options.seed)
-        finally:
-            launched.stop()
+    scale = replace(scale, num_lines=own.lines or scale.num_lines, num_kills=own.kills or scale.num_kills)
+    with (
+        tempfile.TemporaryDirectory(prefix="hw-kill-") as home,
+        receiving() as receiver,
+        contextlib.ExitStack() as open_contexts,
+    ):
+        settings = {**_SETTINGS, "data_dir": f"{home}/data", **options.settings}
+        launcher = Launcher(open_contexts, Path(home), settings)
+        seen = _run(launcher, receiver, scale, Path(home), options.seed)
     figures, bars = judge(scale, seen)
     return report("kill", options, bars, {"scale": asdict(scale), **figures}, [], family="jobs")
 
@@ -130,29 +172,31 @@ def kinds_to_kill(num_kills: int, rng: random.Random) -> list[Kind]:
     return kinds
 
 
-def _run(launched: Launched, receiver: Receiver, scale: Scale, home: Path, seed: int) -> Seen:
-    client = BatchClient(launched.url)
+def _run(launcher: Launcher, receiver: Receiver, scale: Scale, home: Path, seed: int) -> Seen:
+    client = BatchClient(launcher.url)
     path = home / "lines.jsonl"
     write_lines(path, _stream(scale), scale.num_lines, seed)
     batch_id = client.create(client.upload(path), receiver.url)
-    submitter = JobSubmitter(launched.url, receiver.url, scale.between_jobs_s)
-    submitter.start()
-    try:
-        kills = _kill_repeatedly(launched, client, batch_id, scale, random.Random(seed))
-        batch = with_retries(lambda: client.wait(batch_id, is_final, RETRY_LIMIT_S))
-    finally:
-        submitter.stop()
-    jobs = {job_id: with_retries(lambda job_id=job_id: ended_job(launched.url, job_id)) for job_id in submitter.ids}  # type: ignore[misc]
+    with submitting(launcher.url, receiver.url, scale.between_jobs_s) as job_ids:
+        kills = _kill_repeatedly(launcher, client, batch_id, scale, random.Random(seed))
+        batch = with_retries(client.wait, batch_id, is_final, RETRY_LIMIT_S)
+    jobs = {job_id: with_retries(ended_job, launcher.url, job_id) for job_id in job_ids}
     subjects = [batch_id, *jobs]
-    _wait_for_webhooks(receiver, subjects)
+    with contextlib.suppress(TimeoutError):
+        wait_for(
+            lambda: all(receiver.ids[subject] for subject in subjects),
+            "every end has a webhook",
+            RETRY_LIMIT_S,
+            PERIOD_S,
+        )
     output, errors = (
         list(client.results(batch[name])) if batch[name] else [] for name in ("output_file_id", "error_file_id")
     )
-    return Seen(batch, output, errors, kills, jobs, {subject: receiver.ids(subject) for subject in subjects})
+    return Seen(batch, output, errors, kills, jobs, {subject: receiver.ids[subject] for subject in subjects})
 
 
 def _kill_repeatedly(
-    launched: Launched, client: BatchClient, batch_id: str, scale: Scale, rng: random.Random
+    launcher: Launcher, client: BatchClient, batch_id: str, scale: Scale, rng: random.Random
 ) -> list[Kill]:
     """Kill processes one after another, each time the batch has advanced by one more step."""
     kills: list[Kill] = []
@@ -160,23 +204,17 @@ def _kill_repeatedly(
     step = _KILLING_SHARE * scale.num_lines / (scale.num_kills + 1)
     for number, kind in enumerate(kinds_to_kill(scale.num_kills, rng), 1):
         target = number * step
-        batch = with_retries(lambda: client.wait(batch_id, lambda it: num_done(it) >= target, RETRY_LIMIT_S))  # noqa: B023
+        batch = with_retries(client.wait, batch_id, lambda it: num_done(it) >= target, RETRY_LIMIT_S)  # noqa: B023
         if is_final(batch):
             break
         at_unix_s = time.time()
-        while launched.kill(kind) is None:
+        while not launcher.kill(kind):
             time.sleep(PERIOD_S)  # it is being replaced already
         kills.append(Kill(at_unix_s, kind.name.lower(), num_done(batch)))
         print(f"killed {kind.name.lower()} at {num_done(batch)} of {scale.num_lines} lines", flush=True)
         if kind is Kind.WHOLE:
-            launched.start()
+            launcher.start()
     return kills
-
-
-def _wait_for_webhooks(receiver: Receiver, subjects: Sequence[str]) -> None:
-    deadline_s = time.monotonic() + RETRY_LIMIT_S
-    while time.monotonic() < deadline_s and not all(receiver.ids(subject) for subject in subjects):
-        time.sleep(PERIOD_S)
 
 
 def _stream(scale: Scale) -> Stream:

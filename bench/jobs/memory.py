@@ -10,16 +10,17 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.jobs.client import BatchClient, is_final, peak_memory_bytes, replica_process
-from bench.jobs.lines import write_lines
+from bench.jobs.client import BatchClient, is_final, write_lines
 from bench.load.spec import Lengths, Stream
+from bench.peers.machine import peak_memory_bytes
 from bench.routing.applications import timed
 from bench.routing.report import Bar, Options, read_options, report
-from bench.serving import Served
+from testkit.serving.served import Served
 
 MAX_RATIO = 1.1
 _PROCESSES = ("Jobs", "Ingress")
@@ -44,7 +45,11 @@ def main() -> int:
     scale = QUICK if options.is_quick else FULL
     few, many = (_measure(num_lines, options) for num_lines in (scale.few_lines, scale.many_lines))
     bars = [
-        Bar(f"peak memory of {name}, {scale.many_lines} lines / {scale.few_lines}", _ratio(name, many, few), MAX_RATIO)
+        Bar(
+            f"peak memory of {name}, {scale.many_lines} lines / {scale.few_lines}",
+            many["peak_bytes"][name] / few["peak_bytes"][name],
+            MAX_RATIO,
+        )
         for name in _PROCESSES
     ]
     bars.append(Bar("lines without a result of their own", few["num_lost"] + many["num_lost"], 0))
@@ -63,13 +68,16 @@ def _measure(num_lines: int, options: Options) -> dict[str, Any]:
     with timed(options, **settings) as served, tempfile.TemporaryDirectory(prefix="hw-lines-") as folder:
         path = Path(folder) / "lines.jsonl"
         write_lines(path, _STREAM, num_lines, options.seed)
-        processes = {name: replica_process(served, name) for name in _PROCESSES}
-        before = {name: peak_memory_bytes(process) for name, process in processes.items()}
+        before = _peak_bytes(served)
         figures = _run(served, path, num_lines)
-        after = {name: peak_memory_bytes(process) for name, process in processes.items()}
-    seen = {"peak_bytes_before": before, "peak_bytes": after, "file_bytes": figures.pop("file_bytes"), **figures}
+        seen = {"peak_bytes_before": before, "peak_bytes": _peak_bytes(served), **figures}
     print(f"{num_lines} lines: {seen}", flush=True)
     return seen
+
+
+def _peak_bytes(served: Served) -> dict[str, int]:
+    found = {name: served.find(f"ray::ServeReplica:headway:{name}") for name in _PROCESSES}
+    return {name: peak_memory_bytes([process.pid]) for name, process in found.items() if process is not None}
 
 
 def _run(served: Served, path: Path, num_lines: int) -> dict[str, Any]:
@@ -79,24 +87,16 @@ def _run(served: Served, path: Path, num_lines: int) -> dict[str, Any]:
     batch_id = client.create(client.upload(path))
     batch = client.wait(batch_id, is_final, _LIMIT_S)
     duration_s = time.monotonic() - started_s
-    custom_ids: set[str] = set()
-    num_results = 0
-    for file_id in filter(None, (batch["output_file_id"], batch["error_file_id"])):
-        for result in client.results(file_id):
-            custom_ids.add(result["custom_id"])
-            num_results += 1
+    file_ids = filter(None, (batch["output_file_id"], batch["error_file_id"]))
+    results = Counter(result["custom_id"] for file_id in file_ids for result in client.results(file_id))
     return {
         "file_bytes": path.stat().st_size,
         "status": batch["status"],
         "request_counts": batch["request_counts"],
-        "num_lost": abs(num_results - num_lines) + num_lines - len(custom_ids),
+        "num_lost": abs(results.total() - num_lines) + num_lines - len(results),
         "duration_s": duration_s,
         "lines_per_s": num_lines / duration_s,
     }
-
-
-def _ratio(name: str, many: dict[str, Any], few: dict[str, Any]) -> float:
-    return float(many["peak_bytes"][name] / few["peak_bytes"][name])
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.jobs.client import BatchClient, is_final
-from bench.jobs.lines import write_lines
+from bench.jobs.client import BatchClient, is_final, write_lines
 from bench.load.spec import Lengths, Prefixes, Stream
+from bench.record import ratio
 from bench.routing.applications import timed
-from bench.routing.report import Bar, Options, ratio, read_options, report
+from bench.routing.report import Bar, Options, read_options, report
 
 MIN_GAIN = 1.1
 NUM_SLOTS = 32
@@ -74,7 +74,12 @@ def main() -> int:
         gain = ratio(runs["worker"]["tokens_per_s"], runs["file"]["tokens_per_s"])
         bars.append(Bar(f"{name}: tokens/s, the worker's order / the file's", gain, MIN_GAIN, is_lower_bound=True))
         bars.append(Bar(f"{name}: lines that failed", sum(run["num_failed"] for run in runs.values()), 0))
-        figures[name] = {"num_lines": num_lines, "workload": _described(workload), "gain": gain, **runs}
+        figures[name] = {
+            "num_lines": num_lines,
+            "workload": asdict(workload) | {"stream": workload.stream.model_dump(mode="json")},
+            "gain": gain,
+            **runs,
+        }
     return report("ordering", options, bars, figures, [], family="jobs")
 
 
@@ -104,10 +109,6 @@ def _measure(workload: Workload, num_lines: int, order: str, options: Options) -
     }
     print(f"{order}'s order: {seen}", flush=True)
     return seen
-
-
-def _described(workload: Workload) -> dict[str, Any]:
-    return asdict(workload) | {"stream": workload.stream.model_dump(mode="json")}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ is void. The figures of all calls are recorded too.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -29,14 +28,13 @@ from typing import Any
 
 import aiohttp
 
-from bench.load.percentiles import percentiles
 from bench.load.spec import Burst, Lengths, LoadSpec, Stream
 from bench.peers.machine import ProcessorMeter
+from bench.record import percentiles, ratio
 from bench.routing.applications import COARSE_STREAMS, KINDS
-from bench.routing.offer import Offered, RunningLoad
-from bench.routing.report import Bar, Options, ratio, read_options, report
-from bench.routing.watch import Seen, watching
-from bench.serving import Served
+from bench.routing.offer import Offered, RunningLoad, Seen, watching
+from bench.routing.report import Bar, Options, option_parser, options_of, report
+from testkit.serving.served import Served
 
 MAX_EXTRA_S = {"p50": 0.008, "p99": 0.040}
 MAX_RATIO = {"p50": 2.0, "p99": 4.5}
@@ -44,7 +42,8 @@ MAX_RATIO = {"p50": 2.0, "p99": 4.5}
 MAX_STEAL_PERCENT = 1.0
 """Percentage of a second's CPU time. Calls sent in a second with more steal time do not count."""
 _PERCENTS = (50, 90, 99, 100)
-_KINDS = _SUBMIT, _LIVE = "submit", "live"
+_SUBMIT, _LIVE = "submit", "live"
+_KINDS = (_SUBMIT, _LIVE)
 _HERE, _THERE = "here", "there"
 
 
@@ -73,7 +72,7 @@ class Call:
 
     kind: str
     place: str
-    """The application: of this checkout, or of the other one."""
+    """Application that was called: of this checkout, or of the other one."""
     status: int
     """HTTP status; 0: no answer."""
     sent_unix_s: float
@@ -84,7 +83,10 @@ class Call:
 
 def main() -> int:
     """Measure beside both kinds of replica."""
-    options, other_checkout = _read_options()
+    parser = option_parser(__doc__, kinds=list(FULL))
+    parser.add_argument("--against")
+    own = parser.parse_args()
+    options, other_checkout = options_of(own), own.against
     scales = QUICK if options.is_quick else FULL
     bars: list[Bar] = []
     figures: dict[str, Any] = {"scale": {name: asdict(scale) for name, scale in scales.items()}}
@@ -107,14 +109,6 @@ def main() -> int:
     void = "the host took the processors too often" if is_disturbed else None
     record = "submit_against" if other_checkout else "submit"
     return report(record, options, bars, figures, loads, family="jobs", void_because=void)
-
-
-def _read_options() -> tuple[Options, str | None]:
-    """Parse the options, and the other checkout to compare with."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--against")
-    own, arguments = parser.parse_known_args()
-    return read_options(__doc__, arguments, kinds=list(FULL)), own.against
 
 
 def judge(undisturbed: Mapping[str, dict[str, Any] | None]) -> list[Bar]:
@@ -152,7 +146,8 @@ def _measure(
         }
         backlogs = {place: RunningLoad(served.url, _backlog(scale, options)) for place, served in places.items()}
         time.sleep(scale.lead_s)
-        with watching(_StealMeter().percent, 1.0) as steal:
+        meter = ProcessorMeter([])
+        with watching(lambda: meter.shares().steal, 1.0) as steal:
             calls = asyncio.run(_call_in_turn({place: served.url for place, served in places.items()}, scale))
         was_busy = {place: float(backlog.is_running) for place, backlog in backlogs.items()}
         offered = [backlog.wait() for backlog in backlogs.values()]
@@ -168,19 +163,9 @@ def _measure(
 
 def _figures_of_place(calls: Sequence[Call], steal: Sequence[Seen], scale: Scale) -> dict[str, Any]:
     calm = undisturbed_of(calls, steal)
-    has_enough = min(Counter(call.kind for call in calm).get(kind, 0) for kind in _KINDS) >= scale.min_undisturbed
+    num_calm = Counter(call.kind for call in calm)
+    has_enough = all(num_calm[kind] >= scale.min_undisturbed for kind in _KINDS)
     return {**figures_of(calls), "undisturbed": figures_of(calm) if has_enough else None}
-
-
-class _StealMeter:
-    """Meter of the steal time of all CPUs since the last look, in percent."""
-
-    def __init__(self) -> None:
-        self._meter = ProcessorMeter([])
-
-    def percent(self) -> float:
-        meter, self._meter = self._meter, ProcessorMeter([])
-        return meter.shares().steal
 
 
 def undisturbed_of(calls: Sequence[Call], steal: Sequence[Seen]) -> list[Call]:

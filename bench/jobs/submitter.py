@@ -1,57 +1,59 @@
-"""Submitter of jobs that retries until each is accepted, while processes are killed."""
+"""Submitter of jobs that retries until each is accepted, while processes are killed, and receiver of their webhooks."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import tenacity
 
 RETRY_LIMIT_S = 300.0
 PERIOD_S = 0.25
 
-T = TypeVar("T")
+with_retries = tenacity.Retrying(
+    retry=tenacity.retry_if_exception_type((httpx.HTTPError, RuntimeError)),
+    stop=tenacity.stop_after_delay(RETRY_LIMIT_S),
+    wait=tenacity.wait_fixed(PERIOD_S),
+    reraise=True,
+)
+"""Caller of functions that fail as long as a process is dead: `with_retries(function, argument, ...)`."""
 
 
-@dataclass(slots=True)
-class JobSubmitter:
-    """Submitter in a thread of its own; it retries each job until it is accepted."""
+@contextlib.contextmanager
+def submitting(url: str, callback_url: str, period_s: float) -> Iterator[list[str]]:
+    """Submit a job every `period_s` within the context; yield the ids of the accepted ones, a list that grows.
 
-    url: str
-    callback_url: str
-    period_s: float
-    ids: list[str] = field(default_factory=list)
-    _is_over: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
+    The last job is accepted before the context ends.
+    """
+    job_ids: list[str] = []
+    is_over = threading.Event()
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    def run() -> None:
+        while not is_over.wait(period_s):
+            job_ids.append(with_retries(_submit, url, callback_url, f"job-{len(job_ids) + 1}"))
 
-    def stop(self) -> None:
-        """Stop once the last job is accepted."""
-        assert self._thread is not None
-        self._is_over.set()
-        self._thread.join(RETRY_LIMIT_S)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield job_ids
+    finally:
+        is_over.set()
+        thread.join(RETRY_LIMIT_S)
 
-    def _run(self) -> None:
-        number = 0
-        while not self._is_over.wait(self.period_s):
-            number += 1
-            self.ids.append(with_retries(lambda key=f"job-{number}": self._submit(key)))  # type: ignore[misc]
 
-    def _submit(self, key: str) -> str:
-        body = {"prompt": f"def {key}(", "max_tokens": 16, "callback_url": self.callback_url}
-        response = httpx.post(
-            f"{self.url}/generate", json=body, headers={"idempotency-key": key}, timeout=30.0, trust_env=False
-        )
-        if response.status_code != httpx.codes.ACCEPTED:
-            raise RuntimeError(f"{response.status_code} {response.text[:300]}")
-        return str(response.json()["job_id"])
+def _submit(url: str, callback_url: str, key: str) -> str:
+    body = {"prompt": f"def {key}(", "max_tokens": 16, "callback_url": callback_url}
+    headers = {"idempotency-key": key}
+    response = httpx.post(f"{url}/generate", json=body, headers=headers, timeout=30.0, trust_env=False)
+    if response.status_code != httpx.codes.ACCEPTED:
+        raise RuntimeError(f"{response.status_code} {response.text[:300]}")
+    return str(response.json()["job_id"])
 
 
 def ended_job(url: str, job_id: str) -> str:
@@ -66,13 +68,36 @@ def ended_job(url: str, job_id: str) -> str:
     return status
 
 
-def with_retries(ask: Callable[[], T]) -> T:
-    """Return the result of `ask`, retried on errors up to `RETRY_LIMIT_S`: the process it calls may be dead for now."""
-    deadline_s = time.monotonic() + RETRY_LIMIT_S
-    while True:
-        try:
-            return ask()
-        except (httpx.HTTPError, RuntimeError):
-            if time.monotonic() > deadline_s:
-                raise
-            time.sleep(PERIOD_S)
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """Address of a receiver of webhooks, and what it has received; its threads append, others read."""
+
+    url: str
+    ids: defaultdict[str, list[str]]
+    """Ids of the webhooks about a batch's or job's end, one for each delivery, by the id of the batch or job."""
+
+
+@contextlib.contextmanager
+def receiving() -> Iterator[Receiver]:
+    """Run a receiver on a free port of this machine."""
+    ids: defaultdict[str, list[str]] = defaultdict(list)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            event = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            ids[event["data"]["id"]].append(self.headers["webhook-id"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield Receiver(f"http://127.0.0.1:{server.server_address[1]}/hook", ids)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -17,12 +17,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bench.jobs.client import BatchClient, is_final, num_done
-from bench.load.rows import Outcome
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
 from bench.routing.applications import COARSE_STREAMS, timed
 from bench.routing.offer import Offered, RunningLoad
 from bench.routing.report import Bar, Options, read_options, report
-from bench.serving import Served
+from serve_app.benchmark.rows import Outcome
+from testkit.serving.served import Served
 
 MIN_SHARE = 0.99
 LOAD = 0.9
@@ -129,13 +129,15 @@ def _load(lines_per_s: float, scale: Scale, options: Options) -> LoadSpec:
 
 def figures_of(seen: Seen) -> dict[str, Any]:
     """Return all judged figures."""
+    batch = seen.batch
+    ended_unix_s = batch["completed_at"] or batch["expired_at"] or batch["failed_at"] or 0
     interactive = [row.outcome for row in seen.load.of("interactive")]
     return {
         "lines_per_s_alone": seen.lines_per_s,
         "num_lines": seen.num_lines,
-        "num_in_time": seen.batch["request_counts"]["completed"],
-        "status": seen.batch["status"],
-        "took_s": _ended_unix_s(seen.batch) - seen.batch["created_at"],
+        "num_in_time": batch["request_counts"]["completed"],
+        "status": batch["status"],
+        "took_s": ended_unix_s - batch["created_at"],
         "num_interactive": len(interactive),
         "num_interactive_failed": sum(outcome not in (Outcome.OK, Outcome.CUT_OFF) for outcome in interactive),
         "num_backlog_done": sum(row.outcome is Outcome.OK for row in seen.load.of("backlog")),
@@ -154,10 +156,6 @@ def judge(figures: dict[str, Any]) -> list[Bar]:
         Bar("the backlog stood to the end of the batch", float(figures["lasted"]), 1, is_lower_bound=True),
         Bar("requests of the backlog done meanwhile", figures["num_backlog_done"], 1, is_lower_bound=True),
     ]  # fmt: skip
-
-
-def _ended_unix_s(batch: dict[str, Any]) -> float:
-    return float(batch["completed_at"] or batch["expired_at"] or batch["failed_at"] or 0)
 
 
 if __name__ == "__main__":

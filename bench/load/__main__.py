@@ -10,23 +10,22 @@ import sys
 from pathlib import Path
 
 from bench.load.generator import run_schedule
-from bench.load.rows import write_rows
 from bench.load.schedule import make_schedule
-from bench.load.spec import PRESETS, read_spec
-from bench.load.summary import summarize, table
-
-VOID_EXIT_CODE = 3
+from bench.load.spec import LoadSpec
+from bench.load.summary import VOID_EXIT_CODE, summarize, table
+from bench.record import write
+from serve_app.benchmark.rows import write_rows
 
 
 def main() -> int:
     """Run the load and record the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True, help="base URL of the server, without /v1")
-    parser.add_argument("--spec", default="chat", help=f"JSON file of a LoadSpec, or one of {', '.join(PRESETS)}")
+    parser.add_argument("--spec", type=Path, required=True, help="JSON file of a LoadSpec")
     parser.add_argument("--output", type=Path, required=True, help="JSON result, ending in .json")
     parser.add_argument("--rows", type=Path, help="file for all requests, one JSON object per line")
     arguments = parser.parse_args()
-    spec = read_spec(arguments.spec)
+    spec = LoadSpec.model_validate_json(arguments.spec.read_text())
     run = run_schedule(arguments.url.rstrip("/"), spec, make_schedule(spec))
     summary = summarize(spec, run.rows, run.duration_s)
     figures = {
@@ -37,9 +36,7 @@ def main() -> int:
         "generator_cpu_share": run.cpu_s / run.duration_s,
         **summary,
     }
-    from bench.record import write  # imports torch for its version, so it comes after the measurement
-
-    write(str(arguments.output.absolute().with_suffix("")), " ".join(["python -m bench.load", *sys.argv[1:]]), figures)
+    write(str(arguments.output.absolute().with_suffix("")), figures)
     if arguments.rows is not None:
         write_rows(arguments.rows, run.rows)
     print(table(summary), f"\nall cores {run.machine_busy_share:.0%} busy")

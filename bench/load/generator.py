@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 import aiohttp
 import psutil
 
-from bench.load.client import Client
-from bench.load.rows import Row
-from bench.load.schedule import ScheduledRequest
+from bench.load.retries import RetryingClient
 from bench.load.spec import LoadSpec
+from serve_app.benchmark.client import READ_BUFFER_BYTES, Client
+from serve_app.benchmark.rows import Row
+from serve_app.benchmark.sender import ScheduledRequest, Sending, send_on_time
 
 _HEAD_START_S = 0.5
 """Time in seconds between being ready and the start of the run."""
-_READ_BUFFER_BYTES = 2**18
 _NICEST = -10
 
 
@@ -31,7 +31,7 @@ class LoadRun:
 
     rows: list[Row]
     started_unix_s: float
-    """The start of the run; the seconds in the rows count from it."""
+    """Start of the run; the seconds in the rows count from it."""
     duration_s: float
     """Time from the start to the end of the last request."""
     cpu_s: float
@@ -72,11 +72,11 @@ def _before_all_others() -> Iterator[str]:
 
 
 async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> LoadRun:
-    rows = [_row(request) for request in schedule]
+    rows = [request.row for request in schedule]
     timeout = aiohttp.ClientTimeout(total=spec.timeout_s)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
-        connector=connector, timeout=timeout, read_bufsize=_READ_BUFFER_BYTES, auto_decompress=False
+        connector=connector, timeout=timeout, read_bufsize=READ_BUFFER_BYTES, auto_decompress=False
     ) as session:
         psutil.cpu_percent()  # the next call gives the use since this one
         started_s = time.monotonic() + _HEAD_START_S
@@ -85,38 +85,7 @@ async def _run(url: str, spec: LoadSpec, schedule: list[ScheduledRequest]) -> Lo
         def clock() -> float:
             return time.monotonic() - started_s
 
-        client = Client(session, url, clock, spec.has_retries, random.Random(spec.seed))
-        tasks = []
-        for request, row in zip(schedule, rows, strict=True):
-            # Sleep even when the next request is due: answers of earlier requests must be read in time.
-            await asyncio.sleep(max(0.0, request.at_s - clock()))
-            tasks.append(asyncio.create_task(client.run(request.body, row)))
-        await _finish(tasks, rows, None if spec.end_s is None else spec.end_s - clock())
+        client = Client(session, f"{url}/v1/completions", clock)
+        sending: Sending = RetryingClient(client, random.Random(spec.seed)) if spec.has_retries else client
+        await send_on_time(sending, clock, schedule, spec.end_s)
         return LoadRun(rows, started_unix_s, clock(), time.process_time(), psutil.cpu_percent() / 100)
-
-
-async def _finish(tasks: list[asyncio.Task[None]], rows: list[Row], within_s: float | None) -> None:
-    """Wait for every request; cancel those still open after `within_s`."""
-    if not tasks:
-        return
-    _, open_tasks = await asyncio.wait(tasks, timeout=within_s)
-    for task, row in zip(tasks, rows, strict=True):
-        row.is_cut_off = task in open_tasks
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
-
-
-def _row(request: ScheduledRequest) -> Row:
-    return Row(
-        index=request.index,
-        stream=request.stream,
-        priority=request.priority,
-        user=request.user,
-        group=request.group,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_output_tokens=request.num_output_tokens,
-        scheduled_s=request.at_s,
-    )

@@ -1,13 +1,40 @@
-"""Retry rule of the OpenAI SDKs."""
+"""Retries of a request as the OpenAI SDKs make them."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-MAX_ATTEMPTS = 3
+from serve_app.benchmark.client import Client
+from serve_app.benchmark.rows import Row
+
+_MAX_ATTEMPTS = 3
 _LONGEST_OBEYED_S = 120.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetryingClient:
+    """Client that retries a request until there is a stream or the SDK would give up."""
+
+    client: Client
+    rng: random.Random
+
+    async def run(self, body: bytes, row: Row) -> None:
+        """Send until there is an answer or no retry is left; fill in `row`, also when cancelled."""
+        delay_s = await self._attempt(body, row)
+        while delay_s is not None:
+            await asyncio.sleep(delay_s)
+            delay_s = await self._attempt(body, row)
+
+    async def _attempt(self, body: bytes, row: Row) -> float | None:
+        """Make one attempt; return the seconds until the next one, or None."""
+        headers = await self.client.run(body, row)
+        if row.status is not None and (row.status < 300 or (row.error_code or "").startswith("client:")):
+            return None
+        return retry_delay_s(row.status, headers, row.num_attempts, self.rng)
 
 
 def retry_delay_s(
@@ -19,7 +46,7 @@ def retry_delay_s(
     status retried too; `false`, or a `Retry-After` above two minutes, forbids a retry. A shorter `Retry-After` is
     obeyed. Otherwise the wait doubles from half a second to eight, less a random part of up to a quarter.
     """
-    if num_attempts >= MAX_ATTEMPTS:
+    if num_attempts >= _MAX_ATTEMPTS:
         return None
     asked_s = _retry_after_s(headers)
     if asked_s is not None and asked_s > _LONGEST_OBEYED_S:

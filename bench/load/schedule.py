@@ -6,50 +6,22 @@ import itertools
 import json
 import math
 import random
-from dataclasses import dataclass
 
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Prefixes, Stream
+from serve_app.benchmark.rows import Row
+from serve_app.benchmark.sender import ScheduledRequest
 
 _FIRST_TOKEN_ID = 16
 """Lowest token id of prompts. Lower ids are special tokens in most vocabularies."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request, ready to be sent."""
-
-    index: int
-    stream: str
-    priority: int
-    user: str | None
-    group: int | None
-    """Index of the prefix group."""
-    at_s: float
-    """Seconds after the start."""
-    num_prompt_tokens: int
-    num_output_tokens: int
-    """Output tokens it will produce."""
-    body: bytes
-
-
 def make_schedule(spec: LoadSpec) -> list[ScheduledRequest]:
     """Return all requests by time; a stream's requests depend on its name and the seed, not on other streams."""
     made = [request for stream in spec.streams for request in _requests(spec, stream)]
-    made.sort(key=lambda request: request.at_s)
-    return [
-        ScheduledRequest(
-            index=index,
-            stream=request.stream.name,
-            priority=request.stream.priority,
-            user=request.stream.user,
-            group=request.group,
-            at_s=request.at_s,
-            num_prompt_tokens=len(request.prompt),
-            num_output_tokens=request.num_output_tokens,
-            body=_body(spec, request),
-        )
-        for index, request in enumerate(made)
-    ]
+    made.sort(key=lambda request: request.row.scheduled_s)
+    for index, request in enumerate(made):
+        request.row.index = index
+    return made
 
 
 def arrivals(phases: tuple[Phase, ...], bursts: tuple[Burst, ...], rng: random.Random) -> list[float]:
@@ -74,16 +46,7 @@ def draw_length(lengths: Lengths, rng: random.Random) -> int:
     return min(lengths.high, max(lengths.low, drawn))
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    stream: Stream
-    at_s: float
-    group: int | None
-    prompt: list[int]
-    num_output_tokens: int
-
-
-def _requests(spec: LoadSpec, stream: Stream) -> list[_Made]:
+def _requests(spec: LoadSpec, stream: Stream) -> list[ScheduledRequest]:
     """Return one stream's requests. Times and sizes have separate random generators, so each can change alone."""
     times_rng = random.Random(f"{spec.seed}/{stream.name}/times")
     sizes_rng = random.Random(f"{spec.seed}/{stream.name}/sizes")
@@ -94,7 +57,11 @@ def _requests(spec: LoadSpec, stream: Stream) -> list[_Made]:
         group = sizes_rng.choices(range(len(prefixes)), cum_weights=weights)[0] if prefixes else None
         own = _tokens(spec, draw_length(stream.prompt, sizes_rng), sizes_rng)
         prompt = own if group is None else prefixes[group] + own
-        made.append(_Made(stream, at_s, group, prompt, draw_length(stream.output, sizes_rng)))
+        num_output_tokens = draw_length(stream.output, sizes_rng)
+        row = Row(
+            0, len(prompt), num_output_tokens, at_s, stream.priority, stream=stream.name, user=stream.user, group=group
+        )
+        made.append(ScheduledRequest(row, _body(spec, stream, prompt, num_output_tokens)))
     return made
 
 
@@ -117,22 +84,21 @@ def _tokens(spec: LoadSpec, num_tokens: int, rng: random.Random) -> list[int]:
     return [_FIRST_TOKEN_ID + (drawn + spec.shift) % num_ids for drawn in rng.choices(range(num_ids), k=num_tokens)]
 
 
-def _body(spec: LoadSpec, request: _Made) -> bytes:
+def _body(spec: LoadSpec, stream: Stream, prompt: list[int], num_output_tokens: int) -> bytes:
     """Return the request body; a hidden output length is passed to a `TimedRunner` as `seed`."""
-    stream = request.stream
     body: dict[str, object] = {
         "model": spec.model,
-        "prompt": request.prompt,
+        "prompt": prompt,
         "stream": True,
         "return_token_ids": True,
         "temperature": stream.temperature,
         "priority": stream.priority,
-        "max_tokens": stream.max_tokens or request.num_output_tokens,
+        "max_tokens": stream.max_tokens or num_output_tokens,
     }
     if stream.max_tokens is None:
         body["ignore_eos"] = True
     else:
-        body["seed"] = len(request.prompt) + request.num_output_tokens
+        body["seed"] = len(prompt) + num_output_tokens
     if stream.user is not None:
         body["user"] = stream.user
     return json.dumps(body, separators=(",", ":")).encode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import itertools
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -50,6 +50,15 @@ class Phase(_Spec):
     rate_per_s: float = Field(ge=0)
 
 
+def consecutive(*parts: tuple[float, float]) -> tuple[Phase, ...]:
+    """Return phases one after the other; each part is a duration in seconds and a rate."""
+    ends_s = itertools.accumulate(duration_s for duration_s, _ in parts)
+    return tuple(
+        Phase(start_s=end_s - duration_s, end_s=end_s, rate_per_s=rate_per_s)
+        for end_s, (duration_s, rate_per_s) in zip(ends_s, parts, strict=True)
+    )
+
+
 class Burst(_Spec):
     """Burst of `count` requests, evenly over `spread_s`: one process cannot send them all in the same instant."""
 
@@ -67,9 +76,9 @@ class Targets(_Spec):
     """Longest time per output token; none: no limit."""
 
     def are_met(self, ttft_s: float | None, tpot_s: float | None) -> bool:
-        """Return True if a request with these times met both; one without a second chunk has no pace to miss."""
-        is_prompt = ttft_s is not None and (self.ttft_s is None or ttft_s <= self.ttft_s)
-        return is_prompt and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
+        """Return True if a request with these times met both; a request of one chunk has no `tpot_s` to miss."""
+        has_met_ttft = ttft_s is not None and (self.ttft_s is None or ttft_s <= self.ttft_s)
+        return has_met_ttft and (self.tpot_s is None or tpot_s is None or tpot_s <= self.tpot_s)
 
 
 class Stream(_Spec):
@@ -77,9 +86,9 @@ class Stream(_Spec):
 
     name: str
     priority: int = Field(default=1, ge=0, le=2)
-    """The band: 0 interactive, 1 standard, 2 batch."""
+    """Band: 0 interactive, 1 standard, 2 batch."""
     user: str | None = None
-    """The tenant."""
+    """Tenant of the requests."""
     phases: tuple[Phase, ...] = ()
     bursts: tuple[Burst, ...] = ()
     prompt: Lengths = Lengths.around(64)
@@ -123,35 +132,3 @@ class LoadSpec(_Spec):
         if len(set(names)) != len(names):
             raise ValueError(f"two streams have the same name among {names}: their requests would be equal")
         return self
-
-    def target(self, priority: int) -> Targets:
-        """Return the targets of a band."""
-        return self.targets.get(priority, Targets())
-
-
-def read_spec(text: str) -> LoadSpec:
-    """Return the preset of this name, or the spec in a JSON file."""
-    if text in PRESETS:
-        return PRESETS[text]
-    return LoadSpec.model_validate_json(Path(text).read_text())
-
-
-_CHAT = Stream(
-    name="chat",
-    priority=0,
-    user="chat",
-    phases=(Phase(end_s=20.0, rate_per_s=3.0),),
-    prompt=Lengths.around(96, 0.6, 8, 512),
-    output=Lengths.around(48, 0.6, 4, 256),
-)
-PRESETS = {
-    "chat": LoadSpec(streams=(_CHAT,), targets={0: Targets(ttft_s=0.5, tpot_s=0.1)}),
-    "mixed": LoadSpec(
-        streams=(
-            _CHAT,
-            Stream(name="api", priority=1, user="api", phases=(Phase(end_s=20.0, rate_per_s=2.0),)),
-            Stream(name="documents", priority=2, user="documents", bursts=(Burst(count=40, spread_s=0.5),)),
-        ),
-        targets={0: Targets(ttft_s=0.5, tpot_s=0.1), 1: Targets(ttft_s=2.0, tpot_s=0.2)},
-    ),
-}

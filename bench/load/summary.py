@@ -6,11 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.percentiles import percentiles
-from bench.load.rows import Outcome, Row
-from bench.load.spec import LoadSpec
+from bench.load.spec import LoadSpec, Targets
+from bench.record import percentiles
+from serve_app.benchmark.rows import Outcome, Row
 
 BAND_NAMES = {0: "interactive", 1: "standard", 2: "batch"}
+VOID_EXIT_CODE = 3
+"""Exit code of a run in which too many sends were late."""
 PERCENTS = (50, 90, 99)
 _NAMES = (*(f"p{percent}" for percent in PERCENTS), "max")
 
@@ -46,7 +48,8 @@ def summarize_rows(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> di
     """
     outcomes = Counter(row.outcome.value for row in rows)
     whole = [row for row in rows if row.outcome is Outcome.OK]
-    good = [row for row in whole if is_good(spec, row)]
+    targets = {row.priority: spec.targets.get(row.priority, Targets()) for row in whole}
+    good = [row for row in whole if targets[row.priority].are_met(row.ttft_s, row.tpot_s)]
     return {
         "requests": len(rows),
         "outcomes": {outcome.value: outcomes[outcome.value] for outcome in Outcome if outcomes[outcome.value]},
@@ -66,17 +69,12 @@ def summarize_rows(spec: LoadSpec, rows: Sequence[Row], duration_s: float) -> di
     }
 
 
-def is_good(spec: LoadSpec, row: Row) -> bool:
-    """Return True if a request was served whole and within its band's targets."""
-    return row.outcome is Outcome.OK and spec.target(row.priority).are_met(row.ttft_s, row.tpot_s)
-
-
 def table(summary: dict[str, Any]) -> str:
     """Return a short table for the terminal."""
     late = summary["late"]
     lines = [
         f"{summary['duration_s']:.1f} s; {late['count']} sends ({100 * late['share']:.2f} %) more than "
-        f"{late['after_ms']:.0f} ms late, the worst {late['worst_ms']:.1f} ms" + ("  VOID" * summary["is_void"]),
+        f"{late['after_ms']:.0f} ms late, the worst {late['worst_ms']:.1f} ms{'  VOID' if summary['is_void'] else ''}",
         "band         requests  ok  TTFT p50/p99 ms  inter-token p50/p99 ms  tokens/s  goodput/s  other outcomes",
     ]
     for name, band in [*summary["bands"].items(), ("all", summary["all"])]:

@@ -34,7 +34,7 @@ def main() -> None:
         print(f"{peer.name} ...", flush=True)
         records += _run(peer, model, options)
         # Write after each engine: the next may take minutes and may be interrupted.
-        path = write(name, "python -m bench.peers " + " ".join(sys.argv[1:]), {"records": records})
+        path = write(name, {"records": records})
     if not records:
         sys.exit("nothing was measured")
     print(path)

@@ -9,15 +9,23 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.peers import workload
-from bench.peers.engine import EngineFactory, Events, PeerEngine
-from bench.peers.figures import decode_step_ms, summary
-from bench.peers.machine import ProcessorMeter, alone, peak_memory_mb
-from bench.peers.workload import PeerRequest
+from bench.peers.engine import (
+    MAX_CONCURRENCY,
+    EngineFactory,
+    Events,
+    PeerEngine,
+    PeerRequest,
+    decode_step_ms,
+    equal_requests,
+    mixed_requests,
+    summary,
+)
+from bench.peers.machine import ProcessorMeter, alone, peak_memory_bytes
 
 MODES = ("workload", "single", "decode")
 RESULT = "RESULT "
@@ -40,10 +48,12 @@ def main(
         "engine": name, "model": arguments.tag, "dtype": arguments.dtype, "note": arguments.note,
         "load_s": round(time.perf_counter() - started_s, 2),
     }  # fmt: skip
+    batches = [int(batch) for batch in arguments.batches.split(",")]
+    measurement = Measurement(engine, arguments.conc, arguments.reps, batches)
     try:
         for mode in arguments.modes.split(","):
             with alone(arguments.lock, engine.pids()):
-                for record in Measurement(engine, arguments).of(mode):
+                for record in measurement.of(mode):
                     print(RESULT + json.dumps({**about, **record}), flush=True)
     finally:
         engine.close()
@@ -57,7 +67,7 @@ def _parse(name: str, add_arguments: Callable[[argparse.ArgumentParser], None] |
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--batches", default="1,4,16,32", help="batch sizes of mode decode")
     parser.add_argument("--reps", type=int, default=3)
-    parser.add_argument("--conc", type=int, default=workload.MAX_CONCURRENCY, help="sequences in the engine at once")
+    parser.add_argument("--conc", type=int, default=MAX_CONCURRENCY, help="sequences in the engine at once")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--note", default="", help="text for the records")
     parser.add_argument(
@@ -71,36 +81,43 @@ def _parse(name: str, add_arguments: Callable[[argparse.ArgumentParser], None] |
     return parser.parse_args()
 
 
+def add_headway_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the limits of Headway's engine."""
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--kv-cache-mib", type=int, default=1024)
+
+
+@dataclass(frozen=True, slots=True)
 class Measurement:
     """Measurement of an engine in each mode, after a warm-up."""
 
-    def __init__(self, engine: PeerEngine, arguments: argparse.Namespace) -> None:
-        self._engine = engine
-        self._concurrency: int = arguments.conc
-        self._num_repetitions: int = arguments.reps
-        self._batches = [int(batch) for batch in arguments.batches.split(",")]
+    engine: PeerEngine
+    concurrency: int
+    num_repetitions: int
+    batches: Sequence[int]
 
     def of(self, mode: str) -> Iterator[dict[str, Any]]:
         """Yield the records of one mode: mixed requests, a single request, or decode steps at several batch sizes."""
-        self._engine.run(workload.equal(2, 64, 8, seed=9), self._concurrency)
+        self.engine.run(equal_requests(2, 64, 8, seed=9), self.concurrency)
         measured = {"workload": self._workload, "single": self._single, "decode": self._decode}[mode]()
         for record in measured:
             yield {"mode": mode, **record, "when": time.strftime("%H:%M:%S")}
 
     def _workload(self) -> Iterator[dict[str, Any]]:
-        self._engine.run(workload.mixed(16, seed=7, longest_output=24), self._concurrency)
-        for repetition in range(self._num_repetitions):
-            requests = workload.mixed()
-            events, machine = self._run(requests, self._concurrency)
+        self.engine.run(mixed_requests(16, seed=7, longest_output=24), self.concurrency)
+        for repetition in range(self.num_repetitions):
+            requests = mixed_requests()
+            events, machine = self._run(requests, self.concurrency)
             wrong = [r.number for r in requests if len(events.token_s.get(r.number, ())) != r.num_output_tokens]
             yield {
-                "rep": repetition, "conc": self._concurrency, **summary(events), "wrong_len": len(wrong), **machine
+                "rep": repetition, "conc": self.concurrency, **summary(events), "wrong_len": len(wrong), **machine
             }  # fmt: skip
 
     def _single(self) -> Iterator[dict[str, Any]]:
-        for repetition in range(self._num_repetitions):
-            requests = workload.equal(1, _SINGLE_TOKENS, _SINGLE_TOKENS, seed=100 + repetition)
-            events, machine = self._run(requests, self._concurrency)
+        for repetition in range(self.num_repetitions):
+            requests = equal_requests(1, _SINGLE_TOKENS, _SINGLE_TOKENS, seed=100 + repetition)
+            events, machine = self._run(requests, self.concurrency)
             times = events.token_s[0]
             per_token_s = (times[-1] - times[0]) / (len(times) - 1)
             yield {
@@ -113,12 +130,12 @@ class Measurement:
             }
 
     def _decode(self) -> Iterator[dict[str, Any]]:
-        for batch in self._batches:
+        for batch in self.batches:
             steps_ms = []
-            for repetition in range(self._num_repetitions):
+            for repetition in range(self.num_repetitions):
                 num_tokens = 65 if batch < 32 else 49
-                requests = workload.equal(batch, _SINGLE_TOKENS, num_tokens, seed=200 + 10 * batch + repetition)
-                events, machine = self._run(requests, max(self._concurrency, batch))
+                requests = equal_requests(batch, _SINGLE_TOKENS, num_tokens, seed=200 + 10 * batch + repetition)
+                events, machine = self._run(requests, max(self.concurrency, batch))
                 step_ms = decode_step_ms(events)
                 if step_ms is not None:
                     steps_ms.append(step_ms)
@@ -132,13 +149,13 @@ class Measurement:
             }
 
     def _run(self, requests: list[PeerRequest], concurrency: int) -> tuple[Events, dict[str, float]]:
-        pids = self._engine.pids()
+        pids = self.engine.pids()
         meter = ProcessorMeter(pids)
-        events = self._engine.run(requests, concurrency)
+        events = self.engine.run(requests, concurrency)
         shares = meter.shares()
         return events, {
             "cpu_own": round(shares.own, 1),
             "cpu_other": round(shares.other, 1),
             "steal": round(shares.steal, 2),
-            "peak_rss_mb": peak_memory_mb(pids),
+            "peak_rss_mb": round(peak_memory_bytes(pids) / 2**20, 1),
         }

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ class _Ticks:
 
 
 class ProcessorMeter:
-    """Meter of CPU time since it was made."""
+    """Meter of CPU time since it was last asked, or made."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -45,6 +44,7 @@ class ProcessorMeter:
     def shares(self) -> Shares:
         """Return the shares of these processes and of the rest of the machine."""
         start, end = self._start, _ticks(self._pids)
+        self._start = end
         total = max(1, end.total - start.total)
         own = end.own - start.own
         other = (end.total - start.total) - (end.idle - start.idle) - own
@@ -62,29 +62,14 @@ def _ticks(pids: Sequence[int]) -> _Ticks:
     return _Ticks(sum(fields), fields[3] + fields[4], fields[7], own)
 
 
-def peak_memory_mb(pids: Sequence[int]) -> float:
-    """Return the sum of the processes' peak resident sets, in MiB."""
+def peak_memory_bytes(pids: Sequence[int]) -> int:
+    """Return the sum of the processes' peak resident sets."""
     peak_kb = 0
     for pid in pids:
         with contextlib.suppress(OSError):
             lines = (_PROC / str(pid) / "status").read_text().splitlines()
             peak_kb += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-    return round(peak_kb / 1024, 1)
-
-
-def process_tree(pid: int) -> list[int]:
-    """Return a process and all its descendants."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for directory in _PROC.iterdir():
-        if directory.name.isdigit():
-            with contextlib.suppress(OSError):
-                parent = int((directory / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                children[parent].append(int(directory.name))
-    tree, found = [], [pid]
-    while found:
-        tree.append(found.pop())
-        found += children[tree[-1]]
-    return tree
+    return 1024 * peak_kb
 
 
 @contextlib.contextmanager

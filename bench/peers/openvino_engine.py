@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 
 from bench.peers import driver
-from bench.peers.engine import Events
-from bench.peers.workload import PeerRequest
+from bench.peers.engine import Events, PeerEngine, PeerRequest
 
 
-class OpenVinoEngine:
+class OpenVinoEngine(PeerEngine):
     """OpenVINO pipeline, remade when the concurrency changes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -76,13 +74,6 @@ class OpenVinoEngine:
             },
         )
         self._concurrency = concurrency
-
-    def pids(self) -> list[int]:
-        """Return this process."""
-        return [os.getpid()]
-
-    def close(self) -> None:
-        """Do nothing: the pipeline lives in this process."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 _HOME = "~/"
 
@@ -24,7 +25,7 @@ class Peer:
     requires: tuple[str, ...] = ()
     """Further files that an installed engine has."""
     model: str | None = None
-    """The model in the engine's own format; None: the directory that the other engines load."""
+    """Model in the engine's own format; None: the directory that the other engines load."""
     modes: str = "workload,single,decode"
     arguments: tuple[str, ...] = ()
 
@@ -48,12 +49,7 @@ class Peer:
 
 def read_peers(file: Path) -> list[Peer]:
     """Return the engines of a file like `peers.toml`, in its order."""
-    return [_peer(entry) for entry in tomllib.loads(file.read_text())["peer"]]
-
-
-def _peer(entry: dict[str, Any]) -> Peer:
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
-    return Peer(**fields)
+    return TypeAdapter(list[Peer]).validate_python(tomllib.loads(file.read_text())["peer"])
 
 
 def _expand(text: str) -> str:

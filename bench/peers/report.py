@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from bench.record import cell
+
 Record = dict[str, Any]
 _DECODE_BATCHES = (1, 4, 16, 32)
 
@@ -57,14 +59,14 @@ def _cells(engine: EngineRecords, best: float | None) -> list[str]:
     share = engine.tokens_per_s / best if engine.tokens_per_s and best else None
     return [
         _with_range([record["tok_s"] for record in mixed]),
-        _cell(share, ".0%"),
+        cell(share, ".0%"),
         _pair(mixed, "ttft_ms", 1e-3),
         _pair(mixed, "itl_ms", 1.0),
-        _cell(_median(record["decode_tok_s"] for record in single), ".1f"),
-        _cell(_median(record["ttft_ms"] for record in single), ".0f"),
-        "/".join(_cell(steps.get(batch), ".1f") for batch in _DECODE_BATCHES),
-        _cell(max(record["peak_rss_mb"] for record in engine.records), ".0f"),
-        _cell(_median(record["cpu_other"] for record in engine.records), ".0f"),
+        cell(_median(record["decode_tok_s"] for record in single), ".1f"),
+        cell(_median(record["ttft_ms"] for record in single), ".0f"),
+        "/".join(cell(steps.get(batch), ".1f") for batch in _DECODE_BATCHES),
+        cell(max(record["peak_rss_mb"] for record in engine.records), ".0f"),
+        cell(_median(record["cpu_other"] for record in engine.records), ".0f"),
     ]
 
 
@@ -76,16 +78,12 @@ def _with_range(values: list[float]) -> str:
 
 def _pair(records: list[Record], field: str, scale: float) -> str:
     halves = (_median(r[field][name] * scale for r in records if r[field]) for name in ("p50", "p99"))
-    return " / ".join(_cell(half, ".2f" if scale < 1 else ".0f") for half in halves)
+    return " / ".join(cell(half, ".2f" if scale < 1 else ".0f") for half in halves)
 
 
 def _median(values: Iterable[float]) -> float | None:
     known = list(values)
     return statistics.median(known) if known else None
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def plot(engines: Sequence[EngineRecords], title: str, path: Path) -> None:

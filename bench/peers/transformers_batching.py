@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bench.peers import driver
-from bench.peers.engine import Events
-from bench.peers.workload import PeerRequest
+from bench.peers.engine import Events, PeerEngine, PeerRequest
+from bench.peers.transformers_generate import load
 
 
-class ContinuousBatching:
-    """Batching manager, remade when the concurrency changes."""
+class ContinuousBatching(PeerEngine):
+    """Batching manager, remade when the concurrency changes; `config` are fields of `ContinuousBatchingConfig`."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        torch.set_num_threads(arguments.threads)
-        self._arguments = arguments
-        dtype = getattr(torch, driver.DTYPES[arguments.dtype])
-        self._model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa")
-        self._model.eval()
+    def __init__(self, model: Any, **config: Any) -> None:
+        self._model = model
+        self._config = config
         self._manager: Any = None
         self._concurrency = 0
 
@@ -55,23 +50,13 @@ class ContinuousBatching:
             return
         self.close()
         self._manager = self._model.init_continuous_batching(
-            generation_config=GenerationConfig(do_sample=False, max_new_tokens=192, eos_token_id=-1, pad_token_id=0),
+            generation_config=GenerationConfig(do_sample=False, max_new_tokens=512, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(
-                max_requests_per_batch=concurrency,
-                num_blocks=self._arguments.blocks,
-                page_size=self._arguments.page,
-                max_batch_tokens=self._arguments.max_batch_tokens,
-                allow_block_sharing=False,
-                auto_switch_to_flash=False,
-                seed=0,
+                max_requests_per_batch=concurrency, allow_block_sharing=False, **self._config
             ),
         )
         self._manager.start()
         self._concurrency = concurrency
-
-    def pids(self) -> list[int]:
-        """Return this process."""
-        return [os.getpid()]
 
     def close(self) -> None:
         """Stop the manager's thread."""
@@ -81,6 +66,18 @@ class ContinuousBatching:
             self._manager = None
 
 
+def make(arguments: argparse.Namespace) -> ContinuousBatching:
+    """Load the model, with a KV cache of fixed size."""
+    return ContinuousBatching(
+        load(arguments),
+        num_blocks=arguments.blocks,
+        page_size=arguments.page,
+        max_batch_tokens=arguments.max_batch_tokens,
+        auto_switch_to_flash=False,
+        seed=0,
+    )
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=96)
@@ -88,4 +85,4 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    driver.main(ContinuousBatching, "transformers continuous batching", _add_arguments)
+    driver.main(make, "transformers continuous batching", _add_arguments)

@@ -6,16 +6,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers import AutoModelForCausalLM, PreTrainedModel, StoppingCriteria
 
 from bench.peers import driver
-from bench.peers.engine import Events
-from bench.peers.workload import PeerRequest
+from bench.peers.engine import Events, PeerEngine, PeerRequest
 
 
 class _StepClock(StoppingCriteria):  # type: ignore[misc]
@@ -27,22 +25,22 @@ class _StepClock(StoppingCriteria):  # type: ignore[misc]
     def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         """Record the time; called after each step."""
         self.step_s.append(time.perf_counter())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-class StaticGenerate:
-    """The plain model with its own cache and SDPA attention."""
+class StaticGenerate(PeerEngine):
+    """Plain model with its own cache and SDPA attention, over static batches."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        torch.set_num_threads(arguments.threads)
-        self._batch_size: int = arguments.static
-        self._model = AutoModelForCausalLM.from_pretrained(
-            arguments.model, dtype=getattr(torch, driver.DTYPES[arguments.dtype]), attn_implementation="sdpa"
-        ).eval()
+    def __init__(self, model: PreTrainedModel, batch_size: int) -> None:
+        self._model = model
         self._model.generation_config.eos_token_id = None
+        self._batch_size = batch_size
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
-        """Run one batch after another, of `--static` requests or, for a higher concurrency, of all requests."""
+        """Run one batch after another, of `--static` requests each.
+
+        A higher `concurrency` puts all requests into one batch, unless `--static` is 1.
+        """
         is_larger = concurrency > self._batch_size > 1
         batch_size = max(self._batch_size, len(requests)) if is_larger else self._batch_size
         token_s: dict[int, list[float]] = {}
@@ -56,29 +54,43 @@ class StaticGenerate:
     @torch.inference_mode()
     def _generate(self, batch: Sequence[PeerRequest]) -> list[float]:
         """Return the end times of the batch's steps."""
-        width = max(len(request.prompt) for request in batch)
+        ids, mask = left_padded([request.prompt for request in batch])
         num_steps = max(request.num_output_tokens for request in batch)
-        padding = [width - len(request.prompt) for request in batch]
-        rows = [[0] * left + list(request.prompt) for left, request in zip(padding, batch, strict=True)]
-        mask = [[0] * left + [1] * (width - left) for left in padding]
         clock = _StepClock()
         output = self._model.generate(
-            torch.tensor(rows),
-            attention_mask=torch.tensor(mask),
+            ids.to(self._model.device),
+            attention_mask=mask.to(self._model.device),
             max_new_tokens=num_steps,
             do_sample=False,
             pad_token_id=0,
             stopping_criteria=[clock],
         )
-        assert output.shape[1] == width + num_steps and len(clock.step_s) == num_steps
+        assert output.shape == (len(ids), ids.shape[1] + num_steps) and len(clock.step_s) == num_steps
         return clock.step_s
 
-    def pids(self) -> list[int]:
-        """Return this process."""
-        return [os.getpid()]
 
-    def close(self) -> None:
-        """Do nothing: the model lives in this process."""
+def left_padded(prompts: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and attention mask, each [num_prompts, longest] int64."""
+    width = max(map(len, prompts))
+    rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(rows), torch.tensor(mask)
+
+
+def load_plain(path: str, dtype: torch.dtype, num_threads: int) -> PreTrainedModel:
+    """Load a model without Headway's layers and attention."""
+    torch.set_num_threads(num_threads)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def load(arguments: argparse.Namespace) -> PreTrainedModel:
+    """Load the model that a runner's arguments name."""
+    return load_plain(arguments.model, getattr(torch, driver.DTYPES[arguments.dtype]), arguments.threads)
+
+
+def make(arguments: argparse.Namespace) -> StaticGenerate:
+    """Load the model."""
+    return StaticGenerate(load(arguments), arguments.static)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,4 +98,4 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    driver.main(StaticGenerate, "transformers generate()", _add_arguments)
+    driver.main(make, "transformers generate()", _add_arguments)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.peers import driver
-from bench.peers.engine import Events
-from bench.peers.workload import PeerRequest
+from bench.peers.engine import Events, PeerEngine, PeerRequest
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -25,7 +24,7 @@ _ENVIRONMENT = {
 }
 
 
-class VllmEngine:
+class VllmEngine(PeerEngine):
     """vLLM's `LLMEngine`, with at most `concurrency` requests added at a time."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
@@ -73,13 +72,6 @@ class VllmEngine:
         )  # fmt: skip
         prompt = {"prompt_token_ids": list(request.prompt)}
         self._engine.add_request(f"{self._num_runs}-{request.number}", prompt, params)
-
-    def pids(self) -> list[int]:
-        """Return this process."""
-        return [os.getpid()]
-
-    def close(self) -> None:
-        """Do nothing: the engine lives in this process."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.load.spec import Lengths, Stream
 from bench.models import model_directory
 from bench.routing.report import Options
-from bench.serving import REAL, TIMED, Served, serving
+from bench.serving import REAL, TIMED, serving
+from testkit.serving.served import Served
 
 _MODELS = Path("~/.cache/headway-bench/models")
 _SMALL = "S"
@@ -20,24 +21,26 @@ _ON_CPU: dict[str, object] = {"device": "cpu", "num_threads": 1, "cpus_per_repli
 # A timed replica computes nothing: it needs no CPU of its own and no text.
 _TIMED_SETTINGS: dict[str, object] = {"cpus_per_replica": 0.01, "detokenize": "false"}
 
+INTERACTIVE = Stream(
+    name="interactive",
+    priority=0,
+    user="people",
+    prompt=Lengths.around(96, 0.5, 16, 384),
+    output=Lengths.around(40, 0.5, 8, 160),
+)
+"""Requests of people, beside which other work runs; each experiment gives them phases."""
 COARSE_STREAMS: dict[str, object] = {"coalesce_interval_s": 0.5, "coalesce_tokens": 64}
 """Settings for loads whose streams are not measured: few large chunks leave the CPU to the measured work."""
 
 
-@contextlib.contextmanager
-def timed(options: Options, **settings: object) -> Iterator[Served]:
+def timed(options: Options, **settings: object) -> AbstractContextManager[Served]:
     """Serve the application over timed replicas."""
-    merged = {"step_times": options.step_times, **_TIMED_SETTINGS, **settings, **options.settings}
-    with serving(TIMED, merged, options.has_throughput_profile, options.checkout) as served:
-        yield served
+    return _serve(TIMED, options, {"step_times": options.step_times, **_TIMED_SETTINGS, **settings})
 
 
-@contextlib.contextmanager
-def demo(options: Options, **settings: object) -> Iterator[Served]:
+def demo(options: Options, **settings: object) -> AbstractContextManager[Served]:
     """Serve the application over the bundled demo model on CPU, one thread per replica."""
-    merged = {**_ON_CPU, **settings, **options.settings}
-    with serving(REAL, merged, options.has_throughput_profile, options.checkout) as served:
-        yield served
+    return _serve(REAL, options, {**_ON_CPU, **settings})
 
 
 def small(options: Options, **settings: object) -> AbstractContextManager[Served]:
@@ -50,9 +53,13 @@ def small(options: Options, **settings: object) -> AbstractContextManager[Served
     return demo(options, **fixed, **settings)
 
 
+def _serve(app: str, options: Options, settings: dict[str, object]) -> AbstractContextManager[Served]:
+    return serving(app, {**settings, **options.settings}, options.has_throughput_profile, options.checkout)
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of replica that experiments run on."""
+    """Kind of replica that experiments run on."""
 
     start: Callable[..., AbstractContextManager[Served]]
     model: str = _DEMO

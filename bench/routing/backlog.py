@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.load.percentiles import percentile
-from bench.load.rows import Outcome, Row
 from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream
-from bench.routing.applications import KINDS
-from bench.routing.offer import Offered, offer, tokens_computed
-from bench.routing.report import Bar, Options, at_most, ratio, read_options, report
-from bench.serving import Served
+from bench.record import ratio
+from bench.routing.applications import INTERACTIVE, KINDS
+from bench.routing.offer import Offered, compare_latencies, offer, tokens_computed
+from bench.routing.report import Bar, Options, latency_bars, read_options, report
+from serve_app.benchmark.rows import Outcome, Row
+from testkit.serving.served import Served
 
 NUM_SLOTS = 32
 
@@ -81,16 +81,9 @@ def main() -> int:
 
 def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, Offered, Offered]:
     """Run interactive work alone, both together, batch work alone."""
-    interactive = Stream(
-        name="interactive",
-        priority=0,
-        user="people",
-        phases=(
-            Phase(start_s=scale.lead_s, end_s=scale.lead_s + scale.interactive_s, rate_per_s=scale.interactive_per_s),
-        ),
-        prompt=Lengths.around(96, 0.5, 16, 384),
-        output=Lengths.around(40, 0.5, 8, 160),
-    )
+    end_s = scale.lead_s + scale.interactive_s
+    phase = Phase(start_s=scale.lead_s, end_s=end_s, rate_per_s=scale.interactive_per_s)
+    interactive = INTERACTIVE.model_copy(update={"phases": (phase,)})
     batch = Stream(
         name="batch",
         priority=2,
@@ -99,12 +92,11 @@ def _measure(served: Served, scale: Scale, options: Options) -> tuple[Offered, O
         prompt=Lengths.around(64, 0.4, 16, 256),
         output=Lengths.around(scale.batch_output, 0.4, 8, 1024),
     )
-
-    model, runs = KINDS[scale.name].model, itertools.count()
+    model, shifts = KINDS[scale.name].model, itertools.count()
 
     def run(*streams: Stream) -> Offered:
         print(f"{scale.name}: {' and '.join(stream.name for stream in streams)}")
-        spec = LoadSpec(model=model, streams=streams, seed=options.seed, shift=next(runs), timeout_s=3600.0)
+        spec = LoadSpec(model=model, streams=streams, seed=options.seed, shift=next(shifts), timeout_s=3600.0)
         return offer(served.url, spec)
 
     return run(interactive), run(interactive, batch), run(batch)
@@ -114,10 +106,7 @@ def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
     """Return the bars, for requests with a standing backlog over their whole life."""
     prefix = f"{scale.name}: "
     return [
-        *at_most(
-            f"{prefix}interactive TTFT p99, with backlog / without", figures["ttft_p99_ratio"], scale.max_ttft_ratio
-        ),
-        *at_most(f"{prefix}interactive inter-token p99, ratio", figures["gap_p99_ratio"], scale.max_gap_ratio),
+        *latency_bars(scale.name, "backlog", figures, scale.max_ttft_ratio, scale.max_gap_ratio),
         Bar(f"{prefix}batch requests lost", figures["num_batch_lost"], 0),
         Bar(f"{prefix}interactive requests failed", figures["num_interactive_failed"], 0),
         Bar(f"{prefix}share of interactive requests beside a standing backlog", figures["share_beside"], 0.9, True),
@@ -129,20 +118,13 @@ def figures_of(lead_s: float, alone: Offered, both: Offered, batch: Offered) -> 
     """Return all compared figures."""
     stands_until_s = backlog_stands_until_s(both.of("batch"))
     beside = [row for row in both.of("interactive") if (row.end_s or row.scheduled_s) <= stands_until_s]
-    indices = {row.scheduled_s for row in beside}
-    same = [row for row in alone.rows if row.scheduled_s in indices]
-    ttft = [_percentile([row.ttft_s for row in rows if row.ttft_s is not None], 99) for rows in (beside, same)]
-    gaps = [_percentile([gap for row in rows for gap in row.inter_token_s], 99) for rows in (beside, same)]
-    middle = [_percentile([gap for row in rows for gap in row.inter_token_s], 50) for rows in (beside, same)]
+    times_s = {row.scheduled_s for row in beside}
+    same = [row for row in alone.rows if row.scheduled_s in times_s]
     rates = [_total_rate(run, lead_s) for run in (both, batch)]
     return {
         "backlog_stands_until_s": stands_until_s,
         "share_beside": ratio(len(beside), len(alone.rows)),
-        "ttft_p99_s": ttft,
-        "ttft_p99_ratio": ratio(*ttft),
-        "gap_p99_s": gaps,
-        "gap_p99_ratio": ratio(*gaps),
-        "decode_step_ratio": ratio(*middle),
+        **compare_latencies(beside, same),
         "num_batch_lost": sum(row.outcome is not Outcome.OK for run in (both, batch) for row in run.of("batch")),
         "num_interactive_failed": sum(row.outcome is not Outcome.OK for row in [*alone.rows, *both.of("interactive")]),
         "total_tokens_per_s": rates,
@@ -161,10 +143,6 @@ def _total_rate(run: Offered, lead_s: float) -> float | None:
     if end_s <= lead_s:
         return None
     return sum(tokens_computed(run.rows, lead_s, end_s)) / (end_s - lead_s)
-
-
-def _percentile(values: Sequence[float], percent: float) -> float | None:
-    return percentile(values, percent) if values else None
 
 
 if __name__ == "__main__":

@@ -25,16 +25,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.load.percentiles import percentile
-from bench.load.rows import Row
 from bench.load.spec import Burst, Component, Lengths, LoadSpec, Phase, Prefixes, Stream
+from bench.record import percentile, ratio
 from bench.routing.applications import timed
-from bench.routing.offer import Offered, offer
+from bench.routing.offer import Offered, Seen, offer, watching
 from bench.routing.oracle import Arrival, run_oracle
-from bench.routing.report import Bar, Options, ratio, read_options, report
-from bench.routing.watch import Seen, watching
-from bench.serving import Served
-from testkit.engine.timed_runner import read_step_times
+from bench.routing.report import Bar, Options, read_options, report
+from serve_app.benchmark.rows import Row
+from testkit.engine.timed_runner import STEP_TIMES
+from testkit.serving.served import Served
 
 NUM_REPLICAS = 4
 OURS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_two, bound when it comes"
@@ -45,6 +44,7 @@ _SETTINGS: dict[str, dict[str, object]] = {
 }
 _BUDGET = 512
 _NUM_SLOTS_AT_ONCE, _NUM_SLOTS = 64, 8
+_IDLE_ARRIVAL = Arrival(0.0, 1, 96, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _all_at_once(served: Served, scale: Scale, options: Options) -> tuple[Offere
         prompt=Lengths.around(128, 0.8, 16, 1024),
         output=Lengths.around(96, 0.6, 32, 512),
     )
-    with watching(served.load, 0.1) as watch:
+    with watching(served.replicas, 0.1) as watch:
         offered = offer(served.url, LoadSpec(streams=(stream,), seed=options.seed))
     given: Counter[str] = Counter()
     for row in offered.rows:
@@ -183,7 +183,7 @@ def _skewed_spec(scale: Scale, seed: int) -> LoadSpec:
 
 def compare_skewed(skewed: dict[str, list[Offered]], idle_ttft_s: float, options: Options) -> dict[str, Any]:
     """Return TTFT percentiles of every policy and of the oracle, over all traces together."""
-    step_times = read_step_times(options.settings.get("step_times", options.step_times))
+    step_times = STEP_TIMES[options.settings.get("step_times", options.step_times)]
     some = next(iter(skewed.values()))
     traces = [
         [Arrival(r.scheduled_s, r.priority, r.num_prompt_tokens, r.num_output_tokens) for r in offered.rows]
@@ -214,9 +214,6 @@ def compare_skewed(skewed: dict[str, list[Offered]], idle_ttft_s: float, options
 
 def _rows(traces: Sequence[Offered]) -> list[Row]:
     return [row for offered in traces for row in offered.rows]
-
-
-_IDLE_ARRIVAL = Arrival(0.0, 1, 96, 4)
 
 
 def _idle_ttft_s(served: Served, options: Options) -> list[float]:

@@ -13,7 +13,7 @@ from router.types import Ranking, Reason, ReplicaView, RouterObserver, RoutingPo
 from serve_app.config import HeadwayConfig
 
 
-class _LoadBlindPolicy:
+class _PrefixBlindPolicy:
     """Base of policies without a prefix index: every prompt token counts as uncomputed."""
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
@@ -24,36 +24,36 @@ class _LoadBlindPolicy:
         """Do nothing: no state is kept per replica."""
 
 
-class LeastRequests(_LoadBlindPolicy):
+@dataclass
+class LeastRequests(_PrefixBlindPolicy):
     """Policy that prefers the replica with the fewest requests, ties at random; it ignores lengths and prefixes."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    rng: random.Random
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """Rank replicas by number of requests, fewest first."""
-        keyed = [(sum(view.num_by_band), self._rng.random(), view.stats.replica_id) for view in views]
+        keyed = [(sum(view.num_by_band), self.rng.random(), view.stats.replica_id) for view in views]
         return Ranking([replica_id for *_, replica_id in sorted(keyed)], Reason.LEAST_LOADED)
 
 
-class PowerOfTwo(_LoadBlindPolicy):
+@dataclass
+class PowerOfTwo(_PrefixBlindPolicy):
     """Policy that draws two replicas and prefers the less loaded (Mitzenmacher, 2001): Ray Serve's default."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    rng: random.Random
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """Rank the two drawn replicas first, then the others at random."""
-        order = self._rng.sample(views, len(views))
+        order = self.rng.sample(views, len(views))
         order[:2] = sorted(order[:2], key=lambda view: sum(view.num_by_band))
         return Ranking([view.stats.replica_id for view in order], Reason.LEAST_LOADED)
 
 
-class RoundRobin(_LoadBlindPolicy):
+@dataclass
+class RoundRobin(_PrefixBlindPolicy):
     """Policy that takes each replica in turn, by id; it ignores load."""
 
-    def __init__(self) -> None:
-        self._num_ranked = 0
+    _num_ranked: int = 0
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """Rank the next replica in turn first."""
@@ -63,16 +63,16 @@ class RoundRobin(_LoadBlindPolicy):
         return Ranking(replica_ids[start:] + replica_ids[:start], Reason.ROUND_ROBIN)
 
 
-class Random(_LoadBlindPolicy):
+@dataclass
+class Random(_PrefixBlindPolicy):
     """Policy of random order; it ignores load."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    rng: random.Random
 
     def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
         """Rank replicas in random order."""
         replica_ids = sorted(view.stats.replica_id for view in views)
-        self._rng.shuffle(replica_ids)
+        self.rng.shuffle(replica_ids)
         return Ranking(replica_ids, Reason.RANDOM)
 
 
@@ -100,6 +100,10 @@ class EarlyBinding:
     def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
         """Return True: the request waits for blocks at the replica."""
         return True
+
+    def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
+        """Return False: the replica has room as long as `places` says so."""
+        return False
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
         """Return all replicas, full or not."""

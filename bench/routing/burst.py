@@ -13,14 +13,12 @@ import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from bench.load.spec import Lengths, LoadSpec, Phase, Stream
+from bench.load.spec import Lengths, LoadSpec, Phase, Stream, consecutive
 from bench.routing.applications import COARSE_STREAMS, timed
-from bench.routing.offer import Offered, RunningLoad
+from bench.routing.offer import Offered, RunningLoad, Seen, Watch, watching
 from bench.routing.report import Bar, Options, read_options, report
-from bench.routing.watch import Seen, Watch, watching
-from bench.serving import Served
+from testkit.serving.served import Served
 
 MIN_REPLICAS, MAX_REPLICAS = 1, 6
 _NUM_SLOTS = 16
@@ -61,8 +59,17 @@ def main() -> int:
     scale = QUICK if options.is_quick else Scale()
     scaling: dict[str, object] = {"min_replicas": MIN_REPLICAS, "max_replicas": MAX_REPLICAS}
     with timed(options, **scaling, **_FAST_REPORTS, **_PATIENCE, **COARSE_STREAMS, max_num_seqs=_NUM_SLOTS) as served:
-        burst, burst_seen = _observe(served, _burst_phases(scale), options)
-        wave, wave_seen = _observe(served, _wave_phases(scale), options)
+        burst, burst_seen = _observe(
+            served,
+            consecutive(
+                (scale.before_s, scale.low_per_s),
+                (scale.burst_s, scale.high_per_s),
+                (scale.after_s, scale.low_per_s),
+            ),
+            options,
+        )
+        low, high = (scale.half_period_s, scale.low_per_s), (scale.half_period_s, scale.high_per_s)
+        wave, wave_seen = _observe(served, consecutive(*(low, high) * scale.num_periods), options)
     burst_at_unix_s = burst.started_unix_s + scale.before_s
     decision_s = decision_delay_s(burst_seen.seen, burst_at_unix_s)
     idle_s = idle_before_first_work_s(burst_seen.seen, burst_at_unix_s + scale.burst_s)
@@ -89,12 +96,10 @@ def main() -> int:
 def decision_delay_s(seen: Sequence[Seen], burst_at_unix_s: float) -> float | None:
     """Return the seconds from the burst until Serve's target exceeds its value before; None if it never does."""
     before = [look.value.target for look in seen if look.at_unix_s < burst_at_unix_s]
-    if not before:
-        return None
-    for look in seen:
-        if look.at_unix_s >= burst_at_unix_s and look.value.target > before[-1]:
-            return look.at_unix_s - burst_at_unix_s
-    return None
+    after = [look for look in seen if look.at_unix_s >= burst_at_unix_s]
+    rises_unix_s = (look.at_unix_s for look in after if before and look.value.target > before[-1])
+    rise_unix_s = next(rises_unix_s, None)
+    return None if rise_unix_s is None else rise_unix_s - burst_at_unix_s
 
 
 def idle_before_first_work_s(seen: Sequence[Seen], burst_ends_unix_s: float) -> dict[str, float]:
@@ -124,14 +129,14 @@ def num_reversals(targets: Sequence[int]) -> int:
 
 def history(seen: Sequence[Seen], started_unix_s: float) -> list[dict[str, float]]:
     """Return target and number of running replicas at each change."""
-    changes: list[dict[str, float]] = []
-    last: tuple[int, int] | None = None
-    for look in seen:
-        now = (look.value.target, len(look.value.running_ids))
-        if now != last:
-            changes.append({"at_s": round(look.at_unix_s - started_unix_s, 2), "target": now[0], "running": now[1]})
-            last = now
-    return changes
+
+    def state(look: Seen) -> tuple[int, int]:
+        return look.value.target, len(look.value.running_ids)
+
+    return [
+        {"at_s": round(next(looks).at_unix_s - started_unix_s, 2), "target": target, "running": num_running}
+        for (target, num_running), looks in itertools.groupby(seen, state)
+    ]
 
 
 def _observe(served: Served, phases: tuple[Phase, ...], options: Options) -> tuple[Offered, Watch]:
@@ -147,32 +152,11 @@ def _observe(served: Served, phases: tuple[Phase, ...], options: Options) -> tup
 
 
 def _look(served: Served) -> Replicas:
-    deployment = served.model_deployment()
+    deployment = served.deployment("Model")
     running = {str(r["replica_id"]) for r in deployment["replicas"] if r["state"] == "RUNNING"}
-    load: list[dict[str, Any]] = served.load()
+    load = served.replicas()
     busy = {str(r["replica_id"]) for r in load if r["num_running"] + r["num_waiting"] + r["num_in_flight"] > 0}
     return Replicas(deployment["target_num_replicas"], frozenset(running), frozenset(busy))
-
-
-def _burst_phases(scale: Scale) -> tuple[Phase, ...]:
-    start_s, end_s = scale.before_s, scale.before_s + scale.burst_s
-    return (
-        Phase(end_s=start_s, rate_per_s=scale.low_per_s),
-        Phase(start_s=start_s, end_s=end_s, rate_per_s=scale.high_per_s),
-        Phase(start_s=end_s, end_s=end_s + scale.after_s, rate_per_s=scale.low_per_s),
-    )
-
-
-def _wave_phases(scale: Scale) -> tuple[Phase, ...]:
-    """Return the phases: low, high, low, high, ..."""
-    return tuple(
-        Phase(
-            start_s=number * scale.half_period_s,
-            end_s=(number + 1) * scale.half_period_s,
-            rate_per_s=scale.high_per_s if number % 2 else scale.low_per_s,
-        )
-        for number in range(2 * scale.num_periods)
-    )
 
 
 if __name__ == "__main__":

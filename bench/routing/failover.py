@@ -11,6 +11,7 @@ the bar of 2 s comes only from lack of capacity: with too few replicas left, som
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -22,13 +23,13 @@ from typing import Any
 
 import httpx
 
-from bench.load.percentiles import percentile
-from bench.load.rows import Outcome, Row
 from bench.load.spec import Burst, Lengths, LoadSpec, Stream
+from bench.record import percentile
 from bench.routing.applications import demo
 from bench.routing.offer import Offered, RunningLoad, offer
 from bench.routing.report import Bar, read_options, report
-from bench.serving import Served
+from serve_app.benchmark.rows import Outcome, Row
+from testkit.serving.served import Served, wait_for
 
 _NUM_REPLICAS = 3
 _RECOVERY_LIMIT_S = 120.0
@@ -143,7 +144,10 @@ def _kill_repeatedly(served: Served, load: RunningLoad, scale: Scale, rng: rando
 def _kill_one(served: Served, load: RunningLoad, rng: random.Random) -> Kill | None:
     """Kill a replica as soon as one runs a sequence; return None if the load ends first."""
     while load.is_running:
-        victims = [replica for replica in served.load() if replica["num_running"] > 0 and served.owns(replica["pid"])]
+        own_pids = {process.pid for process in served.descendants()}
+        victims = [
+            replica for replica in served.replicas() if replica["num_running"] > 0 and replica["pid"] in own_pids
+        ]
         if victims:
             victim = rng.choice(victims)
             at_unix_s = time.time()
@@ -155,15 +159,15 @@ def _kill_one(served: Served, load: RunningLoad, rng: random.Random) -> Kill | N
 
 def _wait_until_whole(served: Served, load: RunningLoad) -> None:
     """Return when all replicas run again, the load has ended, or the recovery limit has passed."""
-    deadline_s = time.monotonic() + _RECOVERY_LIMIT_S
-    while time.monotonic() < deadline_s and load.is_running:
-        try:
-            states = [replica["state"] for replica in served.model_deployment()["replicas"]]
-        except httpx.HTTPError:
-            states = []
-        if states == ["RUNNING"] * _NUM_REPLICAS:
-            return
-        time.sleep(0.2)
+
+    def is_over() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            states = [replica["state"] for replica in served.deployment("Model")["replicas"]]
+            return states == ["RUNNING"] * _NUM_REPLICAS or not load.is_running
+        return not load.is_running
+
+    with contextlib.suppress(TimeoutError):
+        wait_for(is_over, "all replicas run again", _RECOVERY_LIMIT_S, 0.2)
 
 
 def _spec(scale: Scale, seed: int) -> LoadSpec:

@@ -1,22 +1,26 @@
-"""Offered load in a process of its own, waited for or run beside other work."""
+"""Offered load in a process of its own, waited for or run beside other work, and looks at what it loads."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.load.rows import Outcome, Row, read_rows
-from bench.load.spec import LoadSpec
-from bench.serving import ROOT
+import httpx
 
-_HEAD_START_S = 60.0
-VOID_EXIT_CODE = 3
+from bench.load.spec import LoadSpec
+from bench.load.summary import VOID_EXIT_CODE
+from bench.record import percentile, ratio
+from serve_app.benchmark.rows import Outcome, Row, read_rows
+from testkit.serving.served import ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +28,9 @@ class Offered:
     """Result of a load."""
 
     summary: dict[str, Any]
+    """Figures of the generator; `is_void`: too many of its sends were late."""
     rows: list[Row]
     started_unix_s: float
-
-    @property
-    def is_void(self) -> bool:
-        """True if too many sends of the generator were late."""
-        return bool(self.summary["is_void"])
 
     @property
     def num_failed(self) -> int:
@@ -43,7 +43,7 @@ class Offered:
 
 
 class RunningLoad:
-    """A load being offered; call `wait` exactly once."""
+    """Load that is being offered; call `wait` exactly once."""
 
     def __init__(self, url: str, spec: LoadSpec) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hw-load-")
@@ -94,3 +94,61 @@ def tokens_computed(rows: Sequence[Row], start_s: float, end_s: float) -> tuple[
         if start_s <= at_s < end_s
     )
     return prompt_tokens, output_tokens
+
+
+def compare_latencies(beside: Sequence[Row], alone: Sequence[Row]) -> dict[str, Any]:
+    """Return latencies of requests beside other work and without it, and their ratios."""
+    both = (beside, alone)
+    ttft = [_percentile([row.ttft_s for row in rows if row.ttft_s is not None], 99) for rows in both]
+    gaps = [[gap for row in rows for gap in row.inter_token_s] for rows in both]
+    longest = [_percentile(values, 99) for values in gaps]
+    return {
+        "ttft_p99_s": ttft,
+        "ttft_p99_ratio": ratio(*ttft),
+        "gap_p99_s": longest,
+        "gap_p99_ratio": ratio(*longest),
+        "decode_step_ratio": ratio(*(_percentile(values, 50) for values in gaps)),
+    }
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return percentile(values, percent) if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Result of one look."""
+
+    at_unix_s: float
+    """Time at which the look began."""
+    value: Any
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks so far; the watching thread appends, others read."""
+
+    seen: list[Seen] = field(default_factory=list)
+    num_failed: int = 0
+
+
+@contextlib.contextmanager
+def watching(look: Callable[[], Any], period_s: float) -> Iterator[Watch]:
+    """Look every `period_s` within the context; count failed looks and leave them out."""
+    watch, stop = Watch(), threading.Event()
+
+    def run() -> None:
+        while not stop.wait(period_s):
+            at_unix_s = time.time()
+            try:
+                watch.seen.append(Seen(at_unix_s, look()))
+            except (httpx.HTTPError, KeyError, ValueError):
+                watch.num_failed += 1
+
+    thread = threading.Thread(target=run, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        stop.set()
+        thread.join()

@@ -61,60 +61,60 @@ def run_oracle(
     arrivals: Sequence[Arrival], step_times: StepTimes, num_replicas: int, num_slots: int, budget: int
 ) -> OracleRun:
     """Simulate the arrivals, without shared prefixes."""
-    return _Simulation(arrivals, step_times, num_replicas, num_slots, budget).run()
+    events = [(arrival.at_s, 1, index) for index, arrival in enumerate(arrivals)]
+    replicas = [_Replica() for _ in range(num_replicas)]
+    return _Simulation(arrivals, step_times, num_slots, budget, replicas, events).run()
 
 
+@dataclass(slots=True)
 class _Simulation:
-    def __init__(
-        self, arrivals: Sequence[Arrival], step_times: StepTimes, num_replicas: int, num_slots: int, budget: int
-    ) -> None:
-        self._arrivals = arrivals
-        self._step_times = step_times
-        self._num_slots = num_slots
-        self._budget = budget
-        self._replicas = [_Replica() for _ in range(num_replicas)]
-        self._waiting: list[tuple[int, float, int]] = []
-        self._first_token_s: dict[int, float] = {}
-        self._gaps_s: list[float] = []
-        # (time, kind, index): kind 0 is the end of a replica's step, kind 1 an arrival.
-        self._events = [(arrival.at_s, 1, index) for index, arrival in enumerate(arrivals)]
+    arrivals: Sequence[Arrival]
+    step_times: StepTimes
+    num_slots: int
+    budget: int
+    replicas: list[_Replica]
+    events: list[tuple[float, int, int]]
+    """(time, kind, index): kind 0 is the end of a replica's step, kind 1 an arrival."""
+    waiting: list[tuple[int, float, int]] = field(default_factory=list)
+    first_token_s: dict[int, float] = field(default_factory=dict)
+    gaps_s: list[float] = field(default_factory=list)
 
     def run(self) -> OracleRun:
-        heapq.heapify(self._events)
-        while self._events:
-            now, kind, what = heapq.heappop(self._events)
+        heapq.heapify(self.events)
+        while self.events:
+            now, kind, what = heapq.heappop(self.events)
             if kind == 1:
-                heapq.heappush(self._waiting, (self._arrivals[what].priority, self._arrivals[what].at_s, what))
+                heapq.heappush(self.waiting, (self.arrivals[what].priority, self.arrivals[what].at_s, what))
             else:
-                self._end_step(self._replicas[what], now)
+                self._end_step(self.replicas[what], now)
             self._place()
             self._start_steps(now)
-        ttft_s = [self._first_token_s[index] - arrival.at_s for index, arrival in enumerate(self._arrivals)]
-        return OracleRun(ttft_s, statistics.median(self._gaps_s) if self._gaps_s else 0.0)
+        ttft_s = [self.first_token_s[index] - arrival.at_s for index, arrival in enumerate(self.arrivals)]
+        return OracleRun(ttft_s, statistics.median(self.gaps_s) if self.gaps_s else 0.0)
 
     def _place(self) -> None:
-        while self._waiting:
-            free = [replica for replica in self._replicas if len(replica.running) < self._num_slots]
+        while self.waiting:
+            free = [replica for replica in self.replicas if len(replica.running) < self.num_slots]
             if not free:
                 return
-            *_, index = heapq.heappop(self._waiting)
-            arrival = self._arrivals[index]
+            *_, index = heapq.heappop(self.waiting)
+            arrival = self.arrivals[index]
             replica = min(free, key=lambda replica: replica.tokens_left)
             replica.running.append(_Running(index, arrival.num_prompt_tokens, arrival.num_output_tokens, 0))
 
     def _start_steps(self, now: float) -> None:
-        for number, replica in enumerate(self._replicas):
+        for number, replica in enumerate(self.replicas):
             if replica.running and not replica.is_stepping:
                 replica.is_stepping = True
                 shape = self._plan(replica)
-                duration_s = self._step_times.of(shape)
-                self._gaps_s += [duration_s] * shape.num_decodes
-                heapq.heappush(self._events, (now + duration_s, 0, number))
+                duration_s = self.step_times.of(shape)
+                self.gaps_s += [duration_s] * shape.num_decodes
+                heapq.heappush(self.events, (now + duration_s, 0, number))
 
     def _plan(self, replica: _Replica) -> StepShape:
         """Advance the sequences by one step; return its shape."""
         decoding = [sequence for sequence in replica.running if sequence.prompt_left == 0]
-        left = self._budget - len(decoding)
+        left = self.budget - len(decoding)
         num_prefill_tokens = 0
         for sequence in decoding:
             sequence.num_tokens += 1
@@ -135,5 +135,5 @@ class _Simulation:
         replica.is_stepping = False
         for sequence in replica.running:
             if sequence.prompt_left == 0:
-                self._first_token_s.setdefault(sequence.index, now)
+                self.first_token_s.setdefault(sequence.index, now)
         replica.running = [s for s in replica.running if s.prompt_left or s.output_left > 0]

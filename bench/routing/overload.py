@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.load.percentiles import percentile
-from bench.load.rows import Outcome, Row
-from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream, Targets
+from bench.load.spec import Burst, Lengths, LoadSpec, Phase, Stream, Targets, consecutive
 from bench.load.summary import BAND_NAMES
+from bench.record import percentile, ratio
 from bench.routing.applications import timed
 from bench.routing.offer import Offered, offer
-from bench.routing.report import Bar, ratio, read_options, report
+from bench.routing.report import Bar, read_options, report
+from serve_app.benchmark.rows import Outcome, Row
 
 _INTERACTIVE_TTFT_S, _STANDARD_TTFT_S = 1.0, 5.0
 TARGETS = {
@@ -81,18 +81,22 @@ def main() -> int:
     }
     factors = _PEAK_FACTORS[:1] if options.is_quick else _PEAK_FACTORS
     with timed(options, **settings) as served:
-        flood = offer(served.url, _spec(_flood(scale), options.seed))
+        burst = Burst(count=scale.flood_requests, spread_s=scale.flood_requests / 300)
+        flood = offer(served.url, _spec(_mix(bursts=(burst,)), options.seed))
         capacity_per_s = sustained_rate(flood.rows)
         print(f"capacity {capacity_per_s:.2f} requests/s")
         trials = []
         for number, factor in enumerate(factors, start=1):
             phase = Phase(end_s=scale.peak_s, rate_per_s=factor * capacity_per_s)
             trials.append(offer(served.url, _spec(_mix((phase,)), options.seed + number)))
-        goodputs = [goodput(trial, 0.0, scale.peak_s) for trial in trials]
+        goodputs = [goodput(trial.rows, 0.0, scale.peak_s) for trial in trials]
         peak_factor = factors[goodputs.index(max(goodputs))]
         peak_per_s = peak_factor * capacity_per_s
         print(f"peak {max(goodputs):.1f} tokens/s at {peak_per_s:.2f} requests/s")
-        phases = _phases(scale, peak_per_s)
+        normal_per_s, overload_per_s = _NORMAL * peak_per_s, _OVERLOAD * peak_per_s
+        phases = consecutive(
+            (scale.before_s, normal_per_s), (scale.overload_s, overload_per_s), (scale.after_s, normal_per_s)
+        )
         run = offer(served.url, _spec(_mix(phases), options.seed + len(factors) + 1, has_retries=True))
     figures, bars = judge(scale, run, max(goodputs))
     figures |= {
@@ -107,7 +111,7 @@ def main() -> int:
 def judge(scale: Scale, run: Offered, peak: float) -> tuple[dict[str, Any], list[Bar]]:
     """Return the figures and the bars."""
     start_s, end_s = scale.before_s, scale.before_s + scale.overload_s
-    during = goodput(run, start_s, end_s)
+    during = goodput(run.rows, start_s, end_s)
     starvation = {BAND_NAMES[band]: starvation_s([r for r in run.rows if r.priority == band]) for band in _SHARES}
     recovery = recovery_s(run.rows, start_s, end_s, scale)
     server_errors = sum(row.outcome not in (Outcome.OK, Outcome.REFUSED) for row in run.rows)
@@ -120,8 +124,8 @@ def judge(scale: Scale, run: Offered, peak: float) -> tuple[dict[str, Any], list
     return {
         "peak_goodput_tokens_per_s": peak,
         "overload_goodput_tokens_per_s": during,
-        "overload_tokens_per_s": goodput(run, start_s, end_s, lambda row: True),
-        "overload_goodput_from_first_attempt": goodput(run, start_s, end_s, _was_good_at_once),
+        "overload_tokens_per_s": goodput(run.rows, start_s, end_s, lambda row: True),
+        "overload_goodput_from_first_attempt": goodput(run.rows, start_s, end_s, _was_good_at_once),
         "overload_bands": {BAND_NAMES[band]: _seen_of(run, band, start_s, end_s) for band in _SHARES},
         "starvation_s": starvation,
         "recovery_s": recovery,
@@ -138,11 +142,13 @@ def sustained_rate(rows: Sequence[Row]) -> float:
     return counted / ends[counted - 1]
 
 
-def goodput(run: Offered, start_s: float, end_s: float, is_counted: Callable[[Row], bool] | None = None) -> float:
+def goodput(
+    rows: Sequence[Row], start_s: float, end_s: float, is_counted: Callable[[Row], bool] | None = None
+) -> float:
     """Return tokens per second of good requests, each token counted at its arrival."""
     num_tokens = sum(
         count
-        for row in run.rows
+        for row in rows
         if (is_counted or is_good)(row)
         for at_s, count in zip(row.chunk_s, row.chunk_tokens, strict=True)
         if start_s <= at_s < end_s
@@ -205,7 +211,7 @@ def _step_s(scale: Scale) -> float:
 
 def _good_share(rows: Sequence[Row], start_s: float, end_s: float) -> float | None:
     """Return the share of good requests among those scheduled in [start_s, end_s)."""
-    scheduled = [row for row in rows if start_s <= row.scheduled_s < end_s and _has_target(row.priority)]
+    scheduled = [row for row in rows if start_s <= row.scheduled_s < end_s and TARGETS[row.priority] != Targets()]
     return ratio(sum(is_good(row) for row in scheduled), len(scheduled))
 
 
@@ -222,53 +228,26 @@ def _seen_of(run: Offered, band: int, start_s: float, end_s: float) -> dict[str,
         for r in of_band
         if r.chunk_s and r.last_sent_s and start_s <= r.last_sent_s < end_s
     ]
-    ours = Offered(run.summary, of_band, run.started_unix_s)
     return {
-        "tokens_per_s": goodput(ours, start_s, end_s, lambda row: True),
-        "goodput_tokens_per_s": goodput(ours, start_s, end_s),
+        "tokens_per_s": goodput(of_band, start_s, end_s, lambda row: True),
+        "goodput_tokens_per_s": goodput(of_band, start_s, end_s),
         "served_ttft_s": {str(p): percentile(waits, p) for p in (50, 90, 99)} if waits else {},
     }
 
 
-def _has_target(priority: int) -> bool:
-    return TARGETS[priority] != Targets()
-
-
-def _phases(scale: Scale, peak_per_s: float) -> tuple[Phase, ...]:
-    start_s, end_s = scale.before_s, scale.before_s + scale.overload_s
-    return (
-        Phase(end_s=start_s, rate_per_s=_NORMAL * peak_per_s),
-        Phase(start_s=start_s, end_s=end_s, rate_per_s=_OVERLOAD * peak_per_s),
-        Phase(start_s=end_s, end_s=end_s + scale.after_s, rate_per_s=_NORMAL * peak_per_s),
-    )
-
-
-def _mix(phases: tuple[Phase, ...]) -> tuple[Stream, ...]:
-    """Return one stream per band, each with its share of the phases' rates."""
+def _mix(phases: tuple[Phase, ...] = (), bursts: tuple[Burst, ...] = ()) -> tuple[Stream, ...]:
+    """Return one stream per band, each with its share of the phases' rates and of the bursts."""
     return tuple(
-        _stream(band).model_copy(
-            update={"phases": tuple(p.model_copy(update={"rate_per_s": p.rate_per_s * share}) for p in phases)}
+        Stream(
+            name=BAND_NAMES[band],
+            priority=band,
+            user=f"tenant-{band}",
+            phases=tuple(p.model_copy(update={"rate_per_s": p.rate_per_s * share}) for p in phases),
+            bursts=tuple(b.model_copy(update={"count": round(b.count * share)}) for b in bursts),
+            prompt=Lengths.around(96, _SIGMA, 16, 384),
+            output=Lengths.around(48, _SIGMA, 8, 192),
         )
         for band, share in _SHARES.items()
-    )
-
-
-def _flood(scale: Scale) -> tuple[Stream, ...]:
-    return tuple(
-        _stream(band).model_copy(
-            update={"bursts": (Burst(count=round(scale.flood_requests * share), spread_s=scale.flood_requests / 300),)}
-        )
-        for band, share in _SHARES.items()
-    )
-
-
-def _stream(band: int) -> Stream:
-    return Stream(
-        name=BAND_NAMES[band],
-        priority=band,
-        user=f"tenant-{band}",
-        prompt=Lengths.around(96, _SIGMA, 16, 384),
-        output=Lengths.around(48, _SIGMA, 8, 192),
     )
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.routing.offer import VOID_EXIT_CODE, Offered
+from bench.load.summary import VOID_EXIT_CODE
+from bench.record import write
+from bench.routing.offer import Offered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,15 @@ class Bar:
         return f"{'PASS' if self.is_kept else 'FAIL'}  {self.name}: {value} ({bound} {self.limit:g})"
 
 
-def at_most(name: str, value: float | None, limit: float | None) -> list[Bar]:
-    """Return the bar, or nothing if there is no limit."""
-    return [] if limit is None else [Bar(name, value, limit)]
+def latency_bars(
+    name: str, beside: str, figures: dict[str, Any], max_ttft_ratio: float | None, max_gap_ratio: float | None
+) -> list[Bar]:
+    """Return the bars on `compare_latencies` of a kind of replica; a limit of None gives no bar."""
+    limits = {
+        f"{name}: interactive TTFT p99, with {beside} / without": ("ttft_p99_ratio", max_ttft_ratio),
+        f"{name}: interactive inter-token p99, ratio": ("gap_p99_ratio", max_gap_ratio),
+    }
+    return [Bar(bar, figures[key], limit) for bar, (key, limit) in limits.items() if limit is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,11 @@ class Options:
         return not self.kinds or kind in self.kinds
 
 
-def read_options(description: str | None, arguments: Sequence[str] | None = None, kinds: Sequence[str] = ()) -> Options:
-    """Parse the options common to all experiments; `kinds` are the kinds of replica to choose from, if several."""
+def option_parser(description: str | None, kinds: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return a parser of the options common to all experiments.
+
+    `kinds` are the kinds of replica to choose from, if there are several.
+    """
 
     def some(text: str) -> tuple[str, ...]:
         if unknown := [kind for kind in text.split(",") if kind not in kinds]:
@@ -69,6 +79,7 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
         return tuple(text.split(","))
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(kinds=())
     parser.add_argument("--quick", action="store_true", help="a smoke version; its figures mean nothing")
     parser.add_argument(
         "--profile", choices=("default", "throughput"), default="default", help="tuning profile of Ray Serve"
@@ -76,18 +87,25 @@ def read_options(description: str | None, arguments: Sequence[str] | None = None
     parser.add_argument("--step-times", default="slow-gpu", help="step times of timed replicas, see bench.timed_app")
     parser.add_argument("--seed", type=int, default=0)
     if kinds:
-        parser.add_argument(
-            "--kinds", type=some, default=(), help=f"some of {','.join(kinds)}, in a record of their own"
-        )
+        parser.add_argument("--kinds", type=some, help=f"some of {','.join(kinds)}, in a record of their own")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="configuration of the application")
-    parsed = parser.parse_args(arguments)
+    return parser
+
+
+def read_options(description: str | None, arguments: Sequence[str] | None = None, kinds: Sequence[str] = ()) -> Options:
+    """Parse the command line of an experiment without options of its own."""
+    return options_of(option_parser(description, kinds).parse_args(arguments))
+
+
+def options_of(parsed: argparse.Namespace) -> Options:
+    """Return the common options of a parsed command line."""
     return Options(
         is_quick=parsed.quick,
         settings=dict(setting.split("=", 1) for setting in parsed.settings),
         has_throughput_profile=parsed.profile == "throughput",
         step_times=parsed.step_times,
         seed=parsed.seed,
-        kinds=parsed.kinds if kinds else (),
+        kinds=parsed.kinds,
     )
 
 
@@ -105,9 +123,7 @@ def report(
     The run is void if a load was, or for the reason `void_because`. The record is called `family`_`name`, the names of
     the module, followed by the chosen kinds. A quick run is recorded among temporary files, not with the results.
     """
-    from bench.record import write  # imports torch for its version, so it comes after the measurement
-
-    if any(load.is_void for load in loads):
+    if any(load.summary["is_void"] for load in loads):
         void_because = "the load generator was late too often"
     print(f"\n{family}: {name}")
     for bar in bars:
@@ -118,7 +134,6 @@ def report(
     place = str(Path(tempfile.gettempdir()) / f"{record}_quick") if options.is_quick else record
     path = write(
         place,
-        " ".join([f"python -m bench.{family}.{name}", *sys.argv[1:]]),
         {
             "is_void": void_because is not None,
             "void_because": void_because,
@@ -132,8 +147,3 @@ def report(
     if void_because is not None:
         return VOID_EXIT_CODE
     return 0 if all(bar.is_kept for bar in bars) else 1
-
-
-def ratio(value: float | None, base: float | None) -> float | None:
-    """Return value / base if both are known and the base is not 0."""
-    return None if value is None or not base else value / base

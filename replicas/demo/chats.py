@@ -205,9 +205,7 @@ def chat_documents(files: list[SourceFile], greeting_repeats: int, seed: int) ->
             chats[-1] = chats[-1] + chat
         else:
             chats.append(chat)
-    return [with_system(chat, rng) if rng.random() < SYSTEM_SHARE else chat for chat in chats]
-
-
-def with_system(chat: Chat, rng: random.Random) -> Chat:
-    """Return `chat` after a system message."""
-    return [message("system", rng.choice(SYSTEM_PROMPTS)), *chat]
+    return [
+        [message("system", rng.choice(SYSTEM_PROMPTS)), *chat] if rng.random() < SYSTEM_SHARE else chat
+        for chat in chats
+    ]

@@ -113,8 +113,7 @@ def without_near_duplicates(training: list[SourceFile], held_out: tuple[SourceFi
 
 def long_lines(text: str) -> set[str]:
     """Return the distinct stripped lines of at least 20 characters; unrelated files share shorter ones."""
-    stripped = (line.strip() for line in text.splitlines())
-    return {line for line in stripped if len(line) >= MIN_LINE_CHARS}
+    return {stripped for line in text.splitlines() if len(stripped := line.strip()) >= MIN_LINE_CHARS}
 
 
 def documents(file: SourceFile) -> list[str]:

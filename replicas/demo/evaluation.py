@@ -24,11 +24,6 @@ class FileLoss:
     num_bytes: int
     windows: tuple[Tensor, ...]
 
-    @property
-    def nats(self) -> float:
-        """Sum over all tokens."""
-        return sum(float(window.sum()) for window in self.windows)
-
 
 @dataclass(frozen=True, slots=True)
 class XzSize:
@@ -64,7 +59,8 @@ class Evaluator:
 
 def bits_per_byte(losses: Sequence[FileLoss]) -> float:
     """Return the loss over all tokens, in bits, divided by the UTF-8 bytes of all files."""
-    return sum(loss.nats for loss in losses) / math.log(2) / sum(loss.num_bytes for loss in losses)
+    nats = sum(float(window.sum()) for loss in losses for window in loss.windows)
+    return nats / math.log(2) / sum(loss.num_bytes for loss in losses)
 
 
 def xz_bits_per_byte(files: Sequence[SourceFile]) -> XzSize:

@@ -12,11 +12,13 @@ run ends like a shorter run from the start.
 import argparse
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from replicas.demo import DIRECTORY
@@ -24,7 +26,6 @@ from replicas.demo.chats import chat_documents
 from replicas.demo.corpus import Corpus, documents, load_corpus, standard_library
 from replicas.demo.evaluation import evaluate
 from replicas.demo.tokenization import END_OF_TEXT, MAX_CONTEXT_TOKENS, MESSAGE_END, VOCABULARY, train_tokenizer
-from replicas.demo.trainer import Trainer
 
 STEP_TOKENS = 8192
 SHORT_WINDOW_TOKENS = 512
@@ -34,6 +35,8 @@ DECAY_SHARE = 1 / 6
 LIBRARY_REPEATS = 2
 GREETING_REPEATS = 40
 CHECKPOINT_STEPS = 40
+MATRIX_LEARNING_RATE = 0.02
+VECTOR_LEARNING_RATE = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +49,78 @@ class Plan:
     output: Path
     work: Path
 
-    @property
-    def long_from(self) -> int:
-        """First step with windows of 2048 tokens."""
-        return self.steps - round(self.steps * LONG_SHARE)
-
     def window_tokens(self, step: int) -> int:
-        """Return the length of the windows of one step, in tokens."""
-        return SHORT_WINDOW_TOKENS if step < self.long_from else MAX_CONTEXT_TOKENS
+        """Return the length of the windows of one step, in tokens: 2048 in the last tenth of the steps."""
+        is_short = step < self.steps - round(self.steps * LONG_SHARE)
+        return SHORT_WINDOW_TOKENS if is_short else MAX_CONTEXT_TOKENS
 
     def learning_rate_scale(self, step: int) -> float:
         """Return the factor of the learning rates: linear warm-up, constant, linear decay to 0 after the last step."""
         decay_steps = round(self.steps * DECAY_SHARE)
         return min(1.0, (step + 1) / WARMUP_STEPS, (self.steps - step) / decay_steps)
+
+
+class Trainer:
+    """Trainer of float32 master weights, by Muon for matrices and AdamW for the rest.
+
+    A bfloat16 copy of the weights computes every loss and gradient.
+
+    Invariant between steps: each bfloat16 parameter of `model` is its rounded master.
+    """
+
+    def __init__(self, model: LlamaForCausalLM) -> None:
+        self.model = model
+        self._working = list(model.parameters())
+        self._masters = [parameter.detach().clone() for parameter in self._working]
+        for parameter in self._working:
+            # Convert only the parameters: the rotary buffers must stay float32.
+            parameter.data = parameter.data.to(torch.bfloat16)
+        embedding = model.get_input_embeddings().weight
+        pairs = list(zip(self._working, self._masters, strict=True))
+        matrices = [master for working, master in pairs if working.ndim == 2 and working is not embedding]
+        others = [master for working, master in pairs if working.ndim != 2 or working is embedding]
+        self._optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(others, lr=VECTOR_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self._base_rates = [MATRIX_LEARNING_RATE, VECTOR_LEARNING_RATE]
+        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._plain_loss, dynamic=False)
+
+    def _plain_loss(self, windows: Tensor) -> Tensor:
+        """Return mean nats per token of `windows` [num_windows, window_tokens + 1] int64."""
+        logits = self.model(windows[:, :-1], use_cache=False).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+
+    def step(self, windows: Tensor, scale: float) -> float:
+        """Make one update with the learning rates times `scale`; return the loss before it."""
+        loss = self._loss(windows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for working, master in zip(self._working, self._masters, strict=True):
+            assert working.grad is not None
+            master.grad = working.grad.float()
+            working.grad = None
+        nn.utils.clip_grad_norm_(self._masters, 1.0)
+        for optimizer, rate in zip(self._optimizers, self._base_rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * scale
+            optimizer.step()
+        self._round_masters()
+        return loss.item()
+
+    def _round_masters(self) -> None:
+        for working, master in zip(self._working, self._masters, strict=True):
+            working.data.copy_(master)
+
+    def state(self) -> dict[str, Any]:
+        """Return the weights and optimizer states, for `restore`."""
+        return {"masters": self._masters, "optimizers": [optimizer.state_dict() for optimizer in self._optimizers]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load the state that `state` returned in an earlier process."""
+        for master, saved in zip(self._masters, state["masters"], strict=True):
+            master.copy_(saved)
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self._round_masters()
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -93,8 +155,9 @@ def packed_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, seed: int)
     library = [file for file in corpus.training if not file.is_test]
     tests = [file for file in corpus.training if file.is_test]
     texts = [text for file in library * LIBRARY_REPEATS + tests for text in documents(file)]
-    chats = chat_documents(library, GREETING_REPEATS, seed)
-    rendered = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+    rendered = [
+        tokenizer.apply_chat_template(chat, tokenize=False) for chat in chat_documents(library, GREETING_REPEATS, seed)
+    ]
     code_ids = tokenizer(texts, verbose=False)["input_ids"]
     chat_ids = tokenizer(rendered, verbose=False)["input_ids"]
     all_ids: list[list[int]] = code_ids + chat_ids
@@ -121,16 +184,11 @@ def step_windows(stream: Tensor, step: int, window_tokens: int, seed: int) -> Te
     return stream[positions]
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
-    """Write the bfloat16 model and its tokenizer into `output`."""
-    model.config.dtype = torch.bfloat16
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-
-
 def checkpoint(trainer: Trainer, tokenizer: PreTrainedTokenizerFast, plan: Plan, steps_done: int) -> None:
-    """Write the model to `plan.output` and the resumable state to `plan.work`."""
-    save(trainer.model, tokenizer, plan.output)
+    """Write the bfloat16 model and its tokenizer to `plan.output`, and the resumable state to `plan.work`."""
+    trainer.model.config.dtype = torch.bfloat16
+    trainer.model.save_pretrained(plan.output)
+    tokenizer.save_pretrained(plan.output)
     plan.work.mkdir(parents=True, exist_ok=True)
     torch.save({"steps_done": steps_done, "trainer": trainer.state()}, plan.work / "state.pt")
 

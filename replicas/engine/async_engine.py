@@ -17,7 +17,7 @@ from typing import NamedTuple
 from replicas.clock import Clock
 from replicas.cpu_scheduling import use_normal_scheduling
 from replicas.engine.engine import Engine
-from replicas.errors import EngineDead, ServingError
+from replicas.errors import EngineDead, ReplicaLost, ServingError
 from replicas.protocol import (
     Band,
     EngineMetrics,
@@ -30,6 +30,8 @@ from replicas.protocol import (
 )
 
 _log = logging.getLogger(__name__)
+
+_STOP_LIMIT_S = 30.0
 
 
 class FlushPolicy(NamedTuple):
@@ -162,7 +164,8 @@ class AsyncEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. The last has a finish reason, and an `error` if the request failed."""
         if self._death is not None:
-            yield _refusal(request, self._death)
+            # Not EngineDead: this request was not in the engine when it died, so it cannot be the cause.
+            yield _refusal(request, ReplicaLost(f"no new requests after {self._death}", has_died=False))
             return
         # The engine gets a unique id per stream: a caller may send a request again before its abort is done.
         self._num_streams += 1
@@ -216,9 +219,12 @@ class AsyncEngine:
         await self._is_idle.wait()
 
     async def stop(self) -> None:
-        """End the engine thread after its present step; open streams end with `EngineDead`."""
+        """End the engine thread after its present step; open streams end with `EngineDead`.
+
+        A thread whose step hangs is left behind after `_STOP_LIMIT_S`; it ends with the process.
+        """
         self._inbox.put(self._request_stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _STOP_LIMIT_S)
         self._die(EngineDead("the engine was stopped"))
 
     def _mailbox_for(self, request: GenerateRequest) -> Mailbox:
@@ -232,12 +238,10 @@ class AsyncEngine:
         try:
             use_normal_scheduling()
             while self._take_messages():
-                deltas = self._engine.step()
-                self._post(deltas)
+                self._post(self._engine.step())
         except Exception as error:
             _log.exception("the engine died")
-            death = EngineDead(f"the engine died: {type(error).__name__}: {error}")
-            self._loop.call_soon_threadsafe(self._die, death)
+            self._loop.call_soon_threadsafe(self._die, EngineDead(f"the engine died: {type(error).__name__}: {error}"))
 
     def _request_stop(self) -> None:
         self._is_stopping = True
@@ -284,8 +288,9 @@ class AsyncEngine:
 
 def _refusal(request: GenerateRequest, error: ServingError) -> TokenDelta:
     num_output_tokens = len(request.output_token_ids)
-    usage = Usage(len(request.prompt_token_ids), num_output_tokens, 0)
-    return _failure(request.request_id, num_output_tokens, usage, error)
+    return _failure(
+        request.request_id, num_output_tokens, Usage(len(request.prompt_token_ids), num_output_tokens, 0), error
+    )
 
 
 def _failure(request_id: str, start: int, usage: Usage, error: ServingError) -> TokenDelta:

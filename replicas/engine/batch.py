@@ -1,8 +1,9 @@
-"""Batch of one step, and the step's results."""
+"""Batch of one step, the step's results, and the interfaces of the engine to a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from replicas.engine.sequence import Sequence
 from replicas.protocol import PositionLogprobs
@@ -31,12 +32,9 @@ class ScheduledSequence:
 
     def __post_init__(self) -> None:
         # Computed now, since the sequence changes while the step is in flight.
-        sequence, end, num_preempted_tokens = (
-            self.sequence,
-            self.start + self.num_tokens,
-            self.sequence.num_preempted_tokens,
-        )
-        num_recomputed_tokens = min(end, num_preempted_tokens) - self.start if num_preempted_tokens > self.start else 0
+        sequence, end = self.sequence, self.start + self.num_tokens
+        num_lost = sequence.num_preempted_tokens
+        num_recomputed_tokens = min(end, num_lost) - self.start if num_lost > self.start else 0
         _set(self, "samples", sequence.may_sample_at(end))
         _set(self, "num_recomputed_tokens", num_recomputed_tokens)
         _set(self, "preemption", sequence.num_preemptions)
@@ -117,3 +115,38 @@ class CollectedStep:
     duration_s: float
     """Seconds since the step's scheduling began, or since the previous step was collected if later: steps overlap."""
     is_saturated: bool
+
+
+class LaunchedStep(Protocol):
+    """Step that the device is computing or has computed."""
+
+    def collect(self) -> list[ItemResult]:
+        """Wait for the step and return one result per item, in order. Called once, in the order of the launches.
+
+        Raises:
+            Exception: the whole batch failed; the results of this step and of all launched after it are invalid.
+        """
+
+
+class ModelRunner(Protocol):
+    """Runner of a model on a device; the only object that knows the device."""
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Begin to compute all scheduled tokens, write their KV, and sample for the items that sample.
+
+        Steps take effect in the order of their launches. The last token of an item may be the one that the previous
+        step samples, even if that step has not been collected. Running an item again writes the same KV.
+
+        Raises:
+            Exception: the batch failed; steps launched before are not affected.
+        """
+
+
+class IncrementalDecoder(Protocol):
+    """Decoder of one sequence's output tokens, one at a time."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes; empty in the middle of a character, and for a special token."""
+
+    def finish(self) -> str:
+        """Return the text of an incomplete character at the end. Called once, when no token follows."""

@@ -51,6 +51,9 @@ class EngineLimits:
     """Seconds without computed tokens after which a waiting band has one sequence promoted. The promoted sequence takes
     the next free slot and keeps it."""
 
+    fairness_rest_steps: int = 64
+    """Fewest steps between two preemptions of one sequence for other tenants' fair shares."""
+
     def __post_init__(self) -> None:
         check_bounds(self)
         if self.max_num_batched_tokens <= self.max_num_seqs:

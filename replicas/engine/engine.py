@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from replicas.clock import Clock
-from replicas.engine.admission import AdmissionControl
-from replicas.engine.batch import CollectedStep, ItemResult, ScheduledSequence, ScheduledStep
+from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig
-from replicas.engine.deadlines import Deadlines
-from replicas.engine.interfaces import ModelRunner
-from replicas.engine.load_report import LoadReport
 from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.stats import EngineStats
-from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, SequenceFailed
+from replicas.engine.stats import EngineStats, gauge
+from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import (
+    Band,
     EngineMetrics,
     FinishReason,
     GenerateRequest,
+    Metric,
     ReplicaIdentity,
     ReplicaStats,
     TenantTokens,
     TokenDelta,
 )
+
+_MIN_DEADLINES = 64
 
 
 class Engine:
@@ -50,12 +51,11 @@ class Engine:
     ) -> None:  # fmt: skip
         self._config = config
         self._decoders = decoders
+        self._identity = identity
         self._clock = clock or Clock()
         self._scheduler = Scheduler(config, BlockManager(config))
         self._stats = EngineStats(config)
         self._pipeline = Pipeline(runner, self._scheduler, self._clock, config.async_scheduling)
-        self._admission = AdmissionControl(config, self._scheduler, self._stats)
-        self._report = LoadReport(config, identity, self._scheduler, self._stats, self._clock)
         self._output_processors: dict[str, OutputProcessor] = {}
         self._deadlines = Deadlines()
         self._num_added = 0
@@ -79,7 +79,8 @@ class Engine:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
         if request.request_id in self._output_processors:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
-        self._admission.check(request)
+        self._check_size(request)
+        self._check_queue(request)
         now = self._clock.monotonic()
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
@@ -116,7 +117,30 @@ class Engine:
 
     def stats(self) -> ReplicaStats:
         """Return the present load."""
-        return self._report.load(self._is_draining)
+        running, held_blocks = [0] * len(Band), [0] * len(Band)
+        outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
+        for sequence in self._scheduler.running:
+            running[sequence.effective_band] += 1
+            held_blocks[sequence.effective_band] += len(sequence.block_table)
+            outstanding_tokens += sequence.num_outstanding_tokens
+        return ReplicaStats(
+            replica_id=self._identity.replica_id,
+            node_id=self._identity.node_id,
+            pid=self._identity.pid,
+            taken_unix_s=self._clock.unix(),
+            num_slots=self._config.max_num_seqs,
+            num_blocks=self._config.num_blocks,
+            num_free_blocks=self._scheduler.blocks.num_free_blocks,
+            num_running_by_band=tuple(running),
+            num_waiting_by_band=self._scheduler.waiting.num_by_band,
+            waiting_tokens=self._scheduler.waiting.num_tokens,
+            generated_tokens_per_s=self._stats.rate.tokens_per_s if self.has_work else 0.0,
+            is_draining=self._is_draining,
+            num_held_blocks_by_band=tuple(held_blocks),
+            outstanding_tokens=outstanding_tokens,
+            block_size=self._config.block_size,
+            saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
+        )
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:
         """Return the tokens computed for the tenants served last. Any thread may call it."""
@@ -124,7 +148,42 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Return all of the engine's metrics."""
-        return self._report.metrics(self.stats())
+        return EngineMetrics(
+            self._identity.replica_id,
+            (*self._gauges(self.stats()), *self._stats.counters(self._scheduler.num_preemptions)),
+            self._stats.histograms(),
+        )
+
+    def _check_size(self, request: GenerateRequest) -> None:
+        limit = self._config.max_model_len
+        if request.max_total_tokens > limit:
+            raise InvalidRequest(
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{request.max_total_tokens} tokens ({len(request.prompt_token_ids)} in the prompt, "
+                f"{request.params.max_tokens} in the completion). "
+                "Please reduce the length of the prompt or completion.",
+                "max_tokens",
+                "context_length_exceeded",
+            )
+
+    def _check_queue(self, request: GenerateRequest) -> None:
+        waiting = self._scheduler.waiting
+        num_free_slots = self._config.max_num_seqs - len(self._scheduler.running)
+        if len(waiting) < num_free_slots:
+            return
+        num_queued = len(waiting) - num_free_slots + 1
+        if num_queued > self._config.max_queued_requests:
+            self._refuse("requests", num_queued, self._config.max_queued_requests, "max_num_queued_reqs")
+        num_tokens = waiting.num_tokens + request.max_total_tokens
+        if num_tokens > self._config.max_queued_tokens:
+            self._refuse("tokens", num_tokens, self._config.max_queued_tokens, "max_num_queued_tokens")
+
+    def _refuse(self, what: str, value: int, limit: int, reason: str) -> None:
+        """Raise `Overloaded`. Its retry time is the time in which the queue drains at the measured speed."""
+        self._stats.rejected(reason)
+        rate = self._stats.saturated_rate.tokens_per_s
+        retry_after_s = self._scheduler.waiting.num_outstanding_tokens / rate if rate > 0 else 1.0
+        raise Overloaded(f"the queue would hold {value} {what}; its limit is {limit}", retry_after_s, reason)
 
     def _expire(self) -> list[TokenDelta]:
         """Fail the sequences whose deadline has passed."""
@@ -153,7 +212,7 @@ class Engine:
         deltas = []
         for step in steps:
             self._stats.stepped(step)
-            self._scheduler.stepped(step.batch, step.duration_s)
+            self._scheduler.latency.stepped(step.batch, step.duration_s)
             for item, result in step.results:
                 delta = self._advance(item, result, step.collected_s)
                 if delta is not None:
@@ -183,3 +242,52 @@ class Engine:
         self._stats.finished(sequence, reason, self._clock.monotonic())
         self._scheduler.finish(sequence)
         del self._output_processors[sequence.request_id]
+
+    def _gauges(self, load: ReplicaStats) -> tuple[Metric, ...]:
+        return (
+            gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
+            gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
+            gauge(
+                "vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"
+            ),
+            gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage),
+            gauge(
+                "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
+            ),
+            gauge(
+                "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
+                num_gpu_blocks=str(self._config.num_blocks),
+                enable_prefix_caching=str(self._config.enable_prefix_caching),
+            ),
+        )  # fmt: skip
+
+
+class Deadlines:
+    """Heap of the sequences that have a deadline, earliest first.
+
+    Finished sequences stay in the heap until they are popped or the heap is full. A full heap is cleaned, and may then
+    grow to twice its size plus 64 entries.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, Sequence]] = []
+        self._max_entries = _MIN_DEADLINES
+
+    def add(self, sequence: Sequence) -> None:
+        """Add `sequence` if it has a deadline."""
+        if sequence.deadline_s is None:
+            return
+        if len(self._entries) >= self._max_entries:
+            self._entries = [entry for entry in self._entries if entry[2].status is not SequenceStatus.FINISHED]
+            heapq.heapify(self._entries)
+            self._max_entries = 2 * len(self._entries) + _MIN_DEADLINES
+        heapq.heappush(self._entries, (sequence.deadline_s, sequence.arrival_index, sequence))
+
+    def pop_expired(self, now: float) -> list[Sequence]:
+        """Remove and return the unfinished sequences with a deadline of `now` or earlier."""
+        expired = []
+        while self._entries and self._entries[0][0] <= now:
+            sequence = heapq.heappop(self._entries)[2]
+            if sequence.status is not SequenceStatus.FINISHED:
+                expired.append(sequence)
+        return expired

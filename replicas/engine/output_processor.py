@@ -1,16 +1,14 @@
-"""Output processor: turns step results into a sequence's deltas, and decides the end of the sequence."""
+"""Output processor: turns step results into a sequence's text and deltas, and decides the end of the sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from replicas.engine.batch import ItemResult, ScheduledSequence
-from replicas.engine.detokenizer import Detokenizer
-from replicas.engine.interfaces import IncrementalDecoder
+from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.errors import SequenceFailed, ServingError
-from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, SamplingParams, TokenDelta, Usage
+from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, TokenDelta, Usage
 
 DecoderFactory = Callable[[GenerateRequest], IncrementalDecoder]
 
@@ -21,6 +19,61 @@ class Stop:
 
     reason: FinishReason
     cause: int | str | None = None
+
+
+class Detokenizer:
+    """Detokenizer of one sequence's output, which also searches for its stop strings.
+
+    Text that could be the beginning of a stop string is held back until later text decides it.
+    """
+
+    def __init__(self, decoder: IncrementalDecoder, stop: tuple[str, ...]) -> None:
+        self._decoder = decoder
+        self._stop = stop
+        self._held = ""
+        self.stop_string: str | None = None
+        """Stop string that was found, or None; no text follows it."""
+
+    def push(self, token_id: int, may_stop: bool) -> str:
+        """Add a token; return the text that can be shown now.
+
+        If `may_stop` and a stop string is complete, the text ends before it and `stop_string` is set.
+        """
+        text = self._decoder.push(token_id)
+        if not self._stop:
+            return text
+        self._held += text
+        if not may_stop:
+            # Text from before `min_tokens` is not part of any later match.
+            return self._release(len(self._held))
+        found = min(
+            ((at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0),
+            default=None,
+            key=lambda match: match[0],
+        )
+        if found is not None:
+            shown = self._release(found[0])
+            self.stop_string, self._held = found[1], ""
+            return shown
+        return self._release(len(self._held) - self._possible_start_length())
+
+    def finish(self) -> str:
+        """Return the text still held back. Called when no token follows."""
+        if self.stop_string is None:
+            self._held += self._decoder.finish()
+        return self._release(len(self._held))
+
+    def _release(self, length: int) -> str:
+        text, self._held = self._held[:length], self._held[length:]
+        return text
+
+    def _possible_start_length(self) -> int:
+        """Return the length of the longest end of the held text that begins a stop string."""
+        longest = max(map(len, self._stop)) - 1
+        for length in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+                return length
+        return 0
 
 
 class OutputProcessor:
@@ -39,7 +92,7 @@ class OutputProcessor:
             self._detokenizer = Detokenizer(decoders(request), request.params.stop)
             for index, token_id in enumerate(request.output_token_ids):
                 # The reader has this text already. Text that was held back is held back again.
-                self._detokenizer.push(token_id, _may_stop_on_text(request.params, index + 1))
+                self._detokenizer.push(token_id, may_stop=index >= request.params.min_tokens)
         except Exception as error:  # A tokenizer may raise anything; only this request fails.
             raise _undecodable(error) from error
 
@@ -71,8 +124,7 @@ class OutputProcessor:
         detokenizer, sequence = self._detokenizer, self.sequence
         stop, text = self._stop_at(token_id), ""
         if stop is None:
-            may_stop = _may_stop_on_text(sequence.request.params, sequence.num_output_tokens)
-            text = detokenizer.push(token_id, may_stop)
+            text = detokenizer.push(token_id, sequence.num_output_tokens > sequence.request.params.min_tokens)
             if detokenizer.stop_string is not None:
                 stop = Stop(FinishReason.STOP, detokenizer.stop_string)
             elif not sequence.can_sample:
@@ -110,12 +162,8 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs,
             finish_reason=stop.reason if stop else None,
             stop_reason=stop.cause if stop else None,
+            queue_s=sequence.queue_s,
         )
-
-
-def _may_stop_on_text(params: SamplingParams, num_output_tokens: int) -> bool:
-    """Return True if a stop string that is completed by output token number `num_output_tokens` ends the sequence."""
-    return num_output_tokens > params.min_tokens
 
 
 def _undecodable(error: Exception) -> SequenceFailed:

@@ -8,8 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from replicas.clock import Clock
-from replicas.engine.batch import CollectedStep, ItemResult, ScheduledBatch, ScheduledSequence, ScheduledStep
-from replicas.engine.interfaces import LaunchedStep, ModelRunner
+from replicas.engine.batch import (
+    CollectedStep,
+    ItemResult,
+    LaunchedStep,
+    ModelRunner,
+    ScheduledBatch,
+    ScheduledSequence,
+    ScheduledStep,
+)
 from replicas.engine.scheduler import Scheduler
 
 _MAX_FAILED_STEPS = 3
@@ -104,7 +111,7 @@ class Pipeline:
             results = launched.collect()
         except Exception as error:
             self._discard()
-            return self._results_alone(batch, error)
+            return self._repeat_one_by_one(batch, error)
         self._num_failed_steps = 0
         return list(zip(batch.items, results, strict=True))
 
@@ -117,19 +124,19 @@ class Pipeline:
                 self._scheduler.revoke(item)
         self._in_flight.clear()
 
-    def _results_alone(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
+    def _repeat_one_by_one(self, batch: ScheduledBatch, cause: Exception) -> list[tuple[ScheduledSequence, ItemResult]]:
         self._num_failed_steps += 1
         live = [item for item in batch.items if item.holds_blocks]
         for item in batch.items:
             if not item.holds_blocks:
                 self._scheduler.revoke(item)
-        results = [self._run_one_by_one(item, cause) for item in live]
+        results = [self._run_alone(item, cause) for item in live]
         fails_everything = len(results) > 1 and all(result.error is not None for result in results)
         if fails_everything or self._num_failed_steps >= _MAX_FAILED_STEPS:
             raise cause
         return list(zip(live, results, strict=True))
 
-    def _run_one_by_one(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
+    def _run_alone(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
         try:
             return self._runner.launch(ScheduledBatch((item,))).collect()[0]
         except Exception as error:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
-from replicas.engine.latency_controller import LatencyController
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.step_plan import StepPlan
+from replicas.engine.step_plan import LatencyController, StepPlan
+from replicas.engine.tenant_slots import TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
 from replicas.protocol import Band
 
-
-def _urgency(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.urgency
-
-
-def _effective_band(sequence: Sequence) -> Band:
-    return sequence.effective_band
+_urgency = attrgetter("urgency")
 
 
 class Scheduler:
@@ -37,8 +32,12 @@ class Scheduler:
        sequences and to waiting ones, band by band, in order of urgency. A prompt longer than a step gets a share first
        and the rest of the budget last, so that short prompts behind it start at once. A waiting sequence of a more
        urgent band takes the slot and blocks of the least urgent running one.
-    4. A sequence that must run alone preempts all others, and none is admitted beside it.
-    5. A band that has tokens to prefill, but for which nothing was computed for `promote_after_s`, has its most urgent
+    4. In a band, sequences of tenants that hold fewer slots than their fair share (`TenantSlots`) are admitted first.
+       If such a sequence finds no slot, a tenant beyond its share gives way: its least urgent sequence is preempted. A
+       sequence gives way at most once in `fairness_rest_steps`. A tenant at its share gives no way and takes no slot
+       back, so two tenants never take slots from each other in turn.
+    5. A sequence that must run alone preempts all others, and none is admitted beside it.
+    6. A band that has tokens to prefill, but for which nothing was computed for `promote_after_s`, has its most urgent
        sequence promoted to the front of all bands. A promoted sequence takes the next free slot. It preempts no
        sequence for a slot, others may pass it by preempting, and it is not preempted for a slot. Then the band's clock
        restarts.
@@ -46,63 +45,53 @@ class Scheduler:
     Invariants:
         A sequence is in `waiting`, in `running` or finished. Running sequences have slots for all tokens known when
         they were last scheduled. len(running) <= max_num_seqs.
+        A promoted sequence never gives way. A tenant that gives way holds at least its share afterwards.
         A sequence's worst case fits the pool, so a step with work always progresses.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self._config = config
-        self._blocks = blocks
-        self._waiting = WaitingQueue(config.max_num_batched_tokens)
-        self._running: list[Sequence] = []
-        self._served_s = dict.fromkeys(Band, 0.0)
-        self._latency = LatencyController(config)
-        self.num_preemptions = 0
-        self.num_promotions = 0
-
-    @property
-    def waiting(self) -> WaitingQueue:
+        self.blocks = blocks
+        self.waiting = WaitingQueue(config.max_num_batched_tokens)
         """Queue of the sequences without a slot; callers only read it."""
-        return self._waiting
-
-    @property
-    def running(self) -> list[Sequence]:
+        self.running: list[Sequence] = []
         """Sequences with a slot, most urgent first; callers only read the list."""
-        return self._running
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Number of blocks that no sequence holds, cached ones included."""
-        return self._blocks.num_free_blocks
-
-    @property
-    def token_budget(self) -> int:
-        """Number of tokens that a step in which sequences decode may compute at present."""
-        return self._latency.budget
+        # Time at which each band last got tokens, or began to wait if that is later.
+        self._served_s = dict.fromkeys(Band, 0.0)
+        self.latency = LatencyController(config)
+        self._slots = TenantSlots(config.max_num_seqs)
+        self._num_steps = 0
+        self.num_preemptions = 0
+        self.num_given_way = 0
+        """Number of preemptions for other tenants' fair shares; `num_preemptions` counts them too."""
+        self.num_promotions = 0
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Add a new sequence to the waiting queue."""
         if not self._wants_prefill(sequence.band):
             self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
-        self._waiting.add(sequence)
+        self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """End `sequence`, which may wait or run. Its blocks are free when this returns."""
         if sequence.status is SequenceStatus.RUNNING:
-            self._running.remove(sequence)
-            self._blocks.free(sequence)
+            self.running.remove(sequence)
+            self._slots.give_back(sequence)
+            self.blocks.free(sequence)
         elif sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def schedule(self, now: float) -> ScheduledBatch | None:
         """Schedule the next step; return None if no sequence has tokens to compute."""
+        self._num_steps += 1
         self._promote_starved(now)
         self._grow_running()
-        plan = StepPlan(self._config, self._running)
+        plan = StepPlan(self._config, self.running)
         for band in plan.decoding_bands:
             self._served_s[band] = now
         for band in Band:
-            plan.limit(self._latency.num_tokens(plan.num_decodes, self._is_more_urgent_than_running(band)))
+            plan.limit(self.latency.num_tokens(plan.num_decodes, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
 
@@ -111,14 +100,10 @@ class Scheduler:
         if len(batch.items) == 1 and batch.items[0].sequence.request.is_isolated:
             return False
         return (
-            len(self._waiting) > 0
-            or len(self._running) == self._config.max_num_seqs
+            len(self.waiting) > 0
+            or len(self.running) == self._config.max_num_seqs
             or batch.num_tokens == self._config.max_num_batched_tokens
         )
-
-    def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
-        """Note the duration of a step."""
-        self._latency.stepped(batch, duration_s)
 
     def computed(self, item: ScheduledSequence) -> None:
         """Note that the tokens that a step computed of a sequence have been collected."""
@@ -128,7 +113,7 @@ class Scheduler:
         before = sequence.num_computed_tokens
         sequence.num_in_flight_tokens -= item.num_tokens
         sequence.num_computed_tokens += item.num_tokens
-        self._blocks.publish(sequence, before)
+        self.blocks.publish(sequence, before)
 
     def revoke(self, item: ScheduledSequence) -> None:
         """Undo the launch of `item`: its results will not be used, and its tokens are scheduled again."""
@@ -136,28 +121,29 @@ class Scheduler:
         if item.holds_blocks:
             sequence.num_in_flight_tokens -= item.num_tokens
         if sequence.status is SequenceStatus.WAITING:
-            self._waiting.remove(sequence)
-        sequence.num_placeholder_tokens -= item.samples
+            self.waiting.remove(sequence)
+        sequence.num_awaited_tokens -= item.samples
         if sequence.status is SequenceStatus.WAITING:
-            self._waiting.add(sequence)
+            self.waiting.add(sequence)
 
     def check_invariants(self) -> None:
         """Assert the class's invariants and the block manager's."""
-        assert len(self._running) <= self._config.max_num_seqs
-        assert self._running == sorted(self._running, key=_urgency)
-        for sequence in self._running:
+        assert len(self.running) <= self._config.max_num_seqs
+        assert self.running == sorted(self.running, key=_urgency)
+        for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
-            assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
+            assert sequence.num_in_flight_tokens >= 0 and sequence.num_awaited_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
             assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
-        for sequence in self._waiting.sequences():
+        for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table and sequence.num_scheduled_tokens == 0
-        self._blocks.check_invariants(self._running)
+        self._slots.check_invariants(self.running)
+        self.blocks.check_invariants(self.running)
 
     def _is_more_urgent_than_running(self, band: Band) -> bool:
-        return bool(self._running) and band < self._running[-1].effective_band
+        return bool(self.running) and band < self.running[-1].effective_band
 
     def _promote_starved(self, now: float) -> None:
         for band in list(Band)[1:]:
@@ -166,33 +152,35 @@ class Scheduler:
                 self._served_s[band] = now
 
     def _wants_prefill(self, band: Band) -> bool:
-        return self._waiting.num_by_band[band] > 0 or any(
-            sequence.band is band and sequence.num_uncomputed_tokens > 1 for sequence in self._running
+        return self.waiting.num_by_band[band] > 0 or any(
+            sequence.band is band and sequence.num_uncomputed_tokens > 1 for sequence in self.running
         )
 
     def _promote(self, band: Band) -> None:
-        running = [s for s in self._running if s.effective_band is band and s.num_uncomputed_tokens > 1]
-        sequence = running[0] if running else self._waiting.head(band, with_long=True)
+        running = [s for s in self.running if s.effective_band is band and s.num_uncomputed_tokens > 1]
+        sequence = running[0] if running else self.waiting.head(band, with_long=True)
         if sequence is None:
             return  # All candidates are promoted already.
         self.num_promotions += 1
         if running:
+            self._slots.give_back(sequence)
             sequence.is_promoted = True
-            self._running.sort(key=_urgency)
+            self._slots.take(sequence)
+            self.running.sort(key=_urgency)
         else:
-            self._waiting.remove(sequence)
+            self.waiting.remove(sequence)
             sequence.is_promoted = True
-            self._waiting.add(sequence)
+            self.waiting.add(sequence)
 
     def _grow_running(self) -> None:
         block_size = self._config.block_size
-        for sequence in self._running:  # Preemption pops from the end of the list, never a visited sequence.
+        for sequence in self.running:  # Preemption pops from the end of the list, never a visited sequence.
             if sequence.num_tokens <= len(sequence.block_table) * block_size:
                 continue  # The usual case, checked here since this runs for every sequence in every step.
-            while not self._blocks.can_grow(sequence, sequence.num_tokens):
-                if self._preempt_least_urgent() is sequence:
+            while not self.blocks.can_grow(sequence, sequence.num_tokens):
+                if self._preempt(self.running[-1]) is sequence:
                     return  # It was the last sequence of the list.
-            self._blocks.grow(sequence, sequence.num_tokens)
+            self.blocks.grow(sequence, sequence.num_tokens)
 
     def _schedule_prefills(self, plan: StepPlan, band: Band, now: float) -> None:
         long_prefill_chunk, long_sequences = plan.long_prefill_chunk, []
@@ -207,12 +195,12 @@ class Scheduler:
             if sequence.status is SequenceStatus.RUNNING:
                 self._schedule_tokens(plan, sequence, plan.num_tokens_left)
         for sequence in deferred:
-            self._waiting.add(sequence)
+            self.waiting.add(sequence)
 
     def _schedule_tokens(self, plan: StepPlan, sequence: Sequence, at_most: int) -> None:
         plan.schedule(sequence, at_most)
         start = sequence.num_scheduled_tokens
-        plan.note_completed(self._blocks.hashes_completed(sequence, start, start + plan.num_scheduled(sequence)))
+        plan.note_completed(self.blocks.hashes_completed(sequence, start, start + plan.num_scheduled(sequence)))
 
     def _prefill_candidates(self, plan: StepPlan, band: Band, deferred: list[Sequence]) -> Iterator[Sequence]:
         """Yield the sequences of `band` that can prefill now, in order of urgency, and admit waiting ones among them.
@@ -221,9 +209,10 @@ class Scheduler:
         """
         prefilling = plan.prefilling(band)
         prefilling.reverse()
-        has_room = not (len(self._running) == 1 and self._running[0].request.is_isolated)
+        # True while a waiting sequence may be admitted. Running ones have their slots and blocks.
+        has_room = not (len(self.running) == 1 and self.running[0].request.is_isolated)
         while plan.num_tokens_left > 0:
-            head = self._waiting.head(band, with_long=plan.can_take_long_prefill) if has_room else None
+            head = self._head(band, with_long=plan.can_take_long_prefill) if has_room else None
             if prefilling and (head is None or prefilling[-1].urgency < head.urgency):
                 sequence = prefilling.pop()
                 if sequence.status is not SequenceStatus.RUNNING:
@@ -233,7 +222,9 @@ class Scheduler:
             elif head is None:
                 return
             elif not self._could_fit(head):
-                has_room = self._may_be_passed(head)
+                # Sequences behind a promoted head without a slot may be tried: it waits for a free slot and preempts no
+                # sequence for it.
+                has_room = head.is_promoted and len(self.running) >= self._config.max_num_seqs
                 if has_room:
                     self._defer(head, deferred)
             elif self._waits_for_prefix(plan, head):
@@ -244,45 +235,82 @@ class Scheduler:
                 has_room = not head.request.is_isolated
                 yield head
 
+    def _head(self, band: Band, with_long: bool) -> Sequence | None:
+        first = self._slots.below_share(band, self.waiting.tenants(band))
+        return self.waiting.head(band, with_long, first)
+
     def _waits_for_prefix(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Return True if this step computes, for another sequence, the next block that `sequence` could reuse.
 
         Waiting for that block is cheaper than computing it twice.
         """
-        missing = self._blocks.first_missing_hash(sequence)
+        missing = self.blocks.first_missing_hash(sequence)
         return missing is not None and plan.completes(missing)
 
-    def _may_be_passed(self, sequence: Sequence) -> bool:
-        """Return True if sequences behind `sequence`, a head without room, may be tried.
-
-        That is so for a promoted head without a slot: it waits for a free one and preempts no sequence for it.
-        """
-        return sequence.is_promoted and len(self._running) >= self._config.max_num_seqs
-
     def _defer(self, sequence: Sequence, deferred: list[Sequence]) -> None:
-        self._waiting.remove(sequence)
+        self.waiting.remove(sequence)
         deferred.append(sequence)
 
     def _admit(self, plan: StepPlan, sequence: Sequence) -> None:
-        """Give a waiting sequence that could fit a slot and blocks; preempt less urgent sequences until it fits."""
-        while not self._fits(sequence, self._running, ()):
-            plan.unschedule(self._running[-1])
-            self._preempt_least_urgent()
-        self._waiting.remove(sequence)
-        self._blocks.allocate(sequence)
+        """Give a waiting sequence that could fit a slot and blocks; preempt others that may be until it fits."""
+        giving_way: list[Sequence] | None = None
+        while not self._fits(sequence, self.running, ()):
+            last = self.running[-1]
+            if sequence.request.is_isolated or last.effective_band > sequence.band:
+                plan.unschedule(last)
+                self._preempt(last)
+                continue
+            if giving_way is None:
+                giving_way = self._giving_way(sequence)
+            plan.unschedule(giving_way[-1])
+            self._give_way(giving_way.pop())
+        self.waiting.remove(sequence)
+        self.blocks.allocate(sequence)
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
-        insort(self._running, sequence, key=_urgency)
+        insort(self.running, sequence, key=_urgency)
+        self._slots.take(sequence)
 
     def _could_fit(self, sequence: Sequence) -> bool:
         """Return True if `sequence` would have room after preempting all sequences that it may preempt."""
-        if self._fits(sequence, self._running, ()):
+        if self._fits(sequence, self.running, ()):
             return True
         if sequence.request.is_isolated:
             return True  # It may preempt all, and a sequence's worst case fits an empty pool.
-        num_others = bisect_right(self._running, sequence.band, key=_effective_band)
-        return self._fits(sequence, self._running[:num_others], self._running[num_others:])
+        num_others = bisect_right(self.running, sequence.band, key=attrgetter("effective_band"))
+        others, less_urgent = self.running[:num_others], self.running[num_others:]
+        if self._fits(sequence, others, less_urgent):
+            return True
+        giving_way = self._giving_way(sequence)
+        if not giving_way:
+            return False
+        others = [other for other in others if other not in giving_way]
+        return self._fits(sequence, others, [*less_urgent, *giving_way])
+
+    def _giving_way(self, sequence: Sequence) -> list[Sequence]:
+        """Return the running sequences that may be preempted for the fair share of `sequence`'s tenant.
+
+        The first to be preempted is last: of the tenant with most slots, the least urgent.
+        """
+        band, waiting = sequence.effective_band, self.waiting.tenants(sequence.effective_band)
+        if sequence.is_promoted or sequence.request.tenant not in self._slots.below_share(band, waiting):
+            return []
+        surplus = self._slots.surplus(band, waiting)
+        left, giving_way = surplus.copy(), []
+        for other in reversed(self.running if surplus else ()):
+            tenant = other.request.tenant
+            if other.effective_band is band and left[tenant] > 0 and self._may_give_way(other):
+                left[tenant] -= 1
+                giving_way.append(other)
+        giving_way.sort(key=lambda other: -surplus[other.request.tenant])
+        giving_way.reverse()
+        return giving_way
+
+    def _may_give_way(self, sequence: Sequence) -> bool:
+        last = sequence.given_way_step
+        has_rested = last is None or self._num_steps - last >= self._config.fairness_rest_steps
+        return has_rested and not sequence.is_promoted
 
     def _fits(self, sequence: Sequence, others: list[Sequence], without: Collection[Sequence]) -> bool:
         """Return True if slots and blocks suffice beside `others` after preempting the sequences in `without`."""
@@ -298,14 +326,24 @@ class Scheduler:
         else:
             # Reserve one block of growth for each; otherwise a sequence admitted now may be preempted a step later.
             num_tokens, growth = sequence.num_tokens, len(others)
-        return self._blocks.shortfall(sequence, num_tokens, without) + growth <= 0
+        return self.blocks.shortfall(sequence, num_tokens, without) + growth <= 0
 
-    def _preempt_least_urgent(self) -> Sequence:
-        sequence = self._running.pop()
+    def _give_way(self, sequence: Sequence) -> None:
+        band, tenant = sequence.effective_band, sequence.request.tenant
+        assert self._slots.of(band, tenant) > self._slots.share(band, self.waiting.tenants(band))
+        assert self._may_give_way(sequence)
+        self._preempt(sequence)
+        sequence.has_given_way, sequence.given_way_step = True, self._num_steps
+        self.num_given_way += 1
+
+    def _preempt(self, sequence: Sequence) -> Sequence:
+        self.running.remove(sequence)
+        self._slots.give_back(sequence)
         sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_scheduled_tokens)
-        self._blocks.free(sequence)
+        self.blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_preemptions += 1
+        sequence.has_given_way = False
         self.num_preemptions += 1
-        self._waiting.add(sequence)
+        self.waiting.add(sequence)
         return sequence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from replicas.protocol import Band, GenerateRequest, PositionLogprobs, SamplingParams
+from replicas.protocol import Band, GenerateRequest, PositionLogprobs
 
 
 class SequenceStatus(Enum):
@@ -33,6 +33,7 @@ class Sequence:
     ) -> None:
         """`arrival_s` and `deadline_s` are monotonic; `arrival_index` counts sequences in order of arrival."""
         self.request = request
+        self.request_id = request.request_id
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.arrival_index = arrival_index
@@ -41,31 +42,39 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
-        self.num_placeholder_tokens = 0
+        self.num_awaited_tokens = 0
         # The last allowed output token is never computed, as no token follows it.
         self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
-        self.has_penalties = _has_penalties(request.params)
+        params = request.params
+        self.has_penalties = (
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        """True if the earlier tokens change the probabilities of the next one."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         self.status = SequenceStatus.WAITING
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.num_preempted_tokens = 0
+        self.has_given_way = False
+        """True if the last preemption was for another tenant's fair share."""
+        self.given_way_step: int | None = None
+        """Number of the step of the last such preemption."""
         self.num_prompt_logprobs = 0
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
 
     @property
-    def request_id(self) -> str:
-        """Id of the request within the engine."""
-        return self.request.request_id
-
-    @property
     def urgency(self) -> tuple[int, float, int]:
         """Sort key, most urgent first: promoted, band, earliest deadline, order of arrival."""
         deadline = float("inf") if self.deadline_s is None else self.deadline_s
         return (-1 if self.is_promoted else self.band, deadline, self.arrival_index)
+
+    @property
+    def queue_s(self) -> float | None:
+        """Time from the request's arrival to the first step that computed it, seconds; None: no step has."""
+        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
 
     @property
     def band(self) -> Band:
@@ -85,7 +94,7 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Number of known and awaited tokens that must be computed; an awaited one counts the same once it is known."""
-        return min(len(self.token_ids) + self.num_placeholder_tokens, self._max_computed_tokens)
+        return min(len(self.token_ids) + self.num_awaited_tokens, self._max_computed_tokens)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -113,7 +122,7 @@ class Sequence:
         expected = self.request.expected_output_tokens
         if expected is None:
             expected = self.request.params.max_tokens
-        num_output_tokens = self.num_output_tokens + self.num_placeholder_tokens
+        num_output_tokens = self.num_output_tokens + self.num_awaited_tokens
         return self.num_uncomputed_tokens + max(0, expected - num_output_tokens)
 
     @property
@@ -123,23 +132,23 @@ class Sequence:
 
     def may_sample_at(self, end: int) -> bool:
         """Return True if computing the tokens before `end` yields the next output token."""
-        num_tokens = len(self.token_ids) + self.num_placeholder_tokens
+        num_tokens = len(self.token_ids) + self.num_awaited_tokens
         return end == num_tokens and num_tokens - self.num_prompt_tokens < self.request.params.max_tokens
 
     def launched(self, num_tokens: int, samples: bool) -> None:
         """Note that a step was launched that computes the next `num_tokens`, and samples one if `samples`."""
         self.num_in_flight_tokens += num_tokens
-        self.num_placeholder_tokens += samples
+        self.num_awaited_tokens += samples
 
     def append(self, token_id: int) -> None:
         """Append the value of the token awaited longest, which is now known."""
-        self.num_placeholder_tokens -= 1
+        self.num_awaited_tokens -= 1
         self.token_ids.append(token_id)
 
     def undo_append(self) -> None:
         """Undo the last `append`."""
         del self.token_ids[-1]
-        self.num_placeholder_tokens += 1
+        self.num_awaited_tokens += 1
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
         """Return those of a step's prompt log probabilities that are new, since recomputation repeats some.
@@ -149,8 +158,3 @@ class Sequence:
         fresh = logprobs[self.num_prompt_logprobs - start :]
         self.num_prompt_logprobs += len(fresh)
         return fresh
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    """Return True if the earlier tokens change the probabilities of the next one."""
-    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -32,6 +32,11 @@ _PADDING_HELP = (
     "tokens of a step / (its sequences x the most tokens of one): the useful share of a padded batch; "
     "the engine pads nothing"
 )
+_WASTE_HELP = (
+    "tokens computed in vain: again after a preemption, for a sequence that had ended already, or (prompt "
+    "beyond the prefix hit, and output) for requests that were aborted or whose deadline passed; share = "
+    "this / vllm:iteration_tokens_total_sum"
+)
 _RATE_WINDOW_S = 5.0
 _MAX_TENANT_ENTRIES = 64
 
@@ -103,10 +108,15 @@ class TenantUsage:
 
 
 class WasteCause(Enum):
-    """Cause of wasted tokens."""
+    """Cause of wasted tokens.
+
+    A token counts as often as it was computed in vain, so that the sum is a share of all computed tokens.
+    """
 
     PREEMPT = "preempt"
-    """The tokens were computed again after a preemption."""
+    """The tokens were computed again after a preemption for slots or blocks."""
+    FAIRNESS = "fairness"
+    """The tokens were computed again after a preemption for another tenant's fair share of the slots."""
     ABORT = "abort"
     """The request was aborted: its client disconnected or cancelled."""
     EXPIRED = "expired"
@@ -115,52 +125,26 @@ class WasteCause(Enum):
     """The sequence had ended with the token before, which was not known at launch (`async_scheduling`)."""
 
 
-class WastedTokens:
-    """Counter of wasted tokens by cause; written by the engine thread, read by any.
-
-    A token counts as often as it was computed in vain, so that the sum is a share of all computed tokens.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: Counter[WasteCause] = Counter()
-
-    def add(self, cause: WasteCause, num_tokens: int) -> None:
-        """Count tokens, prompt and output, that were computed in vain."""
-        self._tokens[cause] += num_tokens
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """Return the counts so far."""
-        help_text = (
-            "tokens computed in vain: again after a preemption, for a sequence that had ended already, or (prompt "
-            "beyond the prefix hit, and output) for requests that were aborted or whose deadline passed; share = "
-            "this / vllm:iteration_tokens_total_sum"
-        )
-        return tuple(
-            _counter("headway:wasted_tokens", help_text, self._tokens[cause], cause=cause.value) for cause in WasteCause
-        )
-
-
 class _RequestHistograms:
     """Distributions over requests that have ended."""
 
     def __init__(self, max_model_len: int) -> None:
         lengths = one_two_five(max_model_len)
-        make = Histogram
-        self._tpot = make(
+        self._tpot = Histogram(
             "vllm:request_time_per_output_token_seconds", "(last - first token) / (output tokens - 1)", _TOKEN_GAP_S
         )
-        self._e2e = make("vllm:e2e_request_latency_seconds", "arrival to end", _REQUEST_S)
-        self._queue = make("vllm:request_queue_time_seconds", "arrival to first scheduled", _REQUEST_S)
-        self._inference = make("vllm:request_inference_time_seconds", "first scheduled to last token", _REQUEST_S)
-        self._prefill = make("vllm:request_prefill_time_seconds", "first scheduled to first token", _REQUEST_S)
-        self._decode = make("vllm:request_decode_time_seconds", "first to last token", _REQUEST_S)
-        self._prompt_tokens = make("vllm:request_prompt_tokens", "prompt tokens of a request", lengths)
-        self._output_tokens = make("vllm:request_generation_tokens", "output tokens of a request", lengths)
-        self._max_tokens = make("vllm:request_params_max_tokens", "max_tokens of a request", lengths)
-        self._computed = make(
+        self._e2e = Histogram("vllm:e2e_request_latency_seconds", "arrival to end", _REQUEST_S)
+        self._queue = Histogram("vllm:request_queue_time_seconds", "arrival to first scheduled", _REQUEST_S)
+        self._inference = Histogram("vllm:request_inference_time_seconds", "first scheduled to last token", _REQUEST_S)
+        self._prefill = Histogram("vllm:request_prefill_time_seconds", "first scheduled to first token", _REQUEST_S)
+        self._decode = Histogram("vllm:request_decode_time_seconds", "first to last token", _REQUEST_S)
+        self._prompt_tokens = Histogram("vllm:request_prompt_tokens", "prompt tokens of a request", lengths)
+        self._output_tokens = Histogram("vllm:request_generation_tokens", "output tokens of a request", lengths)
+        self._max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens of a request", lengths)
+        self._computed = Histogram(
             "vllm:request_prefill_kv_computed_tokens", "prompt tokens not found in the prefix cache", lengths
         )
-        self._preemptions = make("vllm:request_num_preemptions", "preemptions of a request", _NUM_PREEMPTIONS)
+        self._preemptions = Histogram("vllm:request_num_preemptions", "preemptions of a request", _NUM_PREEMPTIONS)
 
     def observe(self, sequence: Sequence, now: float) -> None:
         """Count a request that has ended."""
@@ -182,10 +166,6 @@ class _RequestHistograms:
         if num_here > 1:
             self._tpot.observe((sequence.last_token_s - sequence.first_token_s) / (num_here - 1))
 
-    def snapshots(self) -> tuple[HistogramMetric, ...]:
-        """Return every distribution so far."""
-        return tuple(histogram.snapshot() for histogram in vars(self).values())
-
 
 class EngineStats:
     """Observer of one engine: turns its events into counters and histograms.
@@ -199,7 +179,7 @@ class EngineStats:
         self.tenant_usage = TenantUsage()
         self._config = config
         self._tokens: Counter[str] = Counter()
-        self._waste = WastedTokens()
+        self._wasted: Counter[WasteCause] = Counter()
         self._finished: Counter[FinishReason] = Counter()
         self._rejected: Counter[str] = Counter()
         self._ttft = Histogram("vllm:time_to_first_token_seconds", "arrival to first output token", _TTFT_S)
@@ -248,7 +228,10 @@ class EngineStats:
         self._iteration.observe(num_tokens)
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
         self._utilization.observe(len(items) / self._config.max_num_seqs)
-        self._waste.add(WasteCause.PREEMPT, sum([item.num_recomputed_tokens for item, _ in step.results]))
+        if num_recomputed := sum([item.num_recomputed_tokens for item, _ in step.results]):
+            given_way = [item.num_recomputed_tokens for item, _ in step.results if item.sequence.has_given_way]
+            self._wasted[WasteCause.FAIRNESS] += sum(given_way)
+            self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(given_way)
 
     def produced(self, sequence: Sequence, now: float) -> None:
         """Count an output token of a sequence, and stamp its timings."""
@@ -263,24 +246,21 @@ class EngineStats:
 
     def expired(self, sequence: Sequence) -> None:
         """Count the tokens computed for a sequence whose deadline has passed."""
-        self._waste.add(WasteCause.EXPIRED, sequence.num_spent_tokens)
+        self._wasted[WasteCause.EXPIRED] += sequence.num_spent_tokens
 
     def finished(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """Count a sequence that ends. Called before its blocks are freed."""
         self._finished[reason] += 1
         if reason is FinishReason.ABORT:
-            self._waste.add(WasteCause.ABORT, sequence.num_spent_tokens)
+            self._wasted[WasteCause.ABORT] += sequence.num_spent_tokens
         elif reason is not FinishReason.ERROR:
-            self._waste.add(WasteCause.SURPLUS, sequence.num_surplus_tokens)
+            self._wasted[WasteCause.SURPLUS] += sequence.num_surplus_tokens
         self._requests.observe(sequence, now)
 
     def histograms(self) -> tuple[HistogramMetric, ...]:
         """Return every distribution so far."""
-        of_steps = (self._iteration, self._padding_efficiency, self._utilization)
-        return (
-            *(histogram.snapshot() for histogram in (self._ttft, self._itl, *of_steps)),
-            *self._requests.snapshots(),
-        )
+        of_steps = (self._ttft, self._itl, self._iteration, self._padding_efficiency, self._utilization)
+        return tuple(histogram.snapshot() for histogram in (*of_steps, *vars(self._requests).values()))
 
     def counters(self, num_preemptions: int) -> tuple[Metric, ...]:
         """Return every counter so far; `num_preemptions` is the scheduler's."""
@@ -305,7 +285,10 @@ class EngineStats:
                 _counter("headway:engine_refusals", _REFUSALS_HELP, self._rejected[reason], reason=reason)
                 for reason in ("max_num_queued_reqs", "max_num_queued_tokens")
             ),
-            *self._waste.metrics(),
+            *(
+                _counter("headway:wasted_tokens", _WASTE_HELP, self._wasted[cause], cause=cause.value)
+                for cause in WasteCause
+            ),
         )
 
 

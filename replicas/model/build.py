@@ -12,7 +12,7 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block
 from replicas.model.attention.select import choose_attention
-from replicas.model.batch.dummy import dummy_batches, dummy_item
+from replicas.model.batch.inputs import dummy_batches, dummy_item
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions

@@ -1,8 +1,9 @@
-"""The model runner: launches scheduled batches on one device."""
+"""The model runner: launches scheduled batches on one device, as steps whose results are pending."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,12 +16,62 @@ from replicas.model.batch.inputs import BatchInputs, InputPlan, LastSampledToken
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner
 from replicas.model.loading.loader import LoadedModel
-from replicas.model.sampling.logprobs import launch_logprobs
+from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.sampler import PendingTokens, Sampler
-from replicas.model.step import PendingPart, PendingScores, TorchStep
+from replicas.protocol import PositionLogprobs
 
 # Prompt tokens scored per forward pass. It bounds the memory of their logits.
 _MAX_SCORED_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PendingScores:
+    """Log probabilities of prompt tokens, on their way to the host."""
+
+    targets: list[int]
+    num_top: int
+    logprobs: PendingLogprobs
+
+    def read(self, to_host: DeviceToHostBuffer) -> list[PositionLogprobs]:
+        """Return the log probabilities, one per target. Call it after `to_host.wait()`."""
+        return self.logprobs.read(to_host, self.targets, [self.num_top] * len(self.targets))
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPart:
+    """Pending results of the batch's items at `indices`, which sample a token or score their prompt."""
+
+    indices: list[int]
+    tokens: PendingTokens | None
+    scores: tuple[PendingScores, ...]
+
+    def with_scores(self, result: ItemResult, to_host: DeviceToHostBuffer) -> ItemResult:
+        """Return `result` with the prompt's log probabilities, or an error if one of them is NaN."""
+        if not self.scores:
+            return result
+        scores = [logprobs for piece in self.scores for logprobs in piece.read(to_host)]
+        if result.error is None and any(math.isnan(score.chosen.logprob) for score in scores):
+            result = ItemResult(error="the model's logits are not finite numbers")
+        return replace(result, prompt_logprobs=() if result.error else tuple(scores))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchStep:
+    """Launched step. `collect` waits for its results."""
+
+    num_items: int
+    parts: list[PendingPart]
+    to_host: DeviceToHostBuffer
+
+    def collect(self) -> list[ItemResult]:
+        """Wait for the step and return one result per item."""
+        self.to_host.wait()
+        results = [ItemResult()] * self.num_items
+        for part in self.parts:
+            sampled = part.tokens.read(self.to_host) if part.tokens else [ItemResult()] * len(part.indices)
+            for index, result in zip(part.indices, sampled, strict=True):
+                results[index] = part.with_scores(result, self.to_host)
+        return results
 
 
 class TorchModelRunner:
@@ -41,8 +92,9 @@ class TorchModelRunner:
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
+        self.kernels: str = getattr(attention, "kernels", "")
+        """Kernels that compute attention."""
         self._decode_graphs = decode_graphs
-        self._sampler = Sampler(loaded.eos_token_ids)
         self._last_sampled = LastSampledTokens.none(loaded.device)
 
     @property
@@ -90,63 +142,50 @@ class TorchModelRunner:
         sampling = [index for index, item in zip(indices, items, strict=True) if item.samples]
         if self._decode_graphs is not None and self._decode_graphs.can_run(items):
             return PendingPart(sampling, self._decode(items, self._decode_graphs, to_host), ())
-        return PendingPart(sampling, self._forward(items, to_host).tokens, ())
+        return self._forward(items, sampling, to_host)
 
     def _decode(
         self, items: list[ScheduledSequence], decode_graphs: DecodeGraphRunner, to_host: DeviceToHostBuffer
     ) -> PendingTokens:
         to_device = HostToDeviceBuffer()
-        plan = self._sampler.plan(items, self._loaded.vocab_size, to_device)
+        sampler = Sampler(items, self._loaded.eos_token_ids, self._loaded.vocab_size, to_device)
         sent = decode_graphs.send(items, self._last_sampled, to_device)
         on_device = to_device.send(self._loaded.device)
         outputs = decode_graphs.run(sent, on_device).first(len(items))
-        return plan.launch(outputs.logits, outputs.greedy, on_device, to_host)
+        return sampler.launch(outputs.logits, outputs.greedy, on_device, to_host)
 
     def _launch_scored(self, item: ScheduledSequence, index: int, to_host: DeviceToHostBuffer) -> PendingPart:
         """Launch an item whose prompt log probabilities are wanted, one piece after the other."""
-        scores: list[PendingScores] = []
-        tokens = None
-        for start in range(item.start, item.end, _MAX_SCORED_TOKENS):
-            piece = item.part(start, min(_MAX_SCORED_TOKENS, item.end - start))
-            forward = self._forward([piece], to_host)
-            tokens = forward.tokens
-            if forward.scores is not None:
-                scores.append(forward.scores)
-        return PendingPart([index], tokens, tuple(scores))
+        starts = range(item.start, item.end, _MAX_SCORED_TOKENS)
+        pieces = [item.part(start, min(_MAX_SCORED_TOKENS, item.end - start)) for start in starts]
+        parts = [self._forward([piece], [index], to_host) for piece in pieces]
+        return replace(parts[-1], scores=tuple(scores for part in parts for scores in part.scores))
 
-    def _forward(self, items: list[ScheduledSequence], to_host: DeviceToHostBuffer) -> _Forward:
+    def _forward(self, items: list[ScheduledSequence], indices: list[int], to_host: DeviceToHostBuffer) -> PendingPart:
         """Launch one forward pass, sampling and scoring. All its host data goes to the device in one copy."""
         to_device = HostToDeviceBuffer()
         inputs = InputPlan(items, self._cache.block_size, self._last_sampled, to_device)
         sampling = [item for item in items if item.samples]
-        plan = self._sampler.plan(sampling, self._loaded.vocab_size, to_device)
-        is_scored = wants_prompt_logprobs(items[0])
-        targets = _targets(items[0]) if is_scored else []
+        sampler = Sampler(sampling, self._loaded.eos_token_ids, self._loaded.vocab_size, to_device)
+        targets = _targets(items[0]) if wants_prompt_logprobs(items[0]) else []
         target_span = to_device.ints(targets)
         on_device = to_device.send(self._loaded.device)
         logits = self._logits(inputs.place(on_device))
-        scores = tokens = None
+        scores: tuple[PendingScores, ...] = ()
         if targets:
             max_top = items[0].sequence.request.params.prompt_logprobs or 0
             launched = launch_logprobs(logits[: len(targets)], on_device.ints(target_span), max_top, to_host)
-            scores = PendingScores(targets, max_top, launched)
+            scores = (PendingScores(targets, max_top, launched),)
+        tokens = None
         if sampling:
             # With a scored prompt every row has logits, and the last row samples the next token.
-            tokens = plan.launch(logits[-len(sampling) :], None, on_device, to_host)
-        return _Forward(tokens, scores)
+            tokens = sampler.launch(logits[-len(sampling) :], None, on_device, to_host)
+        return PendingPart(indices, tokens, scores)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Return logits [num_rows, vocab_size] of the rows that the items need, in the model's dtype."""
         context = self._attention(self._cache, inputs)
         return self._loaded.logits(context, inputs.input_ids, inputs.position_ids, inputs.logits_rows)
-
-
-@dataclass(frozen=True, slots=True)
-class _Forward:
-    """Pending results of one forward pass."""
-
-    tokens: PendingTokens | None
-    scores: PendingScores | None
 
 
 def _last_sampled_tokens(parts: list[PendingPart], batch: ScheduledBatch, device: torch.device) -> LastSampledTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ class InFlight:
     band: Band
     prompt_tokens: int
     outstanding_tokens: int
+    tenant: str
     is_seen: bool = False
     """True if a report that counts the request has arrived."""
 
@@ -30,6 +32,7 @@ class _Own:
 
     requests: dict[InFlight, None] = field(default_factory=dict)
     num_by_band: list[int] = field(default_factory=lambda: [0] * len(Band))
+    num_by_tenant: Counter[tuple[Band, str]] = field(default_factory=Counter)
     outstanding_tokens: int = 0
     unseen_tokens: int = 0
 
@@ -105,9 +108,11 @@ class LoadTable:
         """Drop the report of a replica. This ingress's requests on it are counted until they end."""
         self._entries.pop(replica_id, None)
 
-    def begin(self, replica_id: str, band: Band, prompt_tokens: int, output_tokens: int) -> InFlight:
+    def begin(
+        self, replica_id: str, band: Band, prompt_tokens: int, output_tokens: int, tenant: str = "anonymous"
+    ) -> InFlight:
         """Count one more request of this ingress on a replica, with the tokens that it is expected to need."""
-        in_flight = InFlight(replica_id, band, prompt_tokens, prompt_tokens + output_tokens)
+        in_flight = InFlight(replica_id, band, prompt_tokens, prompt_tokens + output_tokens, tenant)
         self._add(in_flight)
         return in_flight
 
@@ -134,6 +139,9 @@ class LoadTable:
         own = self._own[in_flight.replica_id]
         del own.requests[in_flight]
         own.num_by_band[in_flight.band] -= 1
+        own.num_by_tenant[in_flight.band, in_flight.tenant] -= 1
+        if not own.num_by_tenant[in_flight.band, in_flight.tenant]:
+            del own.num_by_tenant[in_flight.band, in_flight.tenant]
         own.outstanding_tokens -= in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens -= in_flight.prompt_tokens
@@ -153,6 +161,7 @@ class LoadTable:
             assert own.requests
             assert all(in_flight.replica_id == replica_id for in_flight in own.requests)
             assert own.num_by_band == [sum(r.band is band for r in own.requests) for band in Band]
+            assert own.num_by_tenant == Counter((r.band, r.tenant) for r in own.requests)
             assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
             assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
 
@@ -160,6 +169,7 @@ class LoadTable:
         own = self._own.setdefault(in_flight.replica_id, _Own())
         own.requests[in_flight] = None
         own.num_by_band[in_flight.band] += 1
+        own.num_by_tenant[in_flight.band, in_flight.tenant] += 1
         own.outstanding_tokens += in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens += in_flight.prompt_tokens
@@ -171,6 +181,7 @@ class LoadTable:
             age_s=max(0.0, now - entry.received_s),
             num_by_band=tuple(f + o for f, o in zip(entry.foreign_by_band, own.num_by_band, strict=True)),
             own_by_band=tuple(own.num_by_band),
+            own_by_tenant=dict(own.num_by_tenant),
             outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,
             unseen_tokens=own.unseen_tokens,
         )

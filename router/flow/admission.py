@@ -1,11 +1,12 @@
-"""Admission of new requests to the queue: a request that would wait too long is refused at once."""
+"""Admission of new requests to the queue, by predictions of their wait and of the length of their output."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 from replicas.errors import Overloaded
-from replicas.protocol import Band
+from replicas.protocol import Band, GenerateRequest
 from replicas.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue
@@ -15,15 +16,20 @@ _WINDOW_S = 4.0
 """Window over which the requested tokens are averaged, seconds. It sets how soon a burst and its end are noticed."""
 _LEAST_SHARE = 0.02
 """Least share of the replicas' speed that a band is assumed to get, since its requests are promoted when it starves."""
+_MAX_KEYS = 4096
+_NUM_LENGTHS = 64
 
 
 class Admission:
     """Admission control of one ingress: refuses requests when a band is full or when they would start too late.
 
-    Predicted wait = tokens that wait in the request's band and in more urgent ones / tokens per second left for the
-    band. Left for the band is the speed of all replicas under load, less the tokens per second lately requested in more
-    urgent bands (the mean wait in a queue with preemptive priorities: Conway, Maxwell and Miller, Theory of Scheduling,
-    1967). Refused requests count as requested: they are sent again, and are served before any less urgent work.
+    Predicted wait = tokens that will be dispatched before the request / tokens per second left for the band. Before it
+    are all tokens that wait in more urgent bands, and of its own band those that the fair order between tenants puts
+    before it. So an idle tenant's request is among the next, however much another tenant has waiting. If other tenants
+    give up a slot to it, nothing of its band is before it. Left for the band is the speed of all replicas under load,
+    less the tokens per second lately requested in more urgent bands (the mean wait in a queue with preemptive
+    priorities: Conway, Maxwell and Miller, Theory of Scheduling, 1967). Refused requests count as requested: they are
+    sent again, and are served before any less urgent work.
 
     A refused client is asked to retry after the predicted wait, but at most `_WINDOW_S` after the present queue would
     be done if nothing more urgent arrived. The load cannot be predicted for longer, and clients that return long after
@@ -36,49 +42,61 @@ class Admission:
         self._table = table
         self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
-    def check(self, band: Band, num_tokens: int, deadline_s: float | None) -> None:
+    def check(self, band: Band, tenant: str, num_tokens: int, deadline_s: float | None) -> None:
         """Accept or refuse a request of `num_tokens`. `deadline_s` is monotonic.
 
         Raises:
-            Overloaded: the band is full, or the request would start later than its band's limit or its deadline.
+            Overloaded: the band or the tenant's share of it is full, or the request would start later than its band's
+                limit or its deadline.
         """
-        wait_s = self.wait_s(band) or 0.0
+        wait_s = self.wait_s(band, tenant) or 0.0
         self._wanted[band].add(num_tokens, self._table.now())
         try:
-            self._queue.check_room(band, num_tokens)
+            self._queue.check_room(band, tenant, num_tokens)
             self._check_wait(band, wait_s, deadline_s)
         except Overloaded as error:
-            retry_after_s = min(wait_s, self._drain_s(band) + _WINDOW_S)
+            retry_after_s = min(wait_s, self._drain_s(band, tenant) + _WINDOW_S)
             raise Overloaded(str(error), retry_after_s, error.reason, error.code) from None
 
-    def headroom(self, band: Band) -> Headroom:
-        """Return the limits of a band's queue, and their present use."""
-        limits = self._limits[band]
+    def headroom(self, band: Band, tenant: str) -> Headroom:
+        """Return a tenant's limits in a band's queue, and their present use.
+
+        What others have waiting counts as far as it leaves the tenant less than its own limit.
+        """
+        limits, own = self._limits[band], self._queue.of_tenant(band, tenant)
+        others_requests = limits.max_requests - limits.max_tenant_requests
+        others_tokens = limits.max_tokens - limits.max_tenant_tokens
         return Headroom(
-            max_requests=limits.max_requests,
-            num_requests=self._queue.num_requests(band),
-            max_tokens=limits.max_tokens,
-            num_tokens=self._queue.num_tokens(band),
-            wait_s=self.wait_s(band),
+            max_requests=limits.max_tenant_requests,
+            num_requests=max(own.num_requests, self._queue.num_requests(band) - others_requests),
+            max_tokens=limits.max_tenant_tokens,
+            num_tokens=max(own.num_tokens, self._queue.num_tokens(band) - others_tokens),
+            wait_s=self.wait_s(band, tenant),
             max_wait_s=limits.max_wait_s,
         )
 
-    def wait_s(self, band: Band) -> float | None:
-        """Return the predicted wait of a request that arrives now, seconds; None if the replicas' speed is unknown."""
+    def wait_s(self, band: Band, tenant: str) -> float | None:
+        """Return the predicted wait of a request of `tenant` that arrives now, seconds; None: the speed is unknown."""
         tokens_per_s = self._tokens_per_s()
         if tokens_per_s <= 0:
             return None
         now = self._table.now()
         urgent_per_s = sum(self._wanted[other].per_s(now) for other in Band if other < band)
-        return self._num_before(band) / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
+        return self._num_before(band, tenant) / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
 
-    def _drain_s(self, band: Band) -> float:
-        """Return the seconds until the work queued in `band` and above is done; 0 if the replicas' speed is unknown."""
+    def _drain_s(self, band: Band, tenant: str) -> float:
+        """Return the seconds until the work before a new request is done; 0 if the replicas' speed is unknown."""
         tokens_per_s = self._tokens_per_s()
-        return self._num_before(band) / tokens_per_s if tokens_per_s > 0 else 0.0
+        return self._num_before(band, tenant) / tokens_per_s if tokens_per_s > 0 else 0.0
 
-    def _num_before(self, band: Band) -> int:
-        return sum(self._queue.num_tokens(other) for other in Band if other <= band)
+    def _num_before(self, band: Band, tenant: str) -> int:
+        urgent = sum(self._queue.num_tokens(other) for other in Band if other < band)
+        if not self._queue.of_tenant(band, tenant).num_requests and self._finds_fair_place(band, tenant):
+            return urgent
+        return urgent + self._queue.num_tokens_before(band, tenant)
+
+    def _finds_fair_place(self, band: Band, tenant: str) -> bool:
+        return any(view.num_fair_places(band, tenant) > 0 for view in self._table.views())
 
     def _tokens_per_s(self) -> float:
         return sum(view.stats.saturated_tokens_per_s for view in self._table.views())
@@ -87,8 +105,39 @@ class Admission:
         limit_s = self._limits[band].max_wait_s
         left_s = float("inf") if deadline_s is None else deadline_s - self._table.now()
         if wait_s > left_s:
-            message = f"it would start in about {wait_s:.1f} s and its deadline is in {left_s:.1f} s"
+            message = f"it would start in about {wait_s:.1f} s and its deadline is in {left_s:.3f} s"
             raise Overloaded(message, reason="deadline", code="slow_down")
         if limit_s is not None and wait_s > limit_s:
-            message = f"it would start in about {wait_s:.1f} s; the limit for {band.name.lower()} is {limit_s:g} s"
+            message = f"it would start in about {wait_s:.1f} s; the limit for {band.name.lower()} is {limit_s:.10g} s"
             raise Overloaded(message, reason="max_predicted_wait")
+
+
+class OutputLengths:
+    """Running quantile of the output lengths of each tenant and band, over its last 64 requests.
+
+    For an unknown tenant the quantile is the whole band's. A request in an unknown band is expected to use all its
+    `max_tokens`, and so is one with `ignore_eos` and no stop string. The number of tenants is bounded: the tenants
+    seen longest ago are forgotten.
+    """
+
+    def __init__(self, quantile: float = 0.7) -> None:
+        self._quantile = quantile
+        self._lengths: OrderedDict[tuple[str | None, Band], deque[int]] = OrderedDict()
+
+    def observe(self, tenant: str, band: Band, num_tokens: int) -> None:
+        """Note that a request ended after `num_tokens` output tokens."""
+        for key in ((tenant, band), (None, band)):
+            lengths = self._lengths.setdefault(key, deque(maxlen=_NUM_LENGTHS))
+            lengths.append(num_tokens)
+            self._lengths.move_to_end(key)
+        while len(self._lengths) > _MAX_KEYS:
+            self._lengths.popitem(last=False)
+
+    def expect(self, request: GenerateRequest) -> int:
+        """Return the number of output tokens to expect of a request, at most its `max_tokens`."""
+        limit = request.params.max_tokens
+        known = self._lengths.get((request.tenant, request.band)) or self._lengths.get((None, request.band))
+        if not known or (request.params.ignore_eos and not request.params.stop):
+            return limit
+        ordered = sorted(known)
+        return min(limit, ordered[min(len(ordered) - 1, int(self._quantile * len(ordered)))])

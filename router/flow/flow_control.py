@@ -11,12 +11,11 @@ from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
 from replicas.settings import check_bounds, setting
 from router.balancing.load_table import LoadTable
-from router.flow.admission import Admission
+from router.flow.admission import Admission, OutputLengths
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.flow.output_lengths import OutputLengths
 from router.flow.slots import LateBinding, SlotPolicy
 from router.flow.usage import Placement, PlacementAccount
-from router.types import Headroom, Outcome, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
+from router.types import Outcome, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +62,12 @@ class FlowController:
     Late binding: a request is given to a replica only when one has room, so that a more urgent one that arrives
     later is served first. Room for a band counts slots and blocks held by lower bands, since the engine preempts.
     After each change (`notify`), the queue is walked in order and each request that finds room is dispatched. A request
-    without room holds back the requests behind it in its band.
+    without room holds back the requests behind it in its band. It does not hold back other tenants that have less than
+    their fair share of a replica's slots: they take the slots of tenants that have more.
 
-    Three parts: this class accepts requests, queues them and dispatches them in order; a `SlotPolicy` selects the
-    replicas with room and a `RoutingPolicy` ranks them; a `PlacementAccount` counts dispatched requests.
+    Its parts: `admission` accepts requests by their predicted wait and by the output that `lengths` predicts; `queue`
+    orders them, and callers only read it; a `SlotPolicy` selects the replicas of `table` with room and a
+    `RoutingPolicy` ranks them; `account` counts dispatched requests.
 
     Invariant: a request is counted on a replica from its dispatch on, so that no room is given twice.
     """
@@ -77,36 +78,30 @@ class FlowController:
     ) -> None:  # fmt: skip
         """`slots`: None for `LateBinding` with the lookahead of `limits`."""
         self._limits = limits
-        self._table = table
+        self.table = table
         self._policy = policy
         self._observer = observer
         self._slots = slots or LateBinding(limits.lookahead, limits.batch_lookahead)
-        self._queue = FlowQueue(limits.bands, limits.promote_after_s)
-        self._admission = Admission(limits.bands, self._queue, table)
-        self._lengths = OutputLengths()
-        self._account = PlacementAccount(self._queue, table)
+        self.queue = FlowQueue(limits.bands, limits.promote_after_s)
+        self.admission = Admission(limits.bands, self.queue, table)
+        self.lengths = OutputLengths()
+        self.account = PlacementAccount(self.queue, table)
         self._pending: dict[int, _PendingPlacement] = {}
         self._num_arrived = 0
-
-    @property
-    def table(self) -> LoadTable:
-        """Load table of the replicas."""
-        return self._table
-
-    @property
-    def queue(self) -> FlowQueue:
-        """Queue of waiting requests; callers only read it."""
-        return self._queue
 
     def admit(self, request: GenerateRequest, deadline_s: float | None) -> int:
         """Accept a new request; return its index in order of arrival.
 
         Raises:
-            Overloaded: the band's queue is full, or the request would start later than its deadline (monotonic) or its
-                band's limit.
+            DeadlineExceeded: the deadline, monotonic, has passed.
+            Overloaded: the band's queue or the tenant's share of it is full, or the request would start later than its
+                deadline or its band's limit.
         """
+        if deadline_s is not None and deadline_s <= self.table.now():
+            self._observer.waited(request.band, Outcome.EVICTED_TTL, 0.0)
+            raise DeadlineExceeded("the request's deadline passed before it was queued")
         try:
-            self._admission.check(request.band, self._num_tokens(request), deadline_s)
+            self.admission.check(request.band, request.tenant, self._num_tokens(request), deadline_s)
         except Overloaded:
             self._observer.waited(request.band, Outcome.REJECTED_CAPACITY, 0.0)
             raise
@@ -125,7 +120,7 @@ class FlowController:
             DeadlineExceeded: the deadline, monotonic, or the longest wait passed.
             NoReplicaAvailable: the longest wait passed and there was no replica at all.
         """
-        started_s = self._table.now()
+        started_s = self.table.now()
         queued = QueuedRequest(request, self._num_tokens(request), deadline_s, arrival_index)
         pending = self._enqueue(queued, group)
         outcome = Outcome.EVICTED_OTHER
@@ -144,17 +139,13 @@ class FlowController:
             outcome = Outcome.EVICTED_NO_ENDPOINTS
             raise
         finally:
-            self._observer.waited(request.band, outcome, self._table.now() - started_s)
+            self._observer.waited(request.band, outcome, self.table.now() - started_s)
             if outcome is not Outcome.DISPATCHED:
                 self._withdraw(pending)
 
-    def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:
-        """Note that a placed request produced `num_tokens` output tokens."""
-        self._account.progressed(placement, request, num_tokens)
-
     def settle(self, placement: Placement, request: GenerateRequest, num_output_tokens: int) -> None:
         """End a placement that produced `num_output_tokens`; charge its tenant the real cost."""
-        self._account.settle(placement, request, num_output_tokens)
+        self.account.settle(placement, request, num_output_tokens)
         self.notify()
 
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
@@ -163,17 +154,13 @@ class FlowController:
         The replica gets no request until its next report, so that this request and the ones behind it do not go
         straight back to it.
         """
-        self._table.forget(placement.in_flight.replica_id)
-        self._account.refused(placement, request)
+        self.table.forget(placement.in_flight.replica_id)
+        self.account.refused(placement, request)
 
     def polled(self, stats: list[ReplicaStats]) -> None:
         """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too."""
-        self._account.polled(stats)
+        self.account.polled(stats)
         self.notify()
-
-    def observe(self, request: GenerateRequest, num_output_tokens: int) -> None:
-        """Note the output length of a request that has ended."""
-        self._lengths.observe(request.tenant, request.band, num_output_tokens)
 
     def notify(self) -> None:
         """Dispatch all requests that find room. Called whenever load, replicas or the queue changed."""
@@ -182,32 +169,24 @@ class FlowController:
 
     def forget(self, replica_id: str) -> None:
         """Note that a replica is gone."""
-        self._table.forget(replica_id)
+        self.table.forget(replica_id)
         self._policy.forget(replica_id)
-
-    def wait_s(self, band: Band) -> float | None:
-        """Return the predicted wait of a request of `band` that arrives now, seconds; None if unknown."""
-        return self._admission.wait_s(band)
-
-    def headroom(self, band: Band) -> Headroom:
-        """Return the limits of a band's queue, and their present use."""
-        return self._admission.headroom(band)
 
     def _enqueue(self, queued: QueuedRequest, group: SampleGroup) -> _PendingPlacement:
         request = queued.request
         self._hash(request, group)
-        routing = RoutingRequest(request, self._lengths.expect(request), group.block_hashes)
+        routing = RoutingRequest(request, self.lengths.expect(request), group.block_hashes)
         pending = _PendingPlacement(queued, routing, group, asyncio.get_running_loop().create_future())
         self._pending[queued.arrival_index] = pending
-        self._queue.add(queued, self._table.now())
+        self.queue.add(queued, self.table.now())
         return pending
 
     def _num_tokens(self, request: GenerateRequest) -> int:
-        return len(request.prompt_token_ids) + self._lengths.expect(request)
+        return len(request.prompt_token_ids) + self.lengths.expect(request)
 
     def _hash(self, request: GenerateRequest, group: SampleGroup) -> None:
         """Hash the prompt of a group once. Do nothing without a replica: its block size is not known."""
-        views = self._table.views()
+        views = self.table.views()
         if views and not group.block_hashes:
             extend_hashes(group.block_hashes, request.prompt_token_ids, views[0].stats.block_size)
 
@@ -219,29 +198,29 @@ class FlowController:
             async with asyncio.timeout(limit_s):
                 return await pending.placement
         except TimeoutError:
-            if limit_s == self._limits.max_queue_wait_s and not self._table.views():
-                raise NoReplicaAvailable(f"there was no model replica after {limit_s:.1f} s") from None
-            raise DeadlineExceeded(f"no replica had room for the request within {limit_s:.1f} s") from None
+            if limit_s == self._limits.max_queue_wait_s and not self.table.views():
+                raise NoReplicaAvailable(f"there was no model replica after {round(limit_s, 3)} s") from None
+            raise DeadlineExceeded(f"no replica had room for the request within {round(limit_s, 3)} s") from None
 
     def _withdraw(self, pending: _PendingPlacement) -> None:
         """Remove a request whose wait failed from the queue, or undo the placement that it got just before."""
         if self._pending.pop(pending.queued.arrival_index, None) is not None:
-            self._queue.remove(pending.queued)
+            self.queue.remove(pending.queued)
         elif pending.placement.done() and not pending.placement.cancelled():
-            self._account.withdraw(pending.placement.result(), pending.queued.request)
+            self.account.withdraw(pending.placement.result(), pending.queued.request)
             self.notify()
 
     def _dispatch_next(self) -> bool:
         """Dispatch the first request in order for which a replica has room; return False if there is none."""
-        views = self._table.views()
-        starved = self._account.starved_bands()
+        views = self.table.views()
+        starved = self.account.starved_bands()
         is_only = sum(not view.stats.is_draining for view in views) == 1
         # In most calls every replica is full: then no band is open and the queue is not ordered at all.
         with_places = {
             band: [view for view in views if self._slots.places(view, band, starved, is_only) > 0] for band in Band
         }
         open_bands = {band for band in Band if with_places[band]}
-        for queued in self._queue.in_order(starved, open_bands):
+        for queued in self.queue.in_order(starved, open_bands):
             pending, band = self._pending[queued.arrival_index], queued.request.band
             if pending.placement.cancelled():
                 self._withdraw(pending)
@@ -253,6 +232,21 @@ class FlowController:
                 self._dispatch(pending, with_room, is_promoted=band in starved)
                 return True
             open_bands.discard(band)
+        return self._dispatch_fairly(views)
+
+    def _dispatch_fairly(self, views: list[ReplicaView]) -> bool:
+        """Dispatch the first request for which other tenants of its band give way; return False if there is none."""
+        for band in Band:
+            giving_way = [view for view in views if self._slots.gives_way(view, band, None)]
+            for queued in self.queue.in_order((), (band,)) if giving_way else ():
+                pending = self._pending[queued.arrival_index]
+                if pending.placement.cancelled():
+                    self._withdraw(pending)
+                    return True
+                with_room = [view for view in giving_way if self._slots.gives_way(view, band, queued.request)]
+                if with_room:
+                    self._dispatch(pending, with_room, is_promoted=False)
+                    return True
         return False
 
     def _dispatch(self, pending: _PendingPlacement, with_room: list[ReplicaView], is_promoted: bool) -> None:
@@ -266,5 +260,5 @@ class FlowController:
             self._observer.promoted(request.band)
         del self._pending[pending.queued.arrival_index]
         pending.placement.set_result(
-            self._account.begin(pending.queued, pending.routing, ranking, num_prompt_tokens, is_promoted)
+            self.account.begin(pending.queued, pending.routing, ranking, num_prompt_tokens, is_promoted)
         )

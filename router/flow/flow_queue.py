@@ -21,6 +21,18 @@ class BandLimits:
     """Most tokens that may wait: prompt tokens plus expected output tokens."""
     max_wait_s: float | None = None
     """Longest predicted wait at which a request is accepted, seconds; None: no limit."""
+    max_tenant_share: float = 1.0
+    """Most of the requests and of the tokens that one tenant may have waiting, as a share; the rest is for others."""
+
+    @property
+    def max_tenant_requests(self) -> int:
+        """Most requests of one tenant that may wait; at least one."""
+        return max(1, int(self.max_tenant_share * self.max_requests))
+
+    @property
+    def max_tenant_tokens(self) -> int:
+        """Most tokens of one tenant that may wait."""
+        return int(self.max_tenant_share * self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,14 @@ class QueuedRequest:
         return (float("inf") if self.deadline_s is None else self.deadline_s, self.arrival_index)
 
 
+@dataclass(frozen=True, slots=True)
+class TenantQueue:
+    """Size of one tenant's part of a band's queue."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+
+
 @dataclass(slots=True)
 class _Tenant:
     """Tenant of one band: its virtual token counter, and its waiting requests in order."""
@@ -48,6 +68,7 @@ class _Tenant:
     name: str
     tokens: float
     queue: list[QueuedRequest] = field(default_factory=list)
+    num_queued_tokens: int = 0
 
     @property
     def priority(self) -> tuple[float, tuple[float, int]]:
@@ -74,6 +95,7 @@ class _BandQueue:
             tenant.tokens = max(tenant.tokens, self._floor())
         self._take_out(tenant)
         insort(tenant.queue, queued, key=lambda entry: entry.order)
+        tenant.num_queued_tokens += queued.expected_tokens
         self._insert(tenant)
         self.num_requests += 1
         self.num_tokens += queued.expected_tokens
@@ -84,6 +106,7 @@ class _BandQueue:
         index = bisect_left(tenant.queue, queued.order, key=lambda entry: entry.order)
         assert tenant.queue[index] is queued
         del tenant.queue[index]
+        tenant.num_queued_tokens -= queued.expected_tokens
         self._insert(tenant)
         self.num_requests -= 1
         self.num_tokens -= queued.expected_tokens
@@ -106,6 +129,24 @@ class _BandQueue:
     def waiting(self) -> Iterator[QueuedRequest]:
         for tenant in self._tenants.values():
             yield from tenant.queue
+
+    def of_tenant(self, name: str) -> TenantQueue:
+        tenant = self._tenants.get(name)
+        return TenantQueue() if tenant is None else TenantQueue(len(tenant.queue), tenant.num_queued_tokens)
+
+    def num_tokens_before(self, name: str) -> int:
+        tenant = self._tenants.get(name) or _Tenant(name, self._floor())
+        start = tenant.tokens if tenant.queue else max(tenant.tokens, self._floor())
+        turn = start + tenant.num_queued_tokens
+        num_tokens = tenant.num_queued_tokens
+        for other in self._by_priority:
+            if other.tokens > turn:
+                break
+            if other is not tenant:
+                # It is dispatched until its counter has passed the turn: up to one request beyond it.
+                passing = int(turn - other.tokens) + other.queue[0].expected_tokens
+                num_tokens += min(other.num_queued_tokens, passing)
+        return num_tokens
 
     def num_by_tenant(self) -> dict[str, int]:
         return {tenant.name: len(tenant.queue) for tenant in self._by_priority}
@@ -165,14 +206,15 @@ class FlowQueue:
     def __len__(self) -> int:
         return sum(queue.num_requests for queue in self._bands.values())
 
-    def check_room(self, band: Band, expected_tokens: int) -> None:
-        """Check a new request against the band's limits.
+    def check_room(self, band: Band, tenant: str, expected_tokens: int) -> None:
+        """Check a new request against the band's limits, and against those of its tenant in the band.
 
         Raises:
             Overloaded: a limit is exceeded; the message names the limit and the value.
         """
         queue, limits = self._bands[band], self._limits[band]
         name = band.name.lower()
+        _check_share(queue.of_tenant(tenant), limits, name, expected_tokens)
         if queue.num_requests >= limits.max_requests:
             message = f"{queue.num_requests} {name} requests wait; the limit is {limits.max_requests}"
             raise Overloaded(message, reason="max_num_queued_reqs")
@@ -220,6 +262,18 @@ class FlowQueue:
         """Return the number of tokens that the requests waiting in a band are expected to cost."""
         return self._bands[band].num_tokens
 
+    def num_tokens_before(self, band: Band, tenant: str) -> int:
+        """Return the number of the band's waiting tokens that would be dispatched before a new request of `tenant`.
+
+        They are the tenant's own, and those of each other tenant until its counter passes the one that the tenant has
+        after its own. The last request of another tenant is taken to be as long as its first.
+        """
+        return self._bands[band].num_tokens_before(tenant)
+
+    def of_tenant(self, band: Band, tenant: str) -> TenantQueue:
+        """Return the size of a tenant's part of a band's queue."""
+        return self._bands[band].of_tenant(tenant)
+
     def waiting(self, band: Band) -> Iterator[QueuedRequest]:
         """Yield every request that waits in a band, in no order. The queue must not change during the iteration."""
         return self._bands[band].waiting()
@@ -235,3 +289,22 @@ class FlowQueue:
     def is_starved(self, band: Band, now: float) -> bool:
         """Return True if a request of the band is due to be promoted."""
         return self._bands[band].num_requests > 0 and self.starved_s(band, now) >= self._promote_after_s
+
+
+def _check_share(own: TenantQueue, limits: BandLimits, name: str, expected_tokens: int) -> None:
+    """Check a new request against the share of a band's queue that its tenant may fill.
+
+    Raises:
+        Overloaded: the share is filled.
+    """
+    if limits.max_tenant_share >= 1.0:
+        return  # The band's own limits are as tight.
+    if own.num_requests >= limits.max_tenant_requests:
+        message = f"{own.num_requests} {name} requests of this tenant wait; its limit is {limits.max_tenant_requests}"
+        raise Overloaded(message, reason="max_tenant_queued_reqs", code="rate_limit_exceeded")
+    if own.num_tokens + expected_tokens > limits.max_tenant_tokens and own.num_requests:
+        message = (
+            f"{own.num_tokens} tokens of this tenant's {name} requests wait and this one is expected to need "
+            f"{expected_tokens}; its limit is {limits.max_tenant_tokens}"
+        )
+        raise Overloaded(message, reason="max_tenant_queued_tokens", code="rate_limit_exceeded")

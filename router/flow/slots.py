@@ -15,15 +15,18 @@ class SlotPolicy(Protocol):
 
     def places(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
         """Return the number of requests of a band that the replica may be given; `is_only`: there is no other one."""
-        ...
 
     def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
         """Return True if the replica's KV cache has room for the request."""
-        ...
+
+    def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
+        """Return True if other tenants of the band make room on a replica without a place for a request.
+
+        None stands for a short request of a tenant that has none there.
+        """
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
         """Return the replicas, of those with room, from which the routing policy chooses; at least one."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,9 @@ class LateBinding:
     6. A request needs blocks for its tokens, free or held by lower bands. Exceptions: the replica is empty (it refuses
        what never fits), the request's band is starved (the engine keeps freed blocks for a promoted request), or 5.
        holds.
+    7. A replica without a place has room for a tenant below its fair share of the band's slots, until all tenants with
+       requests there can have their shares: the engine preempts those beyond. The request must be there to take the
+       slot. Blocks of the slots that it may take count as free.
     """
 
     lookahead: int = 0
@@ -70,6 +76,14 @@ class LateBinding:
             or request.band in starved
             or view.is_filled_by_other_ingresses(request.band)
         )
+
+    def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
+        """Return True if the replica has room for the request by 7."""
+        num_places = view.num_fair_places(band, None if request is None else request.tenant)
+        if request is None or num_places == 0:
+            return num_places > 0
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        return num_tokens <= view.num_free_tokens(band) + num_places * view.num_mean_tokens(band)
 
     def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
         """Return the replicas with a free slot, or all if none has one: the request then waits on any of them."""

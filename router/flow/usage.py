@@ -15,6 +15,18 @@ _Key = tuple[str, Band]
 _MAX_MISSED_POLLS = 60
 
 
+def served_totals(stats: ReplicaStats) -> dict[_Key, int]:
+    """Return the running totals of tokens that a replica has served each tenant, by band."""
+    return {(entry.tenant, entry.band): entry.tokens for entry in stats.served_tokens}
+
+
+def served_since(before: dict[_Key, int], totals: dict[_Key, int]) -> dict[_Key, int]:
+    """Return the tokens served since `before`; a tenant that the replica had forgotten counts from zero again."""
+    return {
+        key: tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens for key, tokens in totals.items()
+    }
+
+
 class UsageReconciler:
     """Reconciler of this ingress's charges with the replicas' running totals.
 
@@ -42,13 +54,13 @@ class UsageReconciler:
         corrections: dict[_Key, int] = defaultdict(int)
         for stats in polled:
             known = self._totals.get(stats.replica_id)
-            mine = self._totals[stats.replica_id] = {(t.tenant, t.band): t.tokens for t in stats.served_tokens}
+            totals = self._totals[stats.replica_id] = served_totals(stats)
             own = self._own.pop(stats.replica_id, {})
             if known is None:
                 continue  # The first totals are only the baseline.
-            for key in {*mine, *own}:
-                before, after = known.get(key, 0), mine.get(key, 0)
-                corrections[key] += (after - before if after >= before else after) - own.get(key, 0)
+            served = served_since(known, totals)
+            for key in {*served, *own}:
+                corrections[key] += served.get(key, 0) - own.get(key, 0)
         self._forget_missing({stats.replica_id for stats in polled})
         return {key: tokens for key, tokens in corrections.items() if tokens}
 
@@ -111,7 +123,7 @@ class PlacementAccount:
         num_output_tokens = max(0, routing.expected_output_tokens - len(request.output_token_ids))
         self._queue.dispatch(queued)
         band = Band.INTERACTIVE if is_promoted else request.band
-        in_flight = self._table.begin(ranking.first, band, num_prompt_tokens, num_output_tokens)
+        in_flight = self._table.begin(ranking.first, band, num_prompt_tokens, num_output_tokens, request.tenant)
         if is_promoted:
             self._promoted[request.band] = in_flight
         return Placement(

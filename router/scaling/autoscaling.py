@@ -169,18 +169,18 @@ class Autoscaler:
 
     def _for_waiting(self, inputs: ScalingInputs, now: float, decided: int) -> int:
         tokens = urgent_tokens(inputs.work, self.settings)
-        coming = self._coming_tokens_per_s(inputs, now)
-        most = max(decided * self._speed, _MAX_EXCESS * coming / _FILL)
-        tokens_per_s = min(tokens / self.settings.target_drain_s, most)
+        arriving_per_s = self._arriving_tokens_per_s(inputs, now)
+        most_per_s = max(decided * self._speed, _MAX_EXCESS * arriving_per_s / _FILL)
+        tokens_per_s = min(tokens / self.settings.target_drain_s, most_per_s)
         if inputs.num_running >= _FILLING * inputs.num_slots * inputs.num_replicas:
-            tokens_per_s = max(tokens_per_s, coming)
+            tokens_per_s = max(tokens_per_s, arriving_per_s)
         for work in sorted(inputs.work, key=lambda work: work.due_s):
             if work.due_s > self.settings.target_drain_s:
                 tokens += work.tokens
                 tokens_per_s = max(tokens_per_s, tokens / work.due_s)
         return math.ceil(tokens_per_s / self._speed)
 
-    def _coming_tokens_per_s(self, inputs: ScalingInputs, now: float) -> float:
+    def _arriving_tokens_per_s(self, inputs: ScalingInputs, now: float) -> float:
         grown_by = inputs.outstanding_tokens - self._outstanding_tokens
         self._growth.add(grown_by, now, now - self._decided_s)
         self._outstanding_tokens, self._decided_s = inputs.outstanding_tokens, now

@@ -1,21 +1,142 @@
-"""Autoscaling loop of one ingress: observes the load and publishes a decision on the number of replicas."""
+"""Autoscaling loop of one ingress: observes the load and publishes a decision on the number of replicas.
+
+Its inputs are the work that waits in ingresses and replicas, and the replicas' recent throughput.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from replicas.errors import ServingError
-from router.scaling.autoscaling import Autoscaler, ScalingDecision
-from router.scaling.ingress_reports import IngressGossip, IngressReport
-from router.scaling.scaling_inputs import IngressLoad
+from replicas.protocol import Band, ReplicaStats
+from replicas.rates import SlidingRate
+from router.balancing.load_table import LoadTable
+from router.flow.flow_queue import FlowQueue
+from router.flow.usage import served_since, served_totals
+from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs, urgent_tokens
+from router.scaling.ingress_reports import IngressGossip, IngressReport, PendingWork
+from router.types import ReplicaView
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.1
 _WAKE_PERIOD_S = 2.0
+_DEADLINE_SHARE = 0.8
+"""Share of the time to its deadline in which batch work should be done. The rest is reserve for uneven load."""
+_SERVED_WINDOWS_S = (3.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class BacklogWork:
+    """Requests of one band and deadline that wait outside flow control, as expected tokens."""
+
+    band: Band
+    tokens: int
+    deadline_unix_s: float | None
+
+
+class BacklogSource(Protocol):
+    """Source of the requests that this ingress holds outside its flow queue."""
+
+    def num_requests(self) -> int:
+        """Return the number of those requests."""
+
+    def work(self) -> Sequence[BacklogWork]:
+        """Return the work of those requests; requests with about the same deadline are one entry."""
+
+
+class ServedRate:
+    """Rate at which all replicas together have lately computed tokens, without batch work, from their poll replies."""
+
+    def __init__(self) -> None:
+        self._polled: Sequence[ReplicaStats] | None = None
+        self._polled_s = float("-inf")
+        self._seen: dict[str, dict[tuple[str, Band], int]] = {}
+        self._rates: tuple[SlidingRate, ...] = ()
+
+    def observe(self, polled: Sequence[ReplicaStats], now: float) -> None:
+        """Count the answers to a poll of all replicas; the same answers again change nothing."""
+        if polled is self._polled:
+            return
+        totals = {stats.replica_id: served_totals(stats) for stats in polled}
+        num_tokens = sum(
+            tokens
+            for replica_id in totals.keys() & self._seen.keys()
+            for (_, band), tokens in served_since(self._seen[replica_id], totals[replica_id]).items()
+            if band is not Band.BATCH
+        )
+        if not self._rates:
+            self._rates = tuple(SlidingRate(window_s, start_s=now) for window_s in _SERVED_WINDOWS_S)
+        else:
+            for rate in self._rates:
+                rate.add(num_tokens, now, now - self._polled_s)
+        self._polled, self._polled_s, self._seen = polled, now, totals
+
+    def tokens_per_s(self, now: float) -> float:
+        """Return the larger of the means over 3 s and 10 s before the last poll; 0 if that poll is over 10 s ago."""
+        if now - self._polled_s > max(_SERVED_WINDOWS_S):
+            return 0.0
+        return max((rate.per_s(self._polled_s) for rate in self._rates), default=0.0)
+
+
+class IngressLoad:
+    """Load as one ingress sees it: its own waiting work, the other ingresses' reports, and the replicas' reports."""
+
+    def __init__(
+        self, queue: FlowQueue, table: LoadTable, gossip: IngressGossip, backlog_source: BacklogSource | None = None,
+        unix_clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        """`backlog_source`: the requests that this ingress holds outside its queue; None: there are none."""
+        self._queue = queue
+        self._table = table
+        self._gossip = gossip
+        self._backlog_source = backlog_source
+        self._unix_clock = unix_clock
+        self._served = ServedRate()
+
+    def now(self) -> float:
+        """Return the time, in monotonic seconds."""
+        return self._table.now()
+
+    def num_waiting(self) -> int:
+        """Return the number of requests that wait in this ingress."""
+        return len(self._queue) + (0 if self._backlog_source is None else self._backlog_source.num_requests())
+
+    def own_work(self, settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
+        """Return the work that waits in this ingress."""
+        work = work_in_queue(self._queue, settings, self.now())
+        if self._backlog_source is not None:
+            work += work_in_backlog(self._backlog_source.work(), settings, self._unix_clock())
+        return work
+
+    def inputs(self, own_work: tuple[PendingWork, ...], settings: AutoscalingSettings) -> ScalingInputs:
+        """Return the inputs of a decision; draining replicas are not counted."""
+        now = self.now()
+        views = [view for view in self._table.views() if not view.stats.is_draining]
+        self._served.observe(self._gossip.polled, now)
+        peer_reports = self._gossip.peer_reports
+        in_ingresses = own_work + tuple(work for report in peer_reports for work in report.work)
+        return ScalingInputs(
+            num_replicas=len(views),
+            num_requests=self.num_waiting()
+            + sum(report.num_requests for report in peer_reports)
+            + sum(sum(view.num_by_band) for view in views),
+            work=in_ingresses + work_in_replicas(views, settings),
+            saturated_tokens_per_s=tuple(
+                view.stats.saturated_tokens_per_s for view in views if view.stats.saturated_tokens_per_s > 0
+            ),
+            served_tokens_per_s=self._served.tokens_per_s(now),
+            num_running=sum(sum(view.stats.num_running_by_band[: Band.BATCH]) for view in views),
+            num_slots=min((view.stats.num_slots for view in views), default=1),
+            outstanding_tokens=urgent_outstanding(in_ingresses, views, settings),
+        )
 
 
 class AutoscalingLoop:
@@ -35,15 +156,11 @@ class AutoscalingLoop:
         self._load = load
         self._gossip = gossip
         self._wake = wake
-        self._decision: ScalingDecision | None = None
+        self.decision: ScalingDecision | None = None
+        """Last decision; None before the first."""
         self._waking: asyncio.Future[None] | None = None
         self._woke_s = float("-inf")
         self._has_seen_replicas = False
-
-    @property
-    def decision(self) -> ScalingDecision | None:
-        """Last decision; None before the first."""
-        return self._decision
 
     def decide(self) -> ScalingDecision:
         """Decide anew from the present load. Later polls carry the new report of this ingress."""
@@ -58,14 +175,14 @@ class AutoscalingLoop:
     async def run(self, refresh: Callable[[], Awaitable[None]]) -> None:
         """Decide until cancelled; `refresh` polls all replicas and dispatches the requests that find room."""
         while True:
-            before, self._decision = self._decision, self.decide()
-            has_changed = before is None or before.desired_replicas != self._decision.desired_replicas
+            before, self.decision = self.decision, self.decide()
+            has_changed = before is None or before.desired_replicas != self.decision.desired_replicas
             if has_changed:
-                self._log(before, self._decision)
-            if has_changed or self._awaits_replicas(self._decision):
+                self._log(before, self.decision)
+            if has_changed or self._awaits_replicas(self.decision):
                 with contextlib.suppress(ServingError):
                     await refresh()
-            self._wake_if_needed(self._decision)
+            self._wake_if_needed(self.decision)
             await asyncio.sleep(_PERIOD_S)
 
     def _awaits_replicas(self, decision: ScalingDecision) -> bool:
@@ -92,3 +209,61 @@ class AutoscalingLoop:
                 "replica_tokens_per_s": round(decision.replica_tokens_per_s, 1),
             },
         )
+
+
+def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[PendingWork, ...]:
+    """Return the work that waits in flow control; batch work with similar deadlines is one entry, with the earliest."""
+    urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
+    by_due: dict[float, int] = {settings.target_drain_s: urgent} if urgent else {}
+    for waiting in queue.waiting(Band.BATCH):
+        left_s = None if waiting.deadline_s is None else waiting.deadline_s - now
+        due_s = _batch_due_s(left_s, settings)
+        by_due[due_s] = by_due.get(due_s, 0) + waiting.expected_tokens
+    return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+
+
+def work_in_backlog(
+    waiting: Iterable[BacklogWork], settings: AutoscalingSettings, now_unix_s: float
+) -> tuple[PendingWork, ...]:
+    """Return the work that waits outside flow control; batch work is due by its deadline, other work at the target."""
+    by_due: dict[float, int] = {}
+    for work in waiting:
+        due_s = settings.target_drain_s
+        if work.band is Band.BATCH:
+            left_s = None if work.deadline_unix_s is None else work.deadline_unix_s - now_unix_s
+            due_s = _batch_due_s(left_s, settings)
+        by_due[due_s] = by_due.get(due_s, 0) + work.tokens
+    return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+
+
+def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
+    """Return the work that waits in the replicas: the waiting requests' share of the outstanding tokens."""
+    urgent = batch = 0.0
+    for view in views:
+        stats = view.stats
+        if stats.num_waiting:
+            each = stats.outstanding_tokens / (stats.num_running + stats.num_waiting)
+            batch += each * stats.num_waiting_by_band[Band.BATCH]
+            urgent += each * (stats.num_waiting - stats.num_waiting_by_band[Band.BATCH])
+    works = (PendingWork(int(urgent), settings.target_drain_s), PendingWork(int(batch), settings.batch_drain_s))
+    return tuple(work for work in works if work.tokens)
+
+
+def urgent_outstanding(work: Iterable[PendingWork], views: Iterable[ReplicaView], settings: AutoscalingSettings) -> int:
+    """Return the tokens that all but batch work still needs: those in `work`, and its share of each replica's."""
+    num_tokens = urgent_tokens(work, settings)
+    for view in views:
+        if num_requests := sum(view.num_by_band):
+            num_tokens += view.outstanding_tokens * sum(view.num_by_band[: Band.BATCH]) // num_requests
+    return num_tokens
+
+
+def _batch_due_s(left_s: float | None, settings: AutoscalingSettings) -> float:
+    """Return the seconds until batch work is due, rounded down to a power of two so that a long queue has few entries.
+
+    Never less than `target_drain_s`; `batch_drain_s`, not rounded, without a deadline. `left_s`: time to the deadline.
+    """
+    if left_s is None:
+        return settings.batch_drain_s
+    due_s = max(settings.target_drain_s, _DEADLINE_SHARE * left_s)
+    return max(settings.target_drain_s, 2.0 ** math.floor(math.log2(due_s)))

@@ -1,4 +1,6 @@
 """Command line: `headway`, its subcommands, and the private Ray cluster that `make serve` starts.
 
-Read `main.py` first. May import `replicas.cpu_scheduling`, `serve_app.config`.
+Read `main.py` first. May import `replicas.cpu_scheduling`, `replicas.errors`, `replicas.model.loading`,
+`replicas.protocol`, `serve_app.app`, `serve_app.benchmark`, `serve_app.config`, `serve_app.config_page`,
+`serve_app.key_file`, `serve_app.models`.
 """

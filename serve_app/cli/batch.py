@@ -1,4 +1,4 @@
-"""Command `headway batch`: submit a file of requests as a batch, show it, wait for it, cancel it."""
+"""Command `headway batch`: submit a file of requests as a batch, follow it, fetch its results."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serve_app.cli.batch_client import BatchClient, JsonObject, ServerError
-from serve_app.cli.batch_progress import BatchProgress
+from serve_app.cli.batch_client import BatchClient
+from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, ServerError, UrlOption, connected
+from serve_app.cli.terminal import date_text, print_table, stderr
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 RETRY_LIMIT_S = 120.0
 """Time for which `wait` retries while the server does not answer, seconds; the server may be restarting."""
 _MAX_SHOWN_ERRORS = 10
 
-UrlOption = Annotated[str, typer.Option("--url", envvar="HEADWAY_URL", help="URL of the server.")]
-KeyOption = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="HEADWAY_API_KEY", help="API key, if the server requires one.", show_envvar=True),
-]
 BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", help="File for the results.", dir_okay=False)]
 ErrorsOption = Annotated[Path | None, typer.Option("--errors", help="File for the failed requests.", dir_okay=False)]
 PollOption = Annotated[float, typer.Option("--poll-every", min=0.01, help="Seconds between two polls.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Batches of requests in JSON-lines files.")
 
@@ -92,22 +88,48 @@ def cancel(batch_id: BatchArgument, url: UrlOption = DEFAULT_URL, api_key: KeyOp
         _describe(client.cancel(batch_id), Console(highlight=False, soft_wrap=True))
 
 
+@app.command("list")
+def list_batches(
+    limit: Annotated[int, typer.Option(min=1, help="Most batches shown.")] = 20,
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """List the newest batches."""
+    with _client(url, api_key) as client:
+        print_table(("ID", "STATUS", "DONE", "CREATED", "ENDPOINT"), map(_row, client.latest(limit)))
+
+
+@app.command()
+def download(
+    batch_id: BatchArgument,
+    output: OutputOption = None,
+    errors: ErrorsOption = None,
+    url: UrlOption = DEFAULT_URL,
+    api_key: KeyOption = None,
+) -> None:
+    """Save the results of a batch, by default as ID-output.jsonl and ID-errors.jsonl; print the files' names."""
+    with _client(url, api_key) as client:
+        batch = client.batch(batch_id)
+        chosen = {"output_file_id": output, "error_file_id": errors}
+        targets = {field: path for field, path in chosen.items() if path} or _default_targets(batch)
+        for field, path in targets.items():
+            if batch[field] is None:
+                raise ServerError(f"batch {batch_id} has no {field}; its status is {batch['status']}", may_pass=False)
+            client.download(batch[field], path)
+            print(path)
+
+
 @contextmanager
 def _client(url: str, api_key: str | None) -> Iterator[BatchClient]:
     """Give a client whose failures end the command with a message and exit code 1."""
-    client = BatchClient(url, api_key)
-    try:
-        yield client
-    except (ServerError, OSError) as error:
-        _stderr().print(f"error: {error.message if isinstance(error, ServerError) else error}", markup=False)
-        raise typer.Exit(1) from None
-    finally:
-        client.close()
+    with connected(url, api_key) as server:
+        yield BatchClient(server)
 
 
 def _ended(client: BatchClient, batch_id: str, poll_every_s: float) -> JsonObject:
     """Wait until the batch has ended and return it; show its progress, and retry while the server does not answer."""
-    with BatchProgress(_stderr()) as progress:
+    with _progress_bar() as progress:
+        task = progress.add_task("asking", total=None, remark="")
         silent_since_s: float | None = None
         while True:
             try:
@@ -117,10 +139,10 @@ def _ended(client: BatchClient, batch_id: str, poll_every_s: float) -> JsonObjec
                 silent_since_s = now_s if silent_since_s is None else silent_since_s
                 if not error.may_pass or now_s - silent_since_s > RETRY_LIMIT_S:
                     raise
-                progress.show_trouble(error.message)
+                progress.update(task, remark=error.message)
             else:
                 silent_since_s = None
-                progress.show(batch)
+                progress.update(task, **_state_of(batch))
                 if batch["status"] in FINAL:
                     return batch
             time.sleep(poll_every_s)
@@ -131,7 +153,7 @@ def _finish(client: BatchClient, batch: JsonObject, output: Path | None, errors:
     for path, field in ((output, "output_file_id"), (errors, "error_file_id")):
         if path is not None and batch[field] is not None:
             client.download(batch[field], path)
-    _describe(batch, _stderr())
+    _describe(batch, stderr())
     if batch["status"] != "completed":
         raise typer.Exit(1)
 
@@ -157,14 +179,50 @@ def _describe(batch: JsonObject, console: Console) -> None:
         console.print(f"... and {len(found) - _MAX_SHOWN_ERRORS} more errors", markup=False)
 
 
-def _stderr() -> Console:
-    """Return a console on stderr, for output that scripts do not read."""
-    return Console(stderr=True, highlight=False, soft_wrap=True)
+def _default_targets(batch: JsonObject) -> dict[str, Path]:
+    """Return a path for the results, and one for the failed requests if there are any."""
+    results = {"output_file_id": Path(f"{batch['id']}-output.jsonl")}
+    failures = {"error_file_id": Path(f"{batch['id']}-errors.jsonl")}
+    if batch["error_file_id"] is None:
+        return results
+    return failures if batch["output_file_id"] is None else results | failures
+
+
+def _row(batch: JsonObject) -> tuple[str, ...]:
+    counts = batch["request_counts"]
+    done = f"{counts['completed'] + counts['failed']} of {counts['total']}"
+    failed = f" ({counts['failed']} failed)" if counts["failed"] else ""
+    return batch["id"], batch["status"], done + failed, date_text(batch["created_at"]), batch["endpoint"]
 
 
 def _pairs(texts: list[str]) -> dict[str, str]:
-    pairs = dict(text.split("=", 1) for text in texts if "=" in text)
-    wrong = next((text for text in texts if "=" not in text), None)
-    if wrong is not None:
-        raise typer.BadParameter(f"'{wrong}' is not of the form key=value")
-    return pairs
+    for text in texts:
+        if "=" not in text:
+            raise typer.BadParameter(f"'{text}' is not of the form key=value")
+    return dict(text.split("=", 1) for text in texts)
+
+
+def _progress_bar() -> Progress:
+    """Return a progress bar that is redrawn on every change; without a terminal only its last state is printed."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[remark]}"),
+        TimeElapsedColumn(),
+        console=stderr(),
+    )
+
+
+def _state_of(batch: JsonObject) -> dict[str, Any]:
+    """Return the fields of the progress bar for a batch."""
+    counts = batch["request_counts"]
+    remarks = [f"{counts['failed']} failed"] if counts["failed"] else []
+    if batch.get("eta_seconds") is not None:
+        remarks.append(f"about {batch['eta_seconds']:.0f} s left")
+    return {
+        "description": batch["status"],
+        "completed": counts["completed"] + counts["failed"],
+        "total": counts["total"] or None,
+        "remark": ", ".join(remarks),
+    }

@@ -2,20 +2,73 @@
 
 from __future__ import annotations
 
-import typer
+from importlib import import_module
+from importlib.metadata import version
+from typing import Annotated, Any
 
-from serve_app.cli import batch
-from serve_app.cli.serve import serve
+import typer
+from typer.core import TyperGroup
+
+_COMMANDS = {
+    "serve": "serve_app.cli.serve:serve",
+    "chat": "serve_app.cli.chat:chat",
+    "complete": "serve_app.cli.complete:complete",
+    "batch": "serve_app.cli.batch:app",
+    "bench": "serve_app.cli.bench:bench",
+    "models": "serve_app.cli.models:app",
+    "keys": "serve_app.cli.keys:app",
+    "doctor": "serve_app.cli.doctor:doctor",
+}
+"""Map from a command's name to its function or its group of commands."""
+
+
+class LazyCommands(TyperGroup):
+    """Commands of which only those that are used are imported, so that `headway chat` does not load what serves.
+
+    The types are `Any`, since they are Click's or those of a copy of Click in typer, by typer's version.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of the commands, in the order of the help."""
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a command; None: there is no such command."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name].partition(":")
+        found = getattr(import_module(module), attribute)
+        if not isinstance(found, typer.Typer):
+            single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            single.command(cmd_name)(found)
+            found = single
+        command = typer.main.get_command(found)
+        command.name = cmd_name
+        return command
+
 
 app = typer.Typer(
     name="headway",
-    help="Serve language models, and run batches of requests on a server.",
-    add_completion=False,
+    cls=LazyCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.command()(serve)
-app.add_typer(batch.app, name="batch")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"headway {version('headway-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve language models, use a server, and look after both."""
+
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="headway")

@@ -15,6 +15,7 @@ import resource
 import secrets
 import shlex
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -36,6 +37,7 @@ _ENVIRONMENT = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_raylet_report_resources_period_milliseconds": "500",
 }
+_DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
 _PORTS = range(20_000, 30_000)
 """Ports below the ephemeral ports of Linux, macOS and Windows and above those of Ray's workers, 10,002 to 19,999."""
@@ -45,12 +47,20 @@ _PORTS = range(20_000, 30_000)
 class PrivateCluster:
     """Addresses and files with which the owner reaches a running private cluster."""
 
+    folder: Path
+    """Folder of the owner alone, deleted at the end; the sockets and secrets of the application are in it."""
     address: str
     dashboard_url: str
     token_path: Path
     """File with the token that the cluster requires."""
     environment_path: Path
     """Shell script that sets the environment with which Ray's commands reach the cluster."""
+    daemons: tuple[psutil.Process, ...]
+    """Processes without which the cluster cannot work."""
+
+    def is_alive(self) -> bool:
+        """Return True while every daemon runs."""
+        return all(daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE for daemon in self.daemons)
 
 
 def private_ray_environment(folder: Path) -> dict[str, str]:
@@ -76,8 +86,8 @@ def private_ray_environment(folder: Path) -> dict[str, str]:
 def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[PrivateCluster]:
     """Start Ray for this process alone, with its own ports and folder, and share nothing with other clusters.
 
-    On leaving the context, all descendants of this process are ended and the folder is deleted. Ray's daemons also end
-    when this process is killed.
+    On leaving the context, all descendants of this process are killed and the folder is deleted: an application must
+    have been stopped before. Ray's daemons also end when this process is killed.
     """
     _become_subreaper()
     # The path must be short. Ray and HAProxy keep sockets below it, HAProxy's in a folder with a name of 64 characters,
@@ -92,11 +102,13 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
     try:
         yield _start_ray(num_cpus, folder)
     finally:
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)  # they must not interrupt what follows; its time is bounded
         _stop_ray()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@tenacity.retry(stop=tenacity.stop_after_attempt(_STARTS), before_sleep=lambda _: _stop_ray(), reraise=True)
+@tenacity.retry(stop=tenacity.stop_after_attempt(_STARTS), before_sleep=lambda _: _forget_ray(), reraise=True)
 def _start_ray(num_cpus: int, folder: Path) -> PrivateCluster:
     """Start Ray, in several attempts: on a busy machine its daemons may exceed Ray's limit of 30 seconds."""
     import ray  # here, since the import reads the environment
@@ -109,13 +121,21 @@ def _start_ray(num_cpus: int, folder: Path) -> PrivateCluster:
         dashboard_host="127.0.0.1",
         dashboard_port=free_port("127.0.0.1"),
         namespace="serve",
-        log_to_driver=False,
+        log_to_driver=True,
         _temp_dir=str(folder / "ray"),  # Ray makes this folder accessible to all users; its parent is not
     )
+    # For this process alone, whose handles have no event loop to share. It imports `ray.serve` after this.
+    os.environ["RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP"] = "1"
     address: str = context.address_info["gcs_address"]
     dashboard_url = f"http://{context.dashboard_url}"
     environment_path = _write_environment(folder, address, dashboard_url)
-    return PrivateCluster(address, dashboard_url, Path(os.environ["RAY_AUTH_TOKEN_PATH"]), environment_path)
+    return PrivateCluster(
+        folder, address, dashboard_url, Path(os.environ["RAY_AUTH_TOKEN_PATH"]), environment_path, _daemons()
+    )
+
+
+def _daemons() -> tuple[psutil.Process, ...]:
+    return tuple(child for child in psutil.Process().children() if child.name() in _DAEMONS)
 
 
 def _write_environment(folder: Path, address: str, dashboard_url: str) -> Path:
@@ -132,11 +152,9 @@ def _write_environment(folder: Path, address: str, dashboard_url: str) -> Path:
 
 
 def _stop_ray() -> None:
-    import ray
-
-    with contextlib.suppress(Exception):
-        ray.shutdown()
-    end_processes(psutil.Process().children(recursive=True))
+    """Kill Ray's processes, which have nothing to save. Ray's own shutdown would wait for each of them in turn."""
+    while children := psutil.Process().children(recursive=True):  # again, for those that were being started
+        kill_processes(children)
 
 
 def free_port(host: str) -> int:
@@ -160,6 +178,23 @@ def end_processes(processes: list[psutil.Process], grace_s: float = 5.0) -> None
             with contextlib.suppress(psutil.NoSuchProcess):
                 stop(process)
         _, processes = psutil.wait_procs(processes, timeout=grace_s)
+
+
+def _forget_ray() -> None:
+    """End what a failed start has left."""
+    import ray
+
+    _stop_ray()
+    with contextlib.suppress(Exception):
+        ray.shutdown()
+
+
+def kill_processes(processes: list[psutil.Process], limit_s: float = 5.0) -> None:
+    """Kill processes, and wait until they have ended."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=limit_s)
 
 
 def _become_subreaper() -> None:

@@ -1,33 +1,32 @@
-"""Command of `make serve`: serve a model from this machine in the foreground.
+"""Command `headway serve`: reads its options, finds the model, and runs a server in the foreground.
 
-The command starts a private Ray cluster and runs the application on it with `serve run`. SIGTERM or SIGINT stops
-everything that it started.
+SIGTERM or SIGINT stops everything that it started; a second one does so without waiting for requests.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
-import math
 import os
-import signal
 import socket
-import subprocess
 import sys
 from enum import Enum
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
-import httpx
-import pydantic
 import typer
 
-from serve_app.cli.private_cluster import PrivateCluster, private_cluster
+from replicas.errors import ModelLoadError
+from serve_app.cli.access_lines import LogFormat
+from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
+from serve_app.cli.own_session import run_in_own_session
+from serve_app.cli.serve_log import new_log_file
+from serve_app.cli.served_model import prepare_model
+from serve_app.cli.server import Front, Server
 from serve_app.config import HeadwayConfig
 
-_POLL_PERIOD_S = 0.25
 _LOOPBACK_HOSTS = "localhost,127.0.0.1,[::1]"
+_KEY_OPTION = "--api-key"
+_KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
 class Profile(Enum):
@@ -39,154 +38,102 @@ class Profile(Enum):
     """HAProxy in front of the ingresses and Serve's throughput flags: several times as many requests per second."""
 
 
-class _Stopped(Exception):
-    """Signal that SIGTERM or SIGINT has arrived."""
+def _use_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    try:
+        return read_config_file(context, path)
+    except ConfigError as error:
+        _fail(str(error))
 
 
+@with_config_options
 def serve(
+    fields: dict[str, Any],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Fields of docs/configuration.md.")
+        list[str] | None,
+        typer.Argument(metavar="[MODEL] [KEY=VALUE]...", help="Model, and fields of docs/configuration.md."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    profile: Annotated[Profile, typer.Option(help="throughput: HAProxy in front.")] = Profile.DEFAULT,
-    allowed_hosts: Annotated[
-        str | None,
+    config: Annotated[
+        Path | None,
         typer.Option(
-            help="Host headers to answer, separated by commas; * for all. Default: this machine's loopback names when "
-            "listening on loopback, else all.",
-            show_default=False,
+            metavar="FILE",
+            help="YAML file of options, such as `max_num_seqs: 64`; the command line wins over it.",
+            callback=_use_config_file,
+            is_eager=True,
         ),
     ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    profile: Annotated[Profile, typer.Option(help="throughput: HAProxy in front.")] = Profile.DEFAULT,
+    api_key: Annotated[
+        str | None, typer.Option(_KEY_OPTION, envvar=_KEY_VARIABLE, help="The one API key of the server.")
+    ] = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of the access lines.")] = LogFormat.TEXT,
+    access_log: Annotated[bool, typer.Option(help="Print one line for each request.")] = True,
 ) -> None:
-    """Serve a model from this machine until SIGTERM or Ctrl-C."""
-    arguments = arguments or []
-    is_private = is_loopback(host)
-    if allowed_hosts is None and is_private:
-        allowed_hosts = _LOOPBACK_HOSTS
-    if allowed_hosts is not None:
-        arguments = [f"allowed_hosts={allowed_hosts}", *arguments]
-    config = _read_config(arguments)
-    _check_model(config)
-    if not is_private and config.ingress_settings().api_key_file is None:
-        _warn(f"every client that reaches {host}:{port} may use the model: no api_key_file is set")
+    """Serve a model from this machine until SIGTERM or Ctrl-C.
+
+    MODEL is a directory, a GGUF file or a hub id; without it a small default model is served.
+    """
+    _hide_key()
+    front = Front(host, port, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
+    checked = _checked(arguments or [], fields, front)
     _check_port(host, port)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
-    num_cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(config)))
+    checked = _with_model(checked)
     try:
-        print(f"Starting {config.model_name} ...", flush=True)
-        with private_cluster(num_cpus, profile is Profile.THROUGHPUT) as cluster:
-            _serve_on(cluster, host, port, arguments, config)
-    except _Stopped:
-        print("Stopped.", flush=True)
+        log_path = new_log_file(Path(checked.data_dir) / "logs", port)
+    except OSError as error:
+        _fail(f"cannot write the log: {error}")
+    raise typer.Exit(run_in_own_session(lambda: Server(checked, front, log_path).run()))
 
 
-def _serve_on(cluster: PrivateCluster, host: str, port: int, arguments: list[str], config: HeadwayConfig) -> None:
-    """Run the application on a cluster until stopped, and end it before returning."""
-    from ray import serve as ray_serve
-
-    # ray.init has replaced the signal handlers.
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
-    ray_serve.start(http_options={"host": host, "port": port})
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address]
-    # A new session keeps Ctrl-C from `serve run`: it gets SIGINT below, after this process has handled the signal.
-    run = subprocess.Popen([*command, "serve_app.app:build", *arguments], start_new_session=True)
+def _checked(arguments: list[str], fields: dict[str, Any], front: Front) -> HeadwayConfig:
+    """Return the configuration; refuse what contradicts the key, and warn of an address that others reach."""
     try:
-        _wait_until_ready(run, f"http://{_reachable(host)}:{port}")
-        _print_how_to_use(f"http://{_reachable(host)}:{port}", cluster, config)
-        while run.poll() is None:
-            if _has_make_been_interrupted():
-                raise _Stopped
-            _wait(run)
-        raise typer.Exit(code=run.returncode or 1)
-    finally:
-        if run.poll() is None:
-            run.send_signal(signal.SIGINT)
-            try:
-                run.wait(timeout=config.graceful_shutdown_timeout_s + 20.0)
-            except subprocess.TimeoutExpired:
-                run.kill()
+        config = read_config(arguments, fields)
+    except ConfigError as error:
+        _fail(str(error))
+    key_file = config.ingress_settings().api_key_file
+    if front.api_key is not None and key_file is not None:
+        _fail(f"{_KEY_OPTION} (or {_KEY_VARIABLE}) and api_key_file ({key_file}) are both given; give one of them")
+    if is_loopback(front.host):
+        given = "allowed_hosts" in config.model_fields_set
+        return config if given else config.model_copy(update={"allowed_hosts": _LOOPBACK_HOSTS})
+    if key_file is None and front.api_key is None:
+        address = f"{front.host}:{front.port}"
+        _warn(f"every client that reaches {address} may use the model: neither {_KEY_OPTION} nor api_key_file is set")
+    return config
 
 
-def _wait_until_ready(run: subprocess.Popen[bytes], url: str) -> None:
-    """Return when every replica runs and the ingress is ready."""
-    with httpx.Client(timeout=5.0, trust_env=False) as client:
-        while run.poll() is None:
-            if _is_running():
-                with contextlib.suppress(httpx.TransportError):
-                    if client.get(f"{url}/health/ready").status_code == httpx.codes.OK:
-                        return
-            if _has_make_been_interrupted():
-                raise _Stopped
-            _wait(run)
-    _fail(f"the application did not start; `serve run` ended with {run.returncode}", code=1)
+def _hide_key() -> None:
+    """Move an API key from the command line into the environment, by running this program anew.
+
+    Ray shows the command line of its driver in its dashboard, and every user of the machine can list it. The
+    environment is the owner's alone; its variable is removed before Ray starts.
+    """
+    found = sys.orig_argv
+    position = next((i for i, word in enumerate(found) if word.split("=", 1)[0] == _KEY_OPTION), None)
+    if position is not None:
+        _, separator, key = found[position].partition("=")
+        rest = found[position + 1 :] if separator else found[position + 2 :]
+        key = key if separator else "".join(found[position + 1 : position + 2])
+        os.execve(sys.executable, [sys.executable, *found[1:position], *rest], os.environ | {_KEY_VARIABLE: key})
+    os.environ.pop(_KEY_VARIABLE, None)
 
 
-def _is_running() -> bool:
-    """Return True if Serve reports the application as running, with all replicas."""
-    from ray import serve as ray_serve
-    from ray.exceptions import RayError
-    from ray.serve.exceptions import RayServeException
-
+def _with_model(config: HeadwayConfig) -> HeadwayConfig:
     try:
-        applications = ray_serve.status().applications
-    except (RayError, RayServeException):  # `serve run` shuts Serve down when the application fails
-        return False
-    return any(application.status == "RUNNING" for application in applications.values())
-
-
-def _wait(run: subprocess.Popen[bytes]) -> None:
-    """Wait for one poll period, or until `run` ends."""
-    try:
-        run.wait(timeout=_POLL_PERIOD_S)
-    except subprocess.TimeoutExpired:
-        return
-
-
-def _print_how_to_use(url: str, cluster: PrivateCluster, config: HeadwayConfig) -> None:
-    body = f'{{"model": "{config.model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    print(
-        f"\nServing {config.model_name} at {url}\n"
-        f"Ray dashboard at {cluster.dashboard_url}; it asks for the token in {cluster.token_path}\n"
-        f"Ray's commands, such as `ray status`, need this first: . {cluster.environment_path}\n\n"
-        f"curl {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n",
-        flush=True,
-    )
-
-
-def _read_config(arguments: list[str]) -> HeadwayConfig:
-    fields: dict[str, str] = {}
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if not separator or not value:
-            _fail(f"'{argument}' is not of the form key=value")
-        fields[key] = value
-    try:
-        return HeadwayConfig.model_validate(fields)
-    except pydantic.ValidationError as error:
-        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        _fail("; ".join(problem.removeprefix(": ") for problem in problems))
-
-
-def _check_model(config: HeadwayConfig) -> None:
-    """Refuse a path without a model; a hub id is only looked up when the model is loaded."""
-    path = Path(config.model_path)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            _fail(f"model: {path} has no config.json")
-    elif config.model_path.startswith(("/", ".", "~")) or config.model_path.count("/") > 1:
-        _fail(f"model: there is no directory {config.model_path}")
+        return prepare_model(config)
+    except ModelLoadError as error:
+        _fail(f"model: {error}")
 
 
 def _check_port(host: str, port: int) -> None:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            _fail(f"cannot listen on {host}:{port}: {error.strerror}; choose another port (make serve PORT=...)")
+            _fail(f"cannot listen on {host}:{port}: {error.strerror}; choose another port with --port (make: PORT=...)")
 
 
 def is_loopback(host: str) -> bool:
@@ -198,45 +145,10 @@ def is_loopback(host: str) -> bool:
     return all((getattr(address, "ipv4_mapped", None) or address).is_loopback for address in found)
 
 
-def _cpus_needed(config: HeadwayConfig) -> float:
-    ingresses = config.cpus_per_ingress * config.num_ingress_replicas
-    return config.cpus_per_replica * config.effective_max_replicas + ingresses + config.cpus_per_jobs
-
-
-def _reachable(host: str) -> str:
-    return "127.0.0.1" if host == "0.0.0.0" else host
-
-
-def _has_make_been_interrupted() -> bool:
-    """Return True if the parent process is a `make` that received a SIGINT which this process did not.
-
-    Such a `make` passes on SIGTERM only. It waits for its child inside its signal handler, where SIGINT is blocked.
-    """
-    parent = Path(f"/proc/{os.getppid()}/status")
-    if not parent.exists():
-        return False
-    fields = dict(line.split(":\t", 1) for line in parent.read_text().splitlines())
-    return fields["Name"] == "make" and bool(int(fields["SigBlk"], 16) & 1 << (signal.SIGINT - 1))
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    """Raise `_Stopped` and ignore further signals, which must not interrupt the stopping; its time is bounded."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    raise _Stopped
-
-
 def _warn(message: str) -> None:
     print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
-def _fail(message: str, code: int = 2) -> NoReturn:
+def _fail(message: str) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    raise typer.Exit(code=code)
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command()(serve)
-
-if __name__ == "__main__":
-    app()
+    raise typer.Exit(code=2)

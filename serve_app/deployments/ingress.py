@@ -10,14 +10,13 @@ from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.process_setup import freeze_heap, log_through_serve
-from serve_app.deployments.routing import MakeFlow, Routing
+from serve_app.deployments.process import MakeFlow, Routing, freeze_heap, log_through_serve, with_local_model
+from serve_app.http.gate import Gate
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs
-from serve_app.jobs.files.fsspec import FsspecStore
+from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics
-from serve_app.router_metrics import RouterCollector, RouterMetrics
 
 
 class Ingress:
@@ -27,13 +26,11 @@ class Ingress:
         self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
+        config = await asyncio.to_thread(with_local_model, config)
         self._config = config
+        self._gate = Gate()
         self._metrics = HttpMetrics(config.model_name)
-        observer = RouterMetrics(self._metrics.registry, config.latency_targets())
-        self._routing = Routing(config, model, observer, make_flow)
-        self._metrics.registry.register(
-            RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling)
-        )
+        self._routing = Routing(config, model, self._metrics.registry, make_flow)
         self._jobs = JobsAccess(
             ServeJobs(jobs),
             FsspecStore(config.jobs_files_url),
@@ -47,15 +44,31 @@ class Ingress:
         if hasattr(self, "_loops"):
             self._loops.cancel()
 
+    async def drain(self, limit_s: float) -> int:
+        """Admit no further request, wait at most `limit_s` for the running ones, and return the number of those left.
+
+        `headway serve` calls it before it stops the application.
+        """
+        return await self._gate.close(limit_s)
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this ingress's report for `application_autoscaling_policy`; Serve calls it."""
         return self._routing.autoscaling_stats()
+
+    async def check_health(self) -> None:
+        """Raise if the loops have ended, so that Serve replaces the process."""
+        if self._loops.done():
+            raise RuntimeError("the loops of the ingress have ended")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Create the HTTP application; Serve calls it after the constructor."""
         from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
 
-        backends = Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs)
-        api = create_api(self._config.ingress_settings(), backends, metrics=self._metrics)
+        api = create_api(
+            self._config.ingress_settings(),
+            Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs),
+            metrics=self._metrics,
+            gate=self._gate,
+        )
         freeze_heap()
         return api

@@ -15,11 +15,9 @@ from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.process_setup import freeze_heap, log_through_serve
-from serve_app.deployments.routing import MakeFlow, Routing
+from serve_app.deployments.process import MakeFlow, Routing, freeze_heap, log_through_serve, with_local_model
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
-from serve_app.router_metrics import RouterCollector, RouterMetrics
 
 if TYPE_CHECKING:
     from router.dispatch import Dispatcher
@@ -39,38 +37,38 @@ class Jobs:
         self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
+        config = await asyncio.to_thread(with_local_model, config)
         # The threads that check files and write to the database compute for long stretches. With Python's default of
         # 5 ms the event loop, which answers submissions, would wait that long for the GIL each time.
         sys.setswitchinterval(0.0005)
-        from serve_app.jobs.execution.backlog import BacklogView
-        from serve_app.jobs.execution.capacity import LineCapacity
-        from serve_app.jobs.execution.throughput import ThroughputEstimator
-        from serve_app.jobs.files.fsspec import FsspecStore
-        from serve_app.jobs.metrics import JobsMetrics
+        from serve_app.jobs.execution.planning import LineCapacity
+        from serve_app.jobs.execution.throughput import BacklogView
+        from serve_app.jobs.files.store import FsspecStore
         from serve_app.jobs.runtime import JobsRuntime
-        from serve_app.jobs.storage.context import JobsContext
+        from serve_app.jobs.storage.database import JobsContext
 
         self._registry = CollectorRegistry()
-        observer = RouterMetrics(self._registry, config.latency_targets())
         clock = Clock()
-        backlog = BacklogView(ThroughputEstimator(clock))
-        self._routing = Routing(config, model, observer, make_flow, backlog)
-        self._registry.register(RouterCollector(self._routing.queue, self._routing.table, self._routing.autoscaling))
+        backlog = BacklogView(clock)
+        self._routing = Routing(config, model, self._registry, make_flow, backlog)
         database = await asyncio.to_thread(_open_database, config)
         files = FsspecStore(config.jobs_files_url)
         context = JobsContext(database, files, config.jobs_settings(), clock)
-        completions = await _completions(config, self._routing.dispatcher, clock)
-        capacity = LineCapacity(self._routing.dispatcher.load, self._routing.queue)
-        self._runtime = JobsRuntime(context, completions, capacity, backlog, random.Random())
+        self._runtime = JobsRuntime(
+            context,
+            await _completions(config, self._routing.dispatcher, clock),
+            LineCapacity(self._routing.dispatcher.load, self._routing.queue),
+            backlog,
+            random.Random(),
+        )
         self.service = self._runtime.service
-        webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
-        self._metrics = JobsMetrics(database, self._runtime.line_counts, backlog.eta_s, lambda: webhooks.outcomes)
-        await self._runtime.start(self._routing.run(), webhooks.run(), files.keep_clean())
+        self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
+        await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
         freeze_heap()
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
-        return JobsCounts(await self._metrics.read(), tuple(self._registry.collect()))
+        return JobsCounts(await self._runtime.metrics(self._webhooks.outcomes), tuple(self._registry.collect()))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this process's report for `application_autoscaling_policy`; Serve calls it."""
@@ -87,20 +85,20 @@ class Jobs:
 
 
 async def _completions(config: HeadwayConfig, dispatcher: "Dispatcher", clock: Clock) -> "CompletionService":
-    from serve_app.openai.known_model import KnownModel
-    from serve_app.openai.service import CompletionService
-    from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
-    from serve_app.openai.tokenize.workers import WorkerThreads
+    from serve_app.openai.request.sampling_defaults import SamplingDefaults
+    from serve_app.openai.service import CompletionService, KnownModel
+    from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
 
     settings = config.ingress_settings()
     workers = WorkerThreads(settings.num_tokenizer_threads)
     tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model_path, workers)
-    known = KnownModel(config.model_name, dispatcher, clock.monotonic)
+    defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
+    known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
     return CompletionService(dispatcher, known, tokenizer, settings.limits, random.Random())
 
 
 def _open_database(config: HeadwayConfig) -> "Database":
-    from serve_app.jobs.files.durable import make_directory
+    from serve_app.jobs.files.store import make_directory
     from serve_app.jobs.storage.database import Database
 
     make_directory(Path(config.data_dir))
@@ -115,4 +113,5 @@ def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "W
 
     secret = config.webhook_secret or load_or_create_secret(Path(config.data_dir) / "webhook_secret")
     guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
-    return WebhookSender(outbox, WebhookClient(WebhookSigner(secret), guard), random.Random(), clock)
+    client = WebhookClient(WebhookSigner(secret), guard)
+    return WebhookSender(outbox, client.post, random.Random(), clock)

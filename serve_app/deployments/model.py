@@ -22,7 +22,7 @@ from router.scaling.ingress_reports import (
     PollReply,
 )
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.process_setup import freeze_heap, log_through_serve
+from serve_app.deployments.process import freeze_heap, log_through_serve, with_local_model
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -37,6 +37,7 @@ class Model:
         from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
 
         log_through_serve()
+        config = await asyncio.to_thread(with_local_model, config)
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         context = serve.get_replica_context()

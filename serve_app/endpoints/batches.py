@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.protocol import Band
-from serve_app.auth import Authenticator
-from serve_app.endpoints.batch_objects import batch_object, list_object
-from serve_app.endpoints.submitter import Submitter
-from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import exchange_of
-from serve_app.http.responses import Routes, json_response
-from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.records import BatchKind, NewBatch, PageRequest
+from serve_app.endpoints.job_objects import batch_object, list_object
+from serve_app.endpoints.job_requests import JobRequests, Submitter
+from serve_app.http.exchange import Routes, json_response, tenant_of
+from serve_app.jobs.api.records import BatchKind, BatchRecord, NewBatch, PageRequest
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import BatchBody, BatchListQuery
 from serve_app.openai.request.parsing import parse_body
@@ -24,10 +18,9 @@ from serve_app.openai.request.parsing import parse_body
 class BatchEndpoints:
     """Endpoints that create, list, show and cancel batches; a tenant sees only its own batches."""
 
-    def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, model_name: str) -> None:
-        self._authenticator = authenticator
-        self._bodies = bodies
-        self._jobs = jobs
+    def __init__(self, requests: JobRequests, model_name: str) -> None:
+        self._requests = requests
+        self._service = requests.jobs.service
         self._model_name = model_name
 
     def routes(self) -> Routes:
@@ -41,36 +34,29 @@ class BatchEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Answer POST /v1/batches: create a batch, which validates its file later."""
-        submitter = Submitter.of(request, self._authenticator)
-        new = await self._bodies.convert(request, partial(_new_batch, submitter))
-        if new.callback_url is not None:
-            self._jobs.callbacks.refuse(new.callback_url)
-        submission = await self._jobs.service.submit(new)
-        exchange_of(request).details |= {"batch_id": submission.batch.id, "tenant": new.tenant}
-        return json_response(batch_object(submission.batch, self._model_name))
+        new = await self._requests.read(request, _new_batch)
+        return self._answer((await self._requests.submit(request, new)).batch)
 
     async def batches(self, request: Request) -> Response:
         """Answer GET /v1/batches, newest first."""
-        tenant = self._tenant(request)
+        tenant = tenant_of(request)
         query = parse_body(BatchListQuery, request.query_params, {})
-        page = await self._jobs.service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
+        page = await self._service.batches(tenant, BatchKind.FILE, PageRequest(query.limit, query.after))
         return json_response(
             list_object([batch_object(batch, self._model_name) for batch in page.items], page.has_more)
         )
 
     async def batch(self, request: Request) -> Response:
         """Answer GET /v1/batches/{id}."""
-        batch = await self._jobs.find(BatchKind.FILE, self._tenant(request), request.path_params["batch_id"])
-        return json_response(batch_object(batch, self._model_name))
+        return self._answer(await self._requests.find(request, BatchKind.FILE))
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/batches/{id}/cancel: cancel a batch and keep the results that it already has."""
-        tenant = self._tenant(request)
-        batch = await self._jobs.find(BatchKind.FILE, tenant, request.path_params["batch_id"])
-        return json_response(batch_object(await self._jobs.service.cancel(tenant, batch.id), self._model_name))
+        batch = await self._requests.find(request, BatchKind.FILE)
+        return self._answer(await self._service.cancel(batch.tenant, batch.id))
 
-    def _tenant(self, request: Request) -> str:
-        return self._authenticator.authenticate(request.headers).tenant
+    def _answer(self, batch: BatchRecord) -> Response:
+        return json_response(batch_object(batch, self._model_name))
 
 
 def _new_batch(submitter: Submitter, fields: JsonObject) -> NewBatch:
@@ -78,10 +64,10 @@ def _new_batch(submitter: Submitter, fields: JsonObject) -> NewBatch:
     expires_after = body.output_expires_after
     return NewBatch(
         kind=BatchKind.FILE,
-        tenant=submitter.principal.tenant,
+        tenant=submitter.caller.principal.tenant,
         endpoint=body.endpoint,
         band=Band.BATCH,
-        band_ceiling=submitter.principal.band_ceiling,
+        band_ceiling=submitter.caller.principal.band_ceiling,
         window_s=body.completion_window,
         input_file_id=body.input_file_id,
         metadata=body.metadata,

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.auth import Authenticator
 from serve_app.http.bodies import BodyReader
-from serve_app.http.connection import while_connected
-from serve_app.http.event_stream import EventStream
-from serve_app.http.exchange import caller_of, exchange_of
-from serve_app.http.responses import Routes, json_response
+from serve_app.http.exchange import Routes, caller_of, exchange_of, json_response
 from serve_app.http.settings import IngressSettings
-from serve_app.openai.request.ignored_fields import CHAT_IGNORED, COMPLETION_IGNORED
-from serve_app.openai.request.schema import ChatBody, CompletionBody
-from serve_app.openai.request.validation import Caller
+from serve_app.http.streaming import EventStream, while_connected
+from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, PreparedCompletion
 
 _MIN_WAIT_S = 0.5
@@ -26,15 +24,8 @@ _MIN_WAIT_S = 0.5
 class CompletionEndpoints:
     """Endpoints of chat and text completions, streamed or whole; a client's disconnect aborts its sequences."""
 
-    def __init__(
-        self,
-        settings: IngressSettings,
-        authenticator: Authenticator,
-        bodies: BodyReader,
-        service: CompletionService,
-    ) -> None:
+    def __init__(self, settings: IngressSettings, bodies: BodyReader, service: CompletionService) -> None:
         self._settings = settings
-        self._authenticator = authenticator
         self._bodies = bodies
         self._service = service
 
@@ -47,25 +38,27 @@ class CompletionEndpoints:
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        caller = caller_of(request, self._authenticator.authenticate(request.headers))
+        caller = caller_of(request)
         body = await self._bodies.read(request, ChatBody, CHAT_IGNORED)
-        prepared = await while_connected(request.receive, self._service.chat(body, caller))
-        return await self._respond(request, prepared, caller)
+        return await self._respond(request, caller, self._service.chat(body, caller))
 
     async def completion(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        caller = caller_of(request, self._authenticator.authenticate(request.headers))
+        caller = caller_of(request)
         body = await self._bodies.read(request, CompletionBody, COMPLETION_IGNORED)
-        prepared = await while_connected(request.receive, self._service.completion(body, caller))
-        return await self._respond(request, prepared, caller)
+        return await self._respond(request, caller, self._service.completion(body, caller))
 
-    async def _respond(self, request: Request, prepared: PreparedCompletion, caller: Caller) -> Response:
+    async def _respond(
+        self, request: Request, caller: Caller, preparing: Coroutine[Any, Any, PreparedCompletion]
+    ) -> Response:
         exchange = exchange_of(request)
-        exchange.prepared = prepared
+        exchange.prepared = prepared = await while_connected(request.receive, preparing)
         exchange.headroom = partial(self._service.headroom, prepared)
+        if exchange.key_use is not None:
+            exchange.key_use.charge(prepared.progress.prompt_tokens)
         if prepared.body.stream:
             # Half the client's read time-out, so that a byte arrives before the client gives up.
-            wait_s = max(_MIN_WAIT_S, (caller.hints.sdk_timeout_s or float("inf")) / 2)
+            wait_s = max(_MIN_WAIT_S, (caller.sdk_timeout_s or float("inf")) / 2)
             header_wait_s = min(self._settings.max_header_wait_s, wait_s)
             keep_alive_s = min(self._settings.keep_alive_s, wait_s)
             return EventStream(self._service, prepared, exchange, header_wait_s, keep_alive_s)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.clock import Clock
-from serve_app.auth import Authenticator
-from serve_app.endpoints.batch_objects import file_object, list_object
+from replicas.errors import ServingError
+from serve_app.endpoints.job_objects import file_object, list_object
+from serve_app.endpoints.job_requests import JobRequests
 from serve_app.errors import body_too_large
-from serve_app.http.bodies import BodyReader
-from serve_app.http.byte_stream import ByteStream
-from serve_app.http.exchange import content_length, exchange_of
-from serve_app.http.responses import Routes, json_response
-from serve_app.http.upload import FORM_BYTES, Upload, boundary_of
-from serve_app.jobs.access import JobsAccess, checked_file_id
-from serve_app.jobs.api.records import FileRecord, PageRequest
+from serve_app.http.bodies import FORM_BYTES, Upload, boundary_of
+from serve_app.http.exchange import Routes, content_length, exchange_of, json_response, tenant_of
+from serve_app.http.streaming import ByteStream
+from serve_app.jobs.access import checked_file_id
+from serve_app.jobs.api.records import FileRecord, PageRequest, UnknownFile, new_id
 from serve_app.openai.request.job_schema import FileListQuery, UploadForm
 from serve_app.openai.request.parsing import parse_body
 
@@ -28,10 +25,9 @@ BATCH_FILE_KEPT_S = 30 * 86_400.0
 class FileEndpoints:
     """Endpoints that upload, list, show, download and delete files; a tenant sees only its own files."""
 
-    def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, clock: Clock) -> None:
-        self._authenticator = authenticator
-        self._bodies = bodies
-        self._jobs = jobs
+    def __init__(self, requests: JobRequests, clock: Clock) -> None:
+        self._requests = requests
+        self._jobs = requests.jobs
         self._clock = clock
 
     def routes(self) -> Routes:
@@ -46,29 +42,29 @@ class FileEndpoints:
 
     async def upload(self, request: Request) -> Response:
         """Answer POST /v1/files: stream a file into the store and record it."""
-        tenant = self._tenant(request)
+        tenant = tenant_of(request)
         boundary = boundary_of(request.headers.get("content-type"))
         max_file_bytes = self._jobs.settings.max_file_bytes
         if content_length(request.headers) > max_file_bytes + FORM_BYTES:
             raise body_too_large(max_file_bytes, "the file")
-        upload = Upload(self._bodies.stream(request), boundary, max_file_bytes)
+        upload = Upload(self._requests.bodies.stream(request), boundary, max_file_bytes)
         filename = await upload.open_file()
-        file_id = f"file-{uuid.uuid4().hex}"
+        file_id = new_id("file")
         try:
             num_bytes = await self._jobs.files.write(file_id, upload.content())
             # The fields of the form, such as the purpose, may follow the file.
             form = parse_body(UploadForm, await upload.fields(), {})
-            record = self._record(file_id, tenant, filename, num_bytes, form)
-            await self._jobs.service.add_file(record)
         except BaseException:
             await self._jobs.files.delete(file_id)
             raise
+        record = self._record(file_id, tenant, filename, num_bytes, form)
+        await self._add(record)
         exchange_of(request).details |= {"file_id": file_id, "tenant": tenant}
         return json_response(file_object(record))
 
     async def files(self, request: Request) -> Response:
         """Answer GET /v1/files."""
-        tenant = self._tenant(request)
+        tenant = tenant_of(request)
         query = parse_body(FileListQuery, request.query_params, {})
         part = PageRequest(query.limit, query.after, is_ascending=query.order == "asc")
         page = await self._jobs.service.files(tenant, query.purpose, part)
@@ -80,7 +76,7 @@ class FileEndpoints:
 
     async def delete(self, request: Request) -> Response:
         """Answer DELETE /v1/files/{id}."""
-        tenant, file_id = self._tenant(request), checked_file_id(request.path_params["file_id"])
+        tenant, file_id = tenant_of(request), checked_file_id(request.path_params["file_id"])
         await self._jobs.service.delete_file(tenant, file_id)
         return json_response({"id": file_id, "object": "file", "deleted": True})
 
@@ -88,15 +84,34 @@ class FileEndpoints:
         """Answer GET /v1/files/{id}/content."""
         file = await self._file(request)
         headers = {"content-length": str(file.num_bytes), "x-content-type-options": "nosniff"}
-        parts = self._jobs.files.read(file.id)
-        return ByteStream(parts, exchange_of(request), "application/octet-stream", headers)
+        return ByteStream(self._jobs.files.read(file.id), exchange_of(request), "application/octet-stream", headers)
+
+    async def _add(self, record: FileRecord) -> None:
+        """Record a file whose bytes are in the store; delete the bytes if it has no record.
+
+        A call may fail after its commit, so the record is looked for. If nobody knows, the bytes stay: a record must
+        not outlive them.
+
+        Raises:
+            ServingError: the file is not recorded, or nobody knows.
+        """
+        try:
+            await self._jobs.service.add_file(record)
+        except ServingError:
+            if not await self._is_recorded(record):
+                await self._jobs.files.delete(record.id)
+                raise
+
+    async def _is_recorded(self, record: FileRecord) -> bool:
+        try:
+            await self._jobs.service.file(record.tenant, record.id)
+        except UnknownFile:
+            return False
+        return True
 
     async def _file(self, request: Request) -> FileRecord:
-        tenant, file_id = self._tenant(request), checked_file_id(request.path_params["file_id"])
+        tenant, file_id = tenant_of(request), checked_file_id(request.path_params["file_id"])
         return await self._jobs.service.file(tenant, file_id)
-
-    def _tenant(self, request: Request) -> str:
-        return self._authenticator.authenticate(request.headers).tenant
 
     def _record(self, file_id: str, tenant: str, filename: str, num_bytes: int, form: UploadForm) -> FileRecord:
         now = self._clock.unix()

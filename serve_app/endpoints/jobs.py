@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.auth import Authenticator
 from serve_app.endpoints.job_objects import job_object, job_status, status_object
-from serve_app.endpoints.new_jobs import JobMaker
-from serve_app.endpoints.submitter import Submitter
-from serve_app.http.bodies import BodyReader
-from serve_app.http.connection import while_connected
-from serve_app.http.exchange import exchange_of
-from serve_app.http.responses import Routes, json_response
-from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, NewBatch, Submission
+from serve_app.endpoints.job_requests import JobRequests, Submitter
+from serve_app.endpoints.new_batches import JobMaker, NewJob
+from serve_app.http.exchange import Routes, json_response, tenant_of
+from serve_app.http.streaming import while_connected
+from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, Submission
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import WaitQuery
 from serve_app.openai.request.parsing import parse_body
@@ -28,10 +24,8 @@ RETRY_AFTER_S = 1
 class JobEndpoints:
     """Endpoints that submit, poll, await and cancel jobs; a tenant sees only its own jobs."""
 
-    def __init__(self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, maker: JobMaker) -> None:
-        self._authenticator = authenticator
-        self._bodies = bodies
-        self._jobs = jobs
+    def __init__(self, requests: JobRequests, maker: JobMaker) -> None:
+        self._requests = requests
         self._maker = maker
 
     def routes(self) -> Routes:
@@ -46,17 +40,13 @@ class JobEndpoints:
 
     async def submit(self, request: Request) -> Response:
         """Answer POST /v1/jobs: record the job durably, then answer 202."""
-        submitter = Submitter.of(request, self._authenticator)
-        new = await self._bodies.convert(request, partial(self._maker.job, submitter))
-        submission = await self._submit(request, new)
+        submission = await self._submit(request, self._maker.job)
         job = submission.batch
         return _accepted(job_object(job, await self._line_known(submission)), f"/v1/jobs/{job.id}")
 
     async def generate(self, request: Request) -> Response:
         """Answer POST /generate: submit a job in the short form."""
-        submitter = Submitter.of(request, self._authenticator)
-        new = await self._bodies.convert(request, partial(self._maker.short_job, submitter))
-        submission = await self._submit(request, new)
+        submission = await self._submit(request, self._maker.short_job)
         job = submission.batch
         status = job_status(job, await self._line_known(submission))
         return _accepted({"job_id": job.id, "status": status}, f"/status/{job.id}")
@@ -73,40 +63,35 @@ class JobEndpoints:
 
     async def cancel(self, request: Request) -> Response:
         """Answer DELETE /v1/jobs/{id}: cancel the job and keep its record."""
-        tenant = self._authenticator.authenticate(request.headers).tenant
-        job = await self._jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
-        job = await self._jobs.service.cancel(tenant, job.id)
+        job = await self._requests.find(request, BatchKind.JOB, "job_id")
+        job = await self._requests.jobs.service.cancel(job.tenant, job.id)
         return _polled(job, job_object(job, await self._line(job)))
 
-    async def _submit(self, request: Request, new: NewBatch) -> Submission:
-        if new.callback_url is not None:
-            self._jobs.callbacks.refuse(new.callback_url)
-        submission = await self._jobs.service.submit(new)
-        exchange_of(request).details |= {"job_id": submission.batch.id, "tenant": new.tenant}
-        return submission
+    async def _submit(self, request: Request, make: Callable[[Submitter, JsonObject], NewJob]) -> Submission:
+        new = await self._requests.read(request, make)
+        await self._maker.check(new)
+        return await self._requests.submit(request, new.batch, "job_id")
 
     async def _waited_for(self, request: Request) -> BatchRecord:
-        tenant = self._authenticator.authenticate(request.headers).tenant
+        tenant = tenant_of(request)
         query = parse_body(WaitQuery, request.query_params, {})
-        job = await self._jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
+        job = await self._requests.jobs.find(BatchKind.JOB, tenant, request.path_params["job_id"])
         if job.status.is_final or not query.wait:
             return job
-        return await while_connected(request.receive, self._jobs.service.wait(tenant, job.id, query.wait))
+        return await while_connected(request.receive, self._requests.jobs.service.wait(tenant, job.id, query.wait))
 
     async def _line_known(self, submission: Submission) -> LineRecord | None:
         """Return the line of a job that was submitted before; None for a new job, whose line is still queued."""
         return None if submission.is_new else await self._line(submission.batch)
 
     async def _line(self, job: BatchRecord) -> LineRecord | None:
-        lines = await self._jobs.service.lines(job.tenant, job.id, after_index=-1, limit=1)
+        lines = await self._requests.jobs.service.lines(job.tenant, job.id, after_index=-1, limit=1)
         return lines[0] if lines else None
 
 
 def _accepted(value: JsonObject, location: str) -> Response:
-    headers = {"location": location, "retry-after": str(RETRY_AFTER_S)}
-    return json_response(value, 202, headers)
+    return json_response(value, 202, {"location": location, "retry-after": str(RETRY_AFTER_S)})
 
 
 def _polled(job: BatchRecord, value: JsonObject) -> Response:
-    headers = {} if job.status.is_final else {"retry-after": str(RETRY_AFTER_S)}
-    return json_response(value, headers=headers)
+    return json_response(value, headers={} if job.status.is_final else {"retry-after": str(RETRY_AFTER_S)})

@@ -5,14 +5,12 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.auth import Authenticator
 from serve_app.http.bodies import BodyReader
-from serve_app.http.responses import Routes, json_response
-from serve_app.openai.known_model import KnownModel
+from serve_app.http.exchange import Routes, json_response
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.request.ignored_fields import TOKENIZE_IGNORED
-from serve_app.openai.request.limits import check_model, check_num_tokens, check_token_ids
-from serve_app.openai.request.schema import DetokenizeBody, TokenizeBody
+from serve_app.openai.request.schema import TOKENIZE_IGNORED, DetokenizeBody, TokenizeBody
+from serve_app.openai.request.validation import check_model, check_num_tokens, check_token_ids
+from serve_app.openai.service import KnownModel
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 
 
@@ -20,15 +18,9 @@ class ModelEndpoints:
     """Endpoints that show the served model and use its tokenizer."""
 
     def __init__(
-        self,
-        authenticator: Authenticator,
-        bodies: BodyReader,
-        model: KnownModel,
-        tokenizer: PromptTokenizer,
-        created_unix_s: float,
+        self, bodies: BodyReader, model: KnownModel, tokenizer: PromptTokenizer, created_unix_s: float
     ) -> None:
         """Create the endpoints; `created_unix_s` is the time when this process started, shown as `created`."""
-        self._authenticator = authenticator
         self._bodies = bodies
         self._model = model
         self._tokenizer = tokenizer
@@ -45,20 +37,18 @@ class ModelEndpoints:
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        self._authenticator.authenticate(request.headers)
-        return json_response({"object": "list", "data": [await self._card()]})
+        return json_response({"object": "list", "data": [await self._card(name) for name in self._model.names]})
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{id}."""
-        self._authenticator.authenticate(request.headers)
-        check_model(request.path_params["model_id"], self._model.name)
-        return json_response(await self._card())
+        name = request.path_params["model_id"]
+        check_model(name, self._model.names)
+        return json_response(await self._card(name))
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize: encode a prompt or messages."""
-        self._authenticator.authenticate(request.headers)
         body = await self._bodies.read(request, TokenizeBody, TOKENIZE_IGNORED)
-        check_model(body.model, self._model.name)
+        check_model(body.model, self._model.names)
         card = await self._model.card()
         token_ids = await self._token_ids(body, card.max_model_len)
         token_strs = await self._tokenizer.token_strings(token_ids) if body.return_token_strs else None
@@ -73,9 +63,8 @@ class ModelEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
-        self._authenticator.authenticate(request.headers)
         body = await self._bodies.read(request, DetokenizeBody, {})
-        check_model(body.model, self._model.name)
+        check_model(body.model, self._model.names)
         card = await self._model.card()
         check_num_tokens("tokens", body.tokens, card.max_model_len)
         check_token_ids("tokens", body.tokens, card.vocab_size)
@@ -97,10 +86,10 @@ class ModelEndpoints:
             )
         return prompt.token_ids
 
-    async def _card(self) -> JsonObject:
+    async def _card(self, name: str) -> JsonObject:
         card = await self._model.card()
         return {
-            "id": self._model.name,
+            "id": name,
             "object": "model",
             "created": int(self._created_unix_s),
             "owned_by": "headway",

@@ -4,35 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band, EngineMetrics
+from router.dispatch import Dispatcher
 from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
-from serve_app.endpoints.backends import Backends
-from serve_app.http.responses import Routes, json_response
+from serve_app.http.exchange import Routes, json_response
+from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
-from serve_app.openai.known_model import KnownModel
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.service import KnownModel
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape for the jobs deployment, seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """Bundle of the services that the endpoints use."""
+
+    dispatcher: Dispatcher
+    autoscaling: AutoscalingLoop | None = None
+    """Autoscaling loop, whose decision `/load` shows; None: `/load` shows none."""
+    jobs: JobsAccess | None = None
+    """Access to the jobs service; None: there are no endpoints for files, batches and jobs."""
+
+
+@dataclass(frozen=True, slots=True)
 class OperationsEndpoints:
     """Endpoints that show the health, metrics and load of this ingress and the processes behind it."""
 
-    def __init__(self, backends: Backends, model: KnownModel, metrics: HttpMetrics, stall_timeout_s: float) -> None:
-        self._dispatcher = backends.dispatcher
-        self._autoscaling = backends.autoscaling
-        self._jobs = backends.jobs
-        self._model = model
-        self._metrics = metrics
-        self._stall_timeout_s = stall_timeout_s
+    backends: Backends
+    model: KnownModel
+    http_metrics: HttpMetrics
+    stall_timeout_s: float
 
     def routes(self) -> Routes:
         """Return the handlers by method and path."""
@@ -52,7 +63,7 @@ class OperationsEndpoints:
         """
         if self._stalled():
             with contextlib.suppress(ServingError):
-                await self._dispatcher.refresh()
+                await self.backends.dispatcher.refresh()
         stalled = self._stalled()
         if stalled:
             listed = ", ".join(f"{view.stats.replica_id} ({view.age_s:.0f} s)" for view in stalled)
@@ -65,12 +76,12 @@ class OperationsEndpoints:
         With `min_replicas` 0 no replica has to run, if the model's card is known: a request starts a replica.
         """
         try:
-            await self._model.refresh()
+            await self.model.refresh()
         except NoReplicaAvailable:
-            if self._autoscaling is None or self._autoscaling.settings.min_replicas > 0:
+            if self.backends.autoscaling is None or self.backends.autoscaling.settings.min_replicas > 0:
                 raise
-            await self._model.card()
-        views = self._dispatcher.load()
+            await self.model.card()
+        views = self.backends.dispatcher.load()
         if views and all(view.stats.is_draining for view in views):
             raise NoReplicaAvailable("every replica is draining", code="draining")
         return json_response({"status": "ready"})
@@ -80,31 +91,31 @@ class OperationsEndpoints:
         engines: list[EngineMetrics] = []
         # Without an answer from the engines, the page still has this ingress's own metrics.
         with contextlib.suppress(ServingError):
-            engines = await self._dispatcher.metrics()
+            engines = await self.backends.dispatcher.metrics()
         jobs = await self._jobs_metrics()
-        return Response(exposition(engines, self._model.name, self._metrics, jobs), media_type=CONTENT_TYPE)
+        return Response(exposition(engines, self.model.name, self.http_metrics, jobs), media_type=CONTENT_TYPE)
 
     async def load(self, request: Request) -> Response:
         """Answer GET /load: each replica's last known load with its age, and this ingress's autoscaling decision."""
-        replicas = [_load_of(view) for view in self._dispatcher.load()]
-        autoscaling = None if self._autoscaling is None else _autoscaling_of(self._autoscaling)
+        replicas = [_load_of(view) for view in self.backends.dispatcher.load()]
+        autoscaling = None if self.backends.autoscaling is None else _autoscaling_of(self.backends.autoscaling)
         return json_response({"replicas": replicas, "autoscaling": autoscaling})
 
     async def _jobs_metrics(self) -> JobsCounts:
-        if self._jobs is None:
+        if self.backends.jobs is None:
             return JobsCounts()
         try:
             async with asyncio.timeout(_JOBS_LIMIT_S):
-                return await self._jobs.service.metrics()
+                return await self.backends.jobs.service.metrics()
         except (ServingError, TimeoutError):
             return JobsCounts()
 
     def _stalled(self) -> list[ReplicaView]:
         return [
             view
-            for view in self._dispatcher.load()
+            for view in self.backends.dispatcher.load()
             if view.stats.num_running + view.stats.num_waiting > 0
-            and view.age_s + view.stats.stalled_s > self._stall_timeout_s
+            and view.age_s + view.stats.stalled_s > self.stall_timeout_s
         ]
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve_app.auth import Authenticator
-from serve_app.endpoints.batch_objects import counts_object, unix_second
-from serve_app.endpoints.job_objects import prompt_output
+from serve_app.endpoints.job_objects import prompt_output, unix_second
+from serve_app.endpoints.job_requests import JobRequests
 from serve_app.endpoints.jobs import RETRY_AFTER_S
-from serve_app.endpoints.new_prompts import PromptBatchMaker
-from serve_app.endpoints.submitter import Submitter
-from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import exchange_of
-from serve_app.http.responses import Routes, json_response
-from serve_app.jobs.access import JobsAccess
+from serve_app.endpoints.new_batches import PromptBatchMaker
+from serve_app.http.exchange import Routes, exchange_of, json_response, tenant_of
 from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, LineStatus
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import OutputsQuery
@@ -26,12 +22,9 @@ from serve_app.openai.request.parsing import parse_body
 class PromptBatchEndpoints:
     """Endpoints that submit, show and cancel prompt batches; a tenant sees only its own batches."""
 
-    def __init__(
-        self, authenticator: Authenticator, bodies: BodyReader, jobs: JobsAccess, maker: PromptBatchMaker
-    ) -> None:
-        self._authenticator = authenticator
-        self._bodies = bodies
-        self._jobs = jobs
+    def __init__(self, requests: JobRequests, maker: PromptBatchMaker) -> None:
+        self._requests = requests
+        self._jobs = requests.jobs
         self._maker = maker
 
     def routes(self) -> Routes:
@@ -45,20 +38,15 @@ class PromptBatchEndpoints:
 
     async def submit(self, request: Request) -> Response:
         """Answer POST /v1/batch/async: record the batch durably, then answer 202."""
-        submitter = Submitter.of(request, self._authenticator)
-        limits = self._jobs.settings
-        make = partial(self._maker.batch, submitter, limits.max_batch_lines, limits.max_file_bytes)
-        new = await self._bodies.convert(request, make)
-        if new.callback_url is not None:
-            self._jobs.callbacks.refuse(new.callback_url)
-        batch = (await self._jobs.service.submit(new)).batch
-        exchange_of(request).details |= {"batch_id": batch.id, "tenant": new.tenant, "num_prompts": len(new.lines)}
+        new = await self._requests.read(request, partial(self._maker.batch, self._jobs.settings))
+        batch = (await self._requests.submit(request, new)).batch
+        exchange_of(request).details["num_prompts"] = batch.counts.total
         headers = {"location": f"/v1/batch/{batch.id}", "retry-after": str(RETRY_AFTER_S)}
         return json_response({"batch_id": batch.id, "status": _status_name(batch)}, 202, headers)
 
     async def stats(self, request: Request) -> Response:
         """Answer GET /v1/batch/stats: statistics of all the tenant's asynchronous work."""
-        stats = await self._jobs.service.stats(self._tenant(request))
+        stats = await self._jobs.service.stats(tenant_of(request))
         return json_response(
             {
                 "total_batches": stats.total,
@@ -73,7 +61,7 @@ class PromptBatchEndpoints:
 
     async def batch(self, request: Request) -> Response:
         """Answer GET /v1/batch/{id}: the batch's progress and a page of its outputs, unfinished ones included."""
-        tenant = self._tenant(request)
+        tenant = tenant_of(request)
         query = parse_body(OutputsQuery, request.query_params, {})
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
         lines = await self._jobs.service.lines(tenant, batch.id, query.after, query.limit)
@@ -84,12 +72,8 @@ class PromptBatchEndpoints:
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/batch/{id}/cancel: cancel a batch and keep the outputs that it already has."""
-        tenant = self._tenant(request)
-        batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
-        return json_response(_batch_object(await self._jobs.service.cancel(tenant, batch.id)))
-
-    def _tenant(self, request: Request) -> str:
-        return self._authenticator.authenticate(request.headers).tenant
+        batch = await self._requests.find(request, BatchKind.PROMPTS)
+        return json_response(_batch_object(await self._jobs.service.cancel(batch.tenant, batch.id)))
 
 
 def _status_name(batch: BatchRecord, has_started: bool = False) -> str:
@@ -108,7 +92,7 @@ def _batch_object(batch: BatchRecord) -> JsonObject:
         "status": _status_name(batch),
         "progress": round(num_done / counts.total, 4) if counts.total else 0.0,
         "num_done": num_done,
-        "request_counts": counts_object(batch),
+        "request_counts": asdict(counts),
         "total_tokens": batch.num_prompt_tokens + batch.num_output_tokens,
         "eta_seconds": batch.eta_s,
         "created_at": int(batch.created_unix_s),

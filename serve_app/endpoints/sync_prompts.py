@@ -14,19 +14,16 @@ from starlette.responses import Response
 
 from replicas.clock import Clock
 from replicas.errors import InvalidRequest
-from serve_app.auth import Authenticator
 from serve_app.endpoints.job_objects import completed_output, unfinished_output
-from serve_app.endpoints.new_prompts import PromptBatchMaker, SyncPrompts
+from serve_app.endpoints.new_batches import PromptBatchMaker, SyncPrompts
 from serve_app.http.bodies import BodyReader
-from serve_app.http.byte_stream import ByteStream
-from serve_app.http.connection import while_connected
-from serve_app.http.exchange import Exchange, caller_of, exchange_of, fail
-from serve_app.http.responses import Routes, json_response
+from serve_app.http.exchange import Exchange, Routes, caller_of, exchange_of, fail, json_response
 from serve_app.http.settings import IngressSettings
+from serve_app.http.streaming import ByteStream, while_connected
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import StreamQuery
 from serve_app.openai.request.parsing import parse_body
-from serve_app.openai.request.validation import Caller
 from serve_app.openai.service import CompletionService, PreparedCompletion
 
 _Arrived = asyncio.Queue[JsonObject | None]
@@ -116,7 +113,7 @@ class PromptRun:
             async with self.service.start(prepared) as deltas:
                 async for item in deltas:
                     prepared.progress.add(item)
-                    for chunk in prepared.format.chunk(item):
+                    for chunk in prepared.format.chunks(item):
                         await arrived.put({**chunk["choices"][0], "index": index})
         except Exception as error:  # fails this prompt only
             await arrived.put(self._failed(index, error))
@@ -133,7 +130,10 @@ class PromptRun:
 
     def _count(self, prepared: PreparedCompletion) -> None:
         self.num_completed += 1
-        self.num_tokens += prepared.progress.prompt_tokens + prepared.progress.completion_tokens
+        num_tokens = prepared.progress.prompt_tokens + prepared.progress.completion_tokens
+        self.num_tokens += num_tokens
+        if self.exchange.key_use is not None:
+            self.exchange.key_use.charge(num_tokens)
 
     def _failed(self, index: int, error: Exception) -> JsonObject:
         self.num_failed += 1
@@ -145,15 +145,7 @@ class PromptRun:
 class SyncPromptEndpoints:
     """Endpoint that runs prompt batches while the client waits; the client's disconnect aborts every sequence."""
 
-    def __init__(
-        self,
-        authenticator: Authenticator,
-        bodies: BodyReader,
-        maker: PromptBatchMaker,
-        settings: IngressSettings,
-        clock: Clock,
-    ) -> None:
-        self._authenticator = authenticator
+    def __init__(self, bodies: BodyReader, maker: PromptBatchMaker, settings: IngressSettings, clock: Clock) -> None:
         self._bodies = bodies
         self._maker = maker
         self._settings = settings
@@ -166,7 +158,7 @@ class SyncPromptEndpoints:
     async def run(self, request: Request) -> Response:
         """Answer POST /v1/batch/sync; with `stream` as lines of JSON, each with the `index` of its prompt."""
         exchange = exchange_of(request)
-        caller = caller_of(request, self._authenticator.authenticate(request.headers))
+        caller = caller_of(request)
         query = parse_body(StreamQuery, request.query_params, {})
         prompts = await self._bodies.convert(request, partial(self._maker.sync, self._settings.limits.max_prompts))
         run = PromptRun(self._maker.service, prompts, caller, exchange, self._clock)

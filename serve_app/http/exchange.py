@@ -7,9 +7,10 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,25 +18,28 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from replicas.clock import Clock
 from router.types import Headroom
-from serve_app.auth import Principal
+from serve_app.auth import ANONYMOUS, Principal
 from serve_app.errors import ErrorReply, is_expected, reply_to
-from serve_app.errors import Headers as HeaderPairs
-from serve_app.http.responses import json_response
+from serve_app.http.access_log import AccessLog
 from serve_app.metrics import HttpMetrics
-from serve_app.openai.request.priority import hints_from
-from serve_app.openai.request.validation import Caller
+from serve_app.openai.request.caller import Caller
 from serve_app.openai.service import PreparedCompletion
+from serve_app.rate_limits import Allowance, KeyUse
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """Status of requests whose client disconnected; it appears only in logs and metrics."""
 
+Routes = Mapping[str, Callable[[Request], Awaitable[Response]]]
+"""Handlers by method and path, such as `GET /v1/files`; the first match is used."""
+
 _SCOPE_KEY = "headway.exchange"
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,128}")
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
-"""Paths that are polled all the time and therefore logged at debug level only."""
+"""Routes that are polled all the time: logged at debug level only, and not in the HTTP metrics, as in vLLM. There the
+503 of a model that loads or drains would look like failed requests."""
 
 
 @dataclass(slots=True)
@@ -51,6 +55,8 @@ class Exchange:
     arrival_unix_s: float
     started_s: float
     """Arrival of the request, monotonic seconds."""
+    principal: Principal = ANONYMOUS
+    """Owner of the API key; set before an endpoint that requires a key is called."""
     status: int = 0
     """Status of the response; 0 until the response has begun."""
     request_bytes: int = 0
@@ -62,6 +68,8 @@ class Exchange:
     """Completion of the request; None: the request failed before one was prepared, or asked for none."""
     headroom: Callable[[], Headroom] | None = None
     """Function that returns the room left in the request's band now; None: the request has no band."""
+    key_use: KeyUse | None = None
+    """Use of the API key's limits, in which the request is counted while it is open; None: it has none."""
     error: ErrorReply | None = None
     """Error sent to the client, as the response or at the end of a stream."""
     details: dict[str, object] = field(default_factory=dict)
@@ -83,7 +91,11 @@ class Exchange:
         }
         if self.prepared is not None:
             first, progress = self.prepared.requests[0], self.prepared.progress
+            first_s = progress.first_delta_s
             fields |= {
+                "model": self.prepared.body.model,
+                "ttft_s": None if first_s is None else round(first_s - self.started_s, 6),
+                "queue_s": None if progress.queue_s is None else round(progress.queue_s, 6),
                 "response_id": self.prepared.id,
                 "stream": self.prepared.body.stream,
                 "num_sequences": len(self.prepared.requests),
@@ -104,14 +116,24 @@ def exchange_of(request: Request) -> Exchange:
     return exchange
 
 
-def caller_of(request: Request, principal: Principal) -> Caller:
-    """Return a request's sender, with its arrival time and the hints in its headers.
+def json_response(value: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with a JSON object, also one described as a TypedDict."""
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant whose API key a request has."""
+    return exchange_of(request).principal.tenant
+
+
+def caller_of(request: Request) -> Caller:
+    """Return the sender of a request.
 
     Raises:
         InvalidRequest: a header has an invalid value.
     """
     exchange = exchange_of(request)
-    return Caller(exchange.sequence_id, exchange.arrival_unix_s, principal, hints_from(request.headers))
+    return Caller.of(exchange.sequence_id, exchange.arrival_unix_s, exchange.principal, request.headers)
 
 
 def content_length(headers: Headers) -> int:
@@ -143,8 +165,11 @@ class ExchangeMiddleware:
         metrics: HttpMetrics,
         server_sets_request_id: bool,
         clock: Clock,
+        access_log: AccessLog | None = None,
     ) -> None:
+        """Create the middleware; `access_log` gets a line for each exchange that is not a probe."""
         self._app = app
+        self._access_log = access_log
         self._metrics = metrics
         self._server_sets_request_id = server_sets_request_id
         self._clock = clock
@@ -156,7 +181,7 @@ class ExchangeMiddleware:
             return
         headers = Headers(scope=scope)
         exchange = self._open(scope, headers)
-        scope[_SCOPE_KEY] = exchange
+        scope = {**scope, _SCOPE_KEY: exchange}  # a copy: the server reads the method of its own
         response_send = self._counting_send(exchange, headers, send)
         try:
             await self._app(scope, _counting_receive(exchange, receive), response_send)
@@ -165,9 +190,9 @@ class ExchangeMiddleware:
             raise
         except Exception as error:
             if exchange.status:
+                fail(exchange, error)
                 raise  # the server then cuts the connection, so that a partial answer does not look whole
-            response = error_response(exchange, error)
-            await response(scope, receive, response_send)
+            await error_response(exchange, error)(scope, receive, response_send)
         finally:
             self._close(exchange, scope)
 
@@ -197,9 +222,10 @@ class ExchangeMiddleware:
                 if not is_announced:
                     headers["x-request-id"] = exchange.request_id
                 headers["openai-processing-ms"] = str(round((exchange.headers_s - exchange.started_s) * 1000))
-                if exchange.headroom is not None:
-                    headers.update(dict(rate_limit_headers(exchange.headroom())))
+                headers.update(_rate_limit_headers(exchange))
             elif message["type"] == "http.response.body":
+                if exchange.method == "HEAD":
+                    message = {**message, "body": b""}
                 exchange.response_bytes += len(message.get("body", b""))
             await send(message)
 
@@ -207,17 +233,27 @@ class ExchangeMiddleware:
 
     def _close(self, exchange: Exchange, scope: Scope) -> None:
         now_s = self._clock.monotonic()
+        if exchange.key_use is not None:
+            if exchange.prepared is not None:
+                exchange.key_use.charge(exchange.prepared.progress.completion_tokens)
+            exchange.key_use.end()
         if exchange.error is not None and exchange.error.refused_by is not None:
             self._metrics.refused(exchange.error.refused_by)
+        handler = getattr(scope.get("route"), "path", "none")
+        fields = exchange.describe(now_s)
+        logger.log(_log_level(exchange), "request finished", extra=fields)
+        if handler in _QUIET_HANDLERS:
+            return
         self._metrics.observe(
-            handler=getattr(scope.get("route"), "path", "none"),
+            handler=handler,
             method=exchange.method,
             status=exchange.status,
             duration_s=now_s - exchange.started_s,
             request_bytes=exchange.request_bytes,
             response_bytes=exchange.response_bytes,
         )
-        logger.log(_log_level(exchange), "request finished", extra=exchange.describe(now_s))
+        if self._access_log is not None:
+            self._access_log.write({"time_unix_s": self._clock.unix(), **fields})
 
 
 def _counting_receive(exchange: Exchange, receive: Receive) -> Receive:
@@ -238,18 +274,27 @@ def _log_level(exchange: Exchange) -> int:
     return logging.DEBUG if exchange.path in _QUIET_HANDLERS else logging.INFO
 
 
-def rate_limit_headers(headroom: Headroom) -> HeaderPairs:
-    """Return the `x-ratelimit-*` headers: the band's queue limits, the room left, and the time until all is free."""
-    headers = [
-        ("x-ratelimit-limit-requests", str(headroom.max_requests)),
-        ("x-ratelimit-limit-tokens", str(headroom.max_tokens)),
-        ("x-ratelimit-remaining-requests", str(headroom.num_requests_left)),
-        ("x-ratelimit-remaining-tokens", str(headroom.num_tokens_left)),
-    ]
-    if headroom.reset_s is not None:
-        reset = duration_text(headroom.reset_s)
-        headers += [("x-ratelimit-reset-requests", reset), ("x-ratelimit-reset-tokens", reset)]
-    return tuple(headers)
+def _rate_limit_headers(exchange: Exchange) -> dict[str, str]:
+    """Return the `x-ratelimit-*` headers: of the band's queue and of the API key, the limit that leaves less."""
+    use = exchange.key_use
+    requests = [] if use is None else [use.requests()]
+    tokens = [] if use is None else [use.tokens()]
+    if exchange.headroom is not None:
+        room = exchange.headroom()
+        requests.append(Allowance(room.max_requests, room.num_requests_left, room.reset_s))
+        tokens.append(Allowance(room.max_tokens, room.num_tokens_left, room.reset_s))
+    return _allowance_headers("requests", requests) | _allowance_headers("tokens", tokens)
+
+
+def _allowance_headers(kind: str, allowances: Sequence[Allowance | None]) -> dict[str, str]:
+    known = [allowance for allowance in allowances if allowance is not None]
+    if not known:
+        return {}
+    least = min(known, key=lambda allowance: allowance.num_left)
+    headers = {f"x-ratelimit-limit-{kind}": str(least.limit), f"x-ratelimit-remaining-{kind}": str(least.num_left)}
+    if least.reset_s is not None:
+        headers[f"x-ratelimit-reset-{kind}"] = duration_text(least.reset_s)
+    return headers
 
 
 def duration_text(seconds: float) -> str:

@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from replicas.settings import check_bounds, setting
-from serve_app.openai.request.settings import RequestLimits
+from serve_app.openai.request.validation import RequestLimits
+
+_LOOPBACK = "loopback"
+_LOOPBACK_ORIGIN = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[a-z0-9._~%:\[\]-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedOrigins:
+    """Origins whose web pages may call this server."""
+
+    names: frozenset[str]
+    """Origins as browsers send them; `*` stands for all."""
+    pattern: str | None
+    """Regular expression of further origins; None: there are none."""
+
+    @classmethod
+    def parse(cls, text: str | None) -> AllowedOrigins:
+        """Read the setting `allowed_origins`.
+
+        Raises:
+            ValueError: an entry is not an origin.
+        """
+        entries = {entry.strip().lower() for entry in (text or "").split(",")} - {""}
+        names = frozenset(entries - {_LOOPBACK})
+        for name in sorted(names):
+            if not _ORIGIN.fullmatch(name):
+                raise ValueError(
+                    f"allowed_origins has `{name}`; an entry is scheme://host or scheme://host:port without a path, "
+                    f"`{_LOOPBACK}`, `null` or `*`"
+                )
+        return cls(names, _LOOPBACK_ORIGIN if _LOOPBACK in entries else None)
+
+    def allows(self, origin: str) -> bool:
+        """Return True if the pages of `origin` may call this server."""
+        if "*" in self.names or origin in self.names:
+            return True
+        return self.pattern is not None and re.fullmatch(self.pattern, origin) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +54,20 @@ class IngressSettings:
     """Directory or hub id of the tokenizer and the chat template."""
     served_model_name: str
     """Name of the model in requests and responses."""
+    aliases: tuple[str, ...] = ()
+    """Further names that requests may use."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     api_key_file: str | None = setting(None)
-    """File of API keys. None: every client is anonymous and may use every band."""
+    """File of API keys, which `headway keys` writes; a change is noticed within a second. None: every client is
+    anonymous and may use every band."""
     allowed_hosts: str = setting("*")
     """`Host` headers that are answered, separated by commas: names and addresses without ports, IPv6 in brackets,
     `*.name` for subdomains, `*` for all; any other gets 403. On a loopback address `make serve` sets this machine's
     loopback names, so that no web page reaches the server by DNS rebinding."""
+    allowed_origins: str | None = setting(_LOOPBACK)
+    """Origins whose web pages may call this server (CORS), separated by commas: `scheme://host` or
+    `scheme://host:port`, `loopback` for this machine's at any port, `null` for pages without an origin, such as local
+    files, `*` for all. None: no other origin's pages."""
     max_body_bytes: int = setting(8 * 2**20, gt=0)
     """Largest size of a JSON request body and of a line in a batch file, bytes; a larger body gets 413."""
     upload_timeout_s: float = setting(60.0, gt=0)
@@ -37,9 +82,23 @@ class IngressSettings:
     silence, but no less than half a second."""
     stall_timeout_s: float = setting(60.0, gt=0)
     """Seconds without a report after which a replica with running or waiting sequences counts as stalled."""
+    access_log_socket: str | None = setting(None)
+    """Unix socket that gets one line of JSON for each finished request. `headway serve` sets it and prints the lines.
+    None: the lines are only in the log files of Ray Serve."""
     server_sets_request_id: bool = False
     """True: the HTTP server, as Ray Serve's does, writes the request's `x-request-id` on every response. False: this
     application writes it."""
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that requests may use; the first is in responses."""
+        return (self.served_model_name, *self.aliases)
+
     def __post_init__(self) -> None:
         check_bounds(self)
+        AllowedOrigins.parse(self.allowed_origins)
+
+    @property
+    def origins(self) -> AllowedOrigins:
+        """Origins in `allowed_origins`."""
+        return AllowedOrigins.parse(self.allowed_origins)

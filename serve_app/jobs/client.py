@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from replicas.errors import NoReplicaAvailable, ServingError
-from router.serve_router import HANDLE_ERRORS, in_own_context, is_cancelled
-from serve_app.jobs.api.errors import BatchNotCancellable, UnknownFile
-from serve_app.jobs.api.ids import new_batch_id
+from replicas.errors import NoReplicaAvailable, ServingError, is_cancelled
+from router.serve_router import HANDLE_ERRORS, in_own_context
 from serve_app.jobs.api.records import (
     BatchKind,
+    BatchNotCancellable,
     BatchRecord,
     BatchStats,
     FileRecord,
@@ -26,9 +26,12 @@ from serve_app.jobs.api.records import (
     Page,
     PageRequest,
     Submission,
+    UnknownFile,
+    new_batch_id,
 )
 
 DeploymentT = TypeVar("DeploymentT")
+ResultT = TypeVar("ResultT")
 
 _PAUSE_S = 0.2
 """Seconds between a lost call and the next attempt."""
@@ -52,88 +55,85 @@ class ServeJobs:
 
     async def add_file(self, file: FileRecord) -> None:
         """Record a file whose bytes are complete in the store."""
-        await self._ask("add_file", file=file)
+        await self._ask(JobsService.add_file, file=file)
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """Return a file that has not expired."""
-        found: FileRecord = await self._ask("file", tenant=tenant, file_id=file_id)
-        return found
+        return await self._ask(JobsService.file, tenant=tenant, file_id=file_id)
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
         """Return a page of the tenant's files."""
-        found: Page[FileRecord] = await self._ask("files", tenant=tenant, purpose=purpose, page=page)
-        return found
+        return await self._ask(JobsService.files, tenant=tenant, purpose=purpose, page=page)
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file's record and its bytes."""
-        await self._ask("delete_file", UnknownFile, tenant=tenant, file_id=file_id)
+        call = partial(self._call, JobsService.delete_file, tenant=tenant, file_id=file_id)
+        await self._repeat(call, already_done=UnknownFile)
 
     async def submit(self, batch: NewBatch) -> Submission:
         """Accept a batch durably: once this returns, no crash loses it."""
-        accepted: Submission = await self._ask("submit", batch=batch, batch_id=new_batch_id(batch.kind))
-        return accepted
+        return await self._ask(JobsService.submit, batch=batch, batch_id=new_batch_id(batch.kind))
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Return a batch in its current state."""
-        found: BatchRecord = await self._ask("batch", tenant=tenant, batch_id=batch_id)
-        return found
+        return await self._ask(JobsService.batch, tenant=tenant, batch_id=batch_id)
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
         """Wait until the batch is final, at most `timeout_s`, and return it."""
         end_s = time.monotonic() + timeout_s
 
-        def call() -> Awaitable[Any]:
-            return self._call("wait", tenant=tenant, batch_id=batch_id, timeout_s=max(0.0, end_s - time.monotonic()))
+        def call() -> Awaitable[BatchRecord]:
+            left_s = max(0.0, end_s - time.monotonic())
+            return self._call(JobsService.wait, tenant=tenant, batch_id=batch_id, timeout_s=left_s)
 
-        found: BatchRecord = await self._repeat(call, self._limit_s + timeout_s)
+        found: BatchRecord = await self._repeat(call, timeout_s)
         return found
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
         """Return a page of the tenant's batches of one kind."""
-        found: Page[BatchRecord] = await self._ask("batches", tenant=tenant, kind=kind, page=page)
-        return found
+        return await self._ask(JobsService.batches, tenant=tenant, kind=kind, page=page)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Begin to cancel a batch."""
-        found: BatchRecord | None = await self._ask("cancel", BatchNotCancellable, tenant=tenant, batch_id=batch_id)
+        call = partial(self._call, JobsService.cancel, tenant=tenant, batch_id=batch_id)
+        found: BatchRecord | None = await self._repeat(call, already_done=BatchNotCancellable)
         return found or await self.batch(tenant, batch_id)
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         """Return lines with an index above `after_index`, in order, of any status."""
-        found: list[LineRecord] = await self._ask(
-            "lines", tenant=tenant, batch_id=batch_id, after_index=after_index, limit=limit
+        return await self._ask(
+            JobsService.lines, tenant=tenant, batch_id=batch_id, after_index=after_index, limit=limit
         )
-        return found
 
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches."""
-        found: BatchStats = await self._ask("stats", tenant=tenant)
-        return found
+        return await self._ask(JobsService.stats, tenant=tenant)
 
     async def metrics(self) -> JobsCounts:
         """Return the metrics of all tenants' work."""
-        found: JobsCounts = await self._ask("metrics")
-        return found
+        return await self._ask(JobsService.metrics)
 
-    async def _ask(
-        self, method_name: str, already_done: type[ServingError] | tuple[()] = (), **arguments: object
-    ) -> Any:
-        return await self._repeat(lambda: self._call(method_name, **arguments), self._limit_s, already_done)
+    async def _ask(self, method: Callable[..., Awaitable[ResultT]], **arguments: object) -> ResultT:
+        answer: ResultT = await self._repeat(partial(self._call, method, **arguments))
+        return answer
 
     async def _repeat(
-        self, call: Callable[[], Awaitable[Any]], limit_s: float, already_done: type[ServingError] | tuple[()] = ()
+        self,
+        call: Callable[[], Awaitable[ResultT]],
+        extra_s: float = 0.0,
+        already_done: type[ServingError] | tuple[()] = (),
     ) -> Any:
         """Call until an answer comes, and return it.
 
-        `already_done`: an error which, after a lost call, means that the lost call did the work. The answer is
-        then None; without a lost call the error is raised.
+        `extra_s`: seconds by which the limit of this call is longer. `already_done`: an error which, after a lost
+        call, means that the lost call did the work. The answer is then None; without a lost call the error is raised.
 
         Raises:
-            NoReplicaAvailable: no answer within `limit_s`.
+            NoReplicaAvailable: no answer within the limit.
         """
         was_lost = False
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(self._limit_s + extra_s):
                 while True:
                     try:
                         return await call()
@@ -147,16 +147,16 @@ class ServeJobs:
         except TimeoutError:
             raise NoReplicaAvailable("the jobs process does not answer", retry_after_s=5.0) from None
 
-    async def _call(self, method_name: str, **arguments: object) -> Any:
-        """Make one call.
+    async def _call(self, method: Callable[..., Awaitable[ResultT]], **arguments: object) -> ResultT:
+        """Call a method of the service once.
 
         Raises:
             ServingError: the method returned one, or it failed.
             _CallLost: the process died, is stopping, or has not started.
         """
-        response = in_own_context(getattr(self._handle, method_name).remote, **arguments)
+        response = in_own_context(getattr(self._handle, method.__name__).remote, **arguments)
         try:
-            answer = await response
+            answer: ResultT | ServingError = await response
         except asyncio.CancelledError:
             response.cancel()  # cancelling the task that awaits a call does not cancel the call
             if is_cancelled():

@@ -6,26 +6,29 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
-from serve_app.jobs.execution.backlog import BacklogView
-from serve_app.jobs.execution.capacity import LineCapacity
+from replicas.protocol import Metric
+from serve_app.jobs.api.records import LineStatus
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner
-from serve_app.jobs.execution.result_writer import ResultWriter
-from serve_app.jobs.execution.worker import Worker
+from serve_app.jobs.execution.planning import LineCapacity
+from serve_app.jobs.execution.throughput import BacklogView
+from serve_app.jobs.execution.worker import ResultWriter, Worker
 from serve_app.jobs.lifecycle.finalizer import Finalizer
-from serve_app.jobs.lifecycle.state_loops import Lifecycle
+from serve_app.jobs.lifecycle.state_loops import BatchEvents, Lifecycle
 from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
-from serve_app.jobs.metrics import LineCounts
+from serve_app.jobs.metrics import jobs_metrics
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.storage.batch_events import BatchEvents
-from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.batches import count_by_status
+from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.deliveries import SqlOutbox
-from serve_app.jobs.storage.leases import EndedLines
+from serve_app.jobs.storage.lines import EndedLines
 from serve_app.jobs.storage.ownership import Ownership
+from serve_app.jobs.webhooks.sender import AttemptOutcome
 from serve_app.openai.service import CompletionService
 
 logger = logging.getLogger(__name__)
@@ -49,7 +52,8 @@ class JobsRuntime:
         """`capacity` and `backlog` belong to the router that serves the requests of `completions`."""
         self._context = context
         self._backlog = backlog
-        self.line_counts = LineCounts()
+        self._ended_lines: Counter[LineStatus] = Counter()
+        """Number of lines that this process has ended, by status."""
         self._ownership = Ownership(context)
         self._worker = Worker(
             LineQueue(context, self._ownership, backlog),
@@ -59,8 +63,9 @@ class JobsRuntime:
             ResultWriter(context, self._ownership, self._results_written),
         )
         self._events = BatchEvents(self._worker.notify, self._worker.abandon)
-        finalizer = Finalizer(context, self.line_counts.add)
-        self._lifecycle = Lifecycle(context, self._ownership, Validator(context), finalizer, self._events)
+        self._lifecycle = Lifecycle(
+            context, self._ownership, Validator(context), Finalizer(context, self._ended_lines), self._events
+        )
         self._sweeper = Sweeper(context, self._events.closing)
         self.service = SqlJobsService(context, self._events, backlog.throughput, self._sweeper.delete_pending_files)
         self.outbox = SqlOutbox(context.database, context.clock)
@@ -88,6 +93,11 @@ class JobsRuntime:
             logger.exception("a loop of the jobs deployment failed")
             raise
 
+    async def metrics(self, attempts: Mapping[AttemptOutcome, int]) -> tuple[Metric, ...]:
+        """Return the current metrics; `attempts`: webhook deliveries by outcome."""
+        batches = await self._context.database.read(count_by_status)
+        return tuple(jobs_metrics(batches, self._ended_lines, self._backlog.eta_s(), attempts))
+
     def check_health(self) -> None:
         """Check that the loops still run.
 
@@ -114,8 +124,7 @@ class JobsRuntime:
 
     def _results_written(self, ended: EndedLines) -> None:
         self._backlog.throughput.ended(ended.counted)
-        for result in ended.counted:
-            self.line_counts.add(result.status)
+        self._ended_lines.update(result.status for result in ended.counted)
         for batch_id in ended.final_batch_ids:
             self._events.ended(batch_id)
         if ended.closing_batch_ids:

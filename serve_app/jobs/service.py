@@ -9,7 +9,6 @@ from dataclasses import replace
 from sqlalchemy.exc import IntegrityError
 
 from replicas.errors import InvalidRequest, ServingError
-from serve_app.jobs.api.ids import new_batch_id
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchRecord,
@@ -21,20 +20,21 @@ from serve_app.jobs.api.records import (
     Page,
     PageRequest,
     Submission,
+    new_batch_id,
 )
 from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.storage import batches, files
-from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batch_states import cancel_batch
 from serve_app.jobs.storage.batches import batch_record, get_batch
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.lines import LineRow, new_row
+from serve_app.jobs.storage.database import JobsContext
+from serve_app.jobs.storage.lines import new_rows
 from serve_app.jobs.storage.submission import accepted_before, submit_batch
 
 _FEW_LINES = 8
 """Rows of at most this many lines are built on the event loop; rows of more in a thread."""
 _RECHECK_S = 2.0
-"""Seconds between two looks at a batch that a client waits for. A batch ended by another process causes no event."""
+"""Seconds between two reads of a batch that a client waits for. A batch ended by another process causes no event."""
 
 
 class SqlJobsService:
@@ -47,31 +47,27 @@ class SqlJobsService:
         throughput: ThroughputEstimator,
         delete_pending_files: Callable[[], Awaitable[None]],
     ) -> None:
-        self._database = context.database
-        self._settings = context.settings
-        self._clock = context.clock
+        self._context = context
+        self._now = context.clock.unix
         self._events = events
         self._throughput = throughput
         self._delete_pending_files = delete_pending_files
 
     async def add_file(self, file: FileRecord) -> None:
         """Record a file whose bytes are complete in the store."""
-        await self._database.write(lambda c: files.add_file(c, file))
+        await self._context.database.write(lambda c: files.add_file(c, file))
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """Return a file that has not expired."""
-        now = self._clock.unix()
-        return await self._database.read(lambda c: files.get_file(c, tenant, file_id, now))
+        return await self._context.database.read(lambda c: files.get_file(c, tenant, file_id, self._now()))
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
         """Return a page of the tenant's files."""
-        now = self._clock.unix()
-        return await self._database.read(lambda c: files.list_files(c, tenant, purpose, page, now))
+        return await self._context.database.read(lambda c: files.list_files(c, tenant, purpose, page, self._now()))
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file's record and its bytes. If the store fails to delete the bytes, the sweeper tries again."""
-        now = self._clock.unix()
-        await self._database.write(lambda c: files.forget_file(c, tenant, file_id, now))
+        await self._context.database.write(lambda c: files.forget_file(c, tenant, file_id, self._now()))
         await self._delete_pending_files()
 
     async def submit(self, batch: NewBatch, batch_id: str | None = None) -> Submission:
@@ -83,12 +79,15 @@ class SqlJobsService:
         if len({line.custom_id for line in batch.lines}) < len(batch.lines):
             raise InvalidRequest("two requests of the batch have the same id", "custom_id")
         batch_id = batch_id or new_batch_id(batch.kind)
-        rows = await self._rows(batch, batch_id)
-        settings, now = self._settings, self._clock.unix()
+        is_small = len(batch.lines) <= _FEW_LINES
+        rows = new_rows(batch_id, batch.lines) if is_small else await asyncio.to_thread(new_rows, batch_id, batch.lines)
+        settings, now = self._context.settings, self._now()
         try:
-            submission = await self._database.write(lambda c: submit_batch(c, batch, batch_id, rows, settings, now))
+            submission = await self._context.database.write(
+                lambda c: submit_batch(c, batch, batch_id, rows, settings, now)
+            )
         except (IntegrityError, ServingError):  # look for an earlier submission only now: there rarely is one
-            known = await self._database.read(lambda c: accepted_before(c, batch, batch_id))
+            known = await self._context.database.read(lambda c: accepted_before(c, batch, batch_id))
             if known is None:
                 raise
             submission = known
@@ -98,7 +97,7 @@ class SqlJobsService:
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Return a batch in its current state, with an estimate of its end while it is in progress."""
-        row = await self._database.read(lambda c: get_batch(c, tenant, batch_id))
+        row = await self._context.database.read(lambda c: get_batch(c, tenant, batch_id))
         record = batch_record(row)
         if record.status is not BatchStatus.IN_PROGRESS:
             return record
@@ -106,41 +105,33 @@ class SqlJobsService:
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
         """Wait until the batch is final, at most `timeout_s`, and return it."""
-        deadline_s = self._clock.monotonic() + timeout_s
+        deadline_s = self._context.clock.monotonic() + timeout_s
         with self._events.watch(batch_id) as ended:
             while True:
                 record = await self.batch(tenant, batch_id)
-                left_s = deadline_s - self._clock.monotonic()
+                left_s = deadline_s - self._context.clock.monotonic()
                 if record.status.is_final or left_s <= 0:
                     return record
                 await ended.wait(min(left_s, _RECHECK_S))
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
         """Return a page of the tenant's batches of one kind."""
-        return await self._database.read(lambda c: batches.list_batches(c, tenant, kind, page))
+        return await self._context.database.read(lambda c: batches.list_batches(c, tenant, kind, page))
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Begin to cancel a batch and return it. A batch that is already closing continues."""
-        now = self._clock.unix()
-        await self._database.write(lambda c: cancel_batch(c, tenant, batch_id, now))
+        await self._context.database.write(lambda c: cancel_batch(c, tenant, batch_id, self._now()))
         self._events.closing(batch_id)
         return await self.batch(tenant, batch_id)
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         """Return lines with an index above `after_index`, in order, of any status."""
-        return await self._database.read(lambda c: batches.list_lines(c, tenant, batch_id, after_index, limit))
+        return await self._context.database.read(lambda c: batches.list_lines(c, tenant, batch_id, after_index, limit))
 
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches, and their output tokens per second."""
-        counts = await self._database.read(lambda c: batches.count_by_status(c, tenant))
+        counts = await self._context.database.read(lambda c: batches.count_by_status(c, tenant))
         sums = dict.fromkeys((status.summary for status in BatchStatus), 0)
         for status, number in counts.items():
             sums[status.summary] += number
-        tokens_per_s = self._throughput.output_tokens_per_s(tenant)
-        return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=tokens_per_s)
-
-    async def _rows(self, batch: NewBatch, batch_id: str) -> list[LineRow]:
-        def rows() -> list[LineRow]:
-            return [new_row(batch_id, position, line) for position, line in enumerate(batch.lines)]
-
-        return rows() if len(batch.lines) <= _FEW_LINES else await asyncio.to_thread(rows)
+        return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=self._throughput.output_tokens_per_s(tenant))

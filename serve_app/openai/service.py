@@ -2,24 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from replicas.errors import ServingError
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from router.dispatch import Dispatcher
 from router.types import Headroom
-from serve_app.openai.known_model import KnownModel
-from serve_app.openai.reply.chat import ChatFormat
-from serve_app.openai.reply.completion import CompletionFormat
 from serve_app.openai.reply.fan_in import Deltas, read_together
-from serve_app.openai.reply.format import JsonObject, Progress, ReplyFormat, ReplyHead, fingerprint_of
-from serve_app.openai.request.limits import check_at_most, check_counts, check_model
-from serve_app.openai.request.priority import tier_of
+from serve_app.openai.reply.format import (
+    ChatFormat,
+    CompletionFormat,
+    JsonObject,
+    Progress,
+    ReplyFormat,
+    ReplyHead,
+    fingerprint_of,
+)
+from serve_app.openai.request.caller import Caller, tier_of
+from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
-from serve_app.openai.request.settings import RequestLimits
-from serve_app.openai.request.validation import Caller, chat_requests, completion_requests, refuse_unusable_prompts
+from serve_app.openai.request.validation import (
+    RequestLimits,
+    chat_requests,
+    check_at_most,
+    check_counts,
+    check_model,
+    completion_requests,
+    refuse_unusable_prompts,
+)
 from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+
+
+class KnownModel:
+    """Cache of the served model's card, with the model's public names and its defaults of sampling.
+
+    The last known card stays in use while no replica answers. A request is then accepted and waits in flow control,
+    where it wakes a deployment that has scaled to zero.
+    """
+
+    def __init__(
+        self, names: Sequence[str], dispatcher: Dispatcher, clock: Callable[[], float],
+        sampling_defaults: SamplingDefaults | None = None, max_age_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        """Create the cache; `names` are the names that requests may use, the first of which is in responses."""
+        self.names = names
+        self.sampling_defaults = sampling_defaults or SamplingDefaults()
+        self._dispatcher = dispatcher
+        self.clock = clock
+        self._max_age_s = max_age_s
+        self._card: ModelCard | None = None
+        self._asked_s = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the model in responses."""
+        return self.names[0]
+
+    async def card(self) -> ModelCard:
+        """Return the model's card; while replicas answer it is at most a little older than `max_age_s`.
+
+        Raises:
+            NoReplicaAvailable: no replica has ever answered.
+        """
+        if self._card is None:
+            return await self.refresh()
+        if self.clock() - self._asked_s > self._max_age_s:
+            self._asked_s = self.clock()
+            with contextlib.suppress(ServingError):
+                return await self.refresh()
+        return self._card
+
+    async def refresh(self) -> ModelCard:
+        """Ask a replica for the model's card.
+
+        Raises:
+            NoReplicaAvailable: no replica answers.
+        """
+        self._card = await self._dispatcher.model_card()
+        self._asked_s = self.clock()
+        return self._card
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +121,7 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel: the body cannot be served.
         """
-        check_model(body.model, self._model.name)
+        check_model(body.model, self._model.names)
         check_counts(body, 1, self._limits)
         check_at_most("top_logprobs", body.top_logprobs or 0, self._limits.max_logprobs)
 
@@ -67,7 +131,7 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel: the body cannot be served.
         """
-        check_model(body.model, self._model.name)
+        check_model(body.model, self._model.names)
         check_counts(body, len(body.prompt), self._limits)
         check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
 
@@ -78,13 +142,14 @@ class CompletionService:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
         self.check_chat(body)
+        body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         prompt = await self._tokenizer.encode_chat(body.messages, max_prompt_tokens=card.max_model_len)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
         requests = chat_requests(body, prompt, caller, card, self._rng)
         head = self._head(caller, card, requests)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text)
-        return PreparedCompletion(head.id, body, requests, reply_format, Progress([len(prompt.token_ids)], body.n))
+        return PreparedCompletion(head.id, body, requests, reply_format, self._progress([len(prompt.token_ids)], body))
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.
@@ -93,6 +158,7 @@ class CompletionService:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
         self.check_completion(body)
+        body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         refuse_unusable_prompts(body.prompt, card)
         prompts = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=card.max_model_len)
@@ -103,11 +169,11 @@ class CompletionService:
         head = self._head(caller, card, requests)
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
         lengths = [len(prompt.token_ids) for prompt in prompts]
-        return PreparedCompletion(head.id, body, requests, reply_format, Progress(lengths, body.n))
+        return PreparedCompletion(head.id, body, requests, reply_format, self._progress(lengths, body))
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
-        """Return the room that flow control has left in the completion's band."""
-        return self._dispatcher.headroom(prepared.requests[0].band)
+        """Return the room that flow control has left for the completion's tenant in its band."""
+        return self._dispatcher.headroom(prepared.requests[0].band, prepared.requests[0].tenant)
 
     def start(self, prepared: PreparedCompletion) -> Deltas:
         """Start all sequences and return their deltas; leaving the context aborts the unfinished sequences."""
@@ -129,7 +195,10 @@ class CompletionService:
     async def _with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
         if prompt.text is not None:
             return prompt
-        return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids, skip_special_tokens=True))
+        return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids))
+
+    def _progress(self, prompt_lengths: Sequence[int], body: GenerationBody) -> Progress:
+        return Progress(prompt_lengths, body.n, self._model.clock)
 
     def _head(self, caller: Caller, card: ModelCard, requests: Sequence[GenerateRequest]) -> ReplyHead:
         return ReplyHead(

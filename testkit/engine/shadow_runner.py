@@ -1,14 +1,16 @@
-"""Fakes with behaviour for the engine: a runner that remembers the content of every slot, and a manual clock."""
+"""Fakes for the engine: a runner that checks every read of the KV cache, a decoder and a manual clock.
+
+A `World` is an engine over these fakes, with the outcome of every request.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from replicas.clock import Clock
-from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.interfaces import IncrementalDecoder, LaunchedStep
 from replicas.engine.sequence import Sequence
 from replicas.protocol import (
     Band,
@@ -24,6 +26,7 @@ from testkit.engine.timed_runner import FinishedStep
 
 IDENTITY = ReplicaIdentity("replica-0", "node-0", 1)
 VOCABULARY = 97
+_MAX_STEPS = 10_000
 
 
 def prefix_hash(parent: int, token_id: int) -> int:
@@ -135,6 +138,9 @@ class LetterDecoder:
         self._half = False
         return chr(ord("a") + token_id % 26)
 
+    def finish(self) -> str:
+        return ""
+
 
 def decoders(_: GenerateRequest) -> IncrementalDecoder:
     return LetterDecoder()
@@ -173,18 +179,21 @@ class World:
         self.outcomes: dict[str, Outcome] = {}
         self.num_steps = 0
 
-    def add(self, request: GenerateRequest) -> None:
-        self.engine.add(request)
-        self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
+    def add(self, *requests: GenerateRequest) -> None:
+        for request in requests:
+            self.engine.add(request)
+            self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
 
-    def step(self) -> None:
-        for delta in self.engine.step():
-            self.outcomes[delta.request_id].read(delta)
-        self.num_steps += 1
+    def step(self, num_steps: int = 1) -> None:
+        for _ in range(num_steps):
+            for delta in self.engine.step():
+                self.outcomes[delta.request_id].read(delta)
+        self.num_steps += num_steps
 
-    def run(self, max_steps: int = 10_000) -> None:
-        """Step until no work is left; then check that every block is free."""
-        for _ in range(max_steps):
+    def run(self, *requests: GenerateRequest) -> None:
+        """Add `requests` and step until no work is left; then check that every block is free."""
+        self.add(*requests)
+        for _ in range(_MAX_STEPS):
             if not self.engine.has_work:
                 break
             self.step()
@@ -192,12 +201,12 @@ class World:
         assert not self.engine.has_work, "the engine makes no progress"
         assert self.engine.stats().num_free_blocks == self.config.num_blocks
 
-    def steps_until_first_token(self, request_id: str, max_steps: int = 1000) -> int:
-        for step in range(1, max_steps):
+    def steps_until_first_token(self, request_id: str) -> int:
+        for step in range(1, _MAX_STEPS):
             self.step()
             if self.outcomes[request_id].token_ids:
                 return step
-        raise AssertionError(f"{request_id} got no token in {max_steps} steps")
+        raise AssertionError(f"{request_id} got no token in {_MAX_STEPS} steps")
 
 
 def config(**changes: object) -> EngineConfig:
@@ -209,7 +218,7 @@ def config(**changes: object) -> EngineConfig:
 
 def request(
     request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4, band: Band = Band.STANDARD,
-    deadline_unix_s: float | None = None, **params: object,
+    deadline_unix_s: float | None = None, tenant: str = "anonymous", **params: object,
 ) -> GenerateRequest:  # fmt: skip
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return GenerateRequest(request_id, prompt, sampling, band, deadline_unix_s=deadline_unix_s)
+    return GenerateRequest(request_id, prompt, sampling, band, tenant, deadline_unix_s=deadline_unix_s)

@@ -6,12 +6,10 @@ or resumed on another replica therefore continues with the same tokens.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
@@ -43,10 +41,6 @@ class StepTimes:
             + self.per_prefill_token_s * shape.num_prefill_tokens
             + self.per_context_token_s * shape.num_context_tokens
         )
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the fields for a result file."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +75,17 @@ class FinishedStep:
         return self.results
 
 
+@dataclass(frozen=True, slots=True)
 class TimedStep:
     """Step with known results whose time has yet to pass."""
 
-    def __init__(self, results: list[ItemResult], wait: Callable[[], None]) -> None:
-        self._results = results
-        self._wait = wait
+    results: list[ItemResult]
+    wait: Callable[[], None]
 
     def collect(self) -> list[ItemResult]:
         """Wait until the step's time has passed; return one result per item, in order."""
-        self._wait()
-        return self._results
+        self.wait()
+        return self.results
 
 
 class TimedRunner:
@@ -128,10 +122,6 @@ class TimedRunner:
             if result.token_id is not None
         }
         return TimedStep(results, partial(self._wait_until, ends_s))
-
-    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
-        """Run one step and wait for it; return one result per item, in order."""
-        return self.launch(batch).collect()
 
     def _wait_until(self, ends_s: float) -> None:
         left_s = ends_s - self._clock() - _SPIN_S
@@ -173,16 +163,13 @@ def _logprobs_of(token_id: int) -> PositionLogprobs:
     return PositionLogprobs(TokenLogprob(token_id, 0.0), ())
 
 
-_GPU_8B = StepTimes(base_s=8e-3, per_decode_s=0.02e-3, per_prefill_token_s=0.03e-3, per_context_token_s=6e-8)
-_GPU_70B = StepTimes(base_s=22e-3, per_decode_s=0.05e-3, per_prefill_token_s=0.08e-3, per_context_token_s=6e-8)
-
 STEP_TIMES = {
-    "gpu-8b": _GPU_8B,
-    "gpu-70b": _GPU_70B,
+    "gpu-8b": StepTimes(base_s=8e-3, per_decode_s=0.02e-3, per_prefill_token_s=0.03e-3, per_context_token_s=6e-8),
+    "gpu-70b": StepTimes(base_s=22e-3, per_decode_s=0.05e-3, per_prefill_token_s=0.08e-3, per_context_token_s=6e-8),
     "slow-gpu": StepTimes(base_s=40e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.15e-3, per_context_token_s=3e-7),
     "instant": StepTimes(base_s=0.0, per_decode_s=0.0, per_prefill_token_s=0.0),
 }
-"""Step times by name. All are stated assumptions; `python -m bench.fit_step_times` fits measured ones.
+"""Step times by name. All are stated assumptions.
 
 `gpu-8b`: a model of 8 billion parameters in bfloat16 on one data-centre GPU. A decode step reads 16 GB of weights at
 about 2 TB/s (8 ms). Each decode adds its sampling and its share of KV. Prefill runs at about 33,000 tokens a second.
@@ -191,10 +178,3 @@ Attention reads 128 KiB of KV per context token.
 `slow-gpu`: `gpu-8b` five times slower throughout. Two CPU cores that also run HTTP and the clients keep up
 with several such replicas. With `gpu-8b` the cores would be the bottleneck.
 """
-
-
-def read_step_times(name: str) -> StepTimes:
-    """Return the step times of a preset, or the fitted ones of a result file."""
-    if name in STEP_TIMES:
-        return STEP_TIMES[name]
-    return StepTimes(**json.loads(Path(name).read_text())["step_times"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -14,12 +15,16 @@ import httpx2
 import openai
 import pytest
 import uvicorn
+from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
 from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.reference.document import api_document, plain_route
+from serve_app.reference.operations import OPERATIONS
+from testkit.http.documented_answers import CheckedApp, DocumentedAnswers
 from testkit.http.memory_jobs import MemoryJobs, memory_access
 from testkit.http.scripted_dispatcher import FakeDispatcher, FakeReplica, ScriptedToken
 from testkit.limits import LIMIT_S
@@ -98,7 +103,11 @@ MakeApi = Callable[..., Api]
 
 @pytest.fixture
 async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToken]) -> AsyncIterator[MakeApi]:
-    """Yield a factory of applications; keyword arguments that it does not name are fields of `FakeReplica`."""
+    """Yield a factory of applications; keyword arguments that it does not name are fields of `FakeReplica`.
+
+    Fails in the end if an answer to one of the clients was not as the OpenAPI document has it.
+    """
+    checked: list[CheckedApp] = []
     async with contextlib.AsyncExitStack() as stack:
 
         def make(
@@ -117,10 +126,13 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             app = create_api(
                 IngressSettings(**options), Backends(cast("Dispatcher", front), jobs=access), rng=random.Random(0)
             )
-            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+            routes = [route for route in app.routes if isinstance(route, Route)]
+            served = {plain_route(f"{method} {route.path}") for route in routes for method in route.methods or ()}
+            checked.append(CheckedApp(app, documented_answers(frozenset(served & OPERATIONS.keys()))))
+            transport = httpx.ASGITransport(app=checked[-1], raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://test")
             stack.push_async_callback(http.aclose)
-            sdk_http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app, raise_app_exceptions=False))
+            sdk_http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=checked[-1], raise_app_exceptions=False))
             stack.push_async_callback(sdk_http.aclose)
             client = openai.AsyncOpenAI(
                 api_key="secret", base_url="http://test/v1", http_client=sdk_http, max_retries=0
@@ -128,6 +140,30 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             return Api(fake, front, app, http, client, memory)
 
         yield make
+    problems = [problem for app in checked for problem in app.problems]
+    assert not problems, "\n".join(problems)
+
+
+@functools.cache
+def documented_answers(routes: frozenset[str]) -> DocumentedAnswers:
+    """Return the answers that the document of some routes allows."""
+    return DocumentedAnswers(api_document(routes, routes, MODEL, "0"))
+
+
+def stored_reply(text: str) -> dict[str, Any]:
+    """Return a completion as the jobs service stores it."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "created": 0,
+        "model": MODEL,
+        "service_tier": "flex",
+        "system_fingerprint": "fp_0",
+        "choices": [choice],
+        "usage": {**usage, "prompt_tokens_details": {"cached_tokens": 0}},
+    }
 
 
 @pytest.fixture
@@ -175,3 +211,9 @@ async def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
 def events(text: str) -> list[str]:
     """Return the data of a stream's events."""
     return [part.removeprefix("data: ") for part in text.split("\n\n") if part.startswith("data: ")]
+
+
+def refusal(response: httpx.Response) -> tuple[int, str | None, str | None]:
+    """Return the status of a response, and the code and the field in its error object."""
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]

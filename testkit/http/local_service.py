@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from replicas.clock import Clock
 from replicas.engine.async_engine import AsyncEngine
@@ -21,33 +21,29 @@ from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
-from router.latency_targets import LatencyTargets
+from router.types import LatencyTargets, ReplicaClient
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.records import JobsService
-from serve_app.jobs.api.settings import JobsSettings
-from serve_app.jobs.execution.backlog import BacklogView
-from serve_app.jobs.execution.capacity import LineCapacity
-from serve_app.jobs.execution.throughput import ThroughputEstimator
-from serve_app.jobs.files.fsspec import FsspecStore
+from serve_app.jobs.api.records import JobsCounts, JobsService, JobsSettings
+from serve_app.jobs.execution.planning import LineCapacity
+from serve_app.jobs.execution.throughput import BacklogView
+from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.runtime import JobsRuntime
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.database import Database
+from serve_app.jobs.service import SqlJobsService
+from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.metrics import HttpMetrics
-from serve_app.openai.known_model import KnownModel
-from serve_app.openai.service import CompletionService
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
-from serve_app.openai.tokenize.workers import WorkerThreads
-from serve_app.router_metrics import RouterMetrics
+from serve_app.metrics import HttpMetrics, RouterMetrics
+from serve_app.openai.request.sampling_defaults import SamplingDefaults
+from serve_app.openai.service import CompletionService, KnownModel
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
 from testkit.http.api import serving
 
 _POLL_PERIOD_S = 0.2
 
 
 class LocalReplicaClient:
-    """Reaches one replica in this process; see `router.types.ReplicaClient`."""
+    """Client of one replica in this process; see `router.types.ReplicaClient`."""
 
     def __init__(self, engine: AsyncEngine, card: ModelCard) -> None:
         self._engine, self._card = engine, card
@@ -68,13 +64,26 @@ class LocalReplicaClient:
 class LocalRouting:
     """Flow control and dispatcher of one ingress over one replica in this process."""
 
-    def __init__(self, client: LocalReplicaClient, metrics: HttpMetrics) -> None:
+    def __init__(self, client: ReplicaClient, metrics: HttpMetrics) -> None:
         table = LoadTable(time.monotonic)
         observer = RouterMetrics(metrics.registry, dict.fromkeys(Band, LatencyTargets()))
         limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
         flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
         self.queue = flow.queue
         self.dispatcher = Dispatcher(client, flow, observer, _POLL_PERIOD_S)
+
+
+class LocalJobs:
+    """The jobs service of this process, with the one method that a deployment adds."""
+
+    def __init__(self, service: SqlJobsService) -> None:
+        self._service = service
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+    async def metrics(self) -> JobsCounts:
+        return JobsCounts()
 
 
 @dataclass(frozen=True)
@@ -105,23 +114,24 @@ async def local_service(
 
 @contextlib.asynccontextmanager
 async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
-    """The jobs process's parts, and what an ingress is given of them."""
+    """Run the jobs process's parts; yield an ingress's access to them."""
     name = settings.served_model_name
     routing, files = LocalRouting(client, HttpMetrics(name)), FsspecStore(f"{data_dir}/files")
     job_settings = JobsSettings(name)
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
-    known = KnownModel(name, routing.dispatcher, time.monotonic)
+    defaults = SamplingDefaults.load(settings.model)
+    known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
     tokenizer = PromptTokenizer.load(settings.model, WorkerThreads(1))
     runtime = JobsRuntime(
         JobsContext(database, files, job_settings),
         CompletionService(routing.dispatcher, known, tokenizer, settings.limits, random.Random(0)),
         LineCapacity(routing.dispatcher.load, routing.queue),
-        BacklogView(ThroughputEstimator(Clock())),
+        BacklogView(Clock()),
         random.Random(0),
     )
     await runtime.start(routing.dispatcher.run(), files.keep_clean())
     try:
-        guard = WebhookGuard(AllowedHosts.parse([]), SystemResolver())
-        yield JobsAccess(cast(JobsService, runtime.service), files, guard, job_settings)
+        guard = WebhookGuard(AllowedHosts.parse(""), SystemResolver())
+        yield JobsAccess(cast(JobsService, LocalJobs(runtime.service)), files, guard, job_settings)
     finally:
         await runtime.stop()

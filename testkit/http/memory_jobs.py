@@ -1,23 +1,26 @@
-"""In-memory jobs service and file store, which tests control."""
+"""In-memory jobs service, which tests control."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from replicas.errors import InvalidRequest, ServingError
 from serve_app.jobs.access import JobsAccess
-from serve_app.jobs.api.errors import BatchNotCancellable, FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
 from serve_app.jobs.api.records import (
     BatchKind,
+    BatchNotCancellable,
     BatchRecord,
     BatchStats,
     BatchStatus,
+    FileInUse,
     FileRecord,
+    IdempotencyKeyInUse,
     JobsCounts,
+    JobsSettings,
     LineRecord,
     LineStatus,
     NewBatch,
@@ -25,54 +28,21 @@ from serve_app.jobs.api.records import (
     PageRequest,
     RequestCounts,
     Submission,
+    UnknownBatch,
+    UnknownFile,
 )
-from serve_app.jobs.api.settings import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
+from testkit.jobs.memory_files import MemoryFiles
 
 RecordT = TypeVar("RecordT", BatchRecord, FileRecord)
-
-
-@dataclass
-class MemoryFileStore:
-    """File store in a dictionary."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    num_part_bytes: int = 2**20
-    largest_write_bytes: int = 0
-    num_written_bytes: int = 0
-    """Bytes written, those of unfinished files included."""
-    num_open_reads: int = 0
-
-    async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
-        content = bytearray()
-        async for part in parts:
-            self.largest_write_bytes = max(self.largest_write_bytes, len(part))
-            self.num_written_bytes += len(part)
-            content += part
-        self.files[file_id] = bytes(content)
-        return len(content)
-
-    async def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
-        if file_id not in self.files:
-            raise UnknownFile(f"there is no file `{file_id}`")
-        content = self.files[file_id][start:][:num_bytes]
-        self.num_open_reads += 1
-        try:
-            for first in range(0, len(content), self.num_part_bytes):
-                yield content[first : first + self.num_part_bytes]
-        finally:
-            self.num_open_reads -= 1
-
-    async def delete(self, file_id: str) -> None:
-        self.files.pop(file_id, None)
 
 
 @dataclass
 class MemoryJobs:
     """`JobsService` without a worker: the test changes batches and lines itself."""
 
-    store: MemoryFileStore = field(default_factory=MemoryFileStore)
+    store: MemoryFiles = field(default_factory=lambda: MemoryFiles(part_bytes=2**20))
     unix_clock: Callable[[], float] = time.time
     records: dict[str, FileRecord] = field(default_factory=dict)
     all_batches: dict[str, BatchRecord] = field(default_factory=dict)
@@ -82,14 +52,18 @@ class MemoryJobs:
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
     error: ServingError | None = None
     """Error that `submit`, `add_file` and `metrics` raise."""
+    loses_answers: bool = False
+    """True: `add_file` raises `error` after its work."""
     counted: JobsCounts = field(default_factory=JobsCounts)
     num_waiting: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def add_file(self, file: FileRecord) -> None:
-        self._raise()
+        if not self.loses_answers:
+            self._raise()
         assert len(self.store.files[file.id]) == file.num_bytes
         self.records[file.id] = file
+        self._raise()
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         file = self.records.get(file_id)
@@ -182,8 +156,7 @@ class MemoryJobs:
         lines[index] = replace(lines[index], status=status, **fields)
         completed = sum(line.status is LineStatus.SUCCEEDED for line in lines)
         open_lines = sum(line.status in (LineStatus.QUEUED, LineStatus.RUNNING) for line in lines)
-        counts = RequestCounts(len(lines), completed, len(lines) - completed - open_lines)
-        self.change(batch_id, counts=counts)
+        self.change(batch_id, counts=RequestCounts(len(lines), completed, len(lines) - completed - open_lines))
 
     def _record(self, batch: NewBatch) -> BatchRecord:
         now, is_file = self.unix_clock(), batch.kind is BatchKind.FILE
@@ -211,9 +184,9 @@ class MemoryJobs:
             raise self.error
 
 
-def memory_access(jobs: MemoryJobs, **limits: int) -> JobsAccess:
+def memory_access(jobs: MemoryJobs, **limits: Any) -> JobsAccess:
     """Return the access to `jobs` that an ingress takes."""
-    guard = WebhookGuard(AllowedHosts.parse(["hooks.internal"]), SystemResolver())
+    guard = WebhookGuard(AllowedHosts.parse("hooks.internal"), SystemResolver())
     return JobsAccess(jobs, jobs.store, guard, JobsSettings("m", **limits))
 
 

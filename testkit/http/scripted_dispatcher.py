@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from replicas.errors import ServingError
 from replicas.protocol import (
@@ -31,19 +32,6 @@ class ScriptedToken:
     text: str
 
 
-class Gate:
-    """Event that a script waits for and a test sets."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def open(self) -> None:
-        self._event.set()
-
-    async def wait(self) -> None:
-        await self._event.wait()
-
-
 @dataclass
 class FakeReplica:
     """Replica that answers every request with `script`, repeated as often as needed.
@@ -61,10 +49,10 @@ class FakeReplica:
     """Index of the output token at which `error` is raised instead."""
     error: Exception = field(default_factory=lambda: ServingError("scripted failure"))
     fail_only: Callable[[GenerateRequest], bool] = lambda request: True
-    first_token_gate: Gate | None = None
+    first_token_gate: asyncio.Event | None = None
     gate_at: int | None = None
     """Index of the output token before which the replica waits for `gate`."""
-    gate: Gate | None = None
+    gate: asyncio.Event | None = None
     stops_at: int | None = None
     """Number of output tokens after which every sequence stops by itself, unless `max_tokens` is lower."""
     cached_tokens: int = 0
@@ -73,6 +61,7 @@ class FakeReplica:
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
+    num_deltas: int = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         self.started.append(request)
@@ -111,6 +100,7 @@ class FakeReplica:
             yield self._delta(request, start, end, reason)
 
     def _delta(self, request: GenerateRequest, start: int, end: int, reason: FinishReason | None) -> TokenDelta:
+        self.num_deltas += 1
         tokens = [self.script[index % len(self.script)] for index in range(start, end)]
         num_prompt = len(request.prompt_token_ids)
         params = request.params
@@ -175,7 +165,7 @@ class FakeDispatcher:
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
         return [self.replica.generate(request) for request in requests]
 
-    def headroom(self, band: Band) -> Headroom:
+    def headroom(self, band: Band, tenant: str) -> Headroom:
         return self.headrooms[band]
 
     def load(self) -> list[ReplicaView]:
@@ -204,3 +194,10 @@ class FakeDispatcher:
 def key_digest(key: str) -> str:
     """Return the digest that stands for a key in a key file."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def write_keys(folder: Path, *tenants: str) -> str:
+    """Write a key file in which each tenant's name is its key, and return its path."""
+    path = folder / "keys.yaml"
+    path.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in tenants))
+    return str(path)

@@ -1,62 +1,38 @@
-"""A jobs database with a manual clock, and helpers that make batches and line results."""
+"""A jobs database with a manual clock and checked invariants, and helpers that make batches and line results."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from replicas.clock import Clock
 from replicas.protocol import Band
-from serve_app.jobs.api.errors import UnknownFile
-from serve_app.jobs.api.records import BatchKind, LineStatus, NewBatch, NewLine, Submission
-from serve_app.jobs.api.settings import JobsSettings
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.invariants import check_invariants
-from serve_app.jobs.storage.leases import LeasedLine, LineResult, lease_lines
-from serve_app.jobs.storage.lines import new_row
+from serve_app.jobs.api.records import (
+    BatchKind,
+    BatchStatus,
+    JobsSettings,
+    LineStatus,
+    NewBatch,
+    NewLine,
+    Submission,
+)
+from serve_app.jobs.storage.batch_states import UnclaimedBatches
+from serve_app.jobs.storage.batches import BatchRow
+from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.jobs.storage.lines import LeasedLine, LineResult, lease_lines, new_rows
 from serve_app.jobs.storage.ownership import add_owner
 from serve_app.jobs.storage.submission import submit_batch
+from serve_app.jobs.storage.tables import batches, lines, owners
+from testkit.jobs.memory_files import MemoryFiles
 
 MODEL = "tiny"
 ENDPOINT = "/v1/completions"
 
 T = TypeVar("T")
-
-
-@dataclass
-class MemoryFiles:
-    """In-memory file store; its next `num_failures` operations fail."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
-    part_bytes: int = 4096
-    num_failures: int = 0
-
-    async def write(self, file_id: str, parts: AsyncIterator[bytes]) -> int:
-        data = b"".join([part async for part in parts])
-        self._fail()
-        self.files[file_id] = data
-        return len(data)
-
-    async def read(self, file_id: str, start: int = 0, num_bytes: int | None = None) -> AsyncGenerator[bytes, None]:
-        self._fail()
-        if file_id not in self.files:
-            raise UnknownFile(file_id)
-        data = self.files[file_id][start:]
-        for at in range(0, len(data), self.part_bytes):
-            yield data[at : at + self.part_bytes]
-
-    async def delete(self, file_id: str) -> None:
-        self._fail()
-        self.files.pop(file_id, None)
-
-    def _fail(self) -> None:
-        if self.num_failures:
-            self.num_failures -= 1
-            raise OSError("the store does not answer")
+_ENDED = {LineStatus.SUCCEEDED.value, LineStatus.FAILED.value, LineStatus.EXPIRED.value, LineStatus.CANCELLED.value}
 
 
 class SetTime:
@@ -95,10 +71,13 @@ class World:
     async def add_owner(self, owner: str) -> None:
         await self.write(lambda c: add_owner(c, owner, self.now))
 
+    async def claim(self, owner: str, *statuses: BatchStatus) -> BatchRow | None:
+        return await self.write(lambda c: UnclaimedBatches(statuses, MODEL).claim(c, owner))
+
     async def submit(self, new: NewBatch, batch_id: str | None = None) -> Submission:
         self.num_batches += 1
         chosen = batch_id or f"batch_{self.num_batches}"
-        rows = [new_row(chosen, position, line) for position, line in enumerate(new.lines)]
+        rows = new_rows(chosen, new.lines)
         return await self.write(lambda c: submit_batch(c, new, chosen, rows, self.settings, self.now))
 
     async def lease(self, owner: str, batch_id: str, limit: int = 100) -> list[LeasedLine]:
@@ -124,3 +103,45 @@ def success(line: LeasedLine) -> LineResult:
 def failure(line: LeasedLine) -> LineResult:
     error = '{"message":"no","type":"invalid_request_error","param":null,"code":"invalid_value"}'
     return LineResult(line, LineStatus.FAILED, 400, f'{{"error":{error}}}', error)
+
+
+def check_invariants(connection: Connection) -> None:
+    """Fail if an invariant does not hold.
+
+    - A line has an owner if and only if it is running, and the owner has a row.
+    - A line has a body until it ends, and from then on a response or an error.
+    - A batch's counts match its lines, except before validation has ended and after its lines may be deleted.
+    - In a final batch every line has ended; a batch in progress has lines that have not.
+    - A batch with an owner is not final, and the owner has a row.
+    """
+    known = set(connection.execute(select(owners.c.id)).scalars())
+    for batch in connection.execute(select(batches)):
+        _check_batch(connection, batch, known)
+
+
+def _check_batch(connection: Connection, batch: BatchRow, known: set[str]) -> None:
+    counts: Counter[str] = Counter()
+    waiting_tokens = 0
+    for line in connection.execute(select(lines).where(lines.c.batch_id == batch.id)):
+        has_ended = line.status in _ENDED
+        counts[line.status] += 1
+        waiting_tokens += 0 if has_ended else line.expected_tokens
+        assert (line.owner is not None) == (line.status == LineStatus.RUNNING.value), line
+        assert line.owner is None or line.owner in known, line
+        assert has_ended == (line.body is None) == (line.response is not None or line.error is not None), line
+    status = BatchStatus(batch.status)
+    assert batch.owner is None or (batch.owner in known and not status.is_final), batch
+    if batch.in_progress_unix_s is None:
+        assert (batch.num_lines, batch.num_completed, batch.num_failed) == (0, 0, 0), batch
+        return
+    if status.is_final:
+        assert batch.num_completed + batch.num_failed == batch.num_lines, batch
+        assert batch.num_queued == batch.waiting_tokens == 0, batch
+    if status.is_final and batch.kind == BatchKind.FILE.value:
+        return  # the sweeper deletes its lines, some at a time
+    num_ended, num_queued = sum(counts[ended] for ended in _ENDED), counts[LineStatus.QUEUED.value]
+    assert (counts.total(), num_ended) == (batch.num_lines, batch.num_completed + batch.num_failed), batch
+    assert counts[LineStatus.SUCCEEDED.value] == batch.num_completed, batch
+    assert (num_queued, waiting_tokens) == (batch.num_queued, batch.waiting_tokens), batch
+    if status is BatchStatus.IN_PROGRESS:
+        assert batch.num_completed + batch.num_failed < batch.num_lines, batch

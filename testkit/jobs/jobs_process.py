@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 from replicas.clock import Clock
@@ -14,25 +15,17 @@ from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
 from router.flow.flow_queue import BandLimits, FlowQueue
 from router.types import ReplicaView
-from serve_app.jobs.api.settings import JobsSettings
-from serve_app.jobs.execution.backlog import BacklogView
-from serve_app.jobs.execution.capacity import LineCapacity
-from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.api.records import JobsSettings
+from serve_app.jobs.execution.planning import LineCapacity
+from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.runtime import JobsRuntime
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.database import Database
+from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import GenerationBody
-from serve_app.openai.request.validation import Caller
 from serve_app.openai.service import CompletionService
-from testkit.jobs.database_worlds import MODEL, MemoryFiles
+from testkit.jobs.database_worlds import MODEL
+from testkit.jobs.memory_files import MemoryFiles
 from testkit.limits import LIMIT_S
-
-
-@dataclass
-class _Progress:
-    prompt_tokens: int = 3
-    completion_tokens: int = 4
-    cached_tokens: int = 2
 
 
 @dataclass
@@ -40,7 +33,7 @@ class _Prepared:
     body: Any
     caller: Caller
     requests: tuple[Any, ...] = ()
-    progress: _Progress = field(default_factory=_Progress)
+    progress = SimpleNamespace(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
 
 
 @dataclass
@@ -90,7 +83,6 @@ class Process:
     """Running jobs process."""
 
     runtime: JobsRuntime
-    completions: ScriptedCompletions
     backlog: BacklogView
 
     @property
@@ -114,14 +106,11 @@ async def jobs_process(
     database = await asyncio.to_thread(Database, database_url)
     context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
-    capacity, backlog = (
-        LineCapacity(lambda: [view(completions, num_slots)], flow_queue),
-        BacklogView(ThroughputEstimator(clock)),
-    )
+    capacity, backlog = LineCapacity(lambda: [view(completions, num_slots)], flow_queue), BacklogView(clock)
     runtime = JobsRuntime(context, cast(CompletionService, completions), capacity, backlog, random.Random(0))
     await runtime.start()
     try:
-        yield Process(runtime, completions, backlog)
+        yield Process(runtime, backlog)
     finally:
         if is_killed:
             kill(runtime)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints and what transformers computes with them, kept on disk: several modules compare with the same."""
+"""Cache on disk of tiny checkpoints and of transformers' output for them, which several test modules share."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _ROOT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "tiny"
 
 
 def cached_checkpoint(architecture: str, with_tokenizer: bool = False) -> Path:
-    """The checkpoint that `write_checkpoint` writes; nobody may change it."""
+    """Return the checkpoint that `write_checkpoint` writes. Tests must not change it."""
     name = f"{architecture}-with-tokenizer" if with_tokenizer else architecture
-    return _made_once(name, lambda path: _write(path, architecture, with_tokenizer))
+    return _made_once(name, lambda path: write_checkpoint(path, architecture, with_tokenizer))
 
 
 def cached_reference(architecture: str, prompts: list[Prompt], num_tokens: int) -> list[list[int]]:
-    """Greedy output of `generate()` in float32 for each prompt alone."""
+    """Return the greedy output of `generate()` in float32 for each prompt alone."""
 
     def compute() -> list[list[int]]:
         return reference_tokens(reference_model(cached_checkpoint(architecture)), prompts, num_tokens)
@@ -39,7 +39,7 @@ def cached_reference(architecture: str, prompts: list[Prompt], num_tokens: int) 
 
 
 def cached_log_probabilities(architecture: str, prompts: list[Prompt], dtype: torch.dtype) -> Tensor:
-    """Log probabilities of the token after each prompt in transformers' own code, [num_prompts, vocab_size] float32."""
+    """Return log probabilities of the token after each prompt, by transformers, [num_prompts, vocab_size] float32."""
 
     def compute() -> list[list[float]]:
         model = reference_model(cached_checkpoint(architecture), dtype)
@@ -50,21 +50,15 @@ def cached_log_probabilities(architecture: str, prompts: list[Prompt], dtype: to
     return torch.tensor(_computed_once(f"{architecture}-log-probabilities", (prompts, dtype), compute))
 
 
-def _write(path: Path, architecture: str, with_tokenizer: bool) -> None:
-    path.mkdir()
-    write_checkpoint(path, architecture, with_tokenizer)
-
-
-def _computed_once(name: str, question: object, compute: Callable[[], Any]) -> Any:
-    """An answer to a question, made of lists and numbers."""
-    number = hashlib.sha256(repr(question).encode()).hexdigest()[:16]
-    return json.loads(
-        _made_once(f"{name}-{number}.json", lambda path: path.write_text(json.dumps(compute()))).read_text()
-    )
+def _computed_once(name: str, arguments: object, compute: Callable[[], Any]) -> Any:
+    """Return the result of `compute` for `arguments`: lists and numbers, from the cache if they are there."""
+    number = hashlib.sha256(repr(arguments).encode()).hexdigest()[:16]
+    path = _made_once(f"{name}-{number}.json", lambda path: path.write_text(json.dumps(compute())))
+    return json.loads(path.read_text())
 
 
 def _made_once(name: str, make: Callable[[Path], object]) -> Path:
-    """A file or folder under this name, complete from the moment that it has it; several processes may make it."""
+    """Return the file or folder of this name, made if it is missing. Several processes may make it at once."""
     path = _directory() / name
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=_directory(), prefix="new-") as folder:
@@ -79,7 +73,7 @@ def _made_once(name: str, make: Callable[[Path], object]) -> Path:
 
 @cache
 def _directory() -> Path:
-    """The place of what these versions make; what others have made is deleted."""
+    """Return the folder for this version of the libraries and of the test kit; delete those of other versions."""
     versions = hashlib.sha256(repr((torch.__version__, transformers.__version__)).encode())
     for module in (tiny_checkpoints, engine_runs):
         assert module.__file__ is not None

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels for tests, in the replicas' cache, so that a machine compiles them once."""
+"""Compiled CPU kernels for tests, in the replicas' cache, so that a machine compiles them once."""
 
 from __future__ import annotations
 

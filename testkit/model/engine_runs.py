@@ -1,9 +1,9 @@
-"""The real engine over a loaded model, run to completion without a thread or a server."""
+"""Runs of the real engine over a loaded model, without a thread or a server, and their references in transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,17 +13,21 @@ from replicas.engine.batch import ItemResult, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
+from replicas.model.attention.cpp import CppAttention
 from replicas.model.attention.gather import GatherAttention
-from replicas.model.attention.interface import AttentionBackend
+from replicas.model.attention.interface import ATTENTION_NAME, AttentionBackend, AttentionPort, register_attention
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.probe import probe_attention
+from replicas.model.attention.select import choose_attention
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
 from replicas.model.loading.loader import LoadedModel, load_model
-from replicas.model.loading.options import Device, Dtype, ModelOptions
+from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import Sampler
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
+from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_config
 
 MAX_MODEL_LEN = 256
 Prompt = tuple[int, ...]
@@ -40,12 +44,36 @@ class Sizes:
 
 
 def load(path: Path, dtype: Dtype = "float32", device: Device = "cpu", *, compile_layers: bool = False) -> LoadedModel:
-    """Load a checkpoint without the C++ kernels; tests/model/exactness/test_cpp.py covers those."""
+    """Load a checkpoint without the C++ kernels."""
     options = ModelOptions(
         str(path), dtype=dtype, device=device, max_model_len=MAX_MODEL_LEN, kernel_cache_dir=None,
         compile_layers=compile_layers,
     )  # fmt: skip
     return load_model(options)
+
+
+def load_compiled(
+    path: Path, dtype: Dtype = "float32", quantization: Quantization = "none", max_model_len: int = MAX_MODEL_LEN
+) -> LoadedModel:
+    """Load a checkpoint with the C++ kernels, which must be available, and check that its attention uses them."""
+    options = ModelOptions(str(path), dtype=dtype, device="cpu", max_model_len=max_model_len, quantization=quantization)
+    loaded = load_model(options)
+    assert choose_attention(loaded.attention_spec(16), "auto") is CppAttention
+    return loaded
+
+
+def load_unoptimized(path: Path) -> LoadedModel:
+    """Load a checkpoint in float32 with transformers' own layers, as `load_model` has them before it optimizes."""
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
+    port = AttentionPort(model)
+    return replace(load(path), model=model, port=port, layers=probe_attention(model, port))
+
+
+def random_model(architecture: str) -> PreTrainedModel:
+    """Return a tiny model of one of `ARCHITECTURES` with random weights, whose attention Headway computes."""
+    register_attention()
+    return AutoModelForCausalLM.from_config(tiny_config(architecture), attn_implementation=ATTENTION_NAME).eval()
 
 
 def build_engine(
@@ -91,19 +119,40 @@ def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]
     return [outputs[request.request_id] for request in requests]
 
 
+def requests_for(prompts: Iterable[Prompt], params: SamplingParams) -> list[GenerateRequest]:
+    return [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)]
+
+
 def tokens(engine: Engine, prompts: Iterable[Prompt], params: SamplingParams) -> list[list[int]]:
     """Return the output token ids of each prompt, all added at once."""
-    outputs = run(engine, [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(prompts)])
+    outputs = run(engine, requests_for(prompts, params))
     assert all(output.error is None for output in outputs), [output.error for output in outputs]
     return [list(output.token_ids) for output in outputs]
 
 
-def sample(sampler: Sampler, logits: torch.Tensor, sequences: Iterable[Sequence]) -> list[ItemResult]:
+def log_probabilities(output: TokenDelta) -> torch.Tensor:
+    """Return the log probabilities [vocab_size] at the first output token of a request that asked for all of them."""
+    found = torch.full((len(output.logprobs[0].top),), torch.nan)
+    for entry in output.logprobs[0].top:
+        found[entry.token_id] = entry.logprob
+    return found
+
+
+def check_equals_generate(engine: Engine, path: Path, prompts: list[Prompt], max_tokens: int) -> None:
+    """Check that the engine's greedy output is that of `generate()` for the checkpoint in `path`."""
+    outputs = tokens(engine, prompts, SamplingParams(max_tokens=max_tokens, temperature=0.0))
+    expected = reference_tokens(reference_model(path), prompts, max_tokens)
+    assert outputs == expected, f"{outputs} instead of {expected}"
+
+
+def sample(
+    logits: torch.Tensor, sequences: Iterable[Sequence], eos_token_ids: frozenset[int] = frozenset()
+) -> list[ItemResult]:
     """Return the next token of each sequence from its row of logits, with the log probabilities it asks for."""
     items = [ScheduledSequence(sequence, 0, len(sequence.token_ids)) for sequence in sequences]
     to_device, to_host = HostToDeviceBuffer(), DeviceToHostBuffer()
-    plan = sampler.plan(items, logits.shape[1], to_device)
-    launched = plan.launch(logits, None, to_device.send(logits.device), to_host)
+    sampler = Sampler(items, eos_token_ids, logits.shape[1], to_device)
+    launched = sampler.launch(logits, None, to_device.send(logits.device), to_host)
     to_host.close(logits.device)
     to_host.wait()
     return launched.read(to_host)
@@ -113,9 +162,9 @@ def num_preemptions(engine: Engine) -> int:
     return int(next(m.value for m in engine.metrics().metrics if m.name == "vllm:num_preemptions"))
 
 
-def random_prompts(lengths: Iterable[int], seed: int = 1, vocab_size: int = 512) -> list[Prompt]:
+def random_prompts(lengths: Iterable[int], seed: int = 1) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randint(3, vocab_size, (n,), generator=generator).tolist()) for n in lengths]
+    return [tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist()) for n in lengths]
 
 
 def reference_model(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -1,4 +1,7 @@
-"""Batches over a paged cache, compared with attention by definition in float64."""
+"""Batches over a paged cache, compared with attention by definition in float64.
+
+`flash_attn_with_kvcache` is a stand-in for the package of that function.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def sequences(lengths: list[int], block_size: int, num_blocks: int) -> list[Sequ
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A batch of chunks, each of another sequence, and the attention layer's shape."""
+    """Batch of chunks, each of another sequence, and the attention layer's shape."""
 
     chunks: Chunks = ()
     heads: tuple[int, int] = (4, 2)
@@ -110,38 +113,66 @@ KINDS = {
 }
 
 
-def largest_error(case: Case, attention: AttentionBackend, device: torch.device) -> float:
+def largest_error(
+    case: Case, attention: AttentionBackend, device: torch.device, computes_earlier: bool = False
+) -> float:
     """Return the largest error of an output number, divided by the expected value or by 1 if that is larger."""
-    drawn = [_Drawn.of(case, end, seed, device) for seed, (_, end) in enumerate(case.chunks)]
-    scoring = Scoring(case.scale, case.softcap, _draw(99, device, case.heads[0]) if case.has_sinks else None)
+    rows = attention_outputs(case, attention, device, computes_earlier)
+    drawn, scoring = _draw_case(case, device)
+    parts = [slice(start, end) for start, end in case.chunks]
+    errors = [_error(*each, scoring, case.window) for each in zip(rows, drawn, parts, strict=True)]
+    return float(torch.stack(errors).amax())
+
+
+def attention_outputs(
+    case: Case, attention: AttentionBackend, device: torch.device, computes_earlier: bool = False
+) -> tuple[Tensor, ...]:
+    """Return the output of each chunk.
+
+    If `computes_earlier`, `attention` also computes the positions before the chunks. Otherwise plain torch stores
+    their keys and values.
+    """
+    drawn, scoring = _draw_case(case, device)
     cache = KVCache([case.layer], case.num_blocks, case.block_size, case.dtype, device)
     # Blocks may hold stale values of a former owner, even NaN. The output must not depend on them.
     cache[0].keys.fill_(torch.nan)
     cache[0].values.fill_(torch.nan)
     owners = sequences([end for _, end in case.chunks], case.block_size, case.num_blocks)
-    for owner, numbers, (start, _) in zip(owners, drawn, case.chunks, strict=True):
-        if start > 0:  # keys and values of earlier steps
-            slots = build_inputs([ScheduledSequence(owner, 0, start)], case.block_size, device).slots
-            cache[0].write(slots, numbers.keys[:start], numbers.values[:start])
-    parts = [slice(start, end) for start, end in case.chunks]
-    query = torch.cat([numbers.query[part] for numbers, part in zip(drawn, parts, strict=True)])
-    call = AttentionCall(
-        layer=0,
-        # Heads before tokens in memory, as in many models.
-        query=query.transpose(0, 1).contiguous().transpose(0, 1),
-        key=torch.cat([numbers.keys[part] for numbers, part in zip(drawn, parts, strict=True)]),
-        value=torch.cat([numbers.values[part] for numbers, part in zip(drawn, parts, strict=True)]),
-        scoring=scoring,
-        window=case.window,
-        extras=frozenset(),
-    )
+    earlier = [ScheduledSequence(owner, 0, start) for owner, (start, _) in zip(owners, case.chunks, strict=True)]
+    known = [each for each in zip(earlier, drawn, strict=True) if each[0].num_tokens > 0]
+    if known and computes_earlier:
+        _attend(case, attention, cache, known, scoring)
+    else:
+        for item, numbers in known:
+            slots = build_inputs([item], case.block_size, device).slots
+            cache[0].write(slots, numbers.keys[: item.end], numbers.values[: item.end])
     items = [
         ScheduledSequence(owner, start, end - start) for owner, (start, end) in zip(owners, case.chunks, strict=True)
     ]
-    outputs = attention(cache, build_inputs(items, case.block_size, device)).attend(call)
-    rows = outputs.split([item.num_tokens for item in items])
-    errors = [_error(*each, scoring, case.window) for each in zip(rows, drawn, parts, strict=True)]
-    return float(torch.stack(errors).amax())
+    output = _attend(case, attention, cache, list(zip(items, drawn, strict=True)), scoring)
+    return torch.split(output, [item.num_tokens for item in items])
+
+
+def _attend(
+    case: Case,
+    attention: AttentionBackend,
+    cache: KVCache,
+    items: list[tuple[ScheduledSequence, _Drawn]],
+    scoring: Scoring,
+) -> Tensor:
+    query, key, value = (
+        torch.cat([getattr(numbers, name)[item.start : item.end] for item, numbers in items])
+        for name in ("query", "keys", "values")
+    )
+    # Heads before tokens in memory, as in many models.
+    query = query.transpose(0, 1).contiguous().transpose(0, 1)
+    inputs = build_inputs([item for item, _ in items], case.block_size, query.device)
+    return attention(cache, inputs).attend(AttentionCall(0, query, key, value, scoring, case.window, frozenset()))
+
+
+def _draw_case(case: Case, device: torch.device) -> tuple[list[_Drawn], Scoring]:
+    drawn = [_Drawn.of(case, end, seed, device) for seed, (_, end) in enumerate(case.chunks)]
+    return drawn, Scoring(case.scale, case.softcap, _draw(99, device, case.heads[0]) if case.has_sinks else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,3 +201,39 @@ def _error(rows: Tensor, drawn: _Drawn, part: slice, scoring: Scoring, window: i
         output = rows[start - part.start : end - part.start].double()
         errors.append(((output - expected).abs() / expected.abs().clamp(min=1.0)).amax())
     return torch.stack(errors).amax()  # amax keeps a NaN; `max` of floats would not
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    page_table: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+) -> Tensor:
+    """Compute what the function of this name in `flash_attn_interface` documents; the package needs a GPU.
+
+    Shapes: `q` [total_q, heads, size], caches [num_pages, page_size, kv_heads, size]. Returns attention [total_q,
+    heads, value_size]; the last queries of a sequence see all its keys.
+    """
+    for numbers in (cache_seqlens, page_table, cu_seqlens_q):
+        assert numbers.dtype == torch.int32 and numbers.is_contiguous()
+    assert q.stride(-1) == 1 and causal and window_size[1] in (-1, 0)
+    num_sequences = len(cache_seqlens)
+    assert page_table.shape[0] == num_sequences == len(cu_seqlens_q) - 1
+    assert cu_seqlens_q[0] == 0 and cu_seqlens_q[-1] == len(q)
+    output = q.new_zeros(*q.shape[:2], v_cache.shape[-1])
+    for index in range(num_sequences):
+        start, end, length = int(cu_seqlens_q[index]), int(cu_seqlens_q[index + 1]), int(cache_seqlens[index])
+        assert end - start <= max_seqlen_q
+        keys, values = (part[page_table[index].long()].flatten(0, 1)[:length] for part in (k_cache, v_cache))
+        window = None if window_size[0] < 0 else window_size[0] + 1
+        scoring = Scoring(softmax_scale, softcap or None)
+        output[start:end] = attend_by_definition(q[start:end], keys, values, scoring, window).to(q.dtype)
+    return output

@@ -22,10 +22,6 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _WITHOUT_KV_HEADS = {name: value for name, value in _COMMON.items() if name != "num_key_value_heads"}
 _GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}
-_OPT = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 512, "word_embed_proj_dim": 64,
-}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
@@ -54,7 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phi3-window": _with(sliding_window=24, pad_token_id=0),
     "gpt2": _GPT2,
     "gpt_neox": _WITHOUT_KV_HEADS,
-    "opt": _OPT,
+    "opt": {**_WITHOUT_KV_HEADS, "ffn_dim": 128, "word_embed_proj_dim": 64},
     "olmo": _with(),
     "olmo2": _with(),
     "olmo3-window": _with(sliding_window=24),
@@ -107,13 +103,11 @@ def tiny_config(architecture: str) -> PretrainedConfig:
     return _config(architecture.partition("-")[0], ARCHITECTURES[architecture])
 
 
-def write_checkpoint(
-    path: Path, architecture: str = "llama", with_tokenizer: bool = True, seed: int = 0, **changes: Any
-) -> Path:
+def write_checkpoint(path: Path, architecture: str = "llama", with_tokenizer: bool = True, **changes: Any) -> Path:
     """Write a tiny random model (float32 safetensors) into `path`; `changes` replace fields of its config."""
     config = tiny_config(architecture)
     config.update(changes)
-    _write_weights(path, config, seed)
+    _write_weights(path, config)
     if with_tokenizer:
         tiny_tokenizer().save_pretrained(path)
     return path
@@ -121,7 +115,7 @@ def write_checkpoint(
 
 def write_refused_checkpoint(path: Path, model_type: str) -> Path:
     """Write a tiny random model of one of the `REFUSED` types."""
-    _write_weights(path, _config(model_type, REFUSED[model_type][0]), seed=0)
+    _write_weights(path, _config(model_type, REFUSED[model_type][0]))
     return path
 
 
@@ -154,8 +148,8 @@ def _config(model_type: str, fields: dict[str, Any]) -> PretrainedConfig:
     return CONFIG_MAPPING[model_type](**{"pad_token_id": 0, **defaults, **fields})
 
 
-def _write_weights(path: Path, config: PretrainedConfig, seed: int) -> None:
-    torch.manual_seed(seed)
+def _write_weights(path: Path, config: PretrainedConfig) -> None:
+    torch.manual_seed(0)
     auto_class = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model = auto_class.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = config.eos_token_id

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from replicas.errors import ServingError
-from replicas.protocol import Band, FinishReason, GenerateRequest, PositionLogprobs, TokenDelta
+from replicas.protocol import Band, FinishReason, GenerateRequest, PositionLogprobs, ReplicaStats, TokenDelta
 from router.balancing.load_table import LoadTable
 from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
-from router.types import RoutingPolicy
 from testkit.router.simulated_replicas import FakeClient, FakeObserver, FakeReplica, prompt_logprobs, undisturbed
 from testkit.router.simulated_time import simulated_clock
 
@@ -69,9 +68,13 @@ class World:
     """Dispatcher with all its parts over fake replicas; made inside the simulated loop."""
 
     def __init__(
-        self, *replicas: FakeReplica, limits: FlowLimits = ROOMY, policy: RoutingPolicy | None = None,
+        self,
+        *replicas: FakeReplica,
+        known: Iterable[ReplicaStats] = (),
+        limits: FlowLimits = ROOMY,
         poll_period_s: float = 1.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
+        """Create the world; `known` are reports in its load table."""
         self.clock = simulated_clock()
         self.replicas = replicas
         self.client = FakeClient()
@@ -79,7 +82,9 @@ class World:
             self.client.add(replica)
         self.observer = FakeObserver()
         self.table = LoadTable(self.clock)
-        self.flow = FlowController(limits, self.table, policy or LeastTokens(random.Random(0)), self.observer)
+        for report in known:
+            self.table.record(report)
+        self.flow = FlowController(limits, self.table, LeastTokens(random.Random(0)), self.observer)
         self.dispatcher = Dispatcher(self.client, self.flow, self.observer, poll_period_s, unix_clock=self.clock.unix)
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -100,3 +105,7 @@ class World:
         assert len(self.flow.queue) == 0 and not self.flow._pending
         assert all(self.flow.queue.num_tokens(band) == 0 for band in Band)
         assert all(not replica.running and not replica.waiting for replica in self.replicas)
+
+
+MakeWorld = Callable[..., World]
+"""Factory of worlds, with the arguments of `World` and `is_polled`."""

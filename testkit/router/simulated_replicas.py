@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, ServingError
+from replicas.errors import EngineDead, NoReplicaAvailable, Overloaded, ReplicaLost, ServingError
 from replicas.protocol import (
     Band,
     EngineMetrics,
@@ -153,7 +153,8 @@ def prompt_logprobs(of: GenerateRequest) -> tuple[PositionLogprobs, ...]:
 class FakeReplica:
     """Replica that runs `num_slots` requests at a time, `tokens_per_delta` tokens each step.
 
-    `die` and `stop` fail open streams at their next step. `drain` refuses new requests.
+    `die` and `stop` fail open streams at their next step. `drain` refuses new requests. A request that comes after a
+    death was not on the replica when it died: a dead engine says so, and Serve passes by an actor that is dead.
     """
 
     replica_id: str
@@ -215,6 +216,8 @@ class FakeReplica:
             start = end
 
     async def _wait_for_slot(self, request: GenerateRequest) -> None:
+        if isinstance(self.death, ReplicaLost | EngineDead):
+            raise ReplicaLost(f"no new requests after {self.death}", has_died=False)
         self._check_alive()
         if self.is_draining:
             raise NoReplicaAvailable("this replica is draining", "draining")

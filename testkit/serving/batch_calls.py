@@ -1,4 +1,4 @@
-"""Batches through the stock client, against whatever serves them."""
+"""Calls of the batch API through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 
-from testkit.serving.make_serve import wait_for
+from testkit.serving.served import wait_for
 
 MODEL_NAME = "tiny-llama"
 
@@ -42,15 +42,14 @@ def look(client: openai.OpenAI, batch: Any) -> Any:
 
 
 def ended(client: openai.OpenAI, batch: Any) -> Any:
-    def final() -> Any:
-        found = look(client, batch)
-        return found if found.status in ("completed", "failed", "expired", "cancelled") else None
-
-    return wait_for(final, f"{batch.id} has ended", period_s=0.2)
+    final = ("completed", "failed", "expired", "cancelled")
+    return wait_for(
+        lambda: (found := look(client, batch)).status in final and found, f"{batch.id} has ended", period_s=0.2
+    )
 
 
 def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
-    """The lines of a result file by custom id; each stands there once."""
+    """Return the lines of a result file by custom id; check that each is there once."""
     if file_id is None:
         return {}
     lines = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]

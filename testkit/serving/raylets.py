@@ -1,9 +1,10 @@
-"""A private Ray cluster of several raylets that serves a model: `python -m testkit.serving.raylets key=value`.
+"""Headway on several raylets of a private Ray cluster, and a test process's view of it.
 
-The head has the CPUs for the ingresses and the jobs process. Each worker has a fake GPU and no CPUs. So every model
-replica gets its own worker, and everything else runs on the head. Arguments are `port` and the fields of
-`HeadwayConfig`. The process prints one line of JSON with its addresses. It then reads commands: `add` starts a worker,
-`remove NODE_ID` kills one. Each command is answered by one line. The process ends when its input ends.
+`python -m testkit.serving.raylets key=value` runs the cluster. The head has the CPUs for the ingresses and the jobs
+process. Each worker has a fake GPU and no CPUs. So every model replica gets its own worker, and everything else runs
+on the head. Arguments are `port` and the fields of `HeadwayConfig`. The process prints one line of JSON with its
+addresses. It then reads commands: `add` starts a worker, `remove NODE_ID` kills one. Each command is answered by one
+line. `serving` runs this program.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import psutil
 
 from serve_app.cli.private_cluster import end_processes, free_port, private_ray_environment
 from serve_app.config import HeadwayConfig
+from testkit.serving.served import Served, running, wait_for
+from testkit.serving.streams import Clients, Stream
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -30,10 +34,101 @@ if TYPE_CHECKING:
     from replicas.model_replica import Backend
     from replicas.options import ReplicaOptions
 
+_MAX_TRIES = 8
 _OBJECT_STORE_BYTES = 100 * 2**20
 _PLACES = {
     "num_gpus_per_replica": 1, "cpus_per_replica": 0, "num_threads": 1, "cpus_per_ingress": 1, "cpus_per_jobs": 1,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Raylets:
+    """Running application, and its raylets."""
+
+    app: Served
+
+    def replicas(self) -> list[dict[str, Any]]:
+        """Return an ingress's view of the model replicas; none if no ingress answers at the moment."""
+        with contextlib.suppress(httpx.HTTPError):
+            return self.app.replicas()
+        return []
+
+    def num_running(self) -> dict[str, int]:
+        """Return the number of running sequences by replica."""
+        return {replica["replica_id"]: replica["num_running"] for replica in self.replicas()}
+
+    def node_of(self, replica_id: str) -> str:
+        """Return the raylet of a model replica."""
+        replicas = self.app.deployment("Model")["replicas"]
+        [node_id] = [replica["node_id"] for replica in replicas if replica["replica_id"] == replica_id]
+        return str(node_id)
+
+    def ingress_pids(self) -> dict[str, int]:
+        """Return the process id of every running ingress, by replica id."""
+        return {
+            replica["replica_id"]: replica["pid"]
+            for replica in self.app.deployment("Ingress")["replicas"]
+            if replica["state"] == "RUNNING"
+        }
+
+    def ingress_of(self, stream: Stream) -> str:
+        """Return the ingress that received a request, according to its log."""
+        return wait_for(lambda: self._find_started(stream.request_id), f"{stream.request_id} has come to an ingress")
+
+    def open_in_turn(self, clients: Clients, bodies: Iterable[dict[str, Any]]) -> list[Stream]:
+        """Open requests one by one, each after an ingress has received the one before: the proxy then spreads them."""
+        streams: list[Stream] = []
+        for body in bodies:
+            streams.append(clients.open(body))
+            self.ingress_of(streams[-1])
+        return streams
+
+    def open_at(self, clients: Clients, ingress_id: str, body: dict[str, Any]) -> tuple[Stream, list[Stream]]:
+        """Open requests until one reaches this ingress; return it and the earlier ones, at other ingresses."""
+        others: list[Stream] = []
+        for _ in range(_MAX_TRIES):
+            # Requests at another ingress stay open: the proxy prefers the ingress with fewer requests.
+            stream = clients.open(body)
+            if self.ingress_of(stream) == ingress_id:
+                return stream, others
+            others.append(stream)
+        raise AssertionError(f"none of {_MAX_TRIES} requests came to ingress {ingress_id}")
+
+    def wait_until_idle(self) -> None:
+        """Return when nothing runs and every block is free."""
+
+        def is_idle() -> bool:
+            replicas = self.replicas()
+            return bool(replicas) and all(
+                replica["num_running"] + replica["num_waiting"] + replica["num_in_flight"] == 0
+                and replica["num_free_blocks"] == replica["num_blocks"]
+                for replica in replicas
+            )
+
+        wait_for(is_idle, "every replica is idle")
+
+    def add_worker(self) -> str:
+        """Add a raylet with room for one model replica; return its id."""
+        return self.app.ask("add")["node_id"]
+
+    def kill_worker(self, node_id: str) -> None:
+        """Kill a raylet with all its processes."""
+        self.app.ask(f"remove {node_id}")
+
+    def _find_started(self, request_id: str) -> str | None:
+        for log in Path(self.app.places["logs"]).glob("replica_*_Ingress_*.log"):
+            for line in log.read_text().splitlines():
+                if request_id in line and (entry := json.loads(line))["message"] == "request started":
+                    return str(entry["replica"])
+        return None
+
+
+@contextlib.contextmanager
+def serving(home: Path, **fields: object) -> Iterator[Raylets]:
+    """Serve the application with these fields of its configuration; end all its processes afterwards."""
+    arguments = [f"{name}={value}" for name, value in {"port": free_port("127.0.0.1"), **fields}.items()]
+    with running("testkit.serving.raylets", arguments, home) as app:
+        yield Raylets(app)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +149,8 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr), _folder() as folder, _cluster(config) as cluster:
         _serve(config, port)
         logs = folder / "t" / "ray" / "session_latest" / "logs" / "serve"
-        _say({"dashboard_url": f"http://{cluster.webui_url}", "token_path": str(folder / "token"), "logs": str(logs)})
+        addresses = {"url": f"http://127.0.0.1:{port}", "dashboard_url": f"http://{cluster.webui_url}"}
+        _say({**addresses, "token_path": str(folder / "token"), "logs": str(logs)})
         for line in sys.stdin:
             match line.split():
                 case ["add"]:

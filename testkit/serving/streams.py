@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -16,22 +17,23 @@ import httpx
 from testkit.limits import LIMIT_S
 
 
+@dataclass(eq=False)
 class Stream:
     """State of one streamed request; the clients' thread writes it, the test reads it."""
 
-    def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
-        self.status: int | None = None
-        self.replica_id: str | None = None
-        """The replica that gave the first tokens."""
-        self.texts: defaultdict[int, str] = defaultdict(str)
-        """Text by choice."""
-        self.finish_reasons: dict[int, str] = {}
-        self.error: str | None = None
-        """The server's error, or the transport error."""
-        self.is_done = False
-        """True if the server has sent `[DONE]`."""
-        self._reading: Future[None] | None = None
+    request_id: str
+    status: int | None = None
+    replica_id: str | None = None
+    """Replica that gave the first tokens."""
+    texts: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
+    """Text by choice."""
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    error: str | None = None
+    """Error of the server, or of the transport."""
+    is_done: bool = False
+    """True if the server has sent `[DONE]`."""
+    reading: Future[None] | None = None
+    """Task that reads the stream."""
 
     @property
     def num_characters(self) -> int:
@@ -41,16 +43,12 @@ class Stream:
     @property
     def is_over(self) -> bool:
         """True if nothing more will come."""
-        return self._reading is not None and self._reading.done()
+        return self.reading is not None and self.reading.done()
 
     def close(self) -> None:
         """Disconnect the client."""
-        assert self._reading is not None
-        self._reading.cancel()
-
-    def read_on(self, reading: Future[None]) -> None:
-        """Attach the task that reads the stream."""
-        self._reading = reading
+        assert self.reading is not None
+        self.reading.cancel()
 
     def take(self, line: str) -> None:
         """Record one line of the event stream."""
@@ -74,7 +72,9 @@ class Clients:
 
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._http = httpx.AsyncClient(base_url=url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None))
+        self._http = httpx.AsyncClient(
+            base_url=url, timeout=LIMIT_S, limits=httpx.Limits(max_connections=None), trust_env=False
+        )
         self._streams: list[Stream] = []
         self.begun: list[Stream] = []
         """Streams in the order of their first text."""
@@ -83,7 +83,7 @@ class Clients:
         """Send one streamed completion; return it before any response."""
         stream = Stream(f"stream-{len(self._streams)}-of-{id(self)}")
         self._streams.append(stream)
-        stream.read_on(asyncio.run_coroutine_threadsafe(self._read(stream, body), self._loop))
+        stream.reading = asyncio.run_coroutine_threadsafe(self._read(stream, body), self._loop)
         return stream
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Clients:
 def clients(url: str) -> Iterator[Clients]:
     """Yield clients; disconnect them afterwards."""
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="clients")
+    thread = threading.Thread(target=loop.run_forever, name="clients", daemon=True)
     thread.start()
     many = Clients(url, loop)
     try:

@@ -1,6 +1,4 @@
-"""The same checks as `make gpu-check`, as tests; and that the command never passes without a device."""
-
-from __future__ import annotations
+"""The checks and measurements of `make gpu-check`, as tests; and that the command never passes without a device."""
 
 from pathlib import Path
 
@@ -9,6 +7,8 @@ import torch
 from transformers import LlamaConfig
 
 from bench import gpu_check
+from bench.gpu import device_time, host_gap, mixed_trace
+from bench.gpu.model_checks import AHEAD_ARCHITECTURES, check_ahead
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.options import RunnerOptions
@@ -18,7 +18,7 @@ SMALL = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
     max_position_embeddings=256,
 )  # fmt: skip
-FLOAT32 = torch.float32
+LONGER = LlamaConfig(**{**SMALL.to_dict(), "vocab_size": 8192, "max_position_embeddings": 2048})
 HAS_CUDA = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
@@ -44,11 +44,13 @@ def test_architecture_equals_generate_on_the_gpu(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_decodes_read_all_weights_but_embeddings_that_are_not_the_head(is_tied: bool) -> None:
+def test_decodes_read_all_weights_except_untied_embeddings(is_tied: bool) -> None:
     pytest.importorskip("triton")
     from bench.gpu.kernel_times import read_bytes
 
-    loaded = gpu_check.random_model(LlamaConfig(**{**SMALL.to_dict(), "tie_word_embeddings": is_tied}), FLOAT32, "cpu")
+    loaded = gpu_check.random_model(
+        LlamaConfig(**{**SMALL.to_dict(), "tie_word_embeddings": is_tied}), torch.float32, "cpu"
+    )
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert read_bytes(loaded) == 4 * (2 * layer + 64 + 512 * 64)
 
@@ -68,10 +70,40 @@ def test_architecture_check_runs_on_the_cpu() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "NUM_ITERATIONS", 2)
+    monkeypatch.setattr(device_time, "NUM_ITERATIONS", 2)
     limits, options = EngineLimits(max_num_seqs=4, max_num_batched_tokens=64), RunnerOptions(kv_cache_bytes=2**22)
     runner = build_runner(gpu_check.random_model(SMALL, torch.bfloat16, device), limits, options)
     warm_up(runner, limits)
     params = SamplingParams(max_tokens=8, top_p=0.9)
-    assert gpu_check.measure_decode(runner, 4, 100, params).min_ms > 0
-    assert gpu_check.measure_prefill(runner, 64).tokens_per_s > 0
+    assert device_time.measure_decode(runner, 4, 100, params).min_ms > 0
+    assert device_time.measure_prefill(runner, 64).tokens_per_s > 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("architecture", AHEAD_ARCHITECTURES)
+def test_steps_ahead_give_the_tokens_of_plain_steps(architecture: str) -> None:
+    assert check_ahead(architecture, "cuda").passed
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_gaps_are_measured(enforce_eager: bool) -> None:
+    limits = EngineLimits(max_num_seqs=host_gap.MANY_SEQS)
+    options = RunnerOptions(gpu_memory_utilization=0.3, enforce_eager=enforce_eager)
+    runner = build_runner(gpu_check.random_model(LONGER, torch.bfloat16, "cuda"), limits, options)
+    warm_up(runner, limits)
+    gap = host_gap.measure(runner, 8, is_async=True)
+    assert gap.has_graphs is not enforce_eager
+    assert gap.period_p50_ms > 0 and 0 < gap.busy_share <= 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_every_engine_runs_the_trace() -> None:
+    outcomes = mixed_trace.measure_trace(
+        lambda: gpu_check.random_model(LONGER, torch.bfloat16, "cuda"),
+        lambda: mixed_trace.plain_model(LONGER, torch.bfloat16, "cuda"),
+    )
+    assert [outcome.fault for outcome in outcomes] == [None] * len(outcomes)

@@ -16,9 +16,14 @@ def _quiet_and_small() -> None:
     logging.disable_progress_bar()
 
 
-@pytest.fixture(scope="module", params=[1, 3])
-def kernels_in_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The compiled kernels, computing alone and together."""
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """Compile the kernels; skip the test where they cannot be compiled."""
     need_kernels()
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def kernels_in_threads(kernels: None, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run the compiled kernels in one thread and in three."""
     with with_threads(request.param):
         yield

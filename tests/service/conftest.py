@@ -1,7 +1,5 @@
 """Services for the tests of this folder: one for each test, or one of a module, and clients."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path

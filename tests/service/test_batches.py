@@ -1,7 +1,5 @@
 """Files, batches and jobs on the real engine, through the stock client and the command line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -20,11 +18,11 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import ReplicaOptions, StreamOptions
 from serve_app.ingress import IngressSettings
 from testkit.http.local_service import local_service
-from testkit.http.scripted_dispatcher import key_digest
+from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.batch_calls import MODEL_NAME, chat_body, ended, line, look, results, submit
-from testkit.serving.make_serve import ROOT, wait_for
+from testkit.serving.served import ROOT, wait_for
 
 LONG = 30_000
 """Output tokens of a request that no test waits for: many seconds."""
@@ -32,18 +30,18 @@ LONG = 30_000
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A service that asks for keys: those of two tenants."""
+    """Serve with the keys of two tenants; yield the base URL."""
     folder = tmp_path_factory.mktemp("service")
     model = str(write_checkpoint(folder / MODEL_NAME, max_position_embeddings=32768))
-    keys = folder / "keys.yaml"
-    keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("acme", "zeta")))
     options = ReplicaOptions(
         ModelOptions(model, dtype="float32", num_threads=1),
         RunnerOptions(kv_cache_bytes=64 * 2**20),
         EngineLimits(max_num_seqs=4),
         StreamOptions(),
     )
-    settings = IngressSettings(model=model, served_model_name=MODEL_NAME, api_key_file=str(keys))
+    settings = IngressSettings(
+        model=model, served_model_name=MODEL_NAME, api_key_file=write_keys(folder, "acme", "zeta")
+    )
     with (
         start_blocking_portal() as portal,
         portal.wrap_async_context_manager(local_service(options, settings, folder)) as service,
@@ -97,8 +95,7 @@ def test_cancelled_batch_keeps_what_was_done(client: openai.OpenAI) -> None:
     wait_for(lambda: look(client, batch).request_counts.completed == 1, "the short one is done", period_s=0.1)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
     batch = ended(client, batch)
-    assert batch.status == "cancelled"
-    assert batch.cancelling_at <= batch.cancelled_at
+    assert batch.status == "cancelled" and batch.cancelling_at <= batch.cancelled_at
     done, undone = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert "short" in done
     assert done.keys() | undone.keys() == {"short", *(f"long-{i}" for i in range(2))}
@@ -111,8 +108,7 @@ def test_cancelled_batch_keeps_what_was_done(client: openai.OpenAI) -> None:
 def test_window_that_ends_keeps_what_was_done(client: openai.OpenAI) -> None:
     batch = submit(client, line("short"), *(line(f"long-{i}", max_tokens=LONG) for i in range(2)), window="8s")
     batch = ended(client, batch)
-    assert batch.status == "expired"
-    assert batch.expires_at - batch.created_at == 8
+    assert (batch.status, batch.expires_at - batch.created_at) == ("expired", 8)
     done, undone = results(client, batch.output_file_id), results(client, batch.error_file_id)
     assert done.keys() == {"short"}
     assert undone.keys() == {f"long-{i}" for i in range(2)}
@@ -207,17 +203,14 @@ def test_prompt_batches_answer_at_once_or_later(http: httpx.Client) -> None:
 def test_command_submits_waits_and_saves(url: str, tmp_path: Path) -> None:
     requests, output = tmp_path / "requests.jsonl", tmp_path / "output.jsonl"
     requests.write_text("\n".join(line(f"r-{number}") for number in range(5)))
-    command = [sys.executable, "-m", "serve_app.cli.main", "batch"]
-    options = ["--url", url, "--api-key", "acme"]
-    finished = subprocess.run(
-        [*command, "submit", requests, "--wait", "--output", output, "--poll-every", "0.2", *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "serve_app.cli.main", "batch", *arguments, "--url", url, "--api-key", "acme"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+
+    finished = run("submit", requests, "--wait", "--output", output, "--poll-every", "0.2")
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("batch_")
     assert len(output.read_text().splitlines()) == 5
-    status = subprocess.run(
-        [*command, "status", finished.stdout.strip(), *options],
-        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S,
-    )  # fmt: skip
+    status = run("status", finished.stdout.strip())
     assert "5 completed, 0 failed, of 5" in status.stdout

@@ -1,6 +1,4 @@
-"""What comes over HTTP is what the model says, token for token, however it is asked."""
-
-from __future__ import annotations
+"""Responses over HTTP are the model's output, token for token, in every form of request."""
 
 import asyncio
 from pathlib import Path
@@ -13,6 +11,8 @@ from testkit.model.engine_runs import random_prompts, reference_model, reference
 from tests.service.conftest import MODEL, Service
 
 NUM_TOKENS = 24
+GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0}
+WITH_TOKENS = {"return_token_ids": True, "ignore_eos": True}
 PROMPTS = [list(prompt) for prompt in random_prompts((1, 5, 17, 40, 90, 130), seed=3)]
 
 
@@ -22,21 +22,17 @@ def reference(checkpoint: Path) -> PreTrainedModel:
 
 
 async def complete(service: Service, prompt: Any, **fields: Any) -> list[list[int]]:
-    """Each choice's token ids."""
-    extra = {"return_token_ids": True, "ignore_eos": True, **fields.pop("extra_body", {})}
-    body = {"max_tokens": NUM_TOKENS, "temperature": 0, **fields}
-    answer = await service.openai.completions.create(model=MODEL, prompt=prompt, extra_body=extra, **body)
+    """Return each choice's token ids."""
+    body = GREEDY | fields | {"extra_body": WITH_TOKENS | fields.get("extra_body", {})}
+    answer = await service.openai.completions.create(model=MODEL, prompt=prompt, **body)
     return [choice.token_ids for choice in answer.choices]
 
 
 async def stream(service: Service, prompt: Any, **fields: Any) -> list[int]:
-    """The streamed token ids of one choice."""
-    extra = {"return_token_ids": True, "ignore_eos": True}
-    body = {"max_tokens": NUM_TOKENS, "temperature": 0, **fields}
+    """Return the streamed token ids of one choice."""
+    body = GREEDY | fields | {"extra_body": WITH_TOKENS, "stream": True}
     token_ids: list[int] = []
-    async for chunk in await service.openai.completions.create(
-        model=MODEL, prompt=prompt, stream=True, extra_body=extra, **body
-    ):
+    async for chunk in await service.openai.completions.create(model=MODEL, prompt=prompt, **body):
         for choice in chunk.choices:
             token_ids += choice.token_ids or []
     return token_ids

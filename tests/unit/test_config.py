@@ -1,6 +1,7 @@
 """Configuration: its fields become the parts' settings, or are refused with a message that names both values."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.options import StreamOptions
 from replicas.protocol import Band
 from replicas.settings import settings_of
-from router.latency_targets import LatencyTargets
+from router.types import LatencyTargets
 from serve_app.config import PARTS, HeadwayConfig
 from serve_app.config_page import page
 
@@ -43,19 +44,18 @@ def test_strings_of_the_command_line_become_typed_values():
         }
     )
     options = config.replica_options()
-    assert config.num_replicas == 2
     assert (options.runner.kv_cache_bytes, type(options.runner.kv_cache_bytes)) == (2 * 2**30, int)
-    assert options.limits.enable_prefix_caching is False
-    assert options.model.max_model_len is None
+    assert (options.limits.enable_prefix_caching, options.model.max_model_len) == (False, None)
     assert options.limits.kv_pressure_policy is KVPressurePolicy.PAUSE_NEW
-    assert config.num_gpus_per_replica == 0.5
-    assert options.streams.coalesce_interval_s == 0.05
+    numbers = (config.num_replicas, config.num_gpus_per_replica, options.streams.coalesce_interval_s)
+    assert numbers == (2, 0.5, 0.05)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"max_num_seq": 3}, ["max_num_seq", "not permitted"]),
+        ({"allowed_origins": "app.example.com"}, ["allowed_origins has `app.example.com`", "scheme://host"]),
         ({"num_replicas": 0}, ["num_replicas", "greater than or equal to 1"]),
         ({"max_num_seqs": "many"}, ["max_num_seqs", "Input should be a valid integer"]),
         ({"max_num_seqs": 0}, ["max_num_seqs", "greater than or equal to 1"]),
@@ -107,7 +107,7 @@ def test_a_directory_is_made_absolute_and_gives_its_name(tmp_path, monkeypatch):
 
 
 def declarations() -> dict[str, list[str]]:
-    """The classes of the product that give a field a default, by the field's name."""
+    """Return the classes of the product that give a field a default, by the field's name."""
     found: dict[str, list[str]] = defaultdict(list)
     for package in ("serve_app", "router", "replicas"):
         for path in (ROOT / package).rglob("*.py"):
@@ -153,8 +153,10 @@ def test_every_setting_reaches_its_part(part):
     other_than_7 = {
         "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
         "attention_backend": "flash", "gpu_memory_utilization": 0.5, "kernel_cache_dir": "there",
-        "api_key_file": "there", "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
+        "api_key_file": "there", "access_log_socket": "there",
+        "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
+        "generation_config": "vllm", "allowed_origins": "null",
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
     config = HeadwayConfig.model_validate(values)
@@ -168,13 +170,20 @@ def test_every_setting_reaches_its_part(part):
     assert all(expected[name] != entry.default for name, entry in settings_of(part).items())
 
 
-def test_a_part_checks_its_bounds_itself():
-    with pytest.raises(ValueError, match="max_num_seqs is 0; it must be at least 1"):
-        EngineLimits(max_num_seqs=0)
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization is 1\.5; it must be at most 1"):
-        RunnerOptions(gpu_memory_utilization=1.5)
-    with pytest.raises(ValueError, match="max_stream_chunks_per_s is 0; it must be above 0"):
-        StreamOptions(max_stream_chunks_per_s=0)
+@pytest.mark.parametrize(
+    ("part", "name", "value", "bound"),
+    [
+        (EngineLimits, "max_num_seqs", 0, "at least 1"),
+        (RunnerOptions, "gpu_memory_utilization", 1.5, "at most 1"),
+        (StreamOptions, "max_stream_chunks_per_s", 0, "above 0"),
+    ],
+)
+def test_a_part_checks_its_bounds_itself(part, name, value, bound):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is {value}; it must be {bound}")):
+        part(**{name: value})
+
+
+def test_a_part_does_not_check_a_setting_that_is_none():
     assert ModelOptions("m", max_model_len=None).max_model_len is None
 
 
@@ -198,12 +207,19 @@ def test_serve_refuses_later_than_we_do(num_ingress_replicas):
     assert config.max_ongoing_requests_for_jobs > in_all_ingresses
 
 
+@pytest.mark.parametrize(("fields", "share"), [({}, 1.0), ({"api_key_file": "keys.yaml"}, 0.5)])
+def test_a_tenants_share_of_a_queue_needs_keys(fields: dict[str, str], share: float):
+    bands = HeadwayConfig.model_validate(fields).flow_limits().bands
+    assert {limits.max_tenant_share for limits in bands.values()} == {share}
+
+
 def test_latency_targets_are_per_band_and_may_be_none():
     targets = HeadwayConfig.model_validate({"interactive_ttft_target_s": "0.5", "standard_tpot_target_s": "none"})
-    by_band = targets.latency_targets()
-    assert by_band[Band.INTERACTIVE] == LatencyTargets(ttft_s=0.5, tpot_s=0.15)
-    assert by_band[Band.STANDARD] == LatencyTargets(ttft_s=5.0, tpot_s=None)
-    assert by_band[Band.BATCH] == LatencyTargets(ttft_s=None, tpot_s=None)
+    assert targets.latency_targets() == {
+        Band.INTERACTIVE: LatencyTargets(ttft_s=0.5, tpot_s=0.15),
+        Band.STANDARD: LatencyTargets(ttft_s=5.0, tpot_s=None),
+        Band.BATCH: LatencyTargets(ttft_s=None, tpot_s=None),
+    }
 
 
 def test_none_is_no_value_of_a_field_that_needs_one():

@@ -1,7 +1,5 @@
 """The files that operators deploy with are what Ray and Headway take, and ask for Ray's token."""
 
-from __future__ import annotations
-
 from importlib.metadata import version
 from pathlib import Path
 

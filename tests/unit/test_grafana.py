@@ -1,7 +1,5 @@
 """The Grafana dashboard asks for nothing that /metrics does not show."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -16,15 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.protocol import Band
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.latency_targets import LatencyTargets
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
-from router.scaling.autoscaling_loop import AutoscalingLoop
+from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
-from router.scaling.scaling_inputs import IngressLoad
-from router.types import Outcome
-from serve_app.metrics import HttpMetrics, exposition
-from serve_app.router_metrics import RouterCollector, RouterMetrics
+from router.types import LatencyTargets, Outcome
+from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
 from testkit.engine.shadow_runner import World, config, request
+from testkit.limits import LIMIT_S
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "serve_app" / "dashboard" / "grafana.json").read_text())
 METRIC = re.compile(r"\b(?:vllm|headway):\w+|\bhttp_\w+")
@@ -34,7 +30,7 @@ Target = dict[str, Any]
 
 
 async def full_page() -> bytes:
-    """What an ingress shows that has a replica, a request that waits, and a past."""
+    """Return the metrics of an ingress that has a replica, a waiting request and a past."""
     world = World(config())
     world.add(request())
     world.run()
@@ -47,8 +43,9 @@ async def full_page() -> bytes:
     load = IngressLoad(queue, table, gossip)
     autoscaling = AutoscalingLoop(Autoscaler(settings, time.monotonic), load, gossip, lambda: asyncio.sleep(0))
     running = asyncio.create_task(autoscaling.run(lambda: asyncio.sleep(0)))
-    while autoscaling.decision is None:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(LIMIT_S):
+        while autoscaling.decision is None:
+            await asyncio.sleep(0)
     running.cancel()
     metrics = RouterMetrics(http.registry, dict.fromkeys(Band, LatencyTargets()))
     metrics.waited(Band.STANDARD, Outcome.DISPATCHED, 0.1)
@@ -58,7 +55,7 @@ async def full_page() -> bytes:
 
 @pytest.fixture
 async def labels_of() -> dict[str, set[str]]:
-    """Label names of every sample's name on the page."""
+    """Return the label names of every sample's name on the page."""
     labels: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families((await full_page()).decode()):
         for sample in family.samples:
@@ -71,7 +68,7 @@ def targets() -> list[Target]:
 
 
 def labels_in(expr: str) -> set[str]:
-    """Names of the labels that an expression groups or selects by."""
+    """Return the names of the labels that an expression groups or selects by."""
     return {
         re.split(r"[=!]", item)[0].strip()
         for match in LABELS.finditer(expr)

@@ -1,7 +1,5 @@
 """A rate over a sliding window of time."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,18 +1,15 @@
-"""What the router is heard to do, as Prometheus reads it."""
-
-from __future__ import annotations
+"""Prometheus metrics of the router."""
 
 import pickle
 
+import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.protocol import Band
-from router.latency_targets import LatencyTargets
-from router.types import Outcome, Reason
+from router.types import LatencyTargets, Outcome, Reason
 from serve_app.jobs.api.records import JobsCounts
-from serve_app.metrics import HttpMetrics, exposition
-from serve_app.router_metrics import RouterMetrics
+from serve_app.metrics import HttpMetrics, RouterMetrics, exposition
 
 TARGETS = {
     Band.INTERACTIVE: LatencyTargets(ttft_s=1.0, tpot_s=0.1),
@@ -35,8 +32,12 @@ class Page:
         return [self.value("headway:slo_attained_total", band=band, slo=slo) for slo in ("ttft", "tpot", "all")]
 
 
-def test_attainment_is_of_the_requests_that_ended_well() -> None:
-    page = Page()
+@pytest.fixture
+def page() -> Page:
+    return Page()
+
+
+def test_attainment_is_of_the_requests_that_ended_well(page: Page) -> None:
     page.metrics.finished(Band.INTERACTIVE, 0.5, 1.5, 11)
     page.metrics.finished(Band.INTERACTIVE, 0.5, 3.0, 11)
     page.metrics.finished(Band.INTERACTIVE, 2.0, 3.0, 11)
@@ -47,8 +48,7 @@ def test_attainment_is_of_the_requests_that_ended_well() -> None:
     assert page.value("headway:goodput_tokens_total", band="interactive") == 11
 
 
-def test_bands_have_targets_of_their_own() -> None:
-    page = Page()
+def test_bands_have_targets_of_their_own(page: Page) -> None:
     for band in Band:
         page.metrics.finished(band, 4.0, 500.0, 11)
     assert [page.attained(band) for band in ("interactive", "standard", "batch")] == [[0, 0, 0], [1, 1, 1], [1, 1, 1]]
@@ -56,16 +56,14 @@ def test_bands_have_targets_of_their_own() -> None:
     assert goodput == [0, 11, 11]
 
 
-def test_decisions_are_counted_by_reason() -> None:
-    page = Page()
+def test_decisions_are_counted_by_reason(page: Page) -> None:
     for reason in (Reason.PREFIX_HIT, Reason.PREFIX_HIT, Reason.AFFINITY):
         page.metrics.decided(reason)
     assert page.value("headway:router_decisions_total", reason="prefix_hit") == 2
     assert page.value("headway:router_decisions_total", reason="affinity") == 1
 
 
-def test_what_has_not_happened_yet_is_zero_and_not_missing() -> None:
-    page = Page()
+def test_what_has_not_happened_yet_is_zero_and_not_missing(page: Page) -> None:
     assert all(page.value("headway:router_decisions_total", reason=reason.value) == 0 for reason in Reason)
     assert [page.attained(band.name.lower()) for band in Band] == [[0, 0, 0]] * 3
     for name in ("starvation_promotions", "finished_requests", "finished_tokens", "goodput_tokens"):
@@ -74,7 +72,7 @@ def test_what_has_not_happened_yet_is_zero_and_not_missing() -> None:
         assert page.value("headway:migrations_total", outcome=outcome) == 0
 
 
-def test_what_the_jobs_process_routes_stands_beside_in_the_same_families() -> None:
+def test_metrics_of_both_routers_share_their_families() -> None:
     jobs, http = CollectorRegistry(), HttpMetrics("m")
     theirs, ours = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
     for metrics, num_waits in ((ours, 1), (theirs, 2)):

@@ -1,7 +1,5 @@
 """Each commit plays other random worlds, beside some that stay, and every one can be played again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

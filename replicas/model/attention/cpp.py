@@ -26,10 +26,11 @@ class CppAttention:
     The kernel reads only slots that a token sees, so blocks need not be cleared.
     """
 
+    kernels = "C++ kernels"
+
     def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
         self.cache = cache
-        self.slots = inputs.slots
-        """[num_tokens] int64"""
+        self.slots = inputs.slots  # [num_tokens] int64
         chunks: list[tuple[int, int, int, int]] = []
         tables: list[int] = []
         for chunk in inputs.chunks:

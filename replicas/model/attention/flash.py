@@ -30,38 +30,35 @@ Attend = Callable[..., Tensor]
 class VarlenPlan:
     """Plan of a flat batch of chunks, as FlashAttention's call with variable lengths takes it."""
 
-    tables: Tensor
-    """[num_chunks, num_blocks] int32: each sequence's blocks, padded with any valid block."""
-    num_keys: Tensor
-    """[num_chunks] int32: number of keys that the last token of each chunk sees."""
-    first_rows: Tensor
-    """[num_chunks + 1] int32: first row of each chunk in the flat batch, then the number of rows."""
+    tables: Tensor  # [num_chunks, num_blocks] int32: each sequence's blocks, padded with any valid block
+    num_keys: Tensor  # [num_chunks] int32: number of keys that the last token of each chunk sees
+    first_rows: Tensor  # [num_chunks + 1] int32: first row of each chunk in the flat batch, then the number of rows
     longest_chunk: int
 
 
+@dataclass(frozen=True, slots=True)
 class FlashAttention:
     """Attention of one forward pass."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, plan: VarlenPlan, attend: Attend) -> None:
-        self._cache = cache
-        self._slots = slots
-        self._plan = plan
-        self._attend = attend
+    cache: KVCache
+    slots: Tensor
+    plan: VarlenPlan
+    kernel: Attend
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
         if call.scoring.sinks is not None:
             raise NotImplementedError("FlashAttention 3 has no attention sinks")
-        layer = self._cache[call.layer]
-        layer.write(self._slots, call.key, call.value)
-        return self._attend(
+        layer = self.cache[call.layer]
+        layer.write(self.slots, call.key, call.value)
+        return self.kernel(
             call.query,
             layer.keys,
             layer.values,
-            cache_seqlens=self._plan.num_keys,
-            page_table=self._plan.tables,
-            cu_seqlens_q=self._plan.first_rows,
-            max_seqlen_q=self._plan.longest_chunk,
+            cache_seqlens=self.plan.num_keys,
+            page_table=self.plan.tables,
+            cu_seqlens_q=self.plan.first_rows,
+            max_seqlen_q=self.plan.longest_chunk,
             softmax_scale=call.scoring.scale,
             causal=True,
             window_size=(-1, -1) if call.window is None else (call.window - 1, 0),
@@ -71,6 +68,8 @@ class FlashAttention:
 
 class FlashBackend:
     """`AttentionBackend` over FlashAttention 3."""
+
+    kernels = "FlashAttention 3"
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         """Import the package.

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from replicas.model.attention.dense import attend_dense
-from replicas.model.attention.interface import AttentionCall
+from replicas.model.attention.interface import AttentionCall, Scoring
 from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.batch.inputs import BatchInputs, Chunk
 
@@ -17,16 +16,16 @@ from replicas.model.batch.inputs import BatchInputs, Chunk
 _MAX_GATHERED_SLOTS = 1 << 17
 # Sequences of at most this many blocks share a group, however unequal: padding costs less than another call.
 _SHORT_BLOCKS = 16
+# Scores held at once, in elements. It bounds the memory.
+_MAX_SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """Decodes of similar length, whose blocks are gathered together."""
 
-    rows: Tensor
-    """[num_chunks] int64: rows in the flat batch."""
-    table: Tensor
-    """[num_chunks * max_blocks] int64"""
+    rows: Tensor  # [num_chunks] int64: rows in the flat batch
+    table: Tensor  # [num_chunks * max_blocks] int64
     mask: Tensor
     """[num_chunks, 1, 1, max_blocks * block_size] bool: the gathered slots that the token sees; at least its own."""
 
@@ -36,20 +35,17 @@ class _Prefill:
     """Chunk of several tokens. Without a table, the chunk sees only its own keys and values, causally."""
 
     rows: slice
-    table: Tensor | None
-    """[num_blocks] int64"""
-    mask: Tensor | None
-    """[num_tokens, num_slots] bool; None: causal."""
+    table: Tensor | None  # [num_blocks] int64
+    mask: Tensor | None  # [num_tokens, num_slots] bool; None: causal
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    decodes: tuple[_Decodes, ...]
-    prefills: tuple[_Prefill, ...]
+_Plan = tuple[list[_Decodes], list[_Prefill]]
 
 
 class GatherAttention:
     """Attention of one forward pass. Layers of the same window share a plan of tables and masks."""
+
+    kernels = "plain torch"
 
     def __init__(self, cache: KVCache, inputs: BatchInputs) -> None:
         self._cache = cache
@@ -64,20 +60,20 @@ class GatherAttention:
         layer.write(self._inputs.slots, call.key, call.value)
         if call.window not in self._plans:
             self._plans[call.window] = self._plan(call.window)
-        plan = self._plans[call.window]
+        decodes, prefills = self._plans[call.window]
         num_tokens, num_heads, _ = call.query.shape
         output = call.query.new_empty(num_tokens, num_heads, call.value.shape[2])
-        for decodes in plan.decodes:
-            output.index_copy_(0, decodes.rows, _attend_decodes(call, layer, decodes))
-        for prefill in plan.prefills:
+        for group in decodes:
+            output.index_copy_(0, group.rows, _attend_decodes(call, layer, group))
+        for prefill in prefills:
             output[prefill.rows] = _attend_prefill(call, layer, prefill)
         return output
 
     def _plan(self, window: int | None) -> _Plan:
         singles = [chunk for chunk in self._inputs.chunks if chunk.num_tokens == 1]
-        return _Plan(
-            tuple(self._decodes(group, window) for group in self._group(singles, window)),
-            tuple(self._prefill(chunk, window) for chunk in self._inputs.chunks if chunk.num_tokens > 1),
+        return (
+            [self._decodes(group, window) for group in self._group(singles, window)],
+            [self._prefill(chunk, window) for chunk in self._inputs.chunks if chunk.num_tokens > 1],
         )
 
     def _group(self, chunks: list[Chunk], window: int | None) -> list[list[Chunk]]:
@@ -190,3 +186,53 @@ def _needs_dense(call: AttentionCall) -> bool:
     return (
         call.scoring.softcap is not None or call.scoring.sinks is not None or call.query.shape[2] != call.value.shape[2]
     )
+
+
+def attend_dense(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Compute attention with float32 scores, without torch's fused kernels, for a slice of the queries at a time.
+
+    Args:
+        query: [num_chunks, num_query_heads, num_tokens, key_size]
+        keys: [num_chunks, num_kv_heads, num_slots, key_size]
+        values: [num_chunks, num_kv_heads, num_slots, value_size]
+        mask: bool, broadcastable to [num_chunks, 1, num_tokens, num_slots]; every token sees a slot. None: causal;
+            tokens and slots are the same positions.
+        scoring: the parameters of the scores.
+
+    Returns:
+        [num_chunks, num_query_heads, num_tokens, value_size]
+    """
+    num_chunks, num_heads, num_tokens, _ = query.shape
+    num_slots = keys.shape[2]
+    if mask is None:
+        mask = torch.ones(num_tokens, num_slots, dtype=torch.bool, device=query.device).tril()
+    slice_tokens = max(1, _MAX_SCORES // (num_chunks * num_heads * num_slots))
+    outputs = [
+        _attend_slice(
+            query[:, :, first : first + slice_tokens],
+            keys,
+            values,
+            mask[..., first : first + slice_tokens, :],
+            scoring,
+        )
+        for first in range(0, num_tokens, slice_tokens)
+    ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _attend_slice(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    num_chunks, num_heads, num_tokens, key_size = query.shape
+    num_kv_heads = keys.shape[1]
+    # Pack the query heads of one KV head as rows, so the keys need no copy per query head.
+    packed = query.reshape(num_chunks, num_kv_heads, -1, key_size)
+    scores = (packed @ keys.transpose(2, 3)).view(num_chunks, num_heads, num_tokens, -1).float() * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if scoring.sinks is not None:
+        sink_scores = scoring.sinks.float().view(1, -1, 1, 1).expand(num_chunks, -1, num_tokens, 1)
+        weights = torch.softmax(torch.cat([scores, sink_scores], dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    packed_weights = weights.to(values.dtype).reshape(num_chunks, num_kv_heads, -1, keys.shape[2])
+    return (packed_weights @ values).view(num_chunks, num_heads, num_tokens, -1)

@@ -42,12 +42,9 @@ class AttentionCall:
     """Attention request of one layer for the `num_tokens` tokens of a flat batch."""
 
     layer: int
-    query: Tensor
-    """[num_tokens, num_query_heads, key_size]. Strides are arbitrary, as those of key and value."""
-    key: Tensor
-    """[num_tokens, num_kv_heads, key_size]"""
-    value: Tensor
-    """[num_tokens, num_kv_heads, value_size]"""
+    query: Tensor  # [num_tokens, num_query_heads, key_size]. Strides are arbitrary, as those of key and value
+    key: Tensor  # [num_tokens, num_kv_heads, key_size]
+    value: Tensor  # [num_tokens, num_kv_heads, value_size]
     scoring: Scoring
     window: int | None
     """Number of tokens that a token sees, itself included; None: all tokens before it and itself."""
@@ -55,21 +52,15 @@ class AttentionCall:
     """Names of the other arguments to which transformers gave a value."""
 
 
-def with_dense_heads(tensor: Tensor) -> Tensor:
-    """Return `tensor` itself if the numbers of each head are contiguous, else a contiguous copy."""
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
-
-
 class AttentionContext(Protocol):
     """Attention of one forward pass."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the attention output, [num_tokens, num_query_heads, value_size]."""
-        ...
 
 
 AttentionBackend = Callable[[KVCache, BatchInputs], AttentionContext]
-"""Factory of the attention of a forward pass; each implementation has its own kernels."""
+"""Factory of the attention of a forward pass; each implementation names its kernels in an attribute `kernels`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +127,7 @@ def _attend_opaquely(
 
     `layer` is a tensor: an int would become a constant of the compiled code.
     """
-    scoring = Scoring(scale, softcap, sinks)
-    call = AttentionCall(int(layer), query, key, value, scoring, window, extras=frozenset())
+    call = AttentionCall(int(layer), query, key, value, Scoring(scale, softcap, sinks), window, extras=frozenset())
     return _ports[port].attend(call)
 
 
@@ -172,10 +162,8 @@ def attention_forward(
         output: Tensor = torch.ops.headway.attend(query, key, value, s_aux, port.number, number, scale, softcap, window)
     else:
         layer = int(module.layer_idx)  # type: ignore[arg-type]
-        given = _given(module, attention_mask, extras)
-        output = port.attend(
-            AttentionCall(layer, query, key, value, Scoring(scale, softcap, s_aux), window, extras=given)
-        )
+        scoring, given = Scoring(scale, softcap, s_aux), _given(module, attention_mask, extras)
+        output = port.attend(AttentionCall(layer, query, key, value, scoring, window, given))
     return output[None], None
 
 
@@ -195,6 +183,11 @@ def register_attention() -> None:
     Without a mask function of that name, transformers builds no mask.
     """
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
+
+
+def with_dense_heads(tensor: Tensor) -> Tensor:
+    """Return `tensor` itself if the numbers of each head are contiguous, else a contiguous copy."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def _given(module: nn.Module, attention_mask: Tensor | None, extras: dict[str, object]) -> frozenset[str]:

@@ -29,10 +29,8 @@ class AttentionLayer:
 class LayerCache:
     """Keys and values of one layer. Slot s is position s % block_size of block s // block_size."""
 
-    keys: Tensor
-    """[num_blocks + 1, block_size, num_kv_heads, key_size]"""
-    values: Tensor
-    """[num_blocks + 1, block_size, num_kv_heads, value_size]"""
+    keys: Tensor  # [num_blocks + 1, block_size, num_kv_heads, key_size]
+    values: Tensor  # [num_blocks + 1, block_size, num_kv_heads, value_size]
 
     def clear(self, blocks: Tensor) -> None:
         """Fill `blocks` [num_blocks] int64 with zeros."""

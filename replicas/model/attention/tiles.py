@@ -26,8 +26,7 @@ class TileGroup:
 
     A tile of no tokens is a row without a sequence. Its output is zeros, and no key is read.
     """
-    tables: Tensor
-    """[num_sequences, num_blocks] int32: each sequence's blocks; the cells after them are undefined."""
+    tables: Tensor  # [num_sequences, num_blocks] int32: each sequence's blocks; the cells after them are undefined
     tokens_per_tile: int
     longest: int
     """Upper bound of the keys that a token of these tiles sees."""

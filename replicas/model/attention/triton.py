@@ -6,43 +6,108 @@ Each launch depends only on sizes that the host knows, so a forward pass can be 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
+import triton
 from torch import Tensor
 
 from replicas.model.attention.interface import AttentionCall, with_dense_heads
 from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.attention.tiles import TileGroup, TilePlan, plan_tiles
-from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel
-from replicas.model.attention.triton_shapes import LayerShape, TileShape, choose_tile, layer_shape
-from replicas.model.attention.triton_write import write_keys_and_values
+from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel, write_kernel
 from replicas.model.batch.inputs import BatchInputs
 
 # A second program per processor hides the latency of memory.
 _PROGRAMS_PER_PROCESSOR = 2
 # Smallest number of keys per part: a smaller part costs more time than it saves.
 _MIN_PART_KEYS = 128
+# Smallest number of rows and columns that the matrix units take.
+_MIN_WIDTH = 16
+# Bytes of the keys of a tile.
+_KEY_BYTES = 16 * 1024
+# Numbers that one program of the writing kernel copies.
+_PROGRAM_NUMBERS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Shape of a layer's attention. The kernels are compiled for it, and for the layer's kind of scores."""
+
+    num_kv_heads: int
+    group_size: int
+    """Number of query heads that share a KV head."""
+    key_size: int
+    value_size: int
+    itemsize: int
+    """Size of a number in the cache, bytes."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of a tile of keys: the key size, rounded up to a power of two."""
+        return max(_MIN_WIDTH, int(triton.next_power_of_2(self.key_size)))
+
+    @property
+    def value_width(self) -> int:
+        """Width of a tile of values: the value size, rounded up to a power of two."""
+        return max(_MIN_WIDTH, int(triton.next_power_of_2(self.value_size)))
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """Size of a program's tile, and its launch parameters: warps and pipeline stages."""
+
+    tokens: int
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def layer_shape(call: AttentionCall, layer: LayerCache) -> LayerShape:
+    """Return the layer shape of `call`."""
+    _, num_heads, key_size = call.query.shape
+    _, num_kv_heads, value_size = call.value.shape
+    return LayerShape(num_kv_heads, num_heads // num_kv_heads, key_size, value_size, layer.keys.itemsize)
+
+
+@cache
+def choose_tile(shape: LayerShape, is_decode: bool) -> TileShape:
+    """Return the tile for `shape`. Its pipeline stages fit the shared memory of every device since 2020."""
+    width = max(shape.key_width, shape.value_width)
+    keys = min(64, max(_MIN_WIDTH, _KEY_BYTES // (width * shape.itemsize)))
+    group_rows = int(triton.next_power_of_2(shape.group_size))
+    if is_decode:
+        # A block id is read before the keys of the block, so two tiles of keys in flight need five stages.
+        return TileShape(1, max(_MIN_WIDTH, group_rows), keys, num_warps=4, num_stages=5)
+    if shape.itemsize > 2:
+        # Exact products are unrolled and do not use the matrix units. Larger tiles would not fit the registers.
+        rows = max(32, group_rows)
+        return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=4, num_stages=2)
+    is_narrow = width <= 128
+    rows = max(128 if is_narrow else 64, group_rows)
+    return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=2)
+
+
+@dataclass(frozen=True, slots=True)
 class TritonAttention:
     """Attention of one forward pass."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, plan: TilePlan, num_programs: int) -> None:
-        self._cache = cache
-        self._slots = slots
-        self._plan = plan
-        self._num_programs = num_programs
+    cache: KVCache
+    slots: Tensor
+    plan: TilePlan
+    num_programs: int
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
-        layer = self._cache[call.layer]
+        layer = self.cache[call.layer]
         shape = layer_shape(call, layer)
-        write_keys_and_values(layer, shape, self._slots, call)
+        write_keys_and_values(layer, shape, self.slots, call)
         num_tokens, num_heads, _ = call.query.shape
         output = call.query.new_empty(num_tokens, num_heads, shape.value_size)
-        if self._plan.decodes is not None:
-            self._attend_group(call, layer, self._plan.decodes, output)
-        prefills = self._plan.prefills(choose_tile(shape, is_decode=False).tokens, output.device)
+        if self.plan.decodes is not None:
+            self._attend_group(call, layer, self.plan.decodes, output)
+        prefills = self.plan.prefills(choose_tile(shape, is_decode=False).tokens, output.device)
         if prefills is not None:
             self._attend_group(call, layer, prefills, output)
         return output
@@ -53,7 +118,7 @@ class TritonAttention:
         assert tile.tokens == group.tokens_per_tile, "the group was cut for another shape"
         num_keys = group.longest if call.window is None else min(group.longest, call.window + tile.tokens)
         num_programs = len(group.tiles) * shape.num_kv_heads
-        num_splits = max(1, min(self._num_programs // num_programs, num_keys // _MIN_PART_KEYS, MAX_SPLITS))
+        num_splits = max(1, min(self.num_programs // num_programs, num_keys // _MIN_PART_KEYS, MAX_SPLITS))
         launch = _Launch(call, layer, group, shape, tile, num_splits, output)
         parts = _Parts.of(launch)
         _attend(launch, parts)
@@ -63,6 +128,8 @@ class TritonAttention:
 
 class TritonBackend:
     """`AttentionBackend` over Triton's kernels, for a device with `num_processors` multiprocessors."""
+
+    kernels = "Triton kernels"
 
     def __init__(self, num_processors: int) -> None:
         self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
@@ -102,10 +169,8 @@ class _Launch:
 class _Parts:
     """Partial results, one for each part of the keys, in the order tile, KV head, part, row."""
 
-    values: Tensor
-    """[num_rows, value_width] float32"""
-    sums: Tensor
-    """[num_rows] float32: logarithm to base 2 of the sum of a part's softmax weights."""
+    values: Tensor  # [num_rows, value_width] float32
+    sums: Tensor  # [num_rows] float32: logarithm to base 2 of the sum of a part's softmax weights
 
     @classmethod
     def of(cls, launch: _Launch) -> _Parts:
@@ -116,6 +181,29 @@ class _Parts:
         num_rows = num_programs * launch.tile.tokens * shape.group_size
         values = launch.output.new_empty(num_rows, shape.value_width, dtype=torch.float32)
         return cls(values, launch.output.new_empty(num_rows, dtype=torch.float32))
+
+
+def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, call: AttentionCall) -> None:
+    """Store the key and value of each token of `call` in the token's slot."""
+    key, value = with_dense_heads(call.key), with_dense_heads(call.value)
+    num_rows = len(slots) * shape.num_kv_heads
+    tile_rows = max(1, _PROGRAM_NUMBERS // max(shape.key_width, shape.value_width))
+    write_kernel[(triton.cdiv(num_rows, tile_rows),)](
+        key,
+        value,
+        layer.keys,
+        layer.values,
+        slots,
+        num_rows,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        NUM_KV_HEADS=shape.num_kv_heads,
+        KEY_SIZE=shape.key_size,
+        VALUE_SIZE=shape.value_size,
+        KEY_WIDTH=shape.key_width,
+        VALUE_WIDTH=shape.value_width,
+        TILE_ROWS=tile_rows,
+    )
 
 
 def _attend(launch: _Launch, parts: _Parts) -> None:

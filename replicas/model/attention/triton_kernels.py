@@ -1,4 +1,4 @@
-"""Triton kernels of attention over the paged KV cache, for CUDA devices.
+"""Triton kernels of attention over the paged KV cache, and of the writes to it, for CUDA devices.
 
 One program computes a tile for one KV head: consecutive tokens of one sequence times the query heads that share the KV
 head. Each key is read once for all rows of the tile. Row token * GROUP_SIZE + head of a tile is a query head of a
@@ -215,3 +215,40 @@ def combine_kernel(
     result = tl.sum(values * weights[:, None], 0) / total
     target = (tl.load(tiles + tile * 4).to(tl.int64) + token) * (NUM_KV_HEADS * GROUP_SIZE) + query_head
     tl.store(output + target * VALUE_SIZE + columns, result.to(output.dtype.element_ty), mask=columns < VALUE_SIZE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "key_stride", "key_head_stride", "value_stride", "value_head_stride"])
+def write_kernel(
+    key,
+    value,
+    cached_keys,
+    cached_values,
+    slots,
+    num_rows,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+):
+    """Store keys and values in their tokens' slots. Row token * NUM_KV_HEADS + head is one head of one token."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_row = rows < num_rows
+    tokens = (rows // NUM_KV_HEADS).to(tl.int64)[:, None]
+    heads = (rows % NUM_KV_HEADS)[:, None]
+    cells = tl.load(slots + tokens, mask=is_row[:, None], other=0) * NUM_KV_HEADS + heads
+
+    columns = tl.arange(0, KEY_WIDTH)[None, :]
+    mask = is_row[:, None] & (columns < KEY_SIZE)
+    numbers = tl.load(key + tokens * key_stride + heads * key_head_stride + columns, mask=mask)
+    tl.store(cached_keys + cells * KEY_SIZE + columns, numbers.to(cached_keys.dtype.element_ty), mask=mask)
+
+    columns = tl.arange(0, VALUE_WIDTH)[None, :]
+    mask = is_row[:, None] & (columns < VALUE_SIZE)
+    numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask)
+    tl.store(cached_values + cells * VALUE_SIZE + columns, numbers.to(cached_values.dtype.element_ty), mask=mask)

@@ -1,4 +1,7 @@
-"""Inputs of one forward pass over a flat batch: tensors on the device, and chunks on the host."""
+"""Inputs of one forward pass over a flat batch: tensors on the device, and chunks on the host.
+
+Dummy batches serve warm-up, memory measurements and checks. They use the scratch block, which no sequence owns.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from replicas.engine.batch import ScheduledSequence
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
+from replicas.protocol import GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +37,16 @@ class Chunk:
 class BatchInputs:
     """Inputs of one forward pass over a flat batch: sequences are concatenated in one row, without padding."""
 
-    input_ids: Tensor
-    """[1, num_tokens] int64"""
-    position_ids: Tensor
-    """[1, num_tokens] int64"""
-    slots: Tensor
-    """[num_tokens] int64: slot of each token's key and value."""
+    input_ids: Tensor  # [1, num_tokens] int64
+    position_ids: Tensor  # [1, num_tokens] int64
+    slots: Tensor  # [num_tokens] int64: slot of each token's key and value
     partial_blocks: Tensor | None
     """[num_blocks] int64: blocks that this pass begins and does not fill; None if there are none.
 
     The gather backend clears them, since it also reads their unused slots, under a mask: a stale NaN times a zero
     weight is still NaN.
     """
-    logits_rows: Tensor
-    """[num_rows] int64: rows of the tokens whose logits are computed, in order of the items."""
+    logits_rows: Tensor  # [num_rows] int64: rows of the tokens whose logits are computed, in order of the items
     chunks: tuple[Chunk, ...]
     """Chunks on the host, one per item. The attention backends make their own plans from them."""
 
@@ -72,8 +72,7 @@ def build_inputs(items: Items[ScheduledSequence], block_size: int, device: torch
 class LastSampledTokens:
     """Tokens that the previously launched step samples. The host may not know them yet."""
 
-    tokens: Tensor
-    """[num_rows] int64, on the device"""
+    tokens: Tensor  # [num_rows] int64, on the device
     row_by_sequence: dict[Sequence, int]
     """Row of each sequence's token in `tokens`."""
 
@@ -150,3 +149,32 @@ def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
         first = chunk.block_table[index] * block_size + offset
         slots.extend(range(first, first + length))
         position += length
+
+
+def dummy_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequence:
+    """Return an item that computes positions [start, start + num_tokens) in the scratch block and samples randomly."""
+    end = start + num_tokens
+    params = SamplingParams(max_tokens=1, top_p=0.9)
+    sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
+    sequence.block_table = [0] * -(-end // block_size)
+    return ScheduledSequence(sequence, start, num_tokens)
+
+
+def dummy_batches(
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+) -> list[ScheduledBatch]:
+    """Return the steps that use most memory.
+
+    They are one long prefill, many short prefills, short prefills beside a decode at full length, and many decodes at
+    full length.
+    """
+    longest = min(max_num_batched_tokens, max_model_len)
+    share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
+    prefill = dummy_item(max_model_len - longest, longest, block_size)
+    short, decode = dummy_item(0, share, block_size), dummy_item(max_model_len - 1, 1, block_size)
+    return [
+        ScheduledBatch((prefill,)),
+        ScheduledBatch((short,) * max_num_seqs),
+        ScheduledBatch((decode, *(short,) * (max_num_seqs - 1))),
+        ScheduledBatch((decode,) * max_num_seqs),
+    ]

@@ -9,31 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Span = range
+"""Range of words in a step's buffer."""
+
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Range of words in a step's buffer."""
-
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-
 class DeviceBuffer:
     """Numbers of one step on the device, as views of one tensor that only this step uses."""
 
-    def __init__(self, words: Tensor) -> None:
-        self._words = words
+    words: Tensor
 
     def ints(self, span: Span) -> Tensor:
         """Return the integers of `span`, [len(span)] int64."""
-        return self._words[span.start : span.end]
+        return self.words[span.start : span.stop]
 
     def floats(self, span: Span) -> Tensor:
         """Return the floats of `span`, [len(span)] float64."""
-        return self._words[span.start : span.end].view(torch.float64)
+        return self.words[span.start : span.stop].view(torch.float64)
 
 
 class HostToDeviceBuffer:

@@ -45,8 +45,7 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
 class DecodeOutputs:
     """Outputs of a pass over decodes, one row each. The next replay of any graph overwrites them."""
 
-    logits: Tensor
-    """[num_rows, vocab_size] in the model's dtype"""
+    logits: Tensor  # [num_rows, vocab_size] in the model's dtype
     greedy: SampledTokens
 
     def first(self, num_rows: int) -> DecodeOutputs:

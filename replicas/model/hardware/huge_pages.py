@@ -40,7 +40,11 @@ def move_to_huge_pages(model: nn.Module) -> None:
 
     Parameters that share memory still share it afterwards. At most one parameter is held twice at any time.
     """
-    groups = _by_memory(parameter for parameter in model.parameters() if _can_move(parameter))
+    groups = _by_memory(
+        parameter
+        for parameter in model.parameters()
+        if parameter.device.type == "cpu" and parameter.is_contiguous() and parameter.nbytes > 0
+    )
     memory = huge_zeros((sum(_room(same[0]) for same in groups),), torch.uint8)
     start = 0
     for same in groups:
@@ -50,10 +54,6 @@ def move_to_huge_pages(model: nn.Module) -> None:
         for parameter in same:
             parameter.data = moved.view(parameter.shape)
         start += _room(first)
-
-
-def _can_move(parameter: Tensor) -> bool:
-    return parameter.device.type == "cpu" and parameter.is_contiguous() and parameter.nbytes > 0
 
 
 def _by_memory(parameters: Iterable[Tensor]) -> list[list[Tensor]]:

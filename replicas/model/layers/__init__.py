@@ -1,5 +1,5 @@
 """Faster replacements of transformers' layers: fused, compiled and quantized.
 
-Read `interface.py` first, then `optimize.py`. May import `replicas.errors`, `replicas.model.attention`,
+Read `ops.py` first, then `optimize.py`. May import `replicas.errors`, `replicas.model.attention`,
 `replicas.model.hardware`.
 """

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from replicas.model.attention.cpp import CppAttention
-from replicas.model.layers.cpp_linear import CompiledLinear
 from replicas.model.layers.fused_decoder import FusedDecoder, FusedLayer
-from replicas.model.layers.interface import Norm, RotaryCosSin
+from replicas.model.layers.linear import CompiledLinear
+from replicas.model.layers.ops import Norm, RotaryCosSin
 
 
 class CppDecoder(FusedDecoder):

@@ -15,8 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from replicas.model.attention.interface import AttentionCall, AttentionPort, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer
-from replicas.model.layers.interface import HeadLayout, LayerOps, Norm, RotaryCosSin
 from replicas.model.layers.linear import LinearFactory, join_linears
+from replicas.model.layers.ops import HeadLayout, LayerOps, Norm, RotaryCosSin
 
 _FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from replicas.model.attention.interface import AttentionPort
+from replicas.model.attention.interface import AttentionPort, number_layers
 from replicas.model.attention.kv_cache import AttentionLayer
+from replicas.model.attention.probe import dry_forward
+from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
 from replicas.model.layers.cpp_decoder import CppDecoder
-from replicas.model.layers.cpp_ops import CppLayerOps
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
-from replicas.model.layers.fused_norm import replace_norms
-from replicas.model.layers.interface import LayerOps, TorchLayerOps
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
+from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
 
 _log = logging.getLogger(__name__)
+
+# Compilations per function: each kind of layer, for one token and for many. Beyond it torch silently runs uncompiled.
+_MAX_COMPILATIONS = 64
+_TRIALS = ([3, 4, 5, 6, 7], [3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +78,73 @@ def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:
             return TritonLayerOps()
     _log.warning("layers use plain torch and are slow: Triton's kernels do not work here: %s", fault)
     return TorchLayerOps()
+
+
+class FusedNorm(nn.Module):
+    """Root mean square normalisation over the last dimension."""
+
+    def __init__(self, original: Any, ops: LayerOps) -> None:
+        super().__init__()
+        self.weight: nn.Parameter = original.weight
+        self.variance_epsilon = float(original.variance_epsilon)
+        self._norm = Norm(self.weight.detach(), self.variance_epsilon)
+        self._ops = ops
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise `hidden` [..., size]; the result has the same shape."""
+        rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+        return self._ops.add_and_normalize(rows, None, self._norm).view(hidden.shape)
+
+
+def replace_norms(model: nn.Module, ops: LayerOps) -> None:
+    """Replace every RMSNorm of `model` that a check shows to compute the same as `FusedNorm`."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__.endswith("RMSNorm") and _has_plain_fields(child):
+                fused = FusedNorm(child, ops)
+                if find_fault(_norm_errors(child, fused), fused.weight.dtype) is None:
+                    setattr(parent, name, fused)
+
+
+def _has_plain_fields(norm: nn.Module) -> bool:
+    weight = getattr(norm, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 1 and hasattr(norm, "variance_epsilon")
+
+
+@torch.inference_mode()
+def _norm_errors(norm: nn.Module, fused: FusedNorm) -> Iterator[tuple[str, float]]:
+    """Yield the error on inputs whose mean is not 0 and whose scale is not 1, which tell norm formulas apart."""
+    generator = torch.Generator().manual_seed(0)
+    weight = fused.weight
+    hidden = (torch.randn(2, 3, len(weight), generator=generator) * 3 + 1).to(weight.device, weight.dtype)
+    yield "a norm", relative_error(fused(hidden), norm(hidden))
+
+
+def compile_layers(model: PreTrainedModel, port: AttentionPort, backend: str = "inductor") -> bool:
+    """Compile transformers' decoder layers of `model`, once for each kind of layer. Return True if they are compiled.
+
+    If compilation or the check fails, the layers run uncompiled as before. Attention stays an opaque operation (see
+    `attention/interface.py`), so its implementation may differ between steps.
+    """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_COMPILATIONS)
+    expected = [dry_forward(model, port, token_ids)[1] for token_ids in _TRIALS]
+    number_layers(model)
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    for layer in layers:
+        layer.compile(dynamic=True, backend=backend)
+    fault = find_fault(_compilation_errors(model, port, expected), model.dtype, WHOLE_MODEL)
+    if fault is not None:
+        for layer in layers:
+            layer._compiled_call_impl = None
+        _log.warning("layers run uncompiled, because their compilation does not work here: %s", fault)
+        return False
+    return bool(layers)
+
+
+def _compilation_errors(
+    model: PreTrainedModel, port: AttentionPort, expected: list[Tensor]
+) -> Iterator[tuple[str, float]]:
+    """Yield the errors of the model's logits. The first run compiles the layers."""
+    for token_ids, logits in zip(_TRIALS, expected, strict=True):
+        yield "the model with compiled layers", relative_error(dry_forward(model, port, token_ids)[1], logits)

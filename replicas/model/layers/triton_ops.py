@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from replicas.model.hardware.selfcheck import find_fault, relative_error
-from replicas.model.layers.interface import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
+from replicas.model.layers.ops import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
 from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 
 # Numbers that one program computes.
@@ -76,12 +76,12 @@ class TritonLayerOps:
         return output
 
 
-def check_layer_ops(dtype: torch.dtype, device: torch.device, ops: LayerOps | None = None) -> str | None:
-    """Return a description of the kernels' (or `ops`') first fault; None if there is none.
+def check_layer_ops(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return a description of the kernels' first fault; None if there is none.
 
     The check's row sizes are no powers of two, so it also covers masked columns.
     """
-    return find_fault(_errors(ops or TritonLayerOps(), dtype, device), dtype)
+    return find_fault(_errors(TritonLayerOps(), dtype, device), dtype)
 
 
 @torch.inference_mode()

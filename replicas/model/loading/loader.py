@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
@@ -25,13 +24,14 @@ from replicas.model.attention.interface import (
     register_attention,
 )
 from replicas.model.attention.kv_cache import AttentionLayer
-from replicas.model.attention.probe import probe_attention, refuse_config
+from replicas.model.attention.probe import probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
-from replicas.model.layers.compiled import compile_layers
 from replicas.model.layers.fused_decoder import can_fuse
-from replicas.model.layers.optimize import cpu_modules, cuda_modules, optimize_model
+from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model
+from replicas.model.loading.checks import check_config
+from replicas.model.loading.config import read_config
 from replicas.model.loading.options import ModelOptions
 from replicas.tokenizer_files import load_tokenizer
 
@@ -85,9 +85,10 @@ def load_model(options: ModelOptions) -> LoadedModel:
         torch.set_num_threads(options.num_threads)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    config = _load_config(options.path)
-    refuse_config(config)
-    max_model_len = _choose_max_model_len(config, options.max_model_len)
+    if Path(options.path).is_dir():
+        check_config(Path(options.path))
+    config = read_config(options.path)
+    max_model_len = choose_max_model_len(config, options.max_model_len)
     tokenizer = _load_tokenizer(options.path)
     model = _load_weights(options.path, config, dtype).to(device).eval()
     port = AttentionPort(model)
@@ -131,16 +132,6 @@ def _optimize(
         optimize_model(model, port, layers, cuda_modules(dtype, device))
 
 
-def _load_config(model: str) -> PretrainedConfig:
-    if Path(model).is_absolute() and not Path(model).is_dir():
-        raise ModelLoadError(f"model is {model!r}, and there is no such directory")
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"cannot read the config of model {model!r}: {error}") from error
-    return config
-
-
 def _load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     register_attention()
     try:
@@ -174,7 +165,7 @@ def _load_tokenizer(model: str) -> PreTrainedTokenizerFast | None:
         raise ModelLoadError(f"cannot load the tokenizer of model {model!r}: {error}") from error
 
 
-def _choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
+def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
     """Return the requested maximum length, or else the longest that the position encoding serves unchanged."""
     text_config = config.get_text_config(decoder=True)
     longest: int | None = getattr(text_config, "max_position_embeddings", None)

@@ -9,6 +9,7 @@ from replicas.settings import check_bounds, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["none", "int8"]
 
 DEFAULT_KERNEL_CACHE_DIR = "~/.cache/headway"
 
@@ -34,7 +35,7 @@ class ModelOptions:
     compile_layers: bool = setting(False)
     """On a GPU, have torch.compile fuse the layers of models for which Headway has no fused layers. Start-up takes
     longer."""
-    quantization: Literal["none", "int8"] = setting("none")
+    quantization: Quantization = setting("none")
     """Number format of the weights of linear layers on CPU. int8 saves memory and time and needs the compiled
     kernels."""
 

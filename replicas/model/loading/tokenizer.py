@@ -7,7 +7,7 @@ from collections.abc import Sequence as Items
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from replicas.engine.interfaces import IncrementalDecoder
+from replicas.engine.batch import IncrementalDecoder
 
 # A character has at most four bytes, so valid text waits for at most three more tokens. Invalid bytes, and runs of
 # tokens that each also begin the next character, wait longer.
@@ -22,6 +22,10 @@ class SilentDecoder:
         """Return the empty string."""
         return ""
 
+    def finish(self) -> str:
+        """Return the empty string."""
+        return ""
+
 
 class StreamDecoder:
     """Incremental decoder of one sequence, which never gives part of a character.
@@ -29,8 +33,10 @@ class StreamDecoder:
     Each push decodes two groups of tokens: the context, whose text was given last, and the pending ones. The context
     is needed because the token before may decide whether a token begins with a space. The concatenated texts equal
     the text of the whole output.
-    Invalid UTF-8 becomes U+FFFD once `_MAX_PENDING_TOKENS` tokens are pending. `DecodeStream` of the tokenizers
-    package would hold back invalid bytes and all later text for ever.
+
+    Once `_MAX_PENDING_TOKENS` tokens are pending, their text is given with U+FFFD for invalid bytes. Only a U+FFFD at
+    its end is held back, since it may be an incomplete character. `DecodeStream` of the tokenizers package would hold
+    back invalid bytes and all later text for ever.
     """
 
     def __init__(self, tokenizer: Tokenizer, special_token_ids: frozenset[int], prompt: Items[int]) -> None:
@@ -39,6 +45,7 @@ class StreamDecoder:
         self._context = self._end_of_text(prompt)
         self._shown = self._decode(self._context).rstrip(_INCOMPLETE)
         self._pending: list[int] = []
+        self._held = ""
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes; empty for a special token or an incomplete character."""
@@ -49,11 +56,18 @@ class StreamDecoder:
         is_complete = text != "" and not text.endswith(_INCOMPLETE)
         if not is_complete and len(self._pending) < _MAX_PENDING_TOKENS:
             return ""
-        # Invalid bytes must not be context: the next token's bytes could appear to continue them.
-        self._context = self._pending if is_complete else []
+        # A character that is incomplete has at most three bytes, so at most three tokens.
+        self._context = self._pending if is_complete else self._pending[-3:]
         self._shown = self._decode(self._context)
-        self._pending = []
+        self._held, self._pending = "", []
+        if text.endswith(_INCOMPLETE):
+            text, self._held = text[:-1], _INCOMPLETE
+            self._shown = self._shown.removesuffix(_INCOMPLETE)
         return text
+
+    def finish(self) -> str:
+        """Return the text of an incomplete character at the end."""
+        return self._decode(self._context + self._pending)[len(self._shown) :] if self._pending else self._held
 
     def _end_of_text(self, token_ids: Items[int]) -> list[int]:
         """Return the fewest last tokens with text that begin with a whole character; empty if no text is near the end.

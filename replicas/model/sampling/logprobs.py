@@ -19,10 +19,8 @@ _MAX_SLICE_ROWS = 64
 class PendingLogprobs:
     """Log probabilities on their way to the host: per row the chosen token's, then those of the likeliest."""
 
-    values: PendingTensor
-    """[num_rows, 1 + max_top] float32"""
-    top_ids: PendingTensor
-    """[num_rows, max_top] int64"""
+    values: PendingTensor  # [num_rows, 1 + max_top] float32
+    top_ids: PendingTensor  # [num_rows, max_top] int64
 
     def read(self, to_host: DeviceToHostBuffer, token_ids: Items[int], num_top: Items[int]) -> list[PositionLogprobs]:
         """Return the log probabilities, one per row, after `to_host.wait()`.

@@ -56,10 +56,8 @@ class SamplingTensors:
 class SentSamplingTensors:
     """Sampling parameters on their way to the device."""
 
-    rows: Span
-    """[num_rows]: the rows of the logits that draw randomly."""
-    columns: Span
-    """[5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row."""
+    rows: Span  # [num_rows]: the rows of the logits that draw randomly
+    columns: Span  # [5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row
     needs_total: bool
 
     def place(self, on_device: DeviceBuffer) -> SamplingTensors:
@@ -78,9 +76,9 @@ def send_sampling_tensors(
 ) -> SentSamplingTensors:
     """Add the sampling parameters of `rows` to `to_device`. `params` and `uniforms` have the order of `rows`."""
     numbers: list[float] = []
-    for row, uniform in zip(params, uniforms, strict=True):
-        numbers += (uniform, row.temperature, row.top_p, row.min_p, _top_k(row, vocab_size))
-    needs_total = any(row.top_p < 1.0 and not _is_restricted(row, vocab_size) for row in params)
+    for drawn, its in zip(uniforms, params, strict=True):
+        numbers += (drawn, its.temperature, its.top_p, its.min_p, _top_k(its, vocab_size))
+    needs_total = any(its.top_p < 1.0 and not _is_restricted(its, vocab_size) for its in params)
     return SentSamplingTensors(to_device.ints(rows), to_device.floats(numbers), needs_total)
 
 
@@ -113,9 +111,7 @@ def _top_k(params: SamplingParams, vocab_size: int) -> float:
 
 def sample_full(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Return token ids [num_rows], drawn from the whole distributions of logits [num_rows, vocab_size] float32."""
-    peak = logits.amax(dim=-1, keepdim=True)
-    weights = torch.exp((logits - peak) / sampling.temperature.float())
-    return _invert(weights.cumsum(dim=-1, dtype=torch.float64), sampling.uniform)
+    return _invert(_weights(logits, sampling).cumsum(dim=-1, dtype=torch.float64), sampling.uniform)
 
 
 def sample_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -123,13 +119,15 @@ def sample_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
     `logits` is [num_rows, vocab_size] float32.
     """
+    num_rows, vocab_size = logits.shape
     total = _total_weights(logits, sampling)
-    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    rows, remaining = torch.arange(logits.shape[0], device=logits.device), logits
-    for num_candidates in (*(_NUM_CANDIDATES if logits.device.type == "cpu" else ()), logits.shape[1]):
-        values, token_ids = _top_candidates(remaining, min(num_candidates, logits.shape[1]))
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    rows, remaining = torch.arange(num_rows, device=logits.device), logits
+    tries = (*_NUM_CANDIDATES, vocab_size) if logits.device.type == "cpu" else (vocab_size,)
+    for num_candidates in tries:
+        values, token_ids = _top_candidates(remaining, min(num_candidates, vocab_size))
         tokens[rows], fits = _sample_sorted(values, token_ids, total[rows], sampling.select(rows))
-        if num_candidates >= logits.shape[1] or bool(fits.all()):
+        if num_candidates >= vocab_size or bool(fits.all()):
             break
         rows = rows[~fits]
         remaining = logits[rows]
@@ -150,8 +148,13 @@ def _total_weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Return the weight of the whole vocabulary, [num_rows, 1] float64; zeros if no row needs it."""
     if not sampling.needs_total:
         return torch.zeros_like(sampling.uniform)
+    return _weights(logits, sampling).sum(dim=-1, keepdim=True, dtype=torch.float64)
+
+
+def _weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """Return the tokens' weights, [num_rows, vocab_size] float32."""
     peak = logits.amax(dim=-1, keepdim=True)
-    return torch.exp((logits - peak) / sampling.temperature.float()).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    return torch.exp((logits - peak) / sampling.temperature.float())
 
 
 def _sample_sorted(

@@ -30,10 +30,8 @@ _GREEDY_TEMPERATURE = 1e-5
 class SampledTokens:
     """Sampled tokens on the device, one per row."""
 
-    tokens: Tensor
-    """[num_rows] int64"""
-    is_finite: Tensor
-    """[num_rows] bool: False if the row's logits are not finite; its token is then any valid id."""
+    tokens: Tensor  # [num_rows] int64
+    is_finite: Tensor  # [num_rows] bool: False if the row's logits are not finite; its token is then any valid id
 
 
 def sample_greedy(logits: Tensor) -> SampledTokens:
@@ -44,38 +42,25 @@ def sample_greedy(logits: Tensor) -> SampledTokens:
 
 
 class Sampler:
-    """Sampler of tokens by the sequences' sampling parameters.
+    """Sampler of one step: greedy, random and scored rows, and the changes of their logits.
 
     A row's token depends only on the row's own logits, params, tokens and output index.
     """
 
-    def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self._eos_token_ids = eos_token_ids
-
-    def plan(self, items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer) -> SamplingPlan:
-        """Return a plan for sampling one token per item; its numbers for the device are added to `to_device`."""
-        logits_processors = LogitsProcessors(items, self._eos_token_ids, vocab_size, to_device)
-        return SamplingPlan(items, logits_processors, vocab_size, to_device)
-
-
-class SamplingPlan:
-    """Plan of one step's sampling: greedy, random and scored rows, and the changes of their logits."""
-
     def __init__(
         self,
         items: Items[ScheduledSequence],
-        logits_processors: LogitsProcessors,
+        eos_token_ids: frozenset[int],
         vocab_size: int,
         to_device: HostToDeviceBuffer,
     ) -> None:
-        self._logits_processors = logits_processors
+        """Plan the sampling of one token per item. The numbers for the device are added to `to_device`."""
+        self._logits_processors = LogitsProcessors(items, eos_token_ids, vocab_size, to_device)
         self._params = [item.sequence.request.params for item in items]
         random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
-        self._truncated, self._full = (
-            self._send([row for row in random if is_truncated(self._params[row], vocab_size) is is_selected], items,
-                       vocab_size, to_device)
-            for is_selected in (True, False)
-        )  # fmt: skip
+        truncated = {row for row in random if is_truncated(self._params[row], vocab_size)}
+        self._truncated = self._send([row for row in random if row in truncated], items, vocab_size, to_device)
+        self._full = self._send([row for row in random if row not in truncated], items, vocab_size, to_device)
         self._scored = [row for row, params in enumerate(self._params) if params.logprobs is not None]
         self._scored_span = to_device.ints(self._scored) if self._scored else None
 
@@ -92,14 +77,16 @@ class SamplingPlan:
         Args:
             logits: [num_rows, vocab_size], any float type; not changed.
             greedy: the greedy choice, if it was computed already, else None.
-            on_device: the numbers that the plan sent.
+            on_device: the numbers that the sampler sent.
             to_host: buffer that receives the tokens.
         """
         if greedy is None or not self.is_greedy:
             greedy = self._choose(logits, on_device)
         logprobs = None
         if self._scored_span is not None:
-            logprobs = self._score(logits, greedy.tokens, on_device.ints(self._scored_span), to_host)
+            rows = on_device.ints(self._scored_span)
+            max_top = max(self._params[row].logprobs or 0 for row in self._scored)
+            logprobs = launch_logprobs(logits[rows], greedy.tokens[rows], max_top, to_host)
         pending = to_host.add(torch.stack([greedy.tokens, greedy.is_finite.long()]))
         return PendingTokens(greedy.tokens, pending, self._params, self._scored, logprobs)
 
@@ -113,26 +100,20 @@ class SamplingPlan:
                 sampled.tokens[rows] = sample(some, sampling.place(on_device))
         return sampled
 
-    def _score(self, logits: Tensor, tokens: Tensor, rows: Tensor, to_host: DeviceToHostBuffer) -> PendingLogprobs:
-        max_top = max(self._params[row].logprobs or 0 for row in self._scored)
-        return launch_logprobs(logits[rows], tokens[rows], max_top, to_host)
-
     def _send(
         self, rows: list[int], items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer
     ) -> SentSamplingTensors | None:
         if not rows:
             return None
-        params = [self._params[row] for row in rows]
-        uniforms = [uniform(row.seed, items[number].output_index) for number, row in zip(rows, params, strict=True)]
-        return send_sampling_tensors(rows, params, uniforms, vocab_size, to_device)
+        uniforms = [uniform(self._params[row].seed, items[row].output_index) for row in rows]
+        return send_sampling_tensors(rows, [self._params[row] for row in rows], uniforms, vocab_size, to_device)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
     """Tokens of one step's rows: on the device, and on their way to the host."""
 
-    tokens: Tensor
-    """[num_rows] int64, on the device"""
+    tokens: Tensor  # [num_rows] int64, on the device
     _pending: PendingTensor
     _params: list[SamplingParams]
     _scored: list[int]

@@ -1,7 +1,8 @@
-"""Records of files, batches and jobs, and the interface of the jobs deployment. Plain values that cross processes."""
+"""Records, settings and errors of files, batches and jobs, and the interface of the jobs deployment."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -9,16 +10,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client.metrics_core import Metric as Family
 
+from replicas.errors import ErrorKind, ServingError
 from replicas.protocol import Band, Metric
-
-
-@dataclass(frozen=True, slots=True)
-class JobsCounts:
-    """Metrics of the jobs process: of its own work (`own`), and of its router (`router`), as any ingress has them."""
-
-    own: tuple[Metric, ...] = ()
-    router: tuple[Family, ...] = ()
-
+from replicas.settings import check_bounds, setting
 
 JsonObject = dict[str, Any]
 ItemT = TypeVar("ItemT")
@@ -243,6 +237,102 @@ class BatchStats:
     """Output tokens per second over the last minute."""
 
 
+@dataclass(frozen=True, slots=True)
+class JobsCounts:
+    """Metrics of the jobs process: of its own work (`own`), and of its router (`router`), as any ingress has them."""
+
+    own: tuple[Metric, ...] = ()
+    router: tuple[Family, ...] = ()
+
+
+def new_id(kind: str) -> str:
+    """Return a unique id that cannot be guessed (UUID 4)."""
+    return f"{kind}-{uuid.uuid4().hex}" if kind == "file" else f"{kind}_{uuid.uuid4().hex}"
+
+
+def new_batch_id(kind: BatchKind) -> str:
+    """Return an id for a new batch or job."""
+    return new_id("job" if kind is BatchKind.JOB else "batch")
+
+
+class UnknownFile(ServingError):
+    """Error for a file that does not exist or belongs to another tenant."""
+
+    kind = ErrorKind.NOT_FOUND
+    code = "file_not_found"
+
+
+class UnknownBatch(ServingError):
+    """Error for a batch or job that does not exist or belongs to another tenant."""
+
+    kind = ErrorKind.NOT_FOUND
+    code = "batch_not_found"
+
+
+class UnknownJob(UnknownBatch):
+    """Error for a job that does not exist or belongs to another tenant."""
+
+    code = "job_not_found"
+
+
+class FileInUse(ServingError):
+    """Refusal to delete the input file of a batch that is not final."""
+
+    kind = ErrorKind.CONFLICT
+    code = "file_in_use"
+
+
+class IdempotencyKeyInUse(ServingError):
+    """Refusal of an idempotency key that was used before with another body."""
+
+    kind = ErrorKind.CONFLICT
+    code = "idempotency_key_in_use"
+
+
+class BatchNotCancellable(ServingError):
+    """Refusal to cancel a batch that is final."""
+
+    kind = ErrorKind.CONFLICT
+    code = "batch_not_cancellable"
+
+
+@dataclass(frozen=True, slots=True)
+class JobsSettings:
+    """Limits and periods of a jobs process; they never change while it runs."""
+
+    model_name: str
+    """Name of the served model. Batches of other models in the same database belong to other processes."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the served model that lines may use."""
+    max_line_bytes: int = 8 * 2**20
+    """Longest line of an input file, bytes."""
+    max_batch_lines: int = setting(50_000, ge=1)
+    """Most requests in one batch."""
+    max_file_bytes: int = setting(200 * 2**20, gt=0)
+    """Size of the largest uploaded file, bytes."""
+    max_unfinished_batches: int = setting(10_000, ge=1)
+    """Most unfinished batches and jobs of one tenant. Further ones are refused with status 429."""
+    max_unfinished_lines: int = setting(1_000_000, ge=1)
+    """Most unfinished requests in the batches of one tenant. Further ones are refused with status 429."""
+    job_lease_s: float = setting(10.0, gt=0)
+    """Seconds without a heartbeat after which a jobs process counts as dead and its work is done again."""
+    keep_results_s: float = setting(30 * 86_400.0, gt=0)
+    """Seconds after their end at which jobs and prompt batches are deleted. Files and their batches are kept."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names that lines may use for the served model."""
+        return (self.model_name, *self.aliases)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats: a fifth of the lease, so several may be missed before it ends."""
+        return self.job_lease_s / 5
+
+
 class JobsService(Protocol):
     """Interface of the jobs deployment to ingresses. An id of another tenant is treated as unknown.
 
@@ -251,15 +341,12 @@ class JobsService(Protocol):
 
     async def add_file(self, file: FileRecord) -> None:
         """Record a file whose bytes are complete in the store."""
-        ...
 
     async def file(self, tenant: str, file_id: str) -> FileRecord:
         """Return a file that has not expired."""
-        ...
 
     async def files(self, tenant: str, purpose: str | None, page: PageRequest) -> Page[FileRecord]:
         """Return a page of the tenant's files, only those of `purpose` unless it is None."""
-        ...
 
     async def delete_file(self, tenant: str, file_id: str) -> None:
         """Delete a file's record and its bytes.
@@ -267,7 +354,6 @@ class JobsService(Protocol):
         Raises:
             FileInUse: it is the input of a batch that is not final.
         """
-        ...
 
     async def submit(self, batch: NewBatch) -> Submission:
         """Accept a batch durably: once this returns, no crash loses it.
@@ -276,19 +362,15 @@ class JobsService(Protocol):
             IdempotencyKeyInUse: its key was used before with another body.
             Overloaded: the tenant would have more unfinished batches or lines than it may.
         """
-        ...
 
     async def batch(self, tenant: str, batch_id: str) -> BatchRecord:
         """Return a batch in its current state."""
-        ...
 
     async def wait(self, tenant: str, batch_id: str, timeout_s: float) -> BatchRecord:
         """Wait until the batch is final, at most `timeout_s`, and return it."""
-        ...
 
     async def batches(self, tenant: str, kind: BatchKind, page: PageRequest) -> Page[BatchRecord]:
         """Return a page of the tenant's batches of one kind."""
-        ...
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchRecord:
         """Begin to cancel a batch and return it. A batch that is already closing continues.
@@ -296,16 +378,12 @@ class JobsService(Protocol):
         Raises:
             BatchNotCancellable: it is final.
         """
-        ...
 
     async def lines(self, tenant: str, batch_id: str, after_index: int, limit: int) -> list[LineRecord]:
         """Return lines with an index above `after_index` (-1: from the first), in order, of any status."""
-        ...
 
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches, and their throughput."""
-        ...
 
     async def metrics(self) -> JobsCounts:
         """Return the metrics of all tenants' work, for `/metrics` (built by `serve_app.jobs.metrics`)."""
-        ...

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable, Sequence
 from sqlalchemy import Connection
 
 from replicas.protocol import Band
-from serve_app.jobs.execution.backlog import BacklogView
 from serve_app.jobs.execution.planning import LeaseRequest
+from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.storage import batch_queue
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.leases import LeasedLine, lease_lines, release_lines
+from serve_app.jobs.storage.database import JobsContext
+from serve_app.jobs.storage.lines import LeasedLine, lease_lines, release_lines
 from serve_app.jobs.storage.ownership import Ownership
 
 _REFRESH_S = 3.0
@@ -39,20 +39,20 @@ class LineQueue:
         """Bands in which the database may have batches that are missing from `open_batches`."""
         self.min_period_s = 0.0
         """Shortest time between two polls, seconds."""
-        self._looked_s = float("-inf")
+        self._polled_s = float("-inf")
 
-    def is_look_due(self, is_useful: bool) -> bool:
+    def is_poll_due(self, is_useful: bool) -> bool:
         """Return True if the database should be polled now; `is_useful`: a poll may lead to leases."""
-        age_s = self._context.clock.monotonic() - self._looked_s
+        age_s = self._context.clock.monotonic() - self._polled_s
         return age_s >= (self.min_period_s if is_useful else _REFRESH_S)
 
-    async def look(self, running: Collection[str]) -> set[str]:
+    async def poll(self, running: Collection[str]) -> set[str]:
         """Read the batches with queued lines and the backlog.
 
         Return those of the `running` batches that are no longer in progress.
         """
         clock, model = self._context.clock, self._context.settings.model_name
-        self._looked_s = clock.monotonic()
+        self._polled_s = clock.monotonic()
         self.changed_bands.clear()
 
         def read(connection: Connection) -> tuple[list[OpenBatch], list[Backlog], set[str]]:
@@ -63,7 +63,7 @@ class LineQueue:
             )
 
         self.open_batches, self.backlog.waiting, in_progress = await self._context.database.read(read)
-        self.min_period_s = min(_REFRESH_S, _REST_FACTOR * (clock.monotonic() - self._looked_s))
+        self.min_period_s = min(_REFRESH_S, _REST_FACTOR * (clock.monotonic() - self._polled_s))
         self.backlog.throughput.retain({*running, *(batch.id for batch in self.open_batches)})
         return set(running) - in_progress
 
@@ -80,10 +80,9 @@ class LineQueue:
 
         def lease(connection: Connection) -> dict[str, list[LeasedLine]]:
             # All processes lock batches in order of id, to avoid deadlocks.
-            by_id = sorted(requests, key=lambda request: request.batch.id)
             return {
                 request.batch.id: lease_lines(connection, owner, request.batch.id, request.num_lines)
-                for request in by_id
+                for request in sorted(requests, key=lambda request: request.batch.id)
             }
 
         leased = await self._context.database.write(lease)

@@ -7,9 +7,8 @@ import logging
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
@@ -17,12 +16,11 @@ from replicas.protocol import Band
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.api.records import LineStatus
-from serve_app.jobs.jsonl.checker import parse_line_body
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
-from serve_app.jobs.storage.leases import LeasedLine, LineResult
-from serve_app.openai.request.priority import ClientHints
-from serve_app.openai.request.schema import ChatBody, CompletionBody
-from serve_app.openai.request.validation import Caller
+from serve_app.jobs.storage.lines import LeasedLine, LineResult
+from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, IgnoredValues
 from serve_app.openai.service import CompletionService, PreparedCompletion
 
 _Body = ChatBody | CompletionBody
@@ -40,14 +38,11 @@ _LARGE_BODY_CHARS = 2**16
 _DELTA_INTERVAL_S = 0.5
 """Seconds between a replica's stream chunks. If it dies, tokens since the last chunk are generated again."""
 
-
-class LineState(Enum):
-    """State of a line that is being run."""
-
-    PREPARING = auto()
-    SENT = auto()
-    """Waiting for a replica in flow control's queue, or running on one."""
-    BACKING_OFF = auto()
+_ENDPOINTS: dict[str, tuple[type[_Body], IgnoredValues]] = {
+    "/v1/chat/completions": (ChatBody, CHAT_IGNORED),
+    "/v1/completions": (CompletionBody, COMPLETION_IGNORED),
+}
+"""Schema of the bodies of each endpoint that batches may name, and the values of ignored fields that are accepted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,16 +52,8 @@ class LineTask:
     line: LeasedLine
     batch: OpenBatch
     band: Band
-    state: LineState = LineState.PREPARING
-
-
-def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
-    """Return the work of lines that are being run, summed by batch."""
-    sums: dict[str, tuple[OpenBatch, int, int]] = {}
-    for line_task in line_tasks:
-        batch, num_lines, tokens = sums.get(line_task.batch.id, (line_task.batch, 0, 0))
-        sums[batch.id] = batch, num_lines + 1, tokens + line_task.line.expected_tokens
-    return [Backlog(batch.band, batch.expires_unix_s, *its_sums) for batch, *its_sums in sums.values()]
+    is_sent: bool = False
+    """True: it waits for a replica in flow control's queue, or runs on one; False: it is prepared or backs off."""
 
 
 class LineRunner:
@@ -107,11 +94,10 @@ class LineRunner:
                     raise
                 delay_s = self._delay_s(error, num_tries)
             num_tries += 1
-            line_task.state = LineState.BACKING_OFF
+            line_task.is_sent = False
             await asyncio.sleep(delay_s)
 
     async def _answer(self, line_task: LineTask, body: _Body) -> LineResult:
-        line_task.state = LineState.PREPARING
         caller = self._caller(line_task)
         if isinstance(body, ChatBody):
             prepared = await self._service.chat(body, caller)
@@ -119,7 +105,7 @@ class LineRunner:
             prepared = await self._service.completion(body, caller)
         requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in prepared.requests)
         prepared = replace(prepared, requests=requests)
-        line_task.state = LineState.SENT
+        line_task.is_sent = True
         reply = await self._service.answer(prepared)
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
@@ -131,7 +117,8 @@ class LineRunner:
             request_id=line_task.line.request_id,
             arrival_unix_s=now,
             principal=Principal(line_task.batch.tenant, line_task.band),
-            hints=ClientHints(band=line_task.band, timeout_s=None if expires is None else max(0.001, expires - now)),
+            wanted_band=line_task.band,
+            timeout_s=None if expires is None else max(0.001, expires - now),
         )
 
     def _delay_s(self, error: ServingError, num_tries: int) -> float:
@@ -141,11 +128,33 @@ class LineRunner:
         return delay_s
 
 
+def backlog_of(line_tasks: Iterable[LineTask]) -> list[Backlog]:
+    """Return the work of lines that are being run, summed by batch."""
+    sums: dict[str, tuple[OpenBatch, int, int]] = {}
+    for line_task in line_tasks:
+        batch, num_lines, tokens = sums.get(line_task.batch.id, (line_task.batch, 0, 0))
+        sums[batch.id] = batch, num_lines + 1, tokens + line_task.line.expected_tokens
+    return [Backlog(batch.band, batch.expires_unix_s, *its_sums) for batch, *its_sums in sums.values()]
+
+
 async def _parse(line_task: LineTask) -> _Body:
     endpoint, text = line_task.batch.endpoint, line_task.line.body
     if len(text) < _LARGE_BODY_CHARS:
         return parse_line_body(endpoint, text)
     return await asyncio.to_thread(parse_line_body, endpoint, text)
+
+
+def parse_line_body(endpoint: str, text: str) -> _Body:
+    """Parse the JSON of a line's body as its endpoint does.
+
+    Raises:
+        InvalidRequest: the endpoint would refuse it, or it asks for a stream.
+    """
+    schema, ignored = _ENDPOINTS[endpoint]
+    parsed = parse_body(schema, from_json(text), ignored)
+    if parsed.stream:
+        raise InvalidRequest("`stream` is true; a batch cannot stream", "stream", "unsupported_parameter")
+    return parsed
 
 
 def _is_transient(error: ServingError) -> bool:

@@ -1,21 +1,22 @@
-"""Throughput of batches, for estimates of their end and for the detection of late batches."""
+"""Throughput of batches, for estimates of their end and for the detection of late ones, and the backlog that waits."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from replicas.clock import Clock
 from replicas.protocol import Band
 from replicas.rates import SlidingRate
+from router.scaling.autoscaling_loop import BacklogWork
 from serve_app.jobs.storage.batch_queue import Backlog
-from serve_app.jobs.storage.leases import LineResult
+from serve_app.jobs.storage.lines import LineResult
 
 _WINDOW_S = 60.0
 _RESOLUTION_S = 1.0
 _MARGIN = 1.3
 """Safety factor: the time that a batch needs is multiplied by it, because the speed may fall."""
-_UNKNOWN_SHARE_S = 300.0
-"""Seconds. While no speed is known, a batch is late when less time than this is left."""
+_NEEDED_AT_UNKNOWN_SPEED_S = 300.0
+"""Seconds that a batch is assumed to need while no speed is known."""
 
 
 class ThroughputEstimator:
@@ -79,10 +80,11 @@ class ThroughputEstimator:
     def late_deadline(self, backlog: Iterable[Backlog], now_unix_s: float) -> float:
         """Return a unix time: batches with a deadline up to it are late; -inf: none is late."""
         tokens_per_s, tokens, late = self._per_s(self._all), 0, float("-inf")
-        for expires_unix_s, its_tokens in _by_deadline(backlog):
+        due = [(b.expires_unix_s, b.tokens) for b in backlog if b.band is Band.BATCH and b.expires_unix_s is not None]
+        for expires_unix_s, its_tokens in sorted(due):
             tokens += its_tokens
             left_s = expires_unix_s - now_unix_s
-            needed_s = _MARGIN * tokens / tokens_per_s if tokens_per_s > 0 else _UNKNOWN_SHARE_S
+            needed_s = _MARGIN * tokens / tokens_per_s if tokens_per_s > 0 else _NEEDED_AT_UNKNOWN_SPEED_S
             if needed_s > left_s:
                 late = expires_unix_s
         return late
@@ -102,6 +104,28 @@ class ThroughputEstimator:
             self._actual = 0.99 * self._actual + actual
 
 
-def _by_deadline(backlog: Iterable[Backlog]) -> list[tuple[float, int]]:
-    due = [(b.expires_unix_s, b.tokens) for b in backlog if b.band is Band.BATCH and b.expires_unix_s is not None]
-    return sorted(due)
+class BacklogView:
+    """Backlog found by the latest poll of the database; a `router.scaling.autoscaling_loop.BacklogSource`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.throughput = ThroughputEstimator(clock)
+        self.waiting: Sequence[Backlog] = ()
+        """Queued lines in the database."""
+        self.not_sent: Sequence[Backlog] = ()
+        """Leased lines that are not yet in flow control's queue, for example because no replica was ever ready."""
+
+    def num_requests(self) -> int:
+        """Return the number of waiting lines."""
+        return sum(backlog.num_lines for backlog in (*self.waiting, *self.not_sent))
+
+    def eta_s(self) -> float:
+        """Return the estimated seconds until all queued lines in the database are done; infinite at zero speed."""
+        return self.throughput.eta_of_all_s(self.waiting)
+
+    def work(self) -> Sequence[BacklogWork]:
+        """Return the tokens that the waiting lines will need, by band and deadline."""
+        ratio = self.throughput.actual_per_expected
+        return [
+            BacklogWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)
+            for backlog in (*self.waiting, *self.not_sent)
+        ]

@@ -1,24 +1,65 @@
-"""Worker that runs lines of batches on the slots that urgent work leaves free."""
+"""Worker that runs lines of batches on the slots that urgent work leaves free, and writes their results."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from replicas.protocol import Band
-from serve_app.jobs.execution.capacity import LineCapacity
 from serve_app.jobs.execution.line_queue import LineQueue
-from serve_app.jobs.execution.line_runner import LineRunner, LineState, LineTask, backlog_of
-from serve_app.jobs.execution.planning import plan, raised_band
-from serve_app.jobs.execution.result_writer import ResultWriter
+from serve_app.jobs.execution.line_runner import LineRunner, LineTask, backlog_of
+from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
+from serve_app.jobs.storage.database import JobsContext
+from serve_app.jobs.storage.lines import EndedLines, LineResult, end_lines
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.wakeup import Wakeup
 
 _POLL_PERIOD_S = 0.25
-"""Most seconds between two looks at the replicas' load when no lease is possible."""
+"""Most seconds between two checks of the replicas' load when no lease is possible."""
 _GATHER_S = 0.01
 """Seconds in which events are gathered for one poll; clients that submit are answered in this time."""
+_MAX_RESULTS = 100
+"""Most results of one write transaction."""
+_WRITE_PERIOD_S = 1.0
+
+
+class ResultWriter:
+    """Buffer of results, written soon and in groups. A line whose result is lost before the commit runs again."""
+
+    def __init__(
+        self,
+        context: JobsContext,
+        ownership: Ownership,
+        on_written: Callable[[EndedLines], None],
+    ) -> None:
+        """`on_written`: called after each commit with its outcome."""
+        self._context = context
+        self._ownership = ownership
+        self._on_written = on_written
+        self._pending: list[LineResult] = []
+        self._wakeup = Wakeup()
+
+    def add(self, result: LineResult) -> None:
+        """Buffer a result, to be written soon."""
+        self._pending.append(result)
+        self._wakeup.set()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self._wakeup.wait(_WRITE_PERIOD_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write all buffered results."""
+        while self._pending:
+            results, self._pending = self._pending[:_MAX_RESULTS], self._pending[_MAX_RESULTS:]
+            self._on_written(await self._write(results))
+
+    async def _write(self, results: list[LineResult]) -> EndedLines:
+        owner, now = self._ownership.id, self._context.clock.unix()
+        return await self._context.database.write(lambda connection: end_lines(connection, owner, results, now))
 
 
 class Worker:
@@ -67,8 +108,8 @@ class Worker:
 
     async def _fill_slots(self) -> None:
         while True:
-            if self._queue.is_look_due(self._can_take_more()):
-                self.abandon(await self._queue.look({line_task.batch.id for line_task in self._line_tasks.values()}))
+            if self._queue.is_poll_due(self._can_take_more()):
+                self.abandon(await self._queue.poll({line_task.batch.id for line_task in self._line_tasks.values()}))
             await self._fill()
             await self._wakeup.wait(self._queue.min_period_s if self._can_take_more() else _POLL_PERIOD_S)
             if self._can_take_more():
@@ -80,15 +121,15 @@ class Worker:
 
     async def _fill(self) -> None:
         line_tasks = self._line_tasks.values()
-        self._queue.backlog.not_sent = backlog_of(
-            line_task for line_task in line_tasks if line_task.state is not LineState.SENT
-        )
+        self._queue.backlog.not_sent = backlog_of(line_task for line_task in line_tasks if not line_task.is_sent)
         late_deadline = self._queue.late_deadline(backlog_of(line_tasks))
         self._raise_late_lines(late_deadline)
         wanted = plan(self._queue.open_batches, late_deadline, self._capacity_for, self._num_running())
-        for want, lines in await self._queue.lease(wanted) if wanted else ():
+        if not wanted:
+            return
+        for request, lines in await self._queue.lease(wanted):
             for line in lines:
-                self._start(LineTask(line, want.batch, want.band))
+                self._start(LineTask(line, request.batch, request.band))
 
     def _raise_late_lines(self, late_deadline: float) -> None:
         """Restart the running lines of late batches in the raised band; in the old band they might never end."""
@@ -99,9 +140,7 @@ class Worker:
                 self._start(LineTask(line_task.line, line_task.batch, band))
 
     def _capacity_for(self, band: Band) -> int:
-        num_not_sent = sum(
-            line_task.state is not LineState.SENT and line_task.band <= band for line_task in self._line_tasks.values()
-        )
+        num_not_sent = sum(not line_task.is_sent and line_task.band <= band for line_task in self._line_tasks.values())
         capacity = self._capacity.available(band, num_not_sent)
         return capacity if capacity >= self._capacity.minimum(band) else 0
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from pydantic_core import to_json
@@ -12,9 +14,8 @@ from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, LineS
 from serve_app.jobs.lifecycle.validator import CHUNK_LINES, OwnershipLost, delete_own_lines
 from serve_app.jobs.storage.batch_states import finish_batch
 from serve_app.jobs.storage.batches import BatchRow, select_batch
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.leases import close_lines, request_id_of
-from serve_app.jobs.storage.lines import ended_lines
+from serve_app.jobs.storage.database import JobsContext
+from serve_app.jobs.storage.lines import close_lines, ended_lines, request_id_of
 
 _UNDONE = {
     BatchStatus.EXPIRED.value: (
@@ -40,12 +41,10 @@ class Finalizer:
     ids: all lines have ended, and the file ids were chosen when closing began.
     """
 
-    def __init__(self, context: JobsContext, on_closed: Callable[[LineStatus, int], None]) -> None:
-        """`on_closed`: called with the status and number of unfinished lines that were ended."""
-        self._database = context.database
-        self._files = context.files
-        self._clock = context.clock
-        self._on_closed = on_closed
+    def __init__(self, context: JobsContext, ended_lines: Counter[LineStatus]) -> None:
+        """`ended_lines`: counts the unfinished lines that closing ends, by status."""
+        self._context = context
+        self._ended_lines = ended_lines
 
     async def finalize(self, batch: BatchRow, owner: str) -> None:
         """Make a closing batch of the owner final.
@@ -56,27 +55,28 @@ class Finalizer:
         """
         if batch.in_progress_unix_s is None:
             # Lines of an interrupted validation; they were never counted.
-            await delete_own_lines(self._database, batch.id, owner, BatchStatus(batch.status))
+            await delete_own_lines(self._context.database, batch.id, owner, BatchStatus(batch.status))
         elif batch.ending in _UNDONE:
             await self._close_lines(batch)
         files = await self._write_files(batch) if batch.kind == BatchKind.FILE.value else []
-        now = self._clock.unix()
-        if not await self._database.write(lambda connection: finish_batch(connection, batch, owner, files, now)):
+        now = self._context.clock.unix()
+        if not await self._context.database.write(
+            lambda connection: finish_batch(connection, batch, owner, files, now)
+        ):
             raise OwnershipLost(batch.id)
 
     async def _close_lines(self, batch: BatchRow) -> None:
         status, error = _UNDONE[batch.ending]
         text = to_json(error).decode()
-        while number := await self._database.write(lambda c: close_lines(c, batch, status, text, CHUNK_LINES)):
-            self._on_closed(status, number)
+        while number := await self._context.database.write(lambda c: close_lines(c, batch, status, text, CHUNK_LINES)):
+            self._ended_lines[status] += number
 
     async def _write_files(self, batch: BatchRow) -> list[FileRecord]:
         # Read the counts again: lines that were running when the batch was claimed have ended since.
-        batch = await self._database.read(lambda connection: select_batch(connection, batch.id))
-        num_others = batch.num_lines - batch.num_completed
+        batch = await self._context.database.read(lambda connection: select_batch(connection, batch.id))
         written = [
             await self._write_file(batch, batch.output_file_id, batch.num_completed, is_success=True),
-            await self._write_file(batch, batch.error_file_id, num_others, is_success=False),
+            await self._write_file(batch, batch.error_file_id, batch.num_lines - batch.num_completed, is_success=False),
         ]
         return [one for one in written if one is not None]
 
@@ -84,8 +84,8 @@ class Finalizer:
         """Write the file of the lines that succeeded, or of all others; return None if there are no such lines."""
         if num_lines == 0:
             return None
-        num_bytes = await self._files.write(file_id, self._parts(batch.id, num_lines, is_success))
-        now = self._clock.unix()
+        num_bytes = await self._context.files.write(file_id, self._parts(batch.id, num_lines, is_success))
+        now = self._context.clock.unix()
         kept_s = batch.output_expires_after_s
         return FileRecord(
             id=file_id,
@@ -106,15 +106,13 @@ class Finalizer:
         """
         after = -1
         while num_lines > 0:
-            page = await self._page(batch_id, after, is_success)
+            query = partial(ended_lines, batch_id=batch_id, after=after, limit=CHUNK_LINES, is_success=is_success)
+            page = await self._context.database.read(query)
             if not page:
                 raise OwnershipLost(batch_id)
             yield b"".join(map(result_line, page))
             after = page[-1].position
             num_lines -= len(page)
-
-    async def _page(self, batch_id: str, after: int, is_success: bool) -> list[Row[Any]]:
-        return await self._database.read(lambda c: ended_lines(c, batch_id, after, CHUNK_LINES, is_success))
 
 
 def result_line(line: Row[Any]) -> bytes:

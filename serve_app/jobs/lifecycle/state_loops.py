@@ -1,18 +1,22 @@
-"""Loops that validate and close batches; they continue from any state found in the database."""
+"""Loops that validate and close batches, and the events that wake them.
+
+The loops continue from any state found in the database.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from serve_app.jobs.api.records import BatchStatus
+from replicas.protocol import Band
+from serve_app.jobs.api.records import BatchStatus, NewBatch
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
-from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batch_states import CLOSING, UnclaimedBatches, release_batch
 from serve_app.jobs.storage.batches import BatchRow
-from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.wakeup import Wakeup
 
@@ -23,6 +27,66 @@ _NUM_AT_ONCE = 2
 _POLL_PERIOD_S = 5.0
 """Most seconds between two polls. Events wake a loop only for changes by this process; polls find the others."""
 _MAX_DELAY_S = 60.0
+_FORGET_AFTER_S = 600.0
+
+
+class BatchEvents:
+    """Batch events, passed to the waiting loops and requests of this process.
+
+    Events only save time: each waiter also polls the database, because other processes write there too.
+    """
+
+    def __init__(self, on_lines: Callable[[Iterable[Band]], None], on_closing: Callable[[Iterable[str]], None]) -> None:
+        """`on_lines`: called with the bands of new lines; `on_closing`: with ids of batches whose lines must stop."""
+        self.to_validate = Wakeup()
+        """Set when a batch of a file waits to be validated."""
+        self.to_close = Wakeup()
+        """Set when a batch waits to be finalized."""
+        self._on_lines = on_lines
+        self._on_closing = on_closing
+        self._waiting: dict[str, set[Wakeup]] = {}
+
+    def submitted(self, batch: NewBatch) -> None:
+        """Wake the loop that validates a new batch or, if the batch came with its lines, the worker."""
+        if batch.input_file_id is not None:
+            self.to_validate.set()
+        else:
+            # A batch with a deadline may run in a more urgent band than its own.
+            self._on_lines(Band if batch.window_s is not None else (batch.band,))
+
+    def validated(self, batch_id: str) -> None:
+        """Wake the worker for a validated batch, and the requests that wait for it: it may have failed."""
+        self.ended(batch_id)
+        self._on_lines(Band)
+
+    def closing(self, batch_id: str) -> None:
+        """Stop the lines of a cancelled or expired batch, and wake the loop that finalizes it."""
+        self._on_closing([batch_id])
+        self.to_close.set()
+
+    def released(self) -> None:
+        """Wake all loops to take over the work of a dead process."""
+        self._on_lines(Band)
+        self.to_validate.set()
+        self.to_close.set()
+
+    def ended(self, batch_id: str) -> None:
+        """Wake the requests that wait for the end of a batch."""
+        for wakeup in self._waiting.get(batch_id, ()):
+            wakeup.set()
+
+    @contextmanager
+    def watch(self, batch_id: str) -> Iterator[Wakeup]:
+        """Give a wake-up that is set when the batch ends, until the context is left."""
+        wakeup = Wakeup()
+        self._waiting.setdefault(batch_id, set()).add(wakeup)
+        try:
+            yield wakeup
+        finally:
+            wakeups = self._waiting[batch_id]
+            wakeups.discard(wakeup)
+            if not wakeups:
+                del self._waiting[batch_id]
 
 
 class StateLoop:
@@ -56,8 +120,7 @@ class StateLoop:
     async def process_next(self) -> bool:
         """Claim and process one batch; return False if there was none."""
         owner, database = self._ownership.id, self._context.database
-        now = self._context.clock.monotonic()
-        late = [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
+        late = self._late()
         unclaimed = UnclaimedBatches(self._statuses, self._context.settings.model_name, late)
         # Read first: a write transaction takes the database's only write lock.
         if not await database.read(unclaimed.any):
@@ -75,6 +138,17 @@ class StateLoop:
             self._postpone(batch.id)
             await database.write(lambda connection: release_batch(connection, batch.id, owner))
         return True
+
+    def _late(self) -> list[str]:
+        """Return the batches whose next try is in the future; forget those whose last try is long ago."""
+        now = self._context.clock.monotonic()
+        # Another process may have ended such a batch; if it fails here again, its delays begin anew.
+        self._postponed = {
+            batch_id: (not_before, delay_s)
+            for batch_id, (not_before, delay_s) in self._postponed.items()
+            if not_before > now - _FORGET_AFTER_S
+        }
+        return [batch_id for batch_id, (not_before, _) in self._postponed.items() if not_before > now]
 
     def _idle_s(self) -> float:
         """Return the seconds until the next poll or the next retry of a postponed batch."""

@@ -10,15 +10,12 @@ from itertools import islice
 
 from sqlalchemy import Connection
 
-from serve_app.jobs.api.errors import UnknownFile
-from serve_app.jobs.api.records import BatchError, BatchStatus, NewLine
-from serve_app.jobs.jsonl.checker import LineChecker
-from serve_app.jobs.jsonl.splitter import LineTooLong, RawLine, split_lines
+from serve_app.jobs.api.records import BatchError, BatchStatus, NewLine, UnknownFile
+from serve_app.jobs.lifecycle.input_file import InvalidFile, LineChecker, RawLine, split_lines
 from serve_app.jobs.storage.batch_states import begin_batch, fail_batch, still_owns
 from serve_app.jobs.storage.batches import BatchRow, num_unfinished_lines
-from serve_app.jobs.storage.context import JobsContext
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.lines import LineRow, add_lines, delete_lines, new_row, taken_custom_ids
+from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.jobs.storage.lines import LineRow, add_lines, delete_lines, new_rows, taken_custom_ids
 
 CHUNK_LINES = 100
 """Most lines of one write transaction, which takes some milliseconds while other writes wait."""
@@ -33,10 +30,6 @@ class OwnershipLost(Exception):
     """
 
 
-class _Stop(Exception):
-    """Signal to stop reading the file; the reason is in the errors found."""
-
-
 @dataclass(slots=True)
 class _ValidationResult:
     num_lines: int = 0
@@ -44,19 +37,22 @@ class _ValidationResult:
     errors: list[BatchError] = field(default_factory=list)
 
     def add(self, error: BatchError) -> None:
+        """Add the error of one line.
+
+        Raises:
+            InvalidFile: it is the last error that is reported.
+        """
+        if len(self.errors) == MAX_ERRORS - 1:
+            raise InvalidFile(error)
         self.errors.append(error)
-        if len(self.errors) >= MAX_ERRORS:
-            raise _Stop
 
 
 class Validator:
     """Validator of whole files, a chunk at a time, in memory that does not grow with the file."""
 
     def __init__(self, context: JobsContext) -> None:
-        self._database = context.database
-        self._files = context.files
+        self._context = context
         self._settings = context.settings
-        self._clock = context.clock
 
     async def validate(self, batch: BatchRow, owner: str) -> None:
         """Validate a batch of the owner, and move it to in progress or failed.
@@ -65,53 +61,46 @@ class Validator:
             OwnershipLost: it no longer belongs to the owner.
             OSError: the file store failed; the batch is still being validated.
         """
+        database = self._context.database
         # Lines of an interrupted validation.
-        await delete_own_lines(self._database, batch.id, owner, BatchStatus.VALIDATING)
+        await delete_own_lines(database, batch.id, owner, BatchStatus.VALIDATING)
         result = _ValidationResult()
         try:
             await self._read(batch, owner, result)
-        except _Stop:
-            pass
-        except LineTooLong as error:
-            limit = self._settings.max_line_bytes
-            message = f"This line has more than {limit} bytes, the most that is accepted."
-            result.errors.append(BatchError("line_too_long", message, line=error.number))
+            if not result.errors:
+                await self._check_number(batch.tenant, result.num_lines)
+        except InvalidFile as invalid:
+            result.errors.append(invalid.error)
         except UnknownFile:
             message = f"The bytes of file `{batch.input_file_id}` are gone."
             result.errors.append(BatchError("file_not_found", message, "input_file_id"))
-        if not result.num_lines and not result.errors:
-            result.errors.append(BatchError("empty_file", "The file has no lines.", "input_file_id"))
-        if not result.errors:
-            await self._check_quota(batch.tenant, result)
         if result.errors:
-            await delete_own_lines(self._database, batch.id, owner, BatchStatus.VALIDATING)
-        if not await self._database.write(lambda connection: self._conclude(connection, batch.id, owner, result)):
+            await delete_own_lines(database, batch.id, owner, BatchStatus.VALIDATING)
+        if not await database.write(lambda connection: self._conclude(connection, batch.id, owner, result)):
             raise OwnershipLost(batch.id)
 
     def _conclude(self, connection: Connection, batch_id: str, owner: str, result: _ValidationResult) -> bool:
-        now = self._clock.unix()
+        now = self._context.clock.unix()
         if result.errors:
             return fail_batch(connection, batch_id, owner, tuple(result.errors), now)
         return begin_batch(connection, batch_id, owner, result.num_lines, result.expected_tokens, now)
 
     async def _read(self, batch: BatchRow, owner: str, result: _ValidationResult) -> None:
-        checker = LineChecker(batch.endpoint, self._settings.model_name)
-        parts = self._bounded(self._files.read(batch.input_file_id), result)
+        checker = LineChecker(batch.endpoint, self._settings.model_names)
+        parts = self._bounded(self._context.files.read(batch.input_file_id))
         async with aclosing(split_lines(parts, self._settings.max_line_bytes)) as chunks:
             async for raw_lines in chunks:
                 remaining = iter(raw_lines)
                 while some := list(islice(remaining, CHUNK_LINES)):
                     await self._take(batch, owner, checker, some, result)
 
-    async def _bounded(self, parts: AsyncIterator[bytes], result: _ValidationResult) -> AsyncIterator[bytes]:
+    async def _bounded(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         num_bytes = 0
         async for part in parts:
             num_bytes += len(part)
             if num_bytes > self._settings.max_file_bytes:
-                limit = self._settings.max_file_bytes
-                message = f"The file has more than {limit} bytes, the most that is accepted."
-                result.errors.append(BatchError("file_too_large", message, "input_file_id"))
-                raise _Stop
+                message = f"The file has more than {self._settings.max_file_bytes} bytes, the most that is accepted."
+                raise InvalidFile(BatchError("file_too_large", message, "input_file_id"))
             yield part
 
     async def _take(
@@ -131,27 +120,27 @@ class Validator:
             numbered.append((raw.number, line))
             result.num_lines += 1
             if result.num_lines > self._settings.max_batch_lines:
-                limit = self._settings.max_batch_lines
-                message = f"The file has more than {limit} lines, the most that is accepted."
-                result.errors.append(BatchError("too_many_lines", message, line=raw.number))
-                raise _Stop
-        rows = await asyncio.to_thread(_rows, batch.id, start, [line for _, line in numbered])
-        for taken in await self._database.write(lambda connection: _keep(connection, batch.id, owner, rows)):
+                message = f"The file has more than {self._settings.max_batch_lines} lines, the most that is accepted."
+                raise InvalidFile(BatchError("too_many_lines", message, line=raw.number))
+        rows = await asyncio.to_thread(new_rows, batch.id, [line for _, line in numbered], start)
+        for taken in await self._context.database.write(lambda connection: _keep(connection, batch.id, owner, rows)):
             number, line = numbered[taken - start]
             message = f"The custom_id `{line.custom_id[:64]}` is used in an earlier line; it must be unique."
             result.add(BatchError("duplicate_custom_id", message, "custom_id", number))
         result.expected_tokens += sum(row["expected_tokens"] for row in rows)
 
-    async def _check_quota(self, tenant: str, result: _ValidationResult) -> None:
-        """Add an error if the tenant would have too many unfinished lines; only now the number of lines is known."""
-        others = await self._database.read(lambda connection: num_unfinished_lines(connection, tenant))
+    async def _check_number(self, tenant: str, num_lines: int) -> None:
+        """Refuse a file without lines, or with more than its tenant may have unfinished; only now it is known."""
+        if not num_lines:
+            raise InvalidFile(BatchError("empty_file", "The file has no lines.", "input_file_id"))
+        others = await self._context.database.read(lambda connection: num_unfinished_lines(connection, tenant))
         limit = self._settings.max_unfinished_lines
-        if others + result.num_lines > limit:
+        if others + num_lines > limit:
             message = (
-                f"The file has {result.num_lines} lines, and {others} requests of other batches are still to be "
+                f"The file has {num_lines} lines, and {others} requests of other batches are still to be "
                 f"done; the limit is {limit}. Submit it again when there are fewer."
             )
-            result.errors.append(BatchError("max_lines_per_tenant", message, "input_file_id"))
+            raise InvalidFile(BatchError("max_lines_per_tenant", message, "input_file_id"))
 
 
 async def delete_own_lines(database: Database, batch_id: str, owner: str, status: BatchStatus) -> None:
@@ -176,10 +165,6 @@ def _check_ownership(connection: Connection, batch_id: str, owner: str, status: 
 
 def _check(checker: LineChecker, raw_lines: Sequence[RawLine]) -> list[NewLine | BatchError]:
     return [checker.check(raw.data, raw.number) for raw in raw_lines]
-
-
-def _rows(batch_id: str, start: int, new_lines: Sequence[NewLine]) -> list[LineRow]:
-    return [new_row(batch_id, position, line) for position, line in enumerate(new_lines, start)]
 
 
 def _keep(connection: Connection, batch_id: str, owner: str, rows: Sequence[LineRow]) -> list[int]:

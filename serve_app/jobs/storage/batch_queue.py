@@ -32,7 +32,7 @@ class OpenBatch:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Queued lines of all batches with one band and about the same deadline."""
+    """Work of queued or leased lines, of batches with one band and about the same deadline."""
 
     band: Band
     expires_unix_s: float | None
@@ -47,12 +47,11 @@ def open_batches(connection: Connection, model: str, limit_per_tenant: int) -> l
 
     At most `limit_per_tenant` batches of each tenant and band are returned.
     """
-    rows = connection.execute(_SOONEST, {"model": model, "max_place": limit_per_tenant})
     return [
         OpenBatch(
             row.id, row.tenant, row.endpoint, Band(row.band), Band(row.band_ceiling), row.expires_unix_s, row.num_queued
         )
-        for row in rows
+        for row in connection.execute(_SOONEST, {"model": model, "max_place": limit_per_tenant})
     ]
 
 

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_json
 from sqlalchemy import ColumnElement, Connection, bindparam, select, update
 
-from serve_app.jobs.api.errors import BatchNotCancellable
-from serve_app.jobs.api.ids import new_id
-from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, FileRecord
-from serve_app.jobs.storage.batches import FINAL, BatchRow, errors_text, get_batch, lock_batches
+from serve_app.jobs.api.records import BatchError, BatchKind, BatchNotCancellable, BatchStatus, FileRecord, new_id
+from serve_app.jobs.storage.batches import FINAL, BatchRow, get_batch, lock_batches
 from serve_app.jobs.storage.deliveries import enqueue_delivery
 from serve_app.jobs.storage.files import add_file
 from serve_app.jobs.storage.ownership import is_alive
@@ -37,7 +36,7 @@ _LATE = select(batches.c.id).where(
 _UNOWNED = (
     select(batches.c.id)
     .where(batches.c.status.in_(bindparam("statuses", expanding=True)), batches.c.model == bindparam("model"))
-    .where(batches.c.owner.is_(None), batches.c.id.not_in(bindparam("but", expanding=True)))
+    .where(batches.c.owner.is_(None), batches.c.id.not_in(bindparam("excluded", expanding=True)))
     .order_by(batches.c.created_unix_s)
     .limit(1)
 )
@@ -68,7 +67,7 @@ class UnclaimedBatches:
         return connection.execute(claim).one()
 
     def _parameters(self) -> dict[str, object]:
-        return {"statuses": [status.value for status in self.statuses], "model": self.model, "but": self.excluding}
+        return {"statuses": [status.value for status in self.statuses], "model": self.model, "excluded": self.excluding}
 
 
 def still_owns(connection: Connection, batch_id: str, owner: str, status: BatchStatus) -> bool:
@@ -98,7 +97,7 @@ def begin_batch(
 
 def fail_batch(connection: Connection, batch_id: str, owner: str, errors: tuple[BatchError, ...], now: float) -> bool:
     """Move a batch from validating to failed, a final state; False: it no longer belongs to the owner."""
-    values = _state(BatchStatus.FAILED, now) | {"owner": None, "errors": errors_text(errors)}
+    values = _state(BatchStatus.FAILED, now) | {"owner": None, "errors": to_json(errors).decode()}
     owned = (batches.c.id == batch_id, batches.c.owner == owner, _is(BatchStatus.VALIDATING))
     return _make_final(connection, owned, values, now)
 
@@ -115,8 +114,7 @@ def cancel_batch(connection: Connection, tenant: str, batch_id: str, now: float)
     if status.is_final:
         raise BatchNotCancellable(f"`{batch_id}` has ended: it is {status.value}")
     if status not in CLOSING:
-        values = _state(BatchStatus.CANCELLING, now) | _closing(BatchStatus.CANCELLED)
-        connection.execute(_change(batches.c.id == batch_id).values(values))
+        _begin_closing(connection, batches.c.id == batch_id, BatchStatus.CANCELLING, BatchStatus.CANCELLED, now)
 
 
 def late_batches(connection: Connection, model: str, now: float) -> list[str]:
@@ -129,8 +127,8 @@ def expire_batches(connection: Connection, model: str, now: float) -> list[str]:
     batch_ids = late_batches(connection, model, now)
     lock_batches(connection, batch_ids)
     for batch_id in batch_ids:
-        values = _state(BatchStatus.FINALIZING, now) | _closing(BatchStatus.EXPIRED)
-        connection.execute(_change(batches.c.id == batch_id, _OPEN).values(values))
+        open_ = (batches.c.id == batch_id) & _OPEN
+        _begin_closing(connection, open_, BatchStatus.FINALIZING, BatchStatus.EXPIRED, now)
     return batch_ids
 
 
@@ -140,8 +138,7 @@ def end_batch(connection: Connection, batch: BatchRow, now: float) -> bool:
     A batch of a file is not final: its result files have still to be written.
     """
     if batch.kind == BatchKind.FILE.value:
-        values = _state(BatchStatus.FINALIZING, now) | _closing(BatchStatus.COMPLETED)
-        connection.execute(_change(batches.c.id == batch.id).values(values))
+        _begin_closing(connection, batches.c.id == batch.id, BatchStatus.FINALIZING, BatchStatus.COMPLETED, now)
         return False
     has_failed = batch.kind == BatchKind.JOB.value and batch.num_failed > 0
     status = BatchStatus.FAILED if has_failed else BatchStatus.COMPLETED
@@ -163,8 +160,9 @@ def finish_batch(connection: Connection, batch: BatchRow, owner: str, files: Seq
     }
     owned = (batches.c.id == batch.id, batches.c.owner == owner, batches.c.status == batch.status)
     is_final = _make_final(connection, owned, values, now)
-    for file in files if is_final else ():
-        add_file(connection, file)
+    if is_final:
+        for file in files:
+            add_file(connection, file)
     return is_final
 
 
@@ -199,13 +197,17 @@ def _make_final(
     return True
 
 
-def _closing(ending: BatchStatus) -> dict[str, Any]:
-    return {
+def _begin_closing(
+    connection: Connection, condition: ColumnElement[bool], status: BatchStatus, ending: BatchStatus, now: float
+) -> None:
+    """Move the batch that meets the condition to `status`, a closing one; its final status will be `ending`."""
+    values = _state(status, now) | {
         "ending": ending.value,
         "owner": None,
         "output_file_id": new_id("file"),
         "error_file_id": new_id("file"),
     }
+    connection.execute(_change(condition).values(values))
 
 
 def _state(status: BatchStatus, now: float) -> dict[str, Any]:

@@ -1,16 +1,14 @@
-"""Rows of `batches`: reading them as records, listing them for clients, deleting old ones."""
+"""Rows of `batches`: reading them and their lines as records, counts, row locks, and deletion of old ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select
 
 from replicas.protocol import Band
-from serve_app.jobs.api.errors import UnknownBatch
 from serve_app.jobs.api.records import (
     BatchError,
     BatchKind,
@@ -21,9 +19,9 @@ from serve_app.jobs.api.records import (
     Page,
     PageRequest,
     RequestCounts,
+    UnknownBatch,
 )
-from serve_app.jobs.storage.paging import read_page
-from serve_app.jobs.storage.tables import batches, deliveries, idempotency_keys, lines
+from serve_app.jobs.storage.tables import batches, deliveries, idempotency_keys, lines, read_page
 
 BatchRow = Row[Any]
 FINAL = tuple(status.value for status in BatchStatus if status.is_final)
@@ -54,20 +52,10 @@ def batch_record(row: BatchRow) -> BatchRecord:
         counts=RequestCounts(row.num_lines, row.num_completed, row.num_failed),
         output_file_id=row.output_file_id if status.is_final else None,
         error_file_id=row.error_file_id if status.is_final else None,
-        errors=errors_of(row),
+        errors=() if row.errors is None else tuple(BatchError(**error) for error in from_json(row.errors)),
         metadata=None if row.metadata is None else from_json(row.metadata),
         **{name: getattr(row, name) for name in _AS_THEY_ARE},
     )
-
-
-def errors_of(row: BatchRow) -> tuple[BatchError, ...]:
-    """Return the errors found when the batch was validated."""
-    return () if row.errors is None else tuple(BatchError(**error) for error in from_json(row.errors))
-
-
-def errors_text(errors: tuple[BatchError, ...]) -> str:
-    """Return the JSON that `errors_of` parses."""
-    return to_json([asdict(error) for error in errors]).decode()
 
 
 def find_batch(connection: Connection, batch_id: str) -> BatchRow | None:
@@ -132,15 +120,10 @@ def list_lines(connection: Connection, tenant: str, batch_id: str, after_index: 
     return [_line_record(row) for row in connection.execute(query.order_by(lines.c.position).limit(limit))]
 
 
-def count_by_status(connection: Connection, tenant: str) -> dict[BatchStatus, int]:
-    """Count a tenant's batches of all kinds by status."""
-    query = select(batches.c.status, func.count()).where(batches.c.tenant == tenant).group_by(batches.c.status)
-    return {BatchStatus(status): number for status, number in connection.execute(query)}
-
-
-def count_all_by_status(connection: Connection) -> dict[BatchStatus, int]:
-    """Count all tenants' batches of all kinds by status."""
-    query = select(batches.c.status, func.count()).group_by(batches.c.status)
+def count_by_status(connection: Connection, tenant: str | None = None) -> dict[BatchStatus, int]:
+    """Count a tenant's batches of all kinds by status; None: those of all tenants."""
+    of_tenant = () if tenant is None else (batches.c.tenant == tenant,)
+    query = select(batches.c.status, func.count()).where(*of_tenant).group_by(batches.c.status)
     return {BatchStatus(status): number for status, number in connection.execute(query)}
 
 

@@ -1,22 +1,37 @@
-"""Database access through thread pools, so that the event loop never waits for the disk."""
+"""Database access through thread pools, so that the event loop never waits for the disk, and migrations."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 
-from serve_app.jobs.storage.migrate import upgrade
+from replicas.clock import Clock
+from serve_app.jobs.api.records import JobsSettings
+from serve_app.jobs.files.store import FileStore
 
 ResultT = TypeVar("ResultT")
 
 _NUM_READERS = 2
 _BUSY_TIMEOUT_S = 30.0
 """Seconds that a write transaction waits for another process that holds SQLite's write lock."""
+_READ_ONLY = {"headway_reads": True}
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_LOCK = 0x48656164
+"""Key of the PostgreSQL advisory lock for migrations: an arbitrary number that other programs are unlikely to use."""
+
+
+class DatabaseTooNew(Exception):
+    """Error for a database that a newer version of Headway has migrated."""
 
 
 class Database:
@@ -67,7 +82,14 @@ class Database:
             return work(connection)
 
 
-_READ_ONLY = {"headway_reads": True}
+@dataclass(frozen=True, slots=True)
+class JobsContext:
+    """Database, file store, limits and clock of one jobs process."""
+
+    database: Database
+    files: FileStore
+    settings: JobsSettings
+    clock: Clock = field(default_factory=Clock)
 
 
 def _engine(url: str) -> Engine:
@@ -94,3 +116,24 @@ def _begin_sqlite(connection: Connection) -> None:
     """Begin a transaction. A write takes the write lock at once: taking it later, after a read, may fail."""
     reads = connection.get_execution_options().get("headway_reads", False)
     connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def upgrade(connection: Connection, version: str = "head") -> None:
+    """Create the tables or migrate them to `version` (`head`: the newest), in the connection's transaction.
+
+    Processes that start together migrate one after the other: SQLite by its write lock, PostgreSQL by an advisory
+    lock.
+
+    Raises:
+        DatabaseTooNew: the database is newer than this program; nothing was changed.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _LOCK})
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    try:
+        command.upgrade(config, version)
+    except CommandError as error:
+        newest = ScriptDirectory.from_config(config).get_current_head()
+        raise DatabaseTooNew(f"the database is of a version after {newest}, the newest known here: {error}") from error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
+
 from sqlalchemy import Connection, bindparam, insert, select, update
 
 from replicas.clock import Clock
-from serve_app.jobs.api.ids import new_id
+from serve_app.jobs.api.records import new_id
 from serve_app.jobs.storage.batches import BatchRow, batch_record
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.tables import deliveries
-from serve_app.jobs.webhooks.events import Delivery, event_of, host_of
+from serve_app.jobs.webhooks.events import Delivery, delivery_of, host_of
 
-_COLUMNS = ("id", "batch_id", "event", "url", "body", "num_attempts", "created_unix_s")
 # Built once: building a statement takes as long as executing it.
 _DUE = (
-    select(*(deliveries.c[name] for name in _COLUMNS))
+    select(*(deliveries.c[field.name] for field in fields(Delivery)))
     .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
     .where(deliveries.c.host.not_in(bindparam("hosts", expanding=True)))
     .order_by(deliveries.c.next_attempt_unix_s)
@@ -26,21 +27,9 @@ def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> Non
     """Enqueue a webhook for a batch that has just ended; do nothing if it has no callback URL."""
     if batch.callback_url is None:
         return
-    delivery_id = new_id("evt")
-    event = event_of(batch_record(batch), delivery_id)
-    connection.execute(
-        insert(deliveries).values(
-            id=delivery_id,
-            batch_id=batch.id,
-            event=event.type,
-            url=batch.callback_url,
-            host=host_of(batch.callback_url),
-            body=event.body,
-            num_attempts=0,
-            created_unix_s=now,
-            next_attempt_unix_s=now,
-        )
-    )
+    delivery = delivery_of(batch_record(batch), batch.callback_url, new_id("evt"), now)
+    values = {**asdict(delivery), "host": host_of(delivery.url), "next_attempt_unix_s": now}
+    connection.execute(insert(deliveries).values(values))
 
 
 class SqlOutbox:

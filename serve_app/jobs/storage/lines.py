@@ -1,36 +1,148 @@
-"""Rows of `lines`: creation, reading of results, deletion. `leases.py` has the transactions of running lines."""
+"""Rows of `lines`: creation, leases, results and deletion.
+
+A running line has an owner and an attempt number, and only a process that names both can end it. A process that was
+declared dead, or whose line was cancelled, therefore writes nothing: every line ends once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2s
 from typing import Any
 
 from pydantic_core import to_json
-from sqlalchemy import Connection, Row, delete, insert, select
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
 
-from serve_app.jobs.api.records import LineStatus, NewLine
-from serve_app.jobs.jsonl.cost import size_of
-from serve_app.jobs.storage.tables import lines
+from serve_app.jobs.api.records import BatchStatus, LineStatus, NewLine
+from serve_app.jobs.storage.batch_states import end_batch
+from serve_app.jobs.storage.batches import BatchRow, lock_batches, select_batch
+from serve_app.jobs.storage.ownership import is_alive
+from serve_app.jobs.storage.tables import batches, lines
 
 LineRow = dict[str, Any]
 
+_CHARS_PER_TOKEN = 4
+_PREFIX_CHARS = 256
+"""Characters of a prompt in its prefix key: some blocks of KV cache. Prompts with the same key run in sequence."""
+_CHAT_OUTPUT_TOKENS = 256
+"""Expected output of a chat request without a limit."""
+_COMPLETION_OUTPUT_TOKENS = 16
+"""Expected output of a completion without a limit: the API's default limit."""
+_MAX_EXPECTED_TOKENS = 2**30
+
+# Built once: building a statement takes as long as executing it.
 _INSERT = insert(lines)
+_OF_BATCH = lines.c.batch_id == bindparam("of_batch")
+_NEXT_LINES = (
+    select(lines.c.position)
+    .where(_OF_BATCH, lines.c.status == LineStatus.QUEUED.value)
+    .order_by(lines.c.length_rank, lines.c.prefix_key, lines.c.position)
+    .limit(bindparam("max_lines"))
+)
+_LEASE = (
+    update(lines)
+    .where(_OF_BATCH, lines.c.position.in_(_NEXT_LINES))
+    .values(status=LineStatus.RUNNING.value, attempt=lines.c.attempt + 1)
+    .returning(lines)
+)
+"""Sets the parameter `owner` on the leased lines."""
+_HELD = update(lines).where(
+    _OF_BATCH,
+    lines.c.position == bindparam("at_position"),
+    lines.c.status == LineStatus.RUNNING.value,
+    lines.c.owner == bindparam("held_by"),
+    lines.c.attempt == bindparam("at_attempt"),
+)
+_RELEASE = _HELD.values(status=LineStatus.QUEUED.value, owner=None)
+_END = _HELD.values(owner=None, body=None)
+"""Sets the result columns from parameters of the same names."""
+_BATCH = update(batches).where(batches.c.id == bindparam("of_batch"))
+_ADD_QUEUED = _BATCH.values(num_queued=batches.c.num_queued + bindparam("number"))
+_COUNT = _BATCH.values(
+    num_completed=batches.c.num_completed + bindparam("completed"),
+    num_failed=batches.c.num_failed + bindparam("failed"),
+    waiting_tokens=batches.c.waiting_tokens - bindparam("expected_tokens"),
+    num_prompt_tokens=batches.c.num_prompt_tokens + bindparam("prompt_tokens"),
+    num_output_tokens=batches.c.num_output_tokens + bindparam("output_tokens"),
+    num_cached_tokens=batches.c.num_cached_tokens + bindparam("cached_tokens"),
+).returning(batches)
+"""Takes sums over the results of one batch as parameters."""
 
 
-def new_row(batch_id: str, position: int, line: NewLine) -> LineRow:
-    """Return the row of a new queued line."""
-    size = size_of(line.body)
-    return {
-        "batch_id": batch_id,
-        "position": position,
-        "custom_id": line.custom_id,
-        "body": to_json(line.body).decode(),
-        "expected_tokens": size.expected_tokens,
-        "length_rank": size.length_rank,
-        "prefix_key": size.prefix_key,
-        "status": LineStatus.QUEUED.value,
-        "attempt": 0,
-    }
+@dataclass(frozen=True, slots=True)
+class LineSize:
+    """Estimate of a line's size, made before it is tokenized."""
+
+    expected_tokens: int
+    """Prompt and output tokens of all prompts and choices."""
+    length_rank: int
+    """Minus the bit length of `expected_tokens`: longer lines have lower ranks. Within a rank, lengths differ by less
+    than a factor of two."""
+    prefix_key: str
+    """Hash of the first prompt's beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeasedLine:
+    """Line that its owner may run; `attempt` distinguishes the leases of one line."""
+
+    tenant: str
+    batch_id: str
+    position: int
+    attempt: int
+    body: str
+    """JSON."""
+    expected_tokens: int
+
+    @property
+    def request_id(self) -> str:
+        """Request id of the line, the same at every attempt; only one attempt's result counts."""
+        return request_id_of(self.batch_id, self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class LineResult:
+    """Result of a line. `response` and `error` are JSON text."""
+
+    line: LeasedLine
+    status: LineStatus
+    status_code: int | None
+    response: str | None
+    error: str | None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in a KV cache."""
+
+
+@dataclass(slots=True)
+class EndedLines:
+    """Outcome of writing some results."""
+
+    counted: list[LineResult]
+    """Results that were written; the others were dropped because the owner had lost the line."""
+    final_batch_ids: list[str]
+    """Batches that became final."""
+    closing_batch_ids: list[str]
+    """Batches that are now waiting to be finalized."""
+
+
+def new_rows(batch_id: str, new_lines: Iterable[NewLine], start: int = 0) -> list[LineRow]:
+    """Return the rows of new queued lines, the first of them at position `start`."""
+    return [
+        {
+            "batch_id": batch_id,
+            "position": position,
+            "custom_id": line.custom_id,
+            "body": to_json(line.body).decode(),
+            **asdict(size_of(line.body)),
+            "status": LineStatus.QUEUED.value,
+            "attempt": 0,
+        }
+        for position, line in enumerate(new_lines, start)
+    ]
 
 
 def add_lines(connection: Connection, rows: Sequence[LineRow]) -> None:
@@ -43,6 +155,135 @@ def taken_custom_ids(connection: Connection, batch_id: str, custom_ids: Iterable
     """Return those of these custom ids that the batch already has."""
     query = select(lines.c.custom_id).where(lines.c.batch_id == batch_id, lines.c.custom_id.in_(list(custom_ids)))
     return set(connection.execute(query).scalars())
+
+
+def size_of(body: Mapping[str, object]) -> LineSize:
+    """Estimate the size of a request. Any body is accepted: an invalid one fails when its line runs."""
+    num_prompts, num_prompt_tokens, beginning = _prompt_of(body)
+    num_choices = _number(body.get("n"), 1)
+    default = _CHAT_OUTPUT_TOKENS if "messages" in body else _COMPLETION_OUTPUT_TOKENS
+    max_tokens = _number(body.get("max_completion_tokens"), _number(body.get("max_tokens"), default))
+    expected = min(_MAX_EXPECTED_TOKENS, max(1, num_prompt_tokens + num_prompts * num_choices * max_tokens))
+    return LineSize(
+        expected, -expected.bit_length(), blake2s(beginning.encode(errors="replace"), digest_size=8).hexdigest()
+    )
+
+
+def _prompt_of(body: Mapping[str, object]) -> tuple[int, int, str]:
+    """Return the number of prompts, their tokens in total, and the beginning of the first one."""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        text = "\n".join(_text_of(message.get("content")) for message in messages if isinstance(message, dict))
+        return 1, len(text) // _CHARS_PER_TOKEN, text[:_PREFIX_CHARS]
+    prompt = body.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    num_tokens = sum(len(one) if isinstance(one, list) else len(str(one)) // _CHARS_PER_TOKEN for one in prompts)
+    first = prompts[0][:_PREFIX_CHARS] if isinstance(prompts[0], str | list) else ""
+    return len(prompts), num_tokens, str(first)
+
+
+def _text_of(content: object) -> str:
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content)
+
+
+def _number(value: object, default: int) -> int:
+    return min(max(value, 0), _MAX_EXPECTED_TOKENS) if isinstance(value, int) else default
+
+
+def request_id_of(batch_id: str, position: int) -> str:
+    """Return the request id of a line."""
+    return f"{batch_id.rpartition('_')[2]}-{position}"
+
+
+def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -> list[LeasedLine]:
+    """Lease up to `limit` queued lines of a batch and return them, the longest first.
+
+    None are leased if the batch is not in progress or the owner is dead.
+    """
+    lock_batches(connection, [batch_id])
+    batch = select_batch(connection, batch_id)
+    if batch.status != BatchStatus.IN_PROGRESS.value or not is_alive(connection, owner):
+        return []
+    leased = connection.execute(_LEASE, {"of_batch": batch_id, "max_lines": limit, "owner": owner})
+    rows = sorted(leased, key=lambda row: (row.length_rank, row.prefix_key, row.position))
+    _add_queued(connection, batch_id, -len(rows))
+    return [
+        LeasedLine(batch.tenant, row.batch_id, row.position, row.attempt, row.body, row.expected_tokens) for row in rows
+    ]
+
+
+def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLine]) -> None:
+    """Put leased lines that have not ended back into the queue."""
+    lock_batches(connection, (line.batch_id for line in leased))
+    num_freed: Counter[str] = Counter()
+    for line in leased:
+        num_freed[line.batch_id] += connection.execute(_RELEASE, _holding(line, owner)).rowcount
+    for batch_id, number in num_freed.items():
+        _add_queued(connection, batch_id, number)
+
+
+def end_lines(connection: Connection, owner: str, results: Sequence[LineResult], now: float) -> EndedLines:
+    """Write the results of lines that the owner still holds.
+
+    A batch whose last line has ended moves to its next state in the same transaction.
+    """
+    lock_batches(connection, (result.line.batch_id for result in results))
+    ended = EndedLines([], [], [])
+    sums: dict[str, Counter[str]] = {}
+    for result in results:
+        if _end_line(connection, owner, result):
+            is_success = result.status is LineStatus.SUCCEEDED
+            sums.setdefault(result.line.batch_id, Counter()).update(
+                completed=int(is_success),
+                failed=int(not is_success),
+                expected_tokens=result.line.expected_tokens,
+                prompt_tokens=result.num_prompt_tokens,
+                output_tokens=result.num_output_tokens,
+                cached_tokens=result.num_cached_tokens,
+            )
+            ended.counted.append(result)
+    for batch_id, its_sums in sums.items():
+        batch = connection.execute(_COUNT, {"of_batch": batch_id, **its_sums}).one()
+        is_done = batch.num_completed + batch.num_failed == batch.num_lines
+        if is_done and batch.status == BatchStatus.IN_PROGRESS.value:
+            is_final = end_batch(connection, batch, now)
+            (ended.final_batch_ids if is_final else ended.closing_batch_ids).append(batch_id)
+    return ended
+
+
+def _end_line(connection: Connection, owner: str, result: LineResult) -> bool:
+    values = {
+        "status": result.status.value,
+        "status_code": result.status_code,
+        "response": result.response,
+        "error": result.error,
+    }
+    return connection.execute(_END, _holding(result.line, owner) | values).rowcount == 1
+
+
+def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, error: str, limit: int) -> int:
+    """End up to `limit` queued or running lines of a closing batch with `status`, and return their number."""
+    lock_batches(connection, [batch.id])
+    undone = (LineStatus.QUEUED.value, LineStatus.RUNNING.value)
+    some = connection.execute(
+        select(lines.c.position, lines.c.status, lines.c.expected_tokens)
+        .where(lines.c.batch_id == batch.id, lines.c.status.in_(undone))
+        .limit(limit)
+    ).all()
+    if not some:
+        return 0
+    these = (lines.c.batch_id == batch.id) & lines.c.position.in_([row.position for row in some])
+    values = {"status": status.value, "owner": None, "body": None, "error": error}
+    connection.execute(update(lines).where(these).values(values))
+    sums = {
+        "num_failed": batches.c.num_failed + len(some),
+        "num_queued": batches.c.num_queued - sum(row.status == LineStatus.QUEUED.value for row in some),
+        "waiting_tokens": batches.c.waiting_tokens - sum(row.expected_tokens for row in some),
+    }
+    connection.execute(update(batches).where(batches.c.id == batch.id).values(sums))
+    return len(some)
 
 
 def delete_lines(connection: Connection, batch_id: str, limit: int) -> int:
@@ -61,3 +302,13 @@ def ended_lines(connection: Connection, batch_id: str, after: int, limit: int, i
         lines.c.batch_id == batch_id, lines.c.position > after, has_succeeded if is_success else ~has_succeeded
     )
     return list(connection.execute(query.order_by(lines.c.position).limit(limit)))
+
+
+def _holding(line: LeasedLine, owner: str) -> dict[str, object]:
+    return {
+        "of_batch": line.batch_id, "at_position": line.position, "held_by": owner, "at_attempt": line.attempt
+    }  # fmt: skip
+
+
+def _add_queued(connection: Connection, batch_id: str, number: int) -> None:
+    connection.execute(_ADD_QUEUED, {"of_batch": batch_id, "number": number})

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
-from serve_app.jobs.api.ids import new_id
-from serve_app.jobs.api.records import LineStatus
+from serve_app.jobs.api.records import LineStatus, new_id
 from serve_app.jobs.storage.batches import lock_batches
-from serve_app.jobs.storage.context import JobsContext
+from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.tables import batches, lines, owners
 
 logger = logging.getLogger(__name__)
@@ -28,14 +27,14 @@ class Ownership:
     """
 
     def __init__(self, context: JobsContext) -> None:
-        self._database = context.database
-        self._settings = context.settings
-        self._clock = context.clock
+        self._context = context
         self.id = new_id("owner")
 
     async def start(self) -> None:
         """Register this process in the database."""
-        await self._database.write(lambda connection: add_owner(connection, self.id, self._clock.unix()))
+        await self._context.database.write(
+            lambda connection: add_owner(connection, self.id, self._context.clock.unix())
+        )
 
     async def run(self, on_lost: Callable[[], None], on_freed: Callable[[], None]) -> None:
         """Write heartbeats and reap dead processes until cancelled.
@@ -47,11 +46,13 @@ class Ownership:
                 on_lost()
             if await self.reap_dead():
                 on_freed()
-            await asyncio.sleep(self._settings.heartbeat_s)
+            await asyncio.sleep(self._context.settings.heartbeat_s)
 
     async def heartbeat(self) -> bool:
         """Write a heartbeat; False: this process had been declared dead, and now has a new id."""
-        if await self._database.write(lambda connection: heartbeat(connection, self.id, self._clock.unix())):
+        if await self._context.database.write(
+            lambda connection: heartbeat(connection, self.id, self._context.clock.unix())
+        ):
             return True
         logger.warning("this process was declared dead; its work is done again", extra={"owner": self.id})
         self.id = new_id("owner")
@@ -60,14 +61,14 @@ class Ownership:
 
     async def reap_dead(self) -> int:
         """Release the work of processes whose heartbeat stopped, and return their number."""
-        return await self._database.write(self._reap_dead)
+        return await self._context.database.write(self._reap_dead)
 
     async def stop(self) -> None:
         """Unregister this process and release what it holds, so that others can take it at once."""
-        await self._database.write(lambda connection: reap_owner(connection, self.id))
+        await self._context.database.write(lambda connection: reap_owner(connection, self.id))
 
     def _reap_dead(self, connection: Connection) -> int:
-        dead = dead_owners(connection, self.id, self._clock.unix(), self._settings.job_lease_s)
+        dead = dead_owners(connection, self.id, self._context.clock.unix(), self._context.settings.job_lease_s)
         for owner in dead:
             num_lines = reap_owner(connection, owner)
             logger.warning("a jobs process was lost", extra={"owner": owner, "num_lines": num_lines})
@@ -81,8 +82,7 @@ def add_owner(connection: Connection, owner: str, now: float) -> None:
 
 def heartbeat(connection: Connection, owner: str, now: float) -> bool:
     """Write an owner's heartbeat; False: the owner was declared dead and has lost everything."""
-    alive = update(owners).where(owners.c.id == owner).values(heartbeat_unix_s=now)
-    return connection.execute(alive).rowcount == 1
+    return connection.execute(update(owners).where(owners.c.id == owner).values(heartbeat_unix_s=now)).rowcount == 1
 
 
 def is_alive(connection: Connection, owner: str) -> bool:

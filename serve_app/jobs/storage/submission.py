@@ -6,9 +6,7 @@ from pydantic_core import to_json
 from sqlalchemy import Connection, insert, select
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.api.errors import IdempotencyKeyInUse
-from serve_app.jobs.api.records import BatchKind, BatchStatus, NewBatch, Submission
-from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.api.records import BatchKind, BatchStatus, IdempotencyKeyInUse, JobsSettings, NewBatch, Submission
 from serve_app.jobs.storage.batch_states import new_batch_values
 from serve_app.jobs.storage.batches import (
     BatchRow,
@@ -46,8 +44,7 @@ def submit_batch(
         return Submission(batch_record(known), is_new=known.id == batch_id)
     _check_input(connection, new, settings, now)
     _check_quota(connection, new, settings)
-    values = _values(new, batch_id, rows, settings.model_name, now)
-    accepted = connection.execute(_INSERT, values).one()
+    accepted = connection.execute(_INSERT, _values(new, batch_id, rows, settings.model_name, now)).one()
     add_lines(connection, rows)
     if new.idempotency_key is not None:
         key = {"tenant": new.tenant, "key": new.idempotency_key, "digest": new.body_digest, "batch_id": batch_id}
@@ -84,26 +81,34 @@ def _known_by_key(connection: Connection, new: NewBatch) -> BatchRow | None:
 def _check_input(connection: Connection, new: NewBatch, settings: JobsSettings, now: float) -> None:
     if new.input_file_id is None:
         if not 0 < len(new.lines) <= settings.max_batch_lines:
-            message = f"the batch has {len(new.lines)} requests; 1 to {settings.max_batch_lines} are accepted"
-            raise InvalidRequest(message, "prompts")
+            raise InvalidRequest(
+                f"the batch has {len(new.lines)} requests; 1 to {settings.max_batch_lines} are accepted", "prompts"
+            )
         return
     file = get_file(connection, new.tenant, new.input_file_id, now)
     if file.purpose != "batch":
-        message = f"file `{file.id}` has the purpose `{file.purpose}`; it must be `batch`"
-        raise InvalidRequest(message, "input_file_id")
+        raise InvalidRequest(f"file `{file.id}` has the purpose `{file.purpose}`; it must be `batch`", "input_file_id")
 
 
 def _check_quota(connection: Connection, new: NewBatch, settings: JobsSettings) -> None:
     num_batches = num_unfinished_batches(connection, new.tenant)
     if num_batches >= settings.max_unfinished_batches:
-        message = f"{num_batches} batches and jobs have not ended; the limit is {settings.max_unfinished_batches}"
-        raise Overloaded(message, _RETRY_AFTER_S, "max_batches_per_tenant", "rate_limit_exceeded")
+        raise Overloaded(
+            f"{num_batches} batches and jobs have not ended; the limit is {settings.max_unfinished_batches}",
+            _RETRY_AFTER_S,
+            "max_batches_per_tenant",
+            "rate_limit_exceeded",
+        )
     if new.kind is BatchKind.JOB:
         return  # a job has one line: the limit of batches bounds jobs, and counting lines is slower than an index
     num_lines = num_unfinished_lines(connection, new.tenant)
     if num_lines + len(new.lines) > settings.max_unfinished_lines:
-        message = f"{num_lines} requests of batches are still to be done; the limit is {settings.max_unfinished_lines}"
-        raise Overloaded(message, _RETRY_AFTER_S, "max_lines_per_tenant", "rate_limit_exceeded")
+        raise Overloaded(
+            f"{num_lines} requests of batches are still to be done; the limit is {settings.max_unfinished_lines}",
+            _RETRY_AFTER_S,
+            "max_lines_per_tenant",
+            "rate_limit_exceeded",
+        )
 
 
 def _values(new: NewBatch, batch_id: str, rows: list[LineRow], model: str, now: float) -> dict[str, object]:

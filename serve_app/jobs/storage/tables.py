@@ -1,22 +1,37 @@
-"""Tables of the database. Times are unix seconds; JSON is stored as text, since no query reads its fields."""
+"""Tables of the database, and pages of their rows in order of creation (keyset pagination).
+
+Times are unix seconds; JSON is stored as text, since no query reads its fields.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
     Column,
+    ColumnElement,
+    Connection,
     Double,
     ForeignKey,
     Index,
     Integer,
     MetaData,
     PrimaryKeyConstraint,
+    Row,
+    Select,
     String,
     Table,
     Text,
     UniqueConstraint,
+    select,
+    tuple_,
 )
 
+from serve_app.jobs.api.records import Page, PageRequest
+
+ItemT = TypeVar("ItemT")
 metadata = MetaData()
 ID = String(64)
 
@@ -141,3 +156,26 @@ deliveries = Table(
     Index("deliveries_by_batch", "batch_id"),
     Index("deliveries_by_next_attempt", "next_attempt_unix_s"),
 )
+
+
+def read_page(
+    connection: Connection,
+    table: Table,
+    condition: ColumnElement[bool],
+    page: PageRequest,
+    record: Callable[[Row[Any]], ItemT],
+) -> Page[ItemT]:
+    """Return the rows of `table` that meet `condition` and come after `page.after`; none if that id is unknown."""
+    rows = connection.execute(_page_of(table, condition, page)).all()
+    return Page(tuple(record(row) for row in rows[: page.limit]), has_more=len(rows) > page.limit)
+
+
+def _page_of(table: Table, condition: ColumnElement[bool], page: PageRequest) -> Select[Any]:
+    """Select one row more than the page holds; the extra row shows that there are more."""
+    key = tuple_(table.c.created_unix_s, table.c.id)
+    query = select(table).where(condition)
+    if page.after is not None:
+        last = select(table.c.created_unix_s, table.c.id).where(condition, table.c.id == page.after).scalar_subquery()
+        query = query.where(key > last if page.is_ascending else key < last)
+    columns = (table.c.created_unix_s, table.c.id)
+    return query.order_by(*(c.asc() if page.is_ascending else c.desc() for c in columns)).limit(page.limit + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Self
 
@@ -56,18 +55,18 @@ class AllowedHosts:
         self._networks = networks
 
     @classmethod
-    def parse(cls, entries: Iterable[str]) -> Self:
-        """Parse a list of addresses, networks (`10.1.0.0/16`) and host names.
+    def parse(cls, text: str) -> Self:
+        """Parse addresses, networks (`10.1.0.0/16`) and host names, separated by commas.
 
         Raises:
             ValueError: an entry is none of these.
         """
         names, networks = set(), []
-        for entry in entries:
+        for entry in filter(None, map(str.strip, text.split(","))):
             try:
                 networks.append(ip_network(entry, strict=False))
             except ValueError:
-                if not entry or set(entry) & set("/:@*? "):
+                if set(entry) & set("/:@*? "):
                     raise ValueError(f"{entry!r} is neither the name of a host nor an address or network") from None
                 names.add(_plain(entry))
         return cls(frozenset(names), tuple(networks))

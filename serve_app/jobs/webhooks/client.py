@@ -1,4 +1,4 @@
-"""HTTP client that makes one attempt to deliver a webhook."""
+"""HTTP client that makes one attempt to deliver a webhook, at addresses that the guard checked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import httpx
 
 from replicas.clock import Clock
 from serve_app.jobs.webhooks.events import Delivery
-from serve_app.jobs.webhooks.guard import WebhookGuard
+from serve_app.jobs.webhooks.guard import AddressRefused, WebhookGuard
 from serve_app.jobs.webhooks.signing import WebhookSigner
-from serve_app.jobs.webhooks.transport import PinnedTransport
 
 _TIMEOUT_S = 15.0
 _MAX_READ_BYTES = 2**16
@@ -22,6 +21,47 @@ _HEADERS = {"content-type": "application/json", "user-agent": "Headway-Webhooks"
 
 class DeliveryFailed(Exception):
     """Error for an attempt that the receiver did not confirm; the message gives the reason."""
+
+
+class PinnedTransport(httpx.AsyncBaseTransport):
+    """HTTP transport to addresses that a guard approved. The `Host` header and TLS verification keep the name.
+
+    The host is checked again at every request. Connections are not reused: one that was opened for another name on
+    the same address was verified for that name's certificate. Proxies from the environment are ignored, since they
+    would resolve the name themselves.
+    """
+
+    def __init__(self, guard: WebhookGuard, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: TLS context with the trusted authorities; None: httpx's default."""
+        self._guard = guard
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        self._inner = httpx.AsyncHTTPTransport(verify=tls or True, trust_env=False, limits=limits)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Return the response from the first of the host's addresses that accepts a connection.
+
+        Raises:
+            httpx.ConnectError: no address accepts one, or the guard refuses the host.
+            httpx.ConnectTimeout: the last address did not answer in time.
+        """
+        host = request.url.raw_host.decode("ascii")
+        port = request.url.port or {"http": 80, "https": 443}[request.url.scheme]
+        try:
+            addresses = await self._guard.addresses(host, port)
+        except AddressRefused as error:
+            raise httpx.ConnectError(str(error), request=request) from error
+        failure: httpx.TransportError | None = None
+        for address in addresses:
+            try:
+                return await self._inner.handle_async_request(_pinned(request, host, address))
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                failure = error
+        assert failure is not None
+        raise failure
+
+    async def aclose(self) -> None:
+        """Close open connections."""
+        await self._inner.aclose()
 
 
 class WebhookClient:
@@ -56,7 +96,7 @@ class WebhookClient:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.send(request, stream=True)
         except TimeoutError as error:
-            raise DeliveryFailed(f"no answer within {self._timeout_s:g} s") from error
+            raise DeliveryFailed(f"no answer within {self._timeout_s:.10g} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
         await _finish(response)
@@ -76,14 +116,21 @@ async def _finish(response: httpx.Response) -> None:
     try:
         with contextlib.suppress(httpx.HTTPError, TimeoutError):
             async with asyncio.timeout(_MAX_READ_S):
-                await _read_some(response)
+                num_bytes = 0
+                async for part in response.aiter_raw():
+                    num_bytes += len(part)
+                    if num_bytes > _MAX_READ_BYTES:
+                        return
     finally:
         await response.aclose()
 
 
-async def _read_some(response: httpx.Response) -> None:
-    num_bytes = 0
-    async for part in response.aiter_raw():
-        num_bytes += len(part)
-        if num_bytes > _MAX_READ_BYTES:
-            return
+def _pinned(request: httpx.Request, host: str, address: str) -> httpx.Request:
+    """Return the request with an address instead of the host's name; its `Host` header keeps the name."""
+    return httpx.Request(
+        request.method,
+        request.url.copy_with(host=address),
+        headers=request.headers,
+        stream=request.stream,
+        extensions={**request.extensions, "sni_hostname": host},
+    )

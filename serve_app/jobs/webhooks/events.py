@@ -18,15 +18,6 @@ _JOB_ENDINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class WebhookEvent:
-    """Event about the end of a batch, to be delivered by a webhook."""
-
-    type: str
-    body: str
-    """JSON text; exactly these bytes are signed."""
-
-
-@dataclass(frozen=True, slots=True)
 class Delivery:
     """Webhook delivery, enqueued in the transaction that ended its batch and due until it is delivered or dead."""
 
@@ -43,8 +34,8 @@ class Delivery:
     created_unix_s: float
 
 
-def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
-    """Build the event for the end of a batch; `event_id` is also the id of its delivery.
+def delivery_of(batch: BatchRecord, url: str, event_id: str, now: float) -> Delivery:
+    """Build the delivery of the event for the end of a batch.
 
     A job is a batch of one request, so its event is a response event, with the outcome of that request.
     """
@@ -61,7 +52,7 @@ def event_of(batch: BatchRecord, event_id: str) -> WebhookEvent:
         "type": event_type,
         "data": data,
     }
-    return WebhookEvent(event_type, json.dumps(body, separators=(",", ":")))
+    return Delivery(event_id, batch.id, event_type, url, json.dumps(body, separators=(",", ":")), 0, now)
 
 
 def host_of(url: str) -> str:

@@ -39,8 +39,8 @@ class WebhookGuard:
         self._allowed = allowed
         self._resolve = resolve
 
-    def refuse(self, url: str) -> None:
-        """Refuse a URL that is forbidden without resolving its name. `addresses` checks again after resolving it.
+    def check(self, url: str) -> None:
+        """Check a URL as far as is possible without resolving its name. `addresses` checks again after resolving it.
 
         Raises:
             InvalidRequest: it is malformed, not `http` or `https`, or its host is neither public nor allowed.
@@ -83,8 +83,7 @@ class SystemResolver:
 
     async def __call__(self, host: str, port: int) -> list[str]:
         """Return the addresses, in the order in which to try them."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, _look_up, host, port)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, _look_up, host, port)
 
 
 def _look_up(host: str, port: int) -> list[str]:

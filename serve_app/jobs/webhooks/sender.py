@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -14,9 +14,13 @@ from typing import Protocol
 from replicas.clock import Clock
 from serve_app.jobs.webhooks.client import DeliveryFailed
 from serve_app.jobs.webhooks.events import Delivery, host_of
-from serve_app.jobs.webhooks.retries import next_attempt_unix_s
 from serve_app.wakeup import Wakeup
 
+MAX_AGE_S = 72 * 3600.0
+"""Seconds after the event at which attempts end."""
+_FIRST_DELAY_S = 5.0
+_MAX_DELAY_S = 4 * 3600.0
+_MAX_DOUBLINGS = 20
 _MAX_ERROR_CHARACTERS = 500
 
 logger = logging.getLogger(__name__)
@@ -43,23 +47,12 @@ class Outbox(Protocol):
         `without_hosts`: hosts (`host_of`) to leave out because they have an attempt under way. Otherwise deliveries
         to a slow host could fill the limit and hide those to others.
         """
-        ...
 
     async def delivered(self, delivery_id: str) -> None:
         """Record a successful attempt."""
-        ...
 
     async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
         """Record a failed attempt; `next_attempt_unix_s` None: it was the last, and the delivery is dead."""
-        ...
-
-
-class Poster(Protocol):
-    """Client that makes one attempt, such as `WebhookClient`."""
-
-    async def post(self, delivery: Delivery) -> None:
-        """Post a delivery once, or raise DeliveryFailed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +62,7 @@ class SendingLimits:
     max_parallel: int = 64
     """Most attempts under way at the same time."""
     poll_period_s: float = 3.0
-    """Most seconds between two queries for due deliveries; a notification brings the next one forward."""
+    """Most seconds between two queries for due deliveries; the end of an attempt brings the next one forward."""
 
 
 class WebhookSender:
@@ -85,29 +78,22 @@ class WebhookSender:
     def __init__(
         self,
         outbox: Outbox,
-        client: Poster,
+        post: Callable[[Delivery], Awaitable[None]],
         rng: random.Random,
         clock: Clock,
         limits: SendingLimits = SendingLimits(),
     ) -> None:
+        """`post`: makes one attempt, as `WebhookClient.post`."""
         self._outbox = outbox
-        self._client = client
+        self._post = post
         self._rng = rng
         self._clock = clock
         self._limits = limits
         self._attempts: dict[str, asyncio.Task[None]] = {}
         """Attempts under way, by host."""
         self._wakeup = Wakeup()
-        self._outcomes: Counter[AttemptOutcome] = Counter(dict.fromkeys(AttemptOutcome, 0))
-
-    @property
-    def outcomes(self) -> Mapping[AttemptOutcome, int]:
-        """Number of attempts since the start, by outcome."""
-        return self._outcomes
-
-    def notify(self) -> None:
-        """Look for due deliveries now, because one was enqueued."""
-        self._wakeup.set()
+        self.outcomes: Counter[AttemptOutcome] = Counter(dict.fromkeys(AttemptOutcome, 0))
+        """Number of attempts since the start."""
 
     async def run(self) -> None:
         """Send due deliveries until cancelled."""
@@ -125,8 +111,7 @@ class WebhookSender:
         """Start attempts until none is due or no place is left; each query but the last starts at least one."""
         try:
             while (num_free := self._limits.max_parallel - len(self._attempts)) > 0:
-                busy = frozenset(self._attempts)
-                due = await self._outbox.due_deliveries(self._clock.unix(), num_free, busy)
+                due = await self._outbox.due_deliveries(self._clock.unix(), num_free, frozenset(self._attempts))
                 if sum(self._start(delivery) for delivery in due) == 0:
                     return
         except Exception:  # the database may be unreachable for a while; the sender must survive that
@@ -148,7 +133,7 @@ class WebhookSender:
 
     async def _attempt(self, delivery: Delivery) -> None:
         try:
-            await self._client.post(delivery)
+            await self._post(delivery)
         except DeliveryFailed as error:
             await self._fail(delivery, str(error))
         except Exception as error:  # a bug must not end all deliveries, and must not be retried without a delay
@@ -169,10 +154,22 @@ class WebhookSender:
 
     async def _note(self, outcome: AttemptOutcome, note: Callable[[], Awaitable[None]]) -> None:
         """Record an outcome, trying until the database accepts it: until then the delivery still looks due."""
-        self._outcomes[outcome] += 1
+        self.outcomes[outcome] += 1
         while True:
             try:
                 return await note()
             except Exception:
                 logger.exception("the outcome of a webhook could not be recorded")
                 await asyncio.sleep(self._limits.poll_period_s)
+
+
+def next_attempt_unix_s(delivery: Delivery, now_unix_s: float, rng: random.Random) -> float | None:
+    """Return the time of the next attempt, as unix seconds, after one that failed just now; None: there is none.
+
+    1. The first delay is 5 s; each further delay is twice the one before, up to 4 hours.
+    2. Each delay is varied at random by up to a quarter, so that deliveries that failed together spread out.
+    3. There is no attempt later than 72 hours after the event.
+    """
+    doubled_s = _FIRST_DELAY_S * 2.0 ** min(delivery.num_attempts, _MAX_DOUBLINGS)
+    at_unix_s = now_unix_s + min(_MAX_DELAY_S, doubled_s) * rng.uniform(0.75, 1.25)
+    return at_unix_s if at_unix_s <= delivery.created_unix_s + MAX_AGE_S else None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from standardwebhooks import Webhook
 
-from serve_app.jobs.files.durable import sync_directory
+from serve_app.jobs.files.store import sync_directory, sync_file
 
 _PREFIX = "whsec_"
 _MIN_SECRET_BYTES = 24
@@ -31,11 +31,9 @@ def load_or_create_secret(path: Path) -> str:
     """
     if not path.exists():
         own = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with os.fdopen(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(new_secret() + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
         with contextlib.suppress(FileExistsError):
             os.link(own, path)  # unlike a rename, a link never replaces an existing file
         own.unlink()

@@ -1,14 +1,18 @@
-"""Common parts of the replies to chat and text completions."""
+"""Replies of chat and text completions in OpenAI's format, streamed or whole."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from replicas.protocol import FinishReason, ModelCard, TokenDelta, Usage
+from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
 from serve_app.openai.reply.fan_in import IndexedDelta
+from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt
+from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 
 JsonObject = dict[str, Any]
 
@@ -40,36 +44,29 @@ class ReplyHead:
         }
 
 
-class ReplyFormat(Protocol):
-    """Format of one request's reply, streamed or whole, from the same deltas."""
-
-    def chunk(self, item: IndexedDelta) -> list[JsonObject]:
-        """Return the stream's chunks for one delta; the list is empty while there is nothing to show."""
-        ...
-
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """Return the last chunk of a stream with usage."""
-        ...
-
-    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
-        """Return the whole reply from one merged delta per choice, in order."""
-        ...
-
-
 class Progress:
     """Progress of a request: token counts, finish reasons of its choices, and the replica that serves it."""
 
-    def __init__(self, prompt_lengths: Sequence[int], num_samples: int) -> None:
+    def __init__(
+        self, prompt_lengths: Sequence[int], num_samples: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Create the progress; choice i is a sample of prompt i // `num_samples`."""
+        self._clock = clock
         self._prompt_lengths = prompt_lengths
         self._num_samples = num_samples
         self._usages: dict[int, Usage] = {}
         self._finish_reasons: dict[int, FinishReason] = {}
         self.replica_id: str | None = None
+        self.first_delta_s: float | None = None
+        """Arrival of the first delta of any choice, monotonic seconds."""
+        self.queue_s: float | None = None
+        """Time from the request's arrival to the first step that computed a choice of it, seconds."""
 
     def add(self, item: IndexedDelta) -> None:
         """Add the usage, finish reason and replica id of a delta."""
         self._usages[item.index] = item.delta.usage
+        if self.first_delta_s is None:
+            self.first_delta_s, self.queue_s = self._clock(), item.delta.queue_s
         if item.delta.finish_reason is not None:
             self._finish_reasons[item.index] = item.delta.finish_reason
         if item.delta.stats is not None:
@@ -106,6 +103,203 @@ class Progress:
         }
 
 
+class ChatFormat:
+    """Format of one chat completion's reply."""
+
+    def __init__(self, head: ReplyHead, body: ChatBody, prompt_token_ids: Sequence[int], token_text: TokenText) -> None:
+        self._head = head
+        self._body = body
+        self._prompt_token_ids = prompt_token_ids
+        self._token_text = token_text
+        self._started: set[int] = set()
+
+    def opening(self, index: int) -> list[JsonObject]:
+        """Return the chunk with the role, which has no token, for a choice that has none yet."""
+        if index in self._started:
+            return []
+        opening = self._chunk(index, {"role": "assistant", "content": ""})
+        if self._body.return_token_ids and not self._started:
+            opening["prompt_token_ids"] = list(self._prompt_token_ids)
+        self._started.add(index)
+        return [opening]
+
+    def chunks(self, item: IndexedDelta) -> list[JsonObject]:
+        """Return a delta's chunks: content, then the finish reason."""
+        delta, chunks = item.delta, []
+        if delta.text or delta.logprobs or (self._body.return_token_ids and delta.token_ids):
+            content = self._chunk(item.index, {"content": delta.text})
+            content["choices"][0] |= self._tokens_of(delta)
+            chunks.append(content)
+        if delta.finish_reason is not None:
+            last = self._chunk(item.index, {})
+            last["choices"][0] |= _ending(delta)
+            chunks.append(last)
+        return chunks
+
+    def usage_chunk(self, usage: JsonObject) -> JsonObject:
+        """Return the last chunk of a stream with usage; it has no choices."""
+        return self._head.fields("chat.completion.chunk") | {"choices": [], "usage": usage}
+
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+        """Return the whole completion from one merged delta per choice."""
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                **self._tokens_of(delta),
+                **_ending(delta),
+            }
+            for index, delta in enumerate(deltas)
+        ]
+        reply = self._head.fields("chat.completion") | {"choices": choices, "usage": usage}
+        if self._body.return_token_ids:
+            reply["prompt_token_ids"] = list(self._prompt_token_ids)
+        return reply
+
+    def _chunk(self, index: int, message: JsonObject) -> JsonObject:
+        choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
+        return self._head.fields("chat.completion.chunk") | {"choices": [choice]}
+
+    def _tokens_of(self, delta: TokenDelta) -> JsonObject:
+        """Return a choice's fields about its tokens: log probabilities and token ids."""
+        fields: JsonObject = {"logprobs": None}
+        if self._body.logprobs:
+            fields["logprobs"] = {"content": [self._position(position) for position in delta.logprobs], "refusal": None}
+        if self._body.return_token_ids:
+            fields["token_ids"] = list(delta.token_ids)
+        return fields
+
+    def _position(self, position: PositionLogprobs) -> JsonObject:
+        return self._token(position.chosen) | {"top_logprobs": [self._token(token) for token in position.top]}
+
+    def _token(self, token: TokenLogprob) -> JsonObject:
+        return {
+            "token": self._token_text.name_of(token.token_id),
+            "bytes": list(self._token_text.bytes_of(token.token_id)),
+            "logprob": shown_logprob(token.logprob),
+        }
+
+
+class CompletionFormat:
+    """Format of one text completion's reply; choice i is a sample of prompt i // n."""
+
+    def __init__(
+        self, head: ReplyHead, body: CompletionBody, prompts: Sequence[EncodedPrompt], token_text: TokenText
+    ) -> None:
+        """Create the format; with `echo` every prompt must have its text."""
+        self._head = head
+        self._body = body
+        self._choices = [
+            _Choice(body, prompt, index * body.n + sample, token_text)
+            for index, prompt in enumerate(prompts)
+            for sample in range(body.n)
+        ]
+
+    def opening(self, index: int) -> list[JsonObject]:
+        """Return no chunk: a text completion has no role."""
+        return []
+
+    def chunks(self, item: IndexedDelta) -> list[JsonObject]:
+        """Return one chunk for a delta, or none while there is nothing to show."""
+        delta = item.delta
+        choice = self._choices[item.index]
+        is_echo = self._body.echo and not choice.has_started
+        is_shown = is_echo or delta.text or delta.logprobs or delta.prompt_logprobs
+        if not (is_shown or delta.finish_reason is not None or (self._body.return_token_ids and delta.token_ids)):
+            return []
+        return [self._head.fields("text_completion") | {"choices": [choice.render(delta)]}]
+
+    def usage_chunk(self, usage: JsonObject) -> JsonObject:
+        """Return the last chunk of a stream with usage; it has no choices."""
+        return self._head.fields("text_completion") | {"choices": [], "usage": usage}
+
+    def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
+        """Return the whole completion from one merged delta per choice."""
+        choices = [choice.render(delta) for choice, delta in zip(self._choices, deltas, strict=True)]
+        return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
+
+
+class _Choice:
+    """One choice of a completion, written delta by delta."""
+
+    def __init__(self, body: CompletionBody, prompt: EncodedPrompt, index: int, token_text: TokenText) -> None:
+        self._body = body
+        self._prompt = prompt
+        self._index = index
+        self._offsets = _TextOffsets(token_text, (prompt.text or "") if body.echo else "")
+        self._token_text = token_text
+        self.has_started = False
+
+    def render(self, delta: TokenDelta) -> JsonObject:
+        """Return the choice object for this delta; with `echo` the first one starts with the prompt."""
+        is_first, self.has_started = not self.has_started, True
+        text = (self._prompt.text or "") + delta.text if is_first and self._body.echo else delta.text
+        choice: JsonObject = {
+            "index": self._index,
+            "text": text,
+            "logprobs": self._logprobs(delta, is_first),
+            "finish_reason": None if delta.finish_reason is None else delta.finish_reason.value,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._body.return_token_ids:
+            if is_first:
+                choice["prompt_token_ids"] = list(self._prompt.token_ids)
+            choice["token_ids"] = list(delta.token_ids)
+        return choice
+
+    def _logprobs(self, delta: TokenDelta, is_first: bool) -> JsonObject | None:
+        if self._body.logprobs is None:
+            return None
+        lists: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        if is_first and self._body.echo:
+            self._append(lists, self._prompt.token_ids[0], None)
+        for position in (*delta.prompt_logprobs, *delta.logprobs):
+            self._append(lists, position.chosen.token_id, position)
+        return lists
+
+    def _append(self, lists: JsonObject, token_id: int, position: PositionLogprobs | None) -> None:
+        """Append one token's entries; `position` is None for a prompt's first token, which has no probability."""
+        name_of = self._token_text.name_of
+        lists["tokens"].append(name_of(token_id))
+        lists["text_offset"].append(self._offsets.add(token_id))
+        lists["token_logprobs"].append(None if position is None else shown_logprob(position.chosen.logprob))
+        if position is None:
+            lists["top_logprobs"].append(None)
+            return
+        # The chosen token is listed even if it is not among the likeliest ones.
+        tokens = (*position.top, position.chosen)
+        lists["top_logprobs"].append({name_of(token.token_id): shown_logprob(token.logprob) for token in tokens})
+
+
+class _TextOffsets:
+    """Counter of the offset of each token in the text, in characters.
+
+    A special token has text only where the prompt spells it.
+    """
+
+    def __init__(self, token_text: TokenText, prompt: str) -> None:
+        self._token_text = token_text
+        self._prompt = prompt
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_chars = 0
+
+    def add(self, token_id: int) -> int:
+        """Return the offset of the next token and advance past the token's text."""
+        offset = self._num_chars
+        if not self._token_text.is_special(token_id) or self._is_spelled(token_id):
+            self._num_chars += len(self._decoder.decode(self._token_text.bytes_of(token_id)))
+        return offset
+
+    def _is_spelled(self, token_id: int) -> bool:
+        name = self._token_text.name_of(token_id)
+        return name != "" and self._prompt.startswith(name, self._num_chars)
+
+
+ReplyFormat = ChatFormat | CompletionFormat
+"""Format of one request's reply, streamed or whole, from the same deltas."""
+
+
 def fingerprint_of(card: ModelCard) -> str:
     """Return a name for the configuration on which the output of a seed depends."""
     decisive = (card.model_id, card.dtype, card.device, card.max_model_len, card.vocab_size)
@@ -115,3 +309,9 @@ def fingerprint_of(card: ModelCard) -> str:
 def shown_logprob(logprob: float) -> float:
     """Return a log probability that JSON can express, at least `MIN_LOGPROB`."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+
+
+def _ending(delta: TokenDelta) -> JsonObject:
+    """Return a choice's finish reason and the stop string or token that ended the choice (vLLM's `stop_reason`)."""
+    assert delta.finish_reason is not None
+    return {"finish_reason": delta.finish_reason.value, "stop_reason": delta.stop_reason}

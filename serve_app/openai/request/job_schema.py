@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.request.schema import StrictBody
+from serve_app.openai.request.schema import INVALID, StrictBody
 
 MAX_WINDOW_S = 30 * 86_400
 """Longest completion window, seconds."""
@@ -19,6 +19,7 @@ MAX_WAIT_S = 60.0
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+_ID = "[A-Za-z0-9_-]{1,64}"
 _MAX_METADATA_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
 BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions"]
@@ -29,10 +30,10 @@ UploadPurpose = Literal["assistants", "batch", "evals", "fine-tune", "user_data"
 def _window_s(text: object) -> float:
     found = _WINDOW.fullmatch(text) if isinstance(text, str) else None
     if found is None:
-        raise PydanticCustomError("window", "must be a duration such as 24h, 30m or 90s")
+        raise PydanticCustomError(INVALID, "must be a duration such as 24h, 30m or 90s")
     window_s = int(found[1]) * _SECONDS_OF_UNIT[found[2]]
     if window_s > MAX_WINDOW_S:
-        raise PydanticCustomError("window", "must be at most {limit} s", {"limit": MAX_WINDOW_S})
+        raise PydanticCustomError(INVALID, "must be at most {limit} s", {"limit": MAX_WINDOW_S})
     return float(window_s)
 
 
@@ -44,29 +45,37 @@ def _web_address(url: str) -> str:
     except ValueError:
         is_usable = False
     if not is_usable or not url.isascii() or any(char <= " " for char in url):
-        raise PydanticCustomError("callback_url", "must be an http or https URL with a host")
+        raise PydanticCustomError(INVALID, "must be an http or https URL with a host")
     if parts.username is not None or parts.password is not None:
-        raise PydanticCustomError("callback_url", "must not hold a user name or password")
+        raise PydanticCustomError(INVALID, "must not hold a user name or password")
     return url
 
 
 def _small_metadata(pairs: dict[str, str]) -> dict[str, str]:
     if len(pairs) > _MAX_METADATA_PAIRS:
         message = "has {num_pairs} pairs; at most {limit} are accepted"
-        raise PydanticCustomError("too_long", message, {"num_pairs": len(pairs), "limit": _MAX_METADATA_PAIRS})
+        raise PydanticCustomError(INVALID, message, {"num_pairs": len(pairs), "limit": _MAX_METADATA_PAIRS})
     for key, value in pairs.items():
         for what, text, limit in (("key", key, _MAX_KEY_CHARS), ("value", value, _MAX_VALUE_CHARS)):
             if len(text) > limit:
                 message = "has a {what} of {num_chars} characters; at most {limit} are accepted"
-                raise PydanticCustomError("too_long", message, {"what": what, "num_chars": len(text), "limit": limit})
+                raise PydanticCustomError(INVALID, message, {"what": what, "num_chars": len(text), "limit": limit})
     return pairs
 
 
-Id = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}\z")]
+def _id(text: str) -> str:
+    if not re.fullmatch(_ID, text):
+        raise PydanticCustomError(INVALID, "must be 1 to 64 characters: letters, digits, `_` and `-`")
+    return text
+
+
+Id = Annotated[str, AfterValidator(_id), Field(json_schema_extra={"pattern": f"^{_ID}$"})]
 """Id of a file or batch. The purpose in a query of files has the same form."""
 CallbackUrl = Annotated[str, Field(max_length=2048), AfterValidator(_web_address)]
 Metadata = Annotated[dict[str, str], AfterValidator(_small_metadata)]
-CompletionWindow = Annotated[float, BeforeValidator(_window_s)]
+CompletionWindow = Annotated[
+    float, BeforeValidator(_window_s, json_schema_input_type=Annotated[str, Field(pattern=f"^{_WINDOW.pattern}$")])
+]
 """Completion window, seconds; in the body a number with a unit, such as `24h`."""
 
 
@@ -115,7 +124,7 @@ class PromptBatchOptions(StrictBody):
 class Query(BaseModel):
     """Base of the queries: numbers arrive as text, and unknown names are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class BatchListQuery(Query):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -10,11 +11,34 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from replicas.errors import InvalidRequest
-from serve_app.errors import shortened
-from serve_app.openai.request.ignored_fields import IgnoredValues, without_ignored
-from serve_app.openai.request.schema import CONFLICT, UNSUPPORTED
+from serve_app.errors import shortened, shown
+from serve_app.openai.request.schema import CONFLICT, INVALID, UNSUPPORTED, IgnoredValues, without_ignored
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
+
+REASONS: Mapping[str, str] = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_type": "must be a whole number",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "model_type": "must be an object",
+    "string_too_long": "has {length} characters; at most {max_length} are accepted",
+    "string_too_short": "has {length} characters; it must have at least {min_length}",
+    "string_type": "must be a string",
+    "too_short": "has {length} items; it must have at least {min_length}",
+}
+"""Reason that a client reads for each of pydantic's error types that the schemas can have."""
 
 _MAX_NAMES = 10
 """Most fields that one error names."""
@@ -69,11 +93,31 @@ def invalid_request(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     param = context.get("param") or _path(error["loc"])
     if error["type"] == "missing":
         return InvalidRequest(f"`{param}` is missing", param, "missing_required_parameter")
-    if error["type"] in (UNSUPPORTED, "extra_forbidden"):
-        reason = "is not supported" if error["type"] == "extra_forbidden" else error["msg"]
-        return InvalidRequest(f"`{param}`: {reason}", param, "unsupported_parameter")
-    reason = error["msg"].removeprefix("Input ").removeprefix("Value error, ")
-    return InvalidRequest(f"`{param}` {reason}{_shown(error)}", param)
+    if error["type"] == "extra_forbidden":
+        return InvalidRequest(f"`{param}` is not supported", param, "unsupported_parameter")
+    message = f"`{param}` {_reason(error)}{_given(error)}"
+    return InvalidRequest(message, param, "unsupported_parameter" if error["type"] == UNSUPPORTED else "invalid_value")
+
+
+def _reason(error: ErrorDetails) -> str:
+    """Return the rest of the sentence that begins with the field's name."""
+    if error["type"] in (INVALID, CONFLICT, UNSUPPORTED):
+        return error["msg"]
+    context = {name: _listed(value) if name == "expected" else shown(value) for name, value in _context(error).items()}
+    return REASONS.get(error["type"], "has a value that is not accepted").format(**context)
+
+
+def _context(error: ErrorDetails) -> dict[str, object]:
+    """Return the limits that an error names, and the length of the value if it has one."""
+    value = error["input"]
+    length = {"length": len(value)} if isinstance(value, str | list | dict) else {}
+    return error.get("ctx", {}) | length
+
+
+def _listed(expected: object) -> str:
+    """Return the values of a choice, which pydantic gives as Python writes them: `'a', 'b' or 'c'`."""
+    options = re.findall(r"'([^']*)'", str(expected)) or [str(expected).lower()]
+    return f"{'one of ' if len(options) > 1 else ''}{', '.join(options)}"
 
 
 def _refusal(names: list[str], ignored: IgnoredValues) -> InvalidRequest:
@@ -93,9 +137,9 @@ def _path(location: Sequence[int | str]) -> str:
     return path.removeprefix(".")
 
 
-def _shown(error: ErrorDetails) -> str:
-    """Return the refused value as text if it is a plain one, else an empty string."""
+def _given(error: ErrorDetails) -> str:
+    """Return the refused value as text if it is a plain one that the reason lacks, else an empty string."""
     value = error["input"]
-    if isinstance(value, bool | int | float | str) and error["type"] != CONFLICT:
-        return f"; got {shortened(repr(value))}"
+    if isinstance(value, bool | int | float | str) and error["type"] not in (CONFLICT, UNSUPPORTED):
+        return f"; got {shown(value)}"
     return ""

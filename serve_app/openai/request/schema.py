@@ -1,8 +1,8 @@
 """Schemas of request bodies, as OpenAI and vLLM define them: names, types and fixed bounds.
 
 Types are strict: "5" is not a number and 5.0 is not a token count. Null means "not given" in every object: nulls are
-dropped, so fields with a default do not admit None. `limits` and `validation` check the bounds that depend on the model
-or the configuration.
+dropped, so fields with a default do not admit None. `validation` checks the bounds that depend on the model or the
+configuration.
 
 A body may hold millions of items, and pydantic holds the GIL while it checks a list. Hence long lists are checked in
 Python, which lets other threads run, and only up to the first bad item.
@@ -10,6 +10,7 @@ Python, which lets other threads run, and only up to the first bad item.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -24,13 +25,15 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from serve_app.errors import shortened
-from serve_app.openai.request.ignored_fields import MESSAGE_IGNORED, without_ignored
+from serve_app.errors import shown
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
 UNSUPPORTED = "unsupported"
 """Type of a schema error for a value that OpenAI's API has and this server does not support."""
+
+INVALID = "invalid"
+"""Type of a schema error whose message follows the field's name and ends with the value, where that is a plain one."""
 
 CONFLICT = "conflict"
 """Type of a schema error between fields; `param` in its context is the field that the client should change."""
@@ -39,6 +42,95 @@ Prompt = str | list[int]
 """Prompt as text or as token ids."""
 
 ServiceTier = Literal["auto", "default", "scale", "flex", "priority", "fast"]
+
+IgnoredValues = Mapping[str, tuple[object, ...]]
+"""Map from a field's name to the values that are accepted and ignored; null always is."""
+
+COMMON_IGNORED: IgnoredValues = {
+    "store": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+}
+
+CHAT_IGNORED: IgnoredValues = {
+    **COMMON_IGNORED,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+
+COMPLETION_IGNORED: IgnoredValues = {
+    **COMMON_IGNORED,
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "add_special_tokens": (True,),
+}
+
+TOKENIZE_IGNORED: IgnoredValues = {
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "tools": ([],),
+}
+
+MESSAGE_IGNORED: IgnoredValues = {
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+    "tool_call_id": (),
+    "reasoning": (),
+    "reasoning_content": (),
+}
+"""Fields of the SDKs' message objects, which clients send back with a reply as history."""
+
+
+def without_ignored(fields: Mapping[str, object], ignored: IgnoredValues) -> dict[str, object]:
+    """Return `fields` without the unsupported fields whose value is in `ignored` or null."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if not (name in ignored and (value is None or any(_is_same(value, accepted) for accepted in ignored[name])))
+    }
+
+
+def _is_same(value: object, accepted: object) -> bool:
+    """Return True for equal values, of which 0 and false, and 1 and true, are none."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
 
 
 def _as_list(value: object) -> object:
@@ -54,11 +146,11 @@ def _joined_text(content: object) -> object:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             raise PydanticCustomError(
-                UNSUPPORTED, "only text parts are supported; got a part of type {kind}", {"kind": shortened(repr(kind))}
+                UNSUPPORTED, "has a part of type {kind}; only text parts are supported", {"kind": shown(kind)}
             )
         given = {name for name, value in part.items() if value is not None}
         if given != {"type", "text"} or not isinstance(part["text"], str):
-            raise PydanticCustomError("text_part", "a text part is an object with `type` and a string `text`")
+            raise PydanticCustomError(INVALID, "has a text part without a string `text`, or with other fields")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -77,22 +169,26 @@ def _as_prompts(value: object) -> list[Prompt]:
         if all(isinstance(item, str) for item in value) or all(_is_token_ids(item) for item in value):
             return list(value)
     raise PydanticCustomError(
-        "prompt", "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
+        INVALID, "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     )
 
 
 def _served_role(role: object) -> object:
     if role in ("tool", "function"):
-        raise PydanticCustomError(UNSUPPORTED, "messages with the role {role} are not supported", {"role": repr(role)})
+        raise PydanticCustomError(
+            UNSUPPORTED, "is {role}; messages of this role are not supported", {"role": shown(role)}
+        )
     return role
 
 
 def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
     if not isinstance(value, list):
-        raise PydanticCustomError("list_type", "should be a list of token ids")
+        raise PydanticCustomError(INVALID, "must be a list of token ids")
     for index, item in enumerate(value):
         if type(item) is not int:
-            raise PydanticCustomError("int_type", "should be a token id", {"param": f"{info.field_name}[{index}]"})
+            raise PydanticCustomError(
+                INVALID, "has an item that is no token id", {"param": f"{info.field_name}[{index}]"}
+            )
     return value
 
 
@@ -102,28 +198,42 @@ def _no_longer_than(limit: int) -> BeforeValidator:
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > limit:
             message = "has {num_items} items; at most {limit} are accepted"
-            raise PydanticCustomError("too_long", message, {"num_items": len(value), "limit": limit})
+            raise PydanticCustomError(INVALID, message, {"num_items": len(value), "limit": limit})
         return value
 
     return BeforeValidator(check)
 
 
+NonEmptyText = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0)]
+PromptInput = (
+    NonEmptyText
+    | Annotated[list[NonEmptyText], Field(min_length=1)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+)
+"""OpenAI's four forms of `prompt`."""
+
 StopStrings = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
+    list[NonEmptyText],
     _no_longer_than(16),
-    BeforeValidator(_as_list),
+    BeforeValidator(
+        _as_list, json_schema_input_type=NonEmptyText | Annotated[list[NonEmptyText], Field(max_length=16)]
+    ),
 ]
 LogitBiases = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
     _no_longer_than(1024),
 ]
-TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids)]
+TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids, json_schema_input_type=list[TokenId])]
 
 
 class StrictBody(BaseModel):
     """Base of the bodies: strict types, no unknown fields, and null for "not given"."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -155,27 +265,42 @@ class GenerationBody(StrictBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MAX_INT64)
+    """Choices for each prompt."""
     temperature: float = Field(1.0, ge=0, le=2)
+    """Temperature of sampling; 0 takes the likeliest token. The model may have another default."""
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=MAX_INT64)
     """Top-k limit; 0 and -1 switch it off, as in vLLM."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Least probability of a token, as a share of the likeliest one's."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    """Divisor of the logits of tokens that the prompt or the output has; 1 switches it off."""
     seed: int | None = Field(None, ge=MIN_INT64, le=MAX_INT64)
+    """Seed of the sampling; choice i of a prompt uses `seed` + i."""
     min_tokens: int = Field(0, ge=0, le=MAX_INT64)
+    """Output tokens before which nothing ends a choice."""
     stop: StopStrings = []
+    """Strings before which the text ends."""
     stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = []
+    """Tokens that end a choice."""
     ignore_eos: bool = False
+    """Whether a choice goes on behind the model's end token."""
     logit_bias: LogitBiases = {}
+    """Bias of single tokens, -100 to 100, by token id."""
     return_token_ids: bool = False
+    """Whether the reply has the token ids of prompt and output."""
     priority: int | None = Field(None, ge=0, le=2)
+    """Band of the request: 0 is interactive, 1 standard, 2 batch."""
     service_tier: ServiceTier | None = None
+    """OpenAI's name of the band, used without `priority` and its header."""
     deadline_ms: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Time after which the reply is useless, milliseconds from the request's arrival."""
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    """Requests of one key prefer one replica."""
     metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
     """Metadata of the SDKs; accepted and not stored."""
 
@@ -186,11 +311,18 @@ class GenerationBody(StrictBody):
         return self
 
 
+class TextPart(StrictBody):
+    """Part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(StrictBody):
     """One turn of a conversation."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_served_role)]
-    content: Annotated[str, BeforeValidator(_joined_text)]
+    content: Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart])]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -208,6 +340,7 @@ class ChatBody(GenerationBody):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
+    """Most output tokens of a choice; without it, the rest of the context. `max_tokens` is its old name."""
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
 
@@ -227,10 +360,11 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts, json_schema_input_type=PromptInput)]
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
     logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
     echo: bool = False
+    """Whether the text begins with the prompt."""
     best_of: int | None = None
 
     @model_validator(mode="after")
@@ -258,7 +392,7 @@ class TokenizeBody(StrictBody):
     @model_validator(mode="after")
     def _has_one_input(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError(CONFLICT, "or else `messages` must be given", {"param": "prompt"})
+            raise PydanticCustomError(CONFLICT, "or `messages` must be given, and not both", {"param": "prompt"})
         return self
 
 

@@ -1,4 +1,7 @@
-"""Validation of a body and its encoded prompts into requests that are valid for the model."""
+"""Validation of a body and its encoded prompts into requests that are valid for the model.
+
+The limits depend on the configuration or the model; each error names the field, the limit and the value.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from replicas.errors import InvalidRequest
+from replicas.errors import InvalidRequest, UnknownModel
 from replicas.protocol import GenerateRequest, LogitBias, ModelCard, SamplingParams
-from serve_app.auth import ANONYMOUS, Principal
+from replicas.settings import check_bounds, setting
 from serve_app.errors import shortened
-from serve_app.openai.request.limits import check_token_ids, grouped, prompt_too_long
-from serve_app.openai.request.priority import ClientHints, band_of, deadline_of
+from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import MIN_INT64, ChatBody, CompletionBody, EncodedPrompt, GenerationBody, Prompt
 
 COMPLETION_MAX_TOKENS = 16
@@ -22,28 +25,37 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Sender of a request, with the arrival time and the hints in the headers."""
+class RequestLimits:
+    """Limits and defaults of one HTTP request."""
 
-    request_id: str
-    """Id that no other running request has; the ids of the sequences start with it."""
-    arrival_unix_s: float
-    principal: Principal
-    hints: ClientHints
+    max_prompts: int = setting(128, ge=1)
+    """Most prompts in one completions request."""
+    max_choices: int = setting(128, ge=1)
+    """Most choices in one request: `n` times the number of prompts."""
+    max_logprobs: int = setting(20, ge=0)
+    """Most alternatives per position (`logprobs`, `top_logprobs`) that a request may ask for."""
+    generation_config: Literal["auto", "vllm"] = setting("auto")
+    """Source of temperature, top_p, top_k, min_p and repetition_penalty where a request does not give them. auto: the
+    model's generation_config.json, and the API's defaults for what is missing there; vllm: the API's defaults."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 def chat_requests(
     body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard, rng: random.Random
 ) -> tuple[GenerateRequest, ...]:
-    """Return the sequences of a chat completion; without `max_tokens` each may use the rest of the context."""
+    """Return the sequences of a chat completion.
+
+    Without `max_tokens` each may use the rest of the context, or what the API key's limit allows.
+    """
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     given = body.max_tokens if body.max_tokens is not None else body.max_completion_tokens
+    _check_room("messages", prompt, field, given, card)
     num_free = card.max_model_len - len(prompt.token_ids)
-    if num_free < 1:
-        raise prompt_too_long(len(prompt.token_ids), card.max_model_len, "messages")
-    _check_room(field, given, prompt, card)
+    default = _default_max_tokens(num_free, field, given, caller)
     params = replace(
-        _sampling_params(body, card, max_tokens=num_free if given is None else given),
+        _sampling_params(body, card, max_tokens=default if given is None else given),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return _requests(body, [prompt], [params], caller, rng)
@@ -54,19 +66,21 @@ def completion_requests(
 ) -> tuple[GenerateRequest, ...]:
     """Return the sequences of a text completion, in order of prompts.
 
-    The default of `max_tokens` is lowered to the room that a prompt leaves; a given value must fit.
+    The default of `max_tokens` is lowered to the room that a prompt leaves and to the API key's limit; a given value
+    must fit.
     """
     params = []
+    default = _default_max_tokens(COMPLETION_MAX_TOKENS, "max_tokens", body.max_tokens, caller)
     for prompt in prompts:
         if not prompt.token_ids:
             raise InvalidRequest("`prompt` is empty; it must have at least one token", "prompt")
+        _check_room("prompt", prompt, "max_tokens", body.max_tokens, card)
         num_free = card.max_model_len - len(prompt.token_ids)
-        if num_free < (0 if body.max_tokens == 0 else 1):
-            raise prompt_too_long(len(prompt.token_ids), card.max_model_len, "prompt")
-        _check_room("max_tokens", body.max_tokens, prompt, card)
-        max_tokens = min(COMPLETION_MAX_TOKENS, num_free) if body.max_tokens is None else body.max_tokens
+        max_tokens = min(default, num_free) if body.max_tokens is None else body.max_tokens
         # With `max_tokens` 0 the engine only accepts a request that asks for the prompt's log probabilities.
-        prompt_logprobs = (body.logprobs or 0) if body.echo and (body.logprobs is not None or not max_tokens) else None
+        prompt_logprobs = None
+        if body.echo and (body.logprobs is not None or max_tokens == 0):
+            prompt_logprobs = body.logprobs or 0
         params.append(
             replace(
                 _sampling_params(body, card, max_tokens=max_tokens),
@@ -93,10 +107,81 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
             check_token_ids("prompt", prompt, card.vocab_size)
 
 
+def check_model(model: str | None, names: Sequence[str]) -> None:
+    """Refuse a model that is not served; None is the served model, for bodies that may leave the model out.
+
+    Raises:
+        UnknownModel: `model` is none of the served model's names.
+    """
+    if model is not None and model not in names:
+        raise UnknownModel(f"model `{shortened(model)}` is not served here; `{names[0]}` is")
+
+
+def check_counts(body: GenerationBody, num_prompts: int, limits: RequestLimits) -> None:
+    """Refuse more prompts or choices than a request may ask for.
+
+    Raises:
+        InvalidRequest: naming the field, the limit and the value.
+    """
+    check_at_most("n", body.n, limits.max_choices)
+    if num_prompts > limits.max_prompts:
+        message = f"`prompt` has {num_prompts} prompts; at most {limits.max_prompts} are accepted"
+        raise InvalidRequest(message, "prompt")
+    if num_prompts * body.n > limits.max_choices:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times `n` = {body.n} are {num_prompts * body.n} "
+            f"choices; at most {limits.max_choices} are accepted",
+            "n",
+        )
+
+
+def check_at_most(name: str, value: int, limit: int) -> None:
+    """Refuse a number above its bound.
+
+    Raises:
+        InvalidRequest: naming the field, the limit and the value.
+    """
+    if value > limit:
+        raise InvalidRequest(f"`{name}` is {value}; it must be at most {limit}", name)
+
+
+def check_num_tokens(name: str, token_ids: Sequence[int], max_model_len: int) -> None:
+    """Refuse more token ids than the model's context holds.
+
+    Raises:
+        InvalidRequest: naming the field, the limit and the value.
+    """
+    if len(token_ids) > max_model_len:
+        message = f"`{name}` has {len(token_ids)} tokens; at most {max_model_len} are accepted"
+        raise InvalidRequest(message, name, "context_length_exceeded")
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that are not in the model's vocabulary.
+
+    Raises:
+        InvalidRequest: naming the field and the first such id.
+    """
+    if not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return  # min and max loop in C: the check runs in the event loop and there may be millions of ids
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            message = f"`{name}` has the token id {shortened(token_id)}; the model's are 0 to {vocab_size - 1}"
+            raise InvalidRequest(message, name)
+
+
+def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:
+    """Return the error for a prompt that alone exceeds the model's context, in OpenAI's words."""
+    count = f"{'at least ' if at_least else ''}{num_tokens}"
+    return _context_exceeded(
+        max_model_len, f"your {param} resulted in {count} tokens. Please reduce the length of the {param}.", param
+    )
+
+
 def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> SamplingParams:
-    """Return the sampling parameters of a body; the model's generation_config has no influence on them."""
+    """Return the sampling parameters of a body."""
     if body.min_tokens > max_tokens:
-        message = f"`min_tokens` is {grouped(body.min_tokens)}; at most {grouped(max_tokens)} tokens can be generated"
+        message = f"`min_tokens` is {body.min_tokens}; at most {max_tokens} tokens can be generated"
         raise InvalidRequest(message, "min_tokens")
     check_token_ids("stop_token_ids", body.stop_token_ids, card.vocab_size)
     return SamplingParams(
@@ -134,9 +219,7 @@ def _requests(
     rng: random.Random,
 ) -> tuple[GenerateRequest, ...]:
     """Return `n` sequences of each prompt; sample i has the seed `seed` + i, or a random one if no seed is given."""
-    band = band_of(body, caller.hints, caller.principal)
-    deadline_unix_s = deadline_of(body, caller.hints, caller.arrival_unix_s)
-    tenant = _tenant(body, caller.principal)
+    band, deadline_unix_s, tenant = caller.band_of(body), caller.deadline_of(body), caller.tenant_of(body)
     requests: list[GenerateRequest] = []
     for prompt, prompt_params in zip(prompts, params, strict=True):
         for sample in range(body.n):
@@ -156,25 +239,43 @@ def _requests(
     return tuple(requests)
 
 
-def _tenant(body: GenerationBody, principal: Principal) -> str:
-    """Return the tenant for fair scheduling: the key's owner, or the user that an anonymous client names.
+def _check_room(part: str, prompt: EncodedPrompt, field: str, max_tokens: int | None, card: ModelCard) -> None:
+    """Refuse a prompt and an output, at least one token if `max_tokens` is not given, that exceed the context.
 
-    A key's owner cannot enlarge its share by naming users.
+    `part` is the field with the prompt, `field` the one with `max_tokens`. The error names `field` if a lower value
+    would help.
     """
-    if principal is not ANONYMOUS:  # identity, not equality: a key's tenant may be called "anonymous" too
-        return principal.tenant
-    return body.user or body.safety_identifier or principal.tenant
+    num_prompt, num_output = len(prompt.token_ids), 1 if max_tokens is None else max_tokens
+    num_tokens = num_prompt + num_output
+    if num_tokens <= card.max_model_len:
+        return
+    could_fit = num_prompt + min(1, num_output) <= card.max_model_len
+    message = (
+        f"you requested {num_tokens} tokens ({num_prompt} in the {part}, {num_output} in the completion). "
+        f"Please reduce the length of the {part} or completion."
+    )
+    raise _context_exceeded(card.max_model_len, message, field if could_fit else part)
 
 
-def _check_room(field: str, max_tokens: int | None, prompt: EncodedPrompt, card: ModelCard) -> None:
-    num_tokens = len(prompt.token_ids)
-    if max_tokens is not None and num_tokens + max_tokens > card.max_model_len:
-        raise InvalidRequest(
-            f"prompt has {grouped(num_tokens)} tokens and `{field}` is {grouped(max_tokens)}; "
-            f"the model accepts {grouped(card.max_model_len)} in all",
-            field,
-            "context_length_exceeded",
-        )
+def _context_exceeded(max_model_len: int, message: str, param: str) -> InvalidRequest:
+    """Return the error for a request above the context; its wording is OpenAI's, which agents and proxies recognise."""
+    message = f"This model's maximum context length is {max_model_len} tokens. However, {message}"
+    return InvalidRequest(message, param, "context_length_exceeded")
+
+
+def _default_max_tokens(default: int, field: str, given: int | None, caller: Caller) -> int:
+    """Return the default of `max_tokens`, lowered to the API key's limit; `given` is the value that the request names.
+
+    Raises:
+        InvalidRequest: the value exceeds the limit.
+    """
+    limit = caller.principal.limits.max_tokens
+    if limit is None:
+        return default
+    if given is not None and given > limit:
+        message = f"`{field}` is {given}; the max_tokens of this API key is {limit}"
+        raise InvalidRequest(message, field)
+    return min(default, limit)
 
 
 def _int64(value: int) -> int:

@@ -1,6 +1,4 @@
-"""Triton's kernels compiled for real devices, which needs none: what its interpreter runs may still not compile."""
-
-from __future__ import annotations
+"""Triton's kernels compile for real devices, of which none is needed; its interpreter also runs code that does not."""
 
 import os
 import re
@@ -14,9 +12,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel
-from replicas.model.attention.triton_shapes import LayerShape, choose_tile
-from replicas.model.attention.triton_write import write_kernel
+from replicas.model.attention.triton import LayerShape, choose_tile
+from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel, write_kernel
 from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +39,7 @@ _POINTERS = {"parts": "*fp32", "part_sums": "*fp32", "tiles": "*i32", "tables": 
 def compiled(
     kernel: Any, shape: LayerShape, capability: int, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3
 ) -> Any:
-    """As a launch compiles it: pointers are multiples of 16 bytes, and nothing is known of the integers."""
+    """Compile like a launch: pointers are multiples of 16 bytes, and nothing is known of the integers."""
     numbers = "*bf16" if shape.itemsize == 2 else "*fp32"
     scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
     signature = {
@@ -55,8 +52,8 @@ def compiled(
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_[0] == "*"},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
 
 
 def sizes(shape: LayerShape) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """Tables that stay on the device hold every sequence's blocks, whoever came, grew, was preempted and left."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -10,7 +8,7 @@ import torch
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import HostToDeviceBuffer
-from replicas.model.decode_graphs.block_tables import DeviceBlockTables
+from replicas.model.decode_graphs.buffers import DeviceBlockTables
 from replicas.protocol import GenerateRequest, SamplingParams
 
 NUM_ROWS, NUM_COLUMNS = 5, 12

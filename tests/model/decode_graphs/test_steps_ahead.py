@@ -1,18 +1,16 @@
 """A step ahead, and in padded batches of fixed sizes, real models give the tokens that they give in plain steps."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.ahead_checks import check_ahead
+from bench.gpu.model_checks import check_ahead
 from replicas.engine.config import EngineLimits
-from replicas.model.attention.dense import attend_dense
+from replicas.model.attention.gather import attend_dense
 from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.tiles import TilePlan
@@ -25,7 +23,7 @@ from replicas.options import ReplicaOptions
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
-from testkit.model.engine_runs import Prompt, Sizes, build_engine, load, num_preemptions, random_prompts, run
+from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, run
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
@@ -39,6 +37,7 @@ PARAMS = (
     SamplingParams(max_tokens=16, temperature=0.8, seed=8, stop=("e", "th"), min_tokens=3),
     SamplingParams(max_tokens=20, seed=9, stop_token_ids=tuple(range(40, 80)), min_tokens=2),
 )
+PROMPTS = random_prompts((5, 33, 60, 41, 17, 25, 9, 48))
 LOOKING_BACK = SamplingParams(max_tokens=12, seed=7, repetition_penalty=1.3, frequency_penalty=0.4)
 
 
@@ -62,70 +61,57 @@ class PlannedGather:
         return attend_dense(call.query[:, :, None], keys, values, visible[:, None, None], call.scoring)[:, :, 0]
 
 
-@dataclass(frozen=True)
-class Case:
-    loaded: LoadedModel
-    prompts: list[Prompt]
-
-
 @pytest.fixture(scope="module", params=ARCHITECTURES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return Case(
-        load(cached_checkpoint(request.param, with_tokenizer=True)), random_prompts((5, 33, 60, 41, 17, 25, 9, 48))
-    )
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return load(cached_checkpoint(request.param, with_tokenizer=True))
 
 
-def requests_for(case: Case, params: tuple[SamplingParams, ...] = PARAMS) -> list[GenerateRequest]:
+def requests_with(params: tuple[SamplingParams, ...] = PARAMS) -> list[GenerateRequest]:
     return [
         GenerateRequest(f"request-{number}", prompt, params[number % len(params)])
-        for number, prompt in enumerate(case.prompts)
+        for number, prompt in enumerate(PROMPTS)
     ]
 
 
 def check_same(outputs: list[TokenDelta], expected: list[TokenDelta]) -> None:
     for output, other in zip(outputs, expected, strict=True):
-        assert output.error is None
-        assert output.token_ids == other.token_ids
-        assert (output.text, output.finish_reason, output.stop_reason) == (
-            other.text, other.finish_reason, other.stop_reason,
-        )  # fmt: skip
-        for some, others in (
-            (output.logprobs, other.logprobs),
-            (output.prompt_logprobs, other.prompt_logprobs),
-        ):
-            assert len(some) == len(others)
-            for one, two in zip(some, others, strict=True):
-                assert one.chosen.token_id == two.chosen.token_id
-                assert one.chosen.logprob == pytest.approx(two.chosen.logprob, abs=1e-3)
-                assert len(one.top) == len(two.top)
+        found, wanted = (
+            (some.error, some.token_ids, some.text, some.finish_reason, some.stop_reason) for some in (output, other)
+        )
+        assert found == wanted and output.error is None
+        ours, theirs = ((*some.logprobs, *some.prompt_logprobs) for some in (output, other))
+        assert (len(output.logprobs), len(ours)) == (len(other.logprobs), len(theirs))
+        for one, two in zip(ours, theirs, strict=True):
+            assert (one.chosen.token_id, len(one.top)) == (two.chosen.token_id, len(two.top))
+            assert one.chosen.logprob == pytest.approx(two.chosen.logprob, abs=1e-3)
 
 
 @pytest.mark.parametrize("planned", [None, PlannedGather], ids=["eager", "padded"])
 @pytest.mark.parametrize("sizes", [ROOMY, TIGHT], ids=["roomy", "tight"])
-def test_tokens_are_those_of_plain_steps(case: Case, sizes: Sizes, planned: PlannedAttention | None) -> None:
-    expected = run(build_engine(case.loaded, ROOMY), requests_for(case))
+def test_tokens_are_those_of_plain_steps(loaded: LoadedModel, sizes: Sizes, planned: PlannedAttention | None) -> None:
+    expected = run(build_engine(loaded, ROOMY), requests_with())
     assert len({token for output in expected for token in output.token_ids}) >= 20
-    engine = build_engine(case.loaded, sizes, planned=planned, is_ahead=True)
+    engine = build_engine(loaded, sizes, planned=planned, is_ahead=True)
     for _ in range(2):  # The second time with prefix hits.
-        check_same(run(engine, requests_for(case)), expected)
+        check_same(run(engine, requests_with()), expected)
     assert (num_preemptions(engine) > 0) == (sizes is TIGHT)
 
 
-def test_sequences_that_look_back_are_served_beside_the_others(case: Case) -> None:
-    requests = requests_for(case, (*PARAMS[:3], LOOKING_BACK))
-    expected = run(build_engine(case.loaded), requests)
-    check_same(run(build_engine(case.loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
+def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel) -> None:
+    requests = requests_with((*PARAMS[:3], LOOKING_BACK))
+    expected = run(build_engine(loaded), requests)
+    check_same(run(build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_and_late_arrivals_change_nobody_elses_tokens(case: Case, seed: int) -> None:
+def test_aborts_and_late_arrivals_change_nobody_elses_tokens(loaded: LoadedModel, seed: int) -> None:
     rng = random.Random(seed)
-    requests = requests_for(case) + [
-        replace(request, request_id=f"late-{number}") for number, request in enumerate(requests_for(case))
+    requests = requests_with() + [
+        replace(request, request_id=f"late-{number}") for number, request in enumerate(requests_with())
     ]
-    expected = {output.request_id: output for output in run(build_engine(case.loaded), requests)}
+    expected = {output.request_id: output for output in run(build_engine(loaded), requests)}
     engine = build_engine(
-        case.loaded, Sizes(num_blocks=60, block_size=4, max_num_seqs=5), planned=PlannedGather, is_ahead=True
+        loaded, Sizes(num_blocks=60, block_size=4, max_num_seqs=5), planned=PlannedGather, is_ahead=True
     )
     outputs: dict[str, TokenDelta] = {}
     waiting, aborted = list(requests), set()
@@ -162,9 +148,7 @@ def test_the_check_for_gpus_runs_on_the_cpu() -> None:
     ("device", "asked", "is_ahead"),
     [("cpu", None, False), ("cuda:0", None, True), ("cpu", True, True), ("cuda:0", False, False)],
 )
-def test_steps_are_launched_ahead_on_gpus_unless_somebody_says_otherwise(
-    device: str, asked: bool | None, is_ahead: bool
-) -> None:
+def test_async_scheduling_is_the_default_on_gpus_only(device: str, asked: bool | None, is_ahead: bool) -> None:
     backend = Backend(TimedRunner(StepTimes(0.0, 0.0, 0.0), 512, 2), lambda _: SilentDecoder(), 64, 256, 512,
                       frozenset(), "float32", device)  # fmt: skip
     options = ReplicaOptions(ModelOptions("m"), limits=EngineLimits(async_scheduling=asked))

@@ -1,20 +1,31 @@
 """In bfloat16 rounding depends on batch and chunks, so output may differ from `generate()`; only at near-ties."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from replicas.engine.engine import Engine
-from replicas.protocol import GenerateRequest, SamplingParams
+from replicas.model.attention.cpp import CppAttention
+from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint, cached_log_probabilities
-from testkit.model.engine_runs import build_engine, load, random_prompts, reference_model, reference_tokens, run, tokens
+from testkit.model.compiled_kernels import need_kernels
+from testkit.model.engine_runs import (
+    build_engine,
+    load,
+    load_compiled,
+    log_probabilities,
+    random_prompts,
+    reference_model,
+    reference_tokens,
+    requests_for,
+    run,
+    tokens,
+)
 from testkit.model.tiny_checkpoints import ARCHITECTURES
 
 PROMPTS = random_prompts((5, 33, 60, 90, 20, 100, 7, 50), seed=3)
+ROUNDED_PROMPTS = random_prompts((60, 90, 100, 7), seed=3)
 NUM_OUTPUT_TOKENS = 24
 
 
@@ -41,31 +52,20 @@ def test_first_differences_are_near_ties(architecture: str, record_property: Cal
         assert abs(float(logits[output[index]] - logits[other[index]])) <= 2 * noise
 
 
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rounding_error_is_that_of_the_models_own_code(architecture: str) -> None:
+def test_rounding_error_is_that_of_the_models_own_code(architecture: str, is_compiled: bool) -> None:
     """Against float32, log probabilities from the cache err as much as those of transformers' own forward pass."""
-    engine = build_engine(load(cached_checkpoint(architecture), "bfloat16"))
-    assert rounding_error(engine, architecture) <= 2 * rounding_error_of_own_code(architecture)
-
-
-ROUNDED_PROMPTS = random_prompts((60, 90, 100, 7), seed=3)
-
-
-def rounding_error(engine: Engine, architecture: str) -> float:
-    """Mean error of an engine's log probabilities against float32."""
+    path = cached_checkpoint(architecture)
+    if is_compiled:
+        need_kernels()
+        engine = build_engine(load_compiled(path, "bfloat16"), attention=CppAttention)
+    else:
+        engine = build_engine(load(path, "bfloat16"))
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=512)
-    requests = [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(ROUNDED_PROMPTS)]
-    found = torch.full((len(requests), 512), torch.nan)
-    for row, output in zip(found, run(engine, requests), strict=True):
-        for entry in output.logprobs[0].top:
-            row[entry.token_id] = entry.logprob
-    return _mean_error(found, architecture)
-
-
-def rounding_error_of_own_code(architecture: str) -> float:
-    """Mean error of transformers' own forward pass in bfloat16 against float32."""
-    return _mean_error(cached_log_probabilities(architecture, ROUNDED_PROMPTS, torch.bfloat16), architecture)
-
-
-def _mean_error(found: Tensor, architecture: str) -> float:
-    return float((found - cached_log_probabilities(architecture, ROUNDED_PROMPTS, torch.float32)).abs().mean())
+    outputs = run(engine, requests_for(ROUNDED_PROMPTS, params))
+    found = torch.stack([log_probabilities(output) for output in outputs])
+    exact, own = (
+        cached_log_probabilities(architecture, ROUNDED_PROMPTS, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert (found - exact).abs().mean() <= 2 * (own - exact).abs().mean()

@@ -1,34 +1,21 @@
 """Log probabilities of prompt tokens equal a plain forward pass, however the prompt is cut up."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
-from replicas.protocol import GenerateRequest, SamplingParams, TokenDelta
-from testkit.model.engine_runs import Sizes, build_engine, load, random_prompts, reference_model, run
-from testkit.model.tiny_checkpoints import write_checkpoint
+from replicas.protocol import SamplingParams, TokenDelta
+from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.engine_runs import Sizes, build_engine, load, random_prompts, reference_model, requests_for, run
 
 PROMPTS = random_prompts((1, 2, 40, 180))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"), with_tokenizer=False)
-
-
-@pytest.fixture(scope="module")
-def reference(checkpoint: Path) -> list[torch.Tensor]:
+def reference() -> list[torch.Tensor]:
     """Log probabilities [num_tokens, vocab_size] of each prompt."""
-    model = reference_model(checkpoint)
+    model = reference_model(cached_checkpoint("llama"))
     with torch.inference_mode():
         return [model(torch.tensor([prompt])).logits[0].log_softmax(-1) for prompt in PROMPTS]
-
-
-def requests(params: SamplingParams) -> list[GenerateRequest]:
-    return [GenerateRequest(f"request-{i}", prompt, params) for i, prompt in enumerate(PROMPTS)]
 
 
 def check_prompt_logprobs(output: TokenDelta, prompt: tuple[int, ...], reference: torch.Tensor, num_top: int) -> None:
@@ -42,13 +29,13 @@ def check_prompt_logprobs(output: TokenDelta, prompt: tuple[int, ...], reference
 
 
 @pytest.mark.parametrize("sizes", [Sizes(max_num_batched_tokens=300), Sizes(), Sizes(num_blocks=56, block_size=4)])
-def test_prompt_logprobs_equal_a_plain_forward(checkpoint: Path, reference: list[torch.Tensor], sizes: Sizes) -> None:
+def test_prompt_logprobs_equal_a_plain_forward(reference: list[torch.Tensor], sizes: Sizes) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0, prompt_logprobs=3, logprobs=2)
     plain = SamplingParams(max_tokens=12, temperature=0.0)
-    engine = build_engine(load(checkpoint), sizes)
-    expected = run(engine, requests(plain))
+    engine = build_engine(load(cached_checkpoint("llama")), sizes)
+    expected = run(engine, requests_for(PROMPTS, plain))
     for output, prompt, logprobs, other in zip(
-        run(engine, requests(params)), PROMPTS, reference, expected, strict=True
+        run(engine, requests_for(PROMPTS, params)), PROMPTS, reference, expected, strict=True
     ):
         check_prompt_logprobs(output, prompt, logprobs, 3)
         assert output.token_ids == other.token_ids
@@ -56,47 +43,25 @@ def test_prompt_logprobs_equal_a_plain_forward(checkpoint: Path, reference: list
         assert output.logprobs[0].chosen.logprob == pytest.approx(float(logprobs[-1].max()), abs=1e-4)
 
 
-def test_prompt_is_scored_without_generating(checkpoint: Path, reference: list[torch.Tensor]) -> None:
+def test_prompt_is_scored_without_generating(reference: list[torch.Tensor]) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    outputs = run(build_engine(load(checkpoint)), requests(params))
+    outputs = run(build_engine(load(cached_checkpoint("llama"))), requests_for(PROMPTS, params))
     for output, prompt, logprobs in zip(outputs, PROMPTS, reference, strict=True):
         check_prompt_logprobs(output, prompt, logprobs, 0)
         assert output.token_ids == ()
 
 
-def test_long_prompt_is_scored_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_scored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1)
-    whole = run(build_engine(load(checkpoint), Sizes(max_num_batched_tokens=300)), requests(params))
+    whole = run(
+        build_engine(load(cached_checkpoint("llama")), Sizes(max_num_batched_tokens=300)), requests_for(PROMPTS, params)
+    )
     monkeypatch.setattr("replicas.model.runner._MAX_SCORED_TOKENS", 7)
-    pieces = run(build_engine(load(checkpoint), Sizes(max_num_batched_tokens=300)), requests(params))
+    pieces = run(
+        build_engine(load(cached_checkpoint("llama")), Sizes(max_num_batched_tokens=300)), requests_for(PROMPTS, params)
+    )
     for one, other in zip(whole, pieces, strict=True):
         assert one.token_ids == other.token_ids
         assert [entry.chosen.token_id for entry in one.prompt_logprobs] == [
             entry.chosen.token_id for entry in other.prompt_logprobs
         ]
-
-
-def test_sequence_whose_logits_are_not_numbers_fails_alone(checkpoint: Path) -> None:
-    loaded = load(checkpoint)
-    with torch.no_grad():
-        loaded.model.get_input_embeddings().weight[9] = torch.nan
-    engine = build_engine(loaded)
-    good = (5, 6, 7)
-    for params in (SamplingParams(max_tokens=4, temperature=0.0), SamplingParams(max_tokens=4, prompt_logprobs=1)):
-        expected = run(engine, [GenerateRequest("good", good, params)])[0]
-        outputs = run(engine, [GenerateRequest("bad", (5, 9, 7), params), GenerateRequest("good", good, params)])
-        assert outputs[0].error is not None and "not finite" in outputs[0].error.message
-        assert outputs[1].token_ids == expected.token_ids
-
-
-def test_blocks_of_a_failed_sequence_do_not_harm_their_next_owner(checkpoint: Path) -> None:
-    loaded = load(checkpoint)
-    params = SamplingParams(max_tokens=20, temperature=0.0)
-    good = GenerateRequest("good", (5, 6, 7), params)
-    expected = run(build_engine(loaded), [good])[0]
-    with torch.no_grad():
-        loaded.model.get_input_embeddings().weight[9] = torch.nan
-    engine = build_engine(loaded, Sizes(num_blocks=3))
-    for _ in range(5):
-        assert run(engine, [GenerateRequest("bad", (9,) * 47, SamplingParams(max_tokens=1))])[0].error is not None
-        assert run(engine, [good])[0].token_ids == expected.token_ids

@@ -1,9 +1,7 @@
 """Parameters in huge pages: the same numbers, shared as before, side by side in order."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,22 +12,13 @@ from replicas.model.hardware.huge_pages import huge_zeros, move_to_huge_pages
 HAS_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage").exists()
 
 
-class Mapping(NamedTuple):
-    start: int
-    end: int
-    head: str
-    flags: list[str]
-
-
-def mappings() -> Iterator[Mapping]:
-    """This process's memory, part by part."""
-    head = ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
-            head = line
-        elif line.startswith("VmFlags:"):
-            start, end = (int(number, 16) for number in head.split()[0].split("-"))
-            yield Mapping(start, end, head, line.split()[1:])
+def mapping_of(address: int) -> list[str]:
+    """Return the lines of /proc/self/smaps about the part of this process's memory that holds `address`."""
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        start, end = (int(number, 16) for number in part.split()[0].split("-"))
+        if start <= address < end:
+            return part.splitlines()
+    raise AssertionError(f"{address:x} is not mapped")
 
 
 def test_zeros_are_aligned_to_a_page_and_can_be_written():
@@ -45,9 +34,9 @@ def test_zeros_are_aligned_to_a_page_and_can_be_written():
 def test_memory_is_of_the_kind_that_becomes_huge_pages():
     made = huge_zeros((4 * 2**20,), torch.uint8)
     made.fill_(1)
-    [mapped] = [one for one in mappings() if one.start <= made.data_ptr() < one.end]
-    assert mapped.head.split()[1] == "rw-p" and "/dev/zero" not in mapped.head
-    assert "hg" in mapped.flags  # the kernel has been asked for them
+    head, *_, flags = mapping_of(made.data_ptr())
+    assert head.split()[1] == "rw-p" and "/dev/zero" not in head
+    assert flags.startswith("VmFlags:") and "hg" in flags.split()  # the kernel has been asked for them
 
 
 def test_none_or_more_than_a_page_can_be_asked_for():
@@ -91,8 +80,7 @@ def test_parameters_lie_side_by_side_in_order_and_at_cache_lines():
     model = _Tied()
     move_to_huge_pages(model)
     # In the order in which modules name them: a module's own before those of its children.
-    moved = [model.bias, model.numbers, model.embedding.weight]
-    addresses = [value.data_ptr() for value in moved]
+    addresses = [value.data_ptr() for value in (model.bias, model.numbers, model.embedding.weight)]
     assert addresses == sorted(addresses) and addresses[-1] - addresses[0] == 2 * 64
     assert all(address % 64 == 0 for address in addresses)
 

@@ -1,8 +1,5 @@
 """Triton's kernels against attention by definition and plain torch, and models that run on them."""
 
-from __future__ import annotations
-
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,40 +9,31 @@ pytest.importorskip("triton")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
 
 from bench.gpu.kernel_checks import check_layer
 from replicas.model.attention import triton
-from replicas.model.attention.interface import (
-    ATTENTION_NAME,
-    AttentionCall,
-    AttentionPort,
-    AttentionSpec,
-    Scoring,
-    register_attention,
-)
+from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache
-from replicas.model.attention.probe import probe_attention
-from replicas.model.attention.select import choose_attention
-from replicas.model.attention.selfcheck import check_attention
+from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.layers.fused_decoder import FusedDecoder
 from replicas.model.layers.optimize import cuda_modules, optimize_model
 from replicas.model.layers.triton_ops import TritonLayerOps, check_layer_ops
-from replicas.model.loading.loader import LoadedModel
-from replicas.protocol import SamplingParams
+from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.engine_runs import (
     Sizes,
     build_engine,
+    check_equals_generate,
     load,
+    load_unoptimized,
+    num_preemptions,
     random_prompts,
-    reference_model,
-    reference_tokens,
-    tokens,
+    run,
 )
 from testkit.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
 from testkit.model.tiny_checkpoints import write_checkpoint
+from tests.model.decode_graphs.test_steps_ahead import check_same
 
 CPU = torch.device("cpu")
 
@@ -138,8 +126,8 @@ LAYERS = [
 
 
 def test_right_kernels_pass_the_check() -> None:
-    spec = AttentionSpec(LAYERS[1:], 16, torch.float16, CPU)
-    assert check_attention(spec, [TritonBackend(0), TritonBackend(4096)]) is None
+    backends = [TritonBackend(0), TritonBackend(4096)]
+    assert check_attention(AttentionSpec(LAYERS[1:], 16, torch.float16, CPU), backends) is None
 
 
 def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,37 +166,23 @@ def test_a_wrong_small_operation_fails_the_check(operation: str, monkeypatch: py
 
 @pytest.mark.parametrize(("architecture", "is_fused"), [("llama", True), ("qwen3", True), ("gemma2-window", False)])
 def test_a_model_with_the_parts_of_a_gpu_equals_generate(tmp_path: Path, architecture: str, is_fused: bool) -> None:
-    prompts = random_prompts((5, 30))
     path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
-    loaded = on_cpu_as_on_a_gpu(path)
-    assert isinstance(loaded.model.model, FusedDecoder) is is_fused
-    engine = build_engine(loaded, Sizes(max_num_batched_tokens=20))
-    outputs = tokens(engine, prompts, SamplingParams(max_tokens=5, temperature=0.0))
-    assert outputs == reference_tokens(reference_model(path), prompts, max_tokens=5)
-
-
-def on_cpu_as_on_a_gpu(path: Path) -> LoadedModel:
-    """The model as `load_model` makes it for a GPU."""
-    register_attention()
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=ATTENTION_NAME).eval()
-    port = AttentionPort(model)
-    layers = probe_attention(model, port)
+    loaded = load_unoptimized(path)
     modules = cuda_modules(torch.float32, CPU)
     assert isinstance(modules.ops, TritonLayerOps)
-    optimize_model(model, port, layers, modules)
-    plain = load(path)
-    return replace(plain, model=model, port=port, layers=layers, has_kernels=False)
+    optimize_model(loaded.model, loaded.port, loaded.layers, modules)
+    assert isinstance(loaded.model.model, FusedDecoder) is is_fused
+    engine = build_engine(loaded, Sizes(max_num_batched_tokens=20))
+    check_equals_generate(engine, path, random_prompts((5, 30)), max_tokens=5)
 
 
 def test_equals_generate(tmp_path: Path) -> None:
-    prompts = random_prompts((5, 22))
     path = write_checkpoint(tmp_path, "gpt_oss-window", with_tokenizer=False)
     loaded = load(path)
     engine = build_engine(
         loaded, Sizes(max_num_batched_tokens=20), choose_attention(loaded.attention_spec(16), "triton")
     )
-    outputs = tokens(engine, prompts, SamplingParams(max_tokens=3, temperature=0.0))
-    assert outputs == reference_tokens(reference_model(path), prompts, max_tokens=3)
+    check_equals_generate(engine, path, random_prompts((5, 22)), max_tokens=3)
 
 
 def test_the_gpu_check_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,3 +192,26 @@ def test_the_gpu_check_tells_right_from_wrong(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(triton, "write_keys_and_values", lambda *_: None)
     wrong = check_layer("tiny", KINDS["plain"], "cpu", mixtures)
     assert not wrong.passed and "largest error" in wrong.detail
+
+
+DECODED = (
+    SamplingParams(max_tokens=14, temperature=0.0),
+    SamplingParams(max_tokens=12, top_p=0.9, seed=3, logprobs=1),
+    SamplingParams(max_tokens=6, seed=6, stop_token_ids=tuple(range(40, 80)), min_tokens=2),
+)
+# Of blocks of 4, the prompts take 18, with one to grow for each, and the finished sequences 28.
+PREEMPTING = Sizes(num_blocks=22, block_size=4, max_num_seqs=5)
+
+
+@pytest.mark.parametrize(("architecture", "num_processors"), [("llama", 132), ("gpt_oss-window", 1)])
+def test_padded_decodes_give_the_tokens_of_plain_steps(tmp_path: Path, architecture: str, num_processors: int) -> None:
+    loaded = load(write_checkpoint(tmp_path, architecture))
+    requests = [
+        GenerateRequest(f"request-{number}", prompt, DECODED[number % len(DECODED)])
+        for number, prompt in enumerate(random_prompts((5, 18, 9, 30)))
+    ]
+    expected = run(build_engine(loaded), requests)
+    backend = TritonBackend(num_processors)
+    engine = build_engine(loaded, PREEMPTING, backend, backend.planned, is_ahead=True)
+    check_same(run(engine, requests), expected)
+    assert num_preemptions(engine) > 0

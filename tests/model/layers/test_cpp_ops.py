@@ -1,22 +1,13 @@
 """The compiled operations of a layer against the same in plain torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
-from replicas.model.layers.cpp_ops import CppLayerOps
-from replicas.model.layers.interface import HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
-from testkit.model.compiled_kernels import need_kernels
+from replicas.model.layers.ops import CppLayerOps, HeadLayout, LayerOps, Norm, RotaryCosSin, TorchLayerOps
 
-pytestmark = pytest.mark.usefixtures("_kernels")
+pytestmark = pytest.mark.usefixtures("kernels")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-@pytest.fixture(scope="module")
-def _kernels() -> None:
-    need_kernels()
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -37,7 +37,7 @@ def model() -> Any:
 
 
 def held_out_sample() -> list[SourceFile]:
-    """The files of the sample that the running interpreter has."""
+    """Return the files of the sample that the running interpreter has."""
     sources = [read_source(standard_library(), path) for path in HELD_OUT_SAMPLE]
     return [source for source in sources if source is not None]
 
@@ -72,8 +72,7 @@ def test_any_text_survives_the_tokenizer(tokenizer: Any) -> None:
 
 
 def test_every_byte_has_a_token(tokenizer: Any) -> None:
-    alphabet = [char for char in tokenizer.get_vocab() if len(char) == 1]
-    assert len(alphabet) == 256
+    assert sum(len(token) == 1 for token in tokenizer.get_vocab()) == 256
 
 
 def test_tokenizer_adds_no_token_of_its_own(tokenizer: Any) -> None:
@@ -95,8 +94,8 @@ def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
 
 
 def test_generation_stops_at_either_end_token(tokenizer: Any) -> None:
-    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    assert GenerationConfig.from_pretrained(DIRECTORY).eos_token_id == ends
+    config = GenerationConfig.from_pretrained(DIRECTORY)
+    assert config.eos_token_id == tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
 
 
 def test_model_compresses_held_out_files_better_than_xz() -> None:

@@ -1,6 +1,4 @@
-"""What a model directory and its options turn into, and which are refused with what words."""
-
-from __future__ import annotations
+"""Loading of a model directory with options, and refusals of those that cannot be served."""
 
 import json
 from pathlib import Path
@@ -12,19 +10,20 @@ from transformers import AutoModelForCausalLM
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort, register_attention
-from replicas.model.attention.kv_cache import KVCache, bytes_per_block
+from replicas.model.attention.interface import ATTENTION_NAME, AttentionPort
+from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per_block
 from replicas.model.attention.probe import probe_attention
-from replicas.model.batch.dummy import dummy_batches
+from replicas.model.batch.inputs import dummy_batches
 from replicas.model.build import build_runner, warm_up
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
+from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.engine_runs import random_model
 from testkit.model.tiny_checkpoints import (
     ARCHITECTURES,
     REFUSED,
-    tiny_config,
     tiny_tokenizer,
     write_checkpoint,
     write_refused_checkpoint,
@@ -34,8 +33,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("llama"))
+def llama() -> Path:
+    return cached_checkpoint("llama", with_tokenizer=True)
 
 
 def edit_json(path: Path, **fields: object) -> None:
@@ -43,15 +42,11 @@ def edit_json(path: Path, **fields: object) -> None:
 
 
 def test_loaded_model_describes_itself(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, "llama", eos_token_id=2)
-    loaded = load_model(ModelOptions(str(path), dtype="float32"))
+    loaded = load_model(ModelOptions(str(write_checkpoint(tmp_path, "llama", eos_token_id=2)), dtype="float32"))
     assert (loaded.max_model_len, loaded.vocab_size) == (512, 512)
     assert (loaded.eos_token_ids, loaded.dtype, loaded.device) == (frozenset({2}), torch.float32, CPU)
     assert loaded.tokenizer is not None and loaded.tokenizer.decode([3]) == tiny_tokenizer().decode([3])
-    assert [layer.index for layer in loaded.layers] == [0, 1, 2]
-    layer = loaded.layers[0]
-    assert (layer.num_query_heads, layer.num_kv_heads, layer.key_size, layer.value_size) == (4, 2, 16, 16)
-    assert (layer.window, layer.softcap, layer.has_sinks) == (None, None, False)
+    assert loaded.layers == tuple(AttentionLayer(index, 4, 2, 16, 16, None, None, False) for index in range(3))
 
 
 def test_probe_finds_windows_caps_sinks_and_unequal_heads(tmp_path: Path) -> None:
@@ -74,8 +69,7 @@ def test_generation_config_decides_the_end_tokens(tmp_path: Path, eos: int | lis
 
 
 def test_directory_without_tokenizer_has_none(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, with_tokenizer=False)
-    loaded = load_model(ModelOptions(str(path)))
+    loaded = load_model(ModelOptions(str(write_checkpoint(tmp_path, with_tokenizer=False))))
     assert loaded.tokenizer is None and loaded.eos_token_ids == frozenset()
 
 
@@ -85,11 +79,6 @@ def test_architecture_that_cannot_be_served_is_refused_by_name(tmp_path: Path, m
     with pytest.raises(UnsupportedModel, match=REFUSED[model_type][1]) as caught:
         load_model(ModelOptions(str(path), max_model_len=128))
     assert repr(model_type) in str(caught.value)
-
-
-def build_tiny(architecture: str = "llama") -> nn.Module:
-    register_attention()
-    return AutoModelForCausalLM.from_config(tiny_config(architecture), attn_implementation=ATTENTION_NAME).eval()
 
 
 class _MixesPositions(nn.Module):
@@ -102,14 +91,14 @@ class _MixesPositions(nn.Module):
 
 
 def test_positions_that_mix_outside_attention_are_refused() -> None:
-    model = build_tiny()
+    model = random_model("llama")
     model.model.layers[1].mlp = _MixesPositions(model.model.layers[1].mlp)
     with pytest.raises(UnsupportedModel, match="outside attention"):
         probe_attention(model, AttentionPort(model))
 
 
 def test_attention_in_both_directions_is_refused() -> None:
-    model = build_tiny()
+    model = random_model("llama")
     model.model.layers[1].self_attn.is_causal = False
     with pytest.raises(UnsupportedModel, match="is_causal=False"):
         probe_attention(model, AttentionPort(model))
@@ -122,15 +111,14 @@ def test_probe_accepts_rounding_in_half_precision(tmp_path: Path, architecture: 
     assert len(loaded.layers) == ARCHITECTURES[architecture]["num_hidden_layers"]
 
 
-def test_max_model_len_is_the_configs_or_the_asked(llama: Path, tmp_path: Path) -> None:
+def test_max_model_len_is_the_configs_or_the_asked(llama: Path) -> None:
     assert load_model(ModelOptions(str(llama), max_model_len=100)).max_model_len == 100
-    with pytest.raises(ModelLoadError, match=r"513.* 512"):
-        load_model(ModelOptions(str(llama), max_model_len=513))
-    with pytest.raises(ModelLoadError, match="max_model_len is 1"):
-        load_model(ModelOptions(str(llama), max_model_len=1))
+    for asked, message in ((513, r"513.* 512"), (1, "max_model_len is 1")):
+        with pytest.raises(ModelLoadError, match=message):
+            load_model(ModelOptions(str(llama), max_model_len=asked))
 
 
-def test_position_encoding_that_changes_with_length_keeps_to_its_original_length(tmp_path: Path) -> None:
+def test_dynamic_position_encoding_keeps_to_its_original_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 256}
     path = write_checkpoint(tmp_path)
     edit_json(path / "config.json", rope_parameters=rope)
@@ -204,8 +192,7 @@ def test_unknown_dtype_and_device_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_two_models_in_one_process_do_not_disturb_each_other(tmp_path: Path, llama: Path) -> None:
     first = load_model(ModelOptions(str(llama), dtype="float32"))
     second = load_model(ModelOptions(str(write_checkpoint(tmp_path, "qwen3")), dtype="float32"))
-    plain = AutoModelForCausalLM.from_pretrained(llama)
-    assert plain.config._attn_implementation != ATTENTION_NAME
+    assert AutoModelForCausalLM.from_pretrained(llama).config._attn_implementation != ATTENTION_NAME
     assert first.port is not second.port
     limits = EngineLimits(max_num_batched_tokens=64)
     for loaded in (first, second, first):

@@ -1,7 +1,5 @@
 """Streaming text: never half a character, the pieces make the whole, and garbage holds nothing up."""
 
-from __future__ import annotations
-
 import random
 import time
 
@@ -19,7 +17,7 @@ WORDS = ["▁", "▁hello", "▁world", "hello", "é", "▁👍", "s", ",", "!"]
 
 
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama-2 has it: words carry their leading space, unknown characters are spelled in bytes."""
+    """Return a tokenizer like Llama-2's: words carry their leading space, unknown characters are spelled in bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, *"abcdefghijklmnopqrtuvwxyz"]
     tokenizer = Tokenizer(
         models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>")
@@ -41,7 +39,7 @@ TEXT = st.text(st.one_of(st.sampled_from(EMOJI + " ab\n"), CHARACTERS), max_size
 
 def pieces(tokenizer: PreTrainedTokenizerFast, token_ids: list[int], prompt: tuple[int, ...] = ()) -> list[str]:
     decoder = make_decoder(tokenizer, prompt)
-    return [decoder.push(token_id) for token_id in token_ids]
+    return [*(decoder.push(token_id) for token_id in token_ids), decoder.finish()]
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, token_ids: list[int]) -> str:
@@ -67,16 +65,17 @@ def test_output_continues_the_prompt(text: str, data: st.DataObject) -> None:
         prompt = decode(tokenizer, token_ids[:split])
         if prompt.endswith("�"):
             continue
-        assert prompt + "".join(pieces(tokenizer, token_ids[split:], tuple(token_ids[:split]))) == text
+        output = "".join(pieces(tokenizer, token_ids[split:], tuple(token_ids[:split])))
+        assert prompt + output == decode(tokenizer, token_ids)
 
 
 def test_first_word_keeps_its_space_after_a_prompt() -> None:
     hello, world = SENTENCEPIECE.convert_tokens_to_ids(["▁hello", "▁world"])
-    assert pieces(SENTENCEPIECE, [world], prompt=(1, hello)) == [" world"]
-    assert pieces(SENTENCEPIECE, [world], prompt=(1,)) == ["world"]
-    assert pieces(SENTENCEPIECE, [world]) == ["world"]
+    assert pieces(SENTENCEPIECE, [world], prompt=(1, hello)) == [" world", ""]
+    assert pieces(SENTENCEPIECE, [world], prompt=(1,)) == ["world", ""]
+    assert pieces(SENTENCEPIECE, [world]) == ["world", ""]
     [space] = SENTENCEPIECE.convert_tokens_to_ids(["▁"])
-    assert pieces(SENTENCEPIECE, [space], prompt=(space,)) == [" "]
+    assert pieces(SENTENCEPIECE, [space], prompt=(space,)) == [" ", ""]
 
 
 def test_character_of_a_prompt_cut_in_half_is_completed() -> None:
@@ -112,6 +111,34 @@ def test_valid_text_after_garbage_is_intact(tokenizer: PreTrainedTokenizerFast) 
     assert "".join(pieces(tokenizer, token_ids)).lstrip("�").strip().endswith("world, hello")
 
 
+def test_tokens_that_each_begin_the_next_character_lose_none() -> None:
+    # In the byte-level alphabet "Ã" and "©" are the two bytes of "é".
+    tokenizer = Tokenizer(models.WordLevel({"Ã": 0, "©Ã": 1, "©": 2}, unk_token="?"))
+    tokenizer.decoder = decoders.ByteLevel()
+    parts = pieces(PreTrainedTokenizerFast(tokenizer_object=tokenizer), [0, *[1] * 60, 2])
+    assert "".join(parts) == "é" * 61
+    assert sum(map(bool, parts)) >= 4
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_half_a_character_at_the_end_is_shown(tokenizer: PreTrainedTokenizerFast) -> None:
+    token_ids = tokenizer.encode("a한", add_special_tokens=False)[:-1]
+    assert "".join(pieces(tokenizer, token_ids)) == decode(tokenizer, token_ids)
+    assert decode(tokenizer, token_ids).endswith("�")
+
+
+def test_half_a_character_of_the_prompt_is_not_shown() -> None:
+    token_ids = BYTE_LEVEL.encode("a👍", add_special_tokens=False)
+    assert pieces(BYTE_LEVEL, [], prompt=tuple(token_ids[:3])) == [""]
+
+
+@pytest.mark.parametrize("tail", range(4))
+def test_garbage_in_any_amount_is_shown_whole(tail: int) -> None:
+    lone = BYTE_LEVEL.convert_tokens_to_ids("ÿ")
+    token_ids = [lone] * (100 + tail)
+    assert "".join(pieces(BYTE_LEVEL, token_ids)) == decode(BYTE_LEVEL, token_ids)
+
+
 def test_cost_of_a_token_does_not_grow() -> None:
     lone = BYTE_LEVEL.convert_tokens_to_ids("ÿ")
     started_s = time.monotonic()
@@ -120,4 +147,4 @@ def test_cost_of_a_token_does_not_grow() -> None:
 
 
 def test_model_without_tokenizer_has_no_text() -> None:
-    assert make_decoder(None, (1, 2)).push(5) == ""
+    assert (make_decoder(None, (1, 2)).push(5), make_decoder(None).finish()) == ("", "")

@@ -1,9 +1,8 @@
 """Sampling draws from the distribution that the params describe, row by row, whatever shares the batch."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from replicas.engine.sequence import Sequence
 from replicas.model.sampling.multinomial import uniform
-from replicas.model.sampling.sampler import Sampler
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 from testkit.model.engine_runs import sample as sample_rows
 
@@ -27,19 +25,19 @@ def sequence(params: SamplingParams, prompt: tuple[int, ...] = (5,), output: tup
 
 
 def sample(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    results = sample_rows(Sampler(frozenset({EOS})), logits, sequences)
+    results = sample_rows(logits, sequences, frozenset({EOS}))
     assert all(result.error is None for result in results)
     return [result.token_id for result in results if result.token_id is not None]
 
 
 def sample_many(logits: Tensor, params: SamplingParams, count: int) -> Counter[int]:
-    """How often each token is drawn from one row of logits with seeds 0..count - 1."""
-    rows = logits.expand(count, -1)
-    return Counter(sample(rows, [sequence(replace(params, seed=seed)) for seed in range(count)]))
+    """Return the number of draws of each token from one row of logits with seeds 0..count - 1."""
+    sequences = [sequence(replace(params, seed=seed)) for seed in range(count)]
+    return Counter(sample(logits.expand(count, -1), sequences))
 
 
 def expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution by definition, in float64: temperature, then min-p, top-k and top-p over a full sort."""
+    """Return the distribution by definition, in float64: temperature, then min-p, top-k and top-p over a full sort."""
     probabilities = torch.softmax(logits.double() / params.temperature, dim=-1)
     order = probabilities.argsort(descending=True, stable=True)
     kept = torch.ones_like(probabilities, dtype=torch.bool)
@@ -54,23 +52,26 @@ def expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     return probabilities / probabilities.sum()
 
 
+def expected_draws(logits: Tensor, params: SamplingParams, seeds: Iterable[int]) -> list[int]:
+    """Return the token that each seed's uniform number points at; truncation sorts the tokens, likeliest first."""
+    probabilities = expected_probabilities(logits, params)
+    is_sorted = params != replace(params, top_k=None, top_p=1.0, min_p=0.0)
+    order = probabilities.argsort(descending=True, stable=True) if is_sorted else torch.arange(len(logits))
+    cumulative = probabilities[order].cumsum(0)
+    return [int(order[torch.searchsorted(cumulative, uniform(seed, 0), right=True)]) for seed in seeds]
+
+
 def chi_square_excess(counts: Counter[int], probabilities: Tensor) -> float:
-    """How many standard deviations the chi-square statistic lies above its mean; rare tokens are pooled."""
+    """Return the standard deviations by which the chi-square statistic exceeds its mean; rare tokens are pooled."""
     total = sum(counts.values())
-    observed, expected = [], []
-    pooled = [0.0, 0.0]
-    for token_id, probability in enumerate(probabilities.tolist()):
-        if probability * total >= 5:
-            observed.append(counts[token_id])
-            expected.append(probability * total)
-        else:
-            pooled[0] += counts[token_id]
-            pooled[1] += probability * total
+    pairs = [(counts[token_id], probability * total) for token_id, probability in enumerate(probabilities.tolist())]
+    bins = [pair for pair in pairs if pair[1] >= 5]
+    rare = [pair for pair in pairs if pair[1] < 5]
+    pooled = (sum(observed for observed, _ in rare), sum(expected for _, expected in rare))
     if pooled[1] >= 5:
-        observed.append(pooled[0])
-        expected.append(pooled[1])
-    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-    freedom = len(observed) - 1
+        bins.append(pooled)
+    statistic = sum((observed - expected) ** 2 / expected for observed, expected in bins)
+    freedom = len(bins) - 1
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
@@ -101,13 +102,9 @@ def test_draws_follow_the_distribution(params: SamplingParams) -> None:
 def test_every_draw_is_the_inverse_of_the_distribution_function(params: SamplingParams) -> None:
     """Not only in distribution: each token is the one that the row's uniform number points at."""
     generator = torch.Generator().manual_seed(4)
-    truncated = params != replace(params, top_k=None, top_p=1.0, min_p=0.0)
     for seed in range(50):
         logits = torch.randn(1, 600, generator=generator) * 3
-        probabilities = expected_probabilities(logits[0], params)
-        order = probabilities.argsort(descending=True, stable=True) if truncated else torch.arange(600)
-        position = torch.searchsorted(probabilities[order].cumsum(0), uniform(seed, 0), right=True)
-        assert sample(logits, [sequence(replace(params, seed=seed))]) == [int(order[position])]
+        assert sample(logits, [sequence(replace(params, seed=seed))]) == expected_draws(logits[0], params, [seed])
 
 
 @pytest.mark.parametrize("spread", [0.1, 1.5, 3.0])
@@ -115,17 +112,13 @@ def test_large_vocabulary_is_truncated_exactly(spread: float) -> None:
     """Whether 256, some thousands or all of the tokens must be looked at, the token is the same."""
     logits = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(11)) * spread
     params = SamplingParams(max_tokens=8, top_p=0.9)
-    probabilities = expected_probabilities(logits[0], params)
-    order = probabilities.argsort(descending=True, stable=True)
-    cumulative = probabilities[order].cumsum(0)
-    expected = [int(order[torch.searchsorted(cumulative, uniform(seed, 0), right=True)]) for seed in range(50)]
-    assert sample(logits.expand(50, -1), [sequence(replace(params, seed=seed)) for seed in range(50)]) == expected
+    found = sample(logits.expand(50, -1), [sequence(replace(params, seed=seed)) for seed in range(50)])
+    assert found == expected_draws(logits[0], params, range(50))
 
 
 def test_equal_logits_are_ordered_by_token_id() -> None:
     logits = torch.zeros(1, 2000)
-    params = SamplingParams(max_tokens=8, top_k=10)
-    assert set(sample_many(logits, params, 300)) == set(range(10))
+    assert set(sample_many(logits, SamplingParams(max_tokens=8, top_k=10), 300)) == set(range(10))
     assert sample(logits, [sequence(SamplingParams(max_tokens=8, temperature=0.0))]) == [0]
 
 
@@ -172,7 +165,7 @@ def test_penalties_equal_the_dense_formula() -> None:
         dense[11] += 1.0
         dense[77] += 0.5
         before = logits.clone()
-        result = sample_rows(Sampler(frozenset()), logits, [sequence(params, prompt, output)])[0]
+        result = sample_rows(logits, [sequence(params, prompt, output)])[0]
         assert result.token_id == int(dense.argmax())
         assert torch.equal(logits, before)
         # Log probabilities are of the model's own logits.
@@ -192,10 +185,13 @@ def test_stop_tokens_cannot_be_sampled_before_min_tokens() -> None:
     logits = torch.zeros(1, 10)
     logits[0, EOS], logits[0, 7] = 9.0, 8.0
     params = SamplingParams(max_tokens=8, temperature=0.0, min_tokens=2, stop_token_ids=(7, 99_999))
-    assert sample(logits, [sequence(params, output=(4,))]) == [0]
-    assert sample(logits, [sequence(params, output=(4, 4))]) == [EOS]
-    assert sample(logits, [sequence(replace(params, ignore_eos=True), output=(4,))]) == [EOS]
-    assert sample(logits, [sequence(replace(params, stop_token_ids=()), output=(4,))]) == [7]
+    kinds = [
+        sequence(params, output=(4,)),
+        sequence(params, output=(4, 4)),
+        sequence(replace(params, ignore_eos=True), output=(4,)),
+        sequence(replace(params, stop_token_ids=()), output=(4,)),
+    ]
+    assert sample(logits.expand(4, -1), kinds) == [0, EOS, EOS, 7]
 
 
 def test_row_that_is_not_numbers_fails_alone() -> None:
@@ -203,14 +199,14 @@ def test_row_that_is_not_numbers_fails_alone() -> None:
     greedy = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
     kinds = (greedy, greedy, PARAMS["plain"], PARAMS["top_p"], greedy, PARAMS["all"])
     sequences = [sequence(params) for params in kinds]
-    expected = sample_rows(Sampler(frozenset()), logits, sequences)
+    expected = sample_rows(logits, sequences)
     for bad in (math.nan, math.inf):
         broken = logits.clone()
         broken[1, 40] = broken[2, 3] = broken[3, 299] = bad
-        results = sample_rows(Sampler(frozenset()), broken, sequences)
+        results = sample_rows(broken, sequences)
         assert [row for row, result in enumerate(results) if result.error is not None] == [1, 2, 3]
         assert [results[row] for row in (0, 4, 5)] == [expected[row] for row in (0, 4, 5)]
-    results = sample_rows(Sampler(frozenset()), torch.full((2, 9), -math.inf), sequences[:2])
+    results = sample_rows(torch.full((2, 9), -math.inf), sequences[:2])
     assert all(result.error is not None and result.token_id is None for result in results)
 
 
@@ -219,7 +215,7 @@ def test_logprobs_are_log_softmax_of_the_models_logits() -> None:
     params = SamplingParams(max_tokens=8, temperature=0.3, seed=1)
     sequences = [sequence(replace(params, logprobs=count)) for count in (0, 5, 400)]
     reference = logits.float().log_softmax(-1)
-    for row, result in enumerate(sample_rows(Sampler(frozenset()), logits, sequences)):
+    for row, result in enumerate(sample_rows(logits, sequences)):
         assert result.logprobs is not None
         top = result.logprobs.top
         assert len(top) == (0, 5, 400)[row]
@@ -233,5 +229,5 @@ def test_logprobs_are_log_softmax_of_the_models_logits() -> None:
 def test_tiny_temperature_is_greedy_and_finite() -> None:
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(10))
     for temperature in (1e-300, 1e-6, 1e-4):
-        params = SamplingParams(max_tokens=8, temperature=temperature)
-        assert sample(logits, [sequence(params)]) == [int(logits.argmax())]
+        made = sequence(SamplingParams(max_tokens=8, temperature=temperature))
+        assert sample(logits, [made]) == [int(logits.argmax())]

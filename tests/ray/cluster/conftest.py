@@ -1,15 +1,13 @@
 """One application for all tests of this folder: two ingresses on the head, two model replicas, each on a raylet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from testkit.model.tiny_checkpoints import write_checkpoint
-from testkit.serving.make_serve import wait_for
-from testkit.serving.on_raylets import Served, serving
+from testkit.serving.raylets import Raylets, serving
+from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from testkit.serving.streams import clients as open_clients
 
@@ -36,7 +34,7 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="package")
-def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Raylets]:
     checkpoint = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
     checkpoint.mkdir()
     with serving(
@@ -53,7 +51,7 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def served(application: Served) -> Iterator[Served]:
+def served(application: Raylets) -> Iterator[Raylets]:
     """The application, whole and idle; a test leaves it idle."""
 
     def is_whole() -> bool:
@@ -66,7 +64,7 @@ def served(application: Served) -> Iterator[Served]:
 
 
 @pytest.fixture
-def clients(served: Served) -> Iterator[Clients]:
+def clients(served: Raylets) -> Iterator[Clients]:
     """Clients that go away before `served` is looked at again."""
-    with open_clients(served.url) as many:
+    with open_clients(served.app.url) as many:
         yield many

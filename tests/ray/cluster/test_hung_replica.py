@@ -1,14 +1,12 @@
 """A replica hangs: it neither answers nor dies, and Serve takes half a minute to notice."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from testkit.serving.make_serve import wait_for
-from testkit.serving.on_raylets import Served
+from testkit.serving.raylets import Raylets
+from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
 
@@ -23,12 +21,10 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_others_are_still_heard_of_and_a_hung_replica_gets_nothing_new(served: Served, clients: Clients):
+def test_others_are_still_heard_of_and_a_hung_replica_gets_nothing_new(served: Raylets, clients: Clients):
     streams = served.open_in_turn(clients, [body(LONG)] * 4)
     wait_for(lambda: all(stream.texts for stream in streams), "every stream runs")
-    replicas = served.replicas()
-    assert replicas is not None
-    hung, well = replicas
+    hung, well = served.replicas()
     with stopped(hung["pid"]):
         wait_for(
             # So often that each ingress has answered.

@@ -1,17 +1,15 @@
-"""An ingress is killed: what was sent through it ends, and nothing else does."""
-
-from __future__ import annotations
+"""An ingress is killed: the requests that were sent through it end, and no others."""
 
 import os
 import signal
 
-from testkit.serving.make_serve import wait_for
-from testkit.serving.on_raylets import Served
+from testkit.serving.raylets import Raylets
+from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import LONG, NUM_INGRESSES, NUM_SLOTS, body
 
 
-def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(served: Served, clients: Clients):
+def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(served: Raylets, clients: Clients):
     [(victim, pid), (other, _)] = served.ingress_pids().items()
     staying, others = served.open_at(clients, other, body(1500))
     lost, more = served.open_at(clients, victim, body(LONG, n=NUM_SLOTS))

@@ -1,16 +1,14 @@
 """A raylet is killed: the streams of its model replica go on elsewhere, and a new raylet takes its place."""
 
-from __future__ import annotations
-
-from testkit.serving.make_serve import wait_for
-from testkit.serving.on_raylets import Served
+from testkit.serving.raylets import Raylets
+from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients, Stream
 from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
 
 NUM_TOKENS = 2500
 
 
-def start(served: Served, clients: Clients) -> list[Stream]:
+def start(served: Raylets, clients: Clients) -> list[Stream]:
     """As many streams as the replica that stays has slots."""
     prompts = [f"{index} the quick brown fox" for index in range(NUM_SLOTS)]
     return served.open_in_turn(clients, [body(NUM_TOKENS, prompt=prompt) for prompt in prompts])
@@ -23,7 +21,7 @@ def wait_for_all(streams: list[Stream]) -> None:
     assert all(stream.is_done for stream in streams)
 
 
-def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Served, clients: Clients):
+def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Raylets, clients: Clients):
     undisturbed = start(served, clients)
     wait_for_all(undisturbed)
 

@@ -1,6 +1,4 @@
-"""Replicas come with the work that waits and go without it, down to none, and no request notices."""
-
-from __future__ import annotations
+"""The number of replicas follows the waiting work, down to none, and no request fails."""
 
 import threading
 from collections import Counter
@@ -15,7 +13,7 @@ from pydantic import ValidationError
 
 from serve_app.config import HeadwayConfig
 from testkit.limits import LIMIT_S
-from testkit.serving.make_serve import Instance, serving, wait_for
+from testkit.serving.served import Served, serving, wait_for
 from tests.ray.serve.conftest import MODEL_NAME
 
 NUM_SLOTS = 2
@@ -23,7 +21,7 @@ MAX_REPLICAS = 2
 
 
 @pytest.fixture(scope="module")
-def autoscaled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+def autoscaled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One replica to start with, none at least; streams get 2 s when their replica is given back."""
     arguments = (
         f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB cpus_per_replica=0.5 "
@@ -86,11 +84,11 @@ def test_the_number_of_replicas_is_fixed_unless_bounds_are_given():
         HeadwayConfig(min_replicas=2, max_replicas=3)
 
 
-def wait_for_replicas(app: Instance, number: int) -> None:
+def wait_for_replicas(app: Served, number: int) -> None:
     wait_for(lambda: len(app.replicas()) == number, f"{number} replicas are known")
 
 
-def desired(app: Instance) -> int:
+def desired(app: Served) -> int:
     number: int = app.get("/load")["autoscaling"]["desired_replicas"]
     return number
 

@@ -1,7 +1,5 @@
 """Files and batches through Serve: what needs its proxy, its handles and the jobs deployment's process."""
 
-from __future__ import annotations
-
 import httpx
 import openai
 

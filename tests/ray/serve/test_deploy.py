@@ -4,20 +4,20 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from serve_app.cli.private_cluster import end_processes, free_port, private_ray_environment
+from serve_app.cli.private_cluster import free_port, private_ray_environment
 from testkit.limits import LIMIT_S, START_LIMIT_S
-from testkit.serving.make_serve import ROOT, clean_environment, get_from_dashboard, wait_for
+from testkit.serving.served import ROOT, Served, clean_environment, running, wait_for
 from tests.ray.serve.conftest import MODEL_NAME
 
 CONFIGS = ROOT / "serve_app" / "configs"
@@ -27,8 +27,7 @@ CONFIGS = ROOT / "serve_app" / "configs"
 class Cluster:
     """A Ray cluster with Serve started and no application."""
 
-    url: str
-    dashboard_url: str
+    served: Served
     environment: dict[str, str]
 
     def run(self, command: str) -> None:
@@ -39,9 +38,7 @@ class Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def application(self) -> dict[str, Any]:
-        token_path = self.environment["RAY_AUTH_TOKEN_PATH"]
-        page = get_from_dashboard(self.dashboard_url, token_path, "/api/serve/applications/")
-        application: dict[str, Any] = page["applications"].get("headway", {})
+        application: dict[str, Any] = self.served.applications().get("headway", {})
         return application
 
     def model_replicas(self) -> dict[str, str]:
@@ -59,44 +56,38 @@ class Cluster:
 
     def complete(self, **fields: Any) -> httpx.Response:
         response = httpx.post(
-            f"{self.url}/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, timeout=START_LIMIT_S
+            f"{self.served.url}/v1/completions", json={"prompt": "x", "max_tokens": 2, **fields}, timeout=START_LIMIT_S
         )
         response.raise_for_status()
         return response
+
+
+class LongStream(threading.Thread):
+    """A client that reads a stream of 9,000 tokens."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.started_s = time.monotonic()
+        self._url = url
+        self.start()
+
+    def run(self) -> None:
+        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 9000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=START_LIMIT_S) as response:
+            self.lines.extend(response.iter_lines())
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     home = tmp_path_factory.mktemp("head")
     (home / "headway").symlink_to(ROOT)
-    environment = clean_environment(home) | private_ray_environment(home)
-    port = free_port("127.0.0.1")
-    with open(home / "ray.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "testkit.serving.gpu_cluster", str(port)],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-    assert process.stdin is not None and process.stdout is not None
-    descendants: list[psutil.Process] = []
-    try:
-        line = process.stdout.readline().decode().split()
-        assert len(line) == 2, (home / "ray.log").read_text()
-        address, dashboard_url = line
-        descendants = psutil.Process(process.pid).children(recursive=True)
-        environment.update(
-            RAY_ADDRESS=address,
-            RAY_DASHBOARD_ADDRESS=dashboard_url,
-            PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        )
-        yield Cluster(f"http://127.0.0.1:{port}", dashboard_url, environment)
-    finally:
-        process.stdin.close()
-        process.wait(LIMIT_S)
-        end_processes(descendants)
+    ray_environment = private_ray_environment(home)
+    with running(
+        "testkit.serving.gpu_cluster", [str(free_port("127.0.0.1"))], home, environment=ray_environment
+    ) as served:
+        path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        yield Cluster(served, {**clean_environment(home), **ray_environment, **served.ray_environment, **path})
 
 
 def local_config(tmp_path: Path, **args: Any) -> Path:
@@ -120,31 +111,30 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
     first = cluster.complete(model=MODEL_NAME).headers["x-model-replica"]
     assert cluster.model_replicas() == {first: "RUNNING"}
 
-    lines: list[str] = []
-    started = threading.Event()
-
-    def read_a_long_stream() -> None:
-        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 6000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=START_LIMIT_S) as response:
-            for line in response.iter_lines():
-                lines.append(line)
-                started.set()
-
-    reader = threading.Thread(target=read_a_long_stream)
-    reader.start()
-    assert started.wait(LIMIT_S)
-    cluster.run(f"serve deploy {local_config(tmp_path, **arguments, max_num_seqs=8)}")
-    wait_for(
-        lambda: (states := cluster.model_replicas()) and states.get(first) != "RUNNING",
-        "the old replica is told to stop",
+    streams = [LongStream(cluster.served.url)]
+    wait_for(lambda: streams[0].lines, "the stream begins", LIMIT_S)
+    deploying = threading.Thread(
+        target=cluster.run, args=(f"serve deploy {local_config(tmp_path, **arguments, max_num_seqs=8)}",)
     )
-    assert reader.is_alive()
+    deploying.start()
+
+    def is_stopping() -> bool:
+        # A fast machine ends a stream in seconds. A new one every two seconds leaves one open at any time.
+        if time.monotonic() - streams[-1].started_s > 2:
+            streams.append(LongStream(cluster.served.url))
+        states = cluster.model_replicas()
+        return bool(states) and states.get(first) != "RUNNING"
+
+    wait_for(is_stopping, "the old replica is told to stop", START_LIMIT_S)
+    assert any(stream.is_alive() for stream in streams)
     second = wait_for(lambda: _serving_replica(cluster), "a new replica serves", START_LIMIT_S)
     assert second != first
-    reader.join(START_LIMIT_S)
-    assert not reader.is_alive()
-    assert lines[-2:] == ["data: [DONE]", ""]
-    assert not any('"error"' in line for line in lines)
+    for stream in streams:
+        stream.join(START_LIMIT_S)
+        assert not stream.is_alive()
+        assert stream.lines[-2:] == ["data: [DONE]", ""]
+        assert not any('"error"' in line for line in stream.lines)
+    deploying.join(LIMIT_S)
 
 
 def _serving_replica(cluster) -> str | None:
@@ -170,9 +160,7 @@ def test_the_cluster_file_is_valid_and_its_command_deploys(cluster):
         "the command's configuration has arrived",
     )
     cluster.wait_until_running()
-    served = wait_for(
-        lambda: httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"] == "headway-demo", "the demo is served"
-    )
-    assert served
+    models_url = f"{cluster.served.url}/v1/models"
+    wait_for(lambda: httpx.get(models_url).json()["data"][0]["id"] == "headway-demo", "the demo is served")
     reply = cluster.complete(model="headway-demo", prompt="Return the", max_tokens=5)
     assert reply.json()["usage"]["completion_tokens"] >= 1

@@ -1,7 +1,5 @@
 """Batches and jobs through `make serve`, whose processes die of SIGKILL meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -18,7 +16,7 @@ import psutil
 import pytest
 
 from testkit.limits import LIMIT_S
-from testkit.serving.make_serve import Instance, serving, stop, wait_for
+from testkit.serving.served import Served, serving, stop, wait_for
 from tests.ray.serve.conftest import MODEL_NAME
 
 NUM_LINES = 300
@@ -32,7 +30,7 @@ def variables(checkpoint: Path) -> tuple[str, ...]:
     return (f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}")
 
 
-def client_of(app: Instance) -> openai.OpenAI:
+def client_of(app: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{app.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
 
 
@@ -54,7 +52,7 @@ def results(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 
 def looked_up(client: openai.OpenAI, batch_id: str) -> Any:
-    """The batch, or None while who would say is dead."""
+    """Return the batch; None while no process answers."""
     with contextlib.suppress(openai.APIConnectionError, openai.InternalServerError):
         return client.batches.retrieve(batch_id)
     return None
@@ -65,51 +63,33 @@ def num_completed(client: openai.OpenAI, batch_id: str) -> int:
     return 0 if batch is None or batch.request_counts is None else batch.request_counts.completed
 
 
-def kill(app: Instance, deployment: str) -> None:
-    """Kill one replica, once there is any."""
-
-    def replica() -> psutil.Process | None:
-        for process in app.descendants():
-            with contextlib.suppress(psutil.Error, IndexError):
-                if process.cmdline()[0].startswith(f"ray::ServeReplica:default:{deployment}"):
-                    return process
-        return None
-
-    wait_for(replica, f"a replica of {deployment} runs").kill()
-
-
-def kill_all(app: Instance) -> None:
-    for process in (psutil.Process(app.process.pid), *app.descendants()):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where everything is that outlives a `make serve`."""
+    """Return the folder of everything that outlives a `make serve`."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
 def batch_id(checkpoint: Path, home: Path) -> str:
-    """A batch that has seen its processes die, at last all of them, and is not done."""
+    """Return the id of a batch that is not done although its processes were killed, at last all of them."""
     with serving(home, *variables(checkpoint)) as app, client_of(app) as client:
         batch_id = submit(client, [line(number) for number in range(NUM_LINES)])
         for deployment in ("Jobs", "Model", "Jobs", "Ingress", "Model"):
             before = num_completed(client, batch_id)
             wait_for(lambda: num_completed(client, batch_id) > before, "lines are done")  # noqa: B023
-            kill(app, deployment)
+            command = f"ray::ServeReplica:headway:{deployment}"
+            wait_for(lambda: app.find(command), f"a replica of {deployment} runs").kill()  # noqa: B023
         wait_for(lambda: num_completed(client, batch_id) > 0, "the batch is known")
         job = httpx.post(f"{app.url}/generate", json={"prompt": "x", "max_tokens": 5}, timeout=LIMIT_S)
         assert job.status_code == 202
         (home / "job").write_text(job.json()["job_id"])
         assert num_completed(client, batch_id) < NUM_LINES
-        kill_all(app)
+        app.kill()
     return batch_id
 
 
 @pytest.fixture(scope="module")
-def restarted(checkpoint: Path, home: Path, batch_id: str) -> Iterator[Instance]:
+def restarted(checkpoint: Path, home: Path, batch_id: str) -> Iterator[Served]:
     """Another `make serve` on what the first one has left."""
     with serving(home, *variables(checkpoint)) as instance:
         yield instance

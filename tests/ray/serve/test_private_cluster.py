@@ -1,7 +1,5 @@
 """A private cluster answers its owner and nobody else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -15,7 +13,7 @@ import pytest
 
 from serve_app.cli.serve import is_loopback
 from testkit.limits import LIMIT_S
-from testkit.serving.make_serve import ROOT, Instance, clean_environment, serving, wait_for
+from testkit.serving.served import ROOT, Served, clean_environment, serving, wait_for
 
 _UNARY_CALL = "/ray.serve.ASGIService/HandleRequest"
 BIN = Path(sys.executable).parent
@@ -38,7 +36,7 @@ def refused_status(port: int) -> grpc.StatusCode:
     return raised.value.code()
 
 
-def check_ports(instance: Instance) -> set[str]:
+def check_ports(instance: Served) -> set[str]:
     """Every port is on loopback, or a Serve replica's that asks for the token; returns who listens."""
     listening = listening_addresses(psutil.Process(instance.process.pid))
     for process, address, port in listening:
@@ -59,8 +57,8 @@ def test_no_port_of_the_throughput_profile_is_open_to_others(checkpoint, tmp_pat
         assert httpx.get(f"{instance.url}/health/live", timeout=LIMIT_S).is_success
 
 
-def agent_answers(app: Instance, name: str, path: str) -> set[int]:
-    """The statuses with which the ports of one agent answer a call without a token."""
+def agent_answers(app: Served, name: str, path: str) -> set[int]:
+    """Return the statuses with which the ports of one agent answer a call without a token."""
     answers = set()
     for process, _, port in listening_addresses(psutil.Process(app.process.pid)):
         if process.name().startswith(name):
@@ -79,6 +77,7 @@ def test_http_without_the_token_is_refused(app):
     assert agent_answers(app, "ray::RuntimeEnvAgent", "/get_or_create_runtime_env") == {401}
 
 
+@pytest.mark.deep
 def test_a_driver_without_the_token_is_refused(app, tmp_path):
     reach = {name: value for name, value in app.ray_environment.items() if "AUTH" not in name}
     limits = {"RAY_gcs_server_request_timeout_seconds": "3", "RAY_gcs_rpc_server_connect_timeout_s": "3"}
@@ -108,7 +107,7 @@ def test_secrets_are_closed_to_other_users(app, http):
     token = Path(app.ray_environment["RAY_AUTH_TOKEN_PATH"])
     assert token.stat().st_mode & 0o777 == 0o600
     assert token.parent.stat().st_mode & 0o777 == 0o700
-    data = Path(app.log.parent) / ".headway"
+    data = app.home / ".headway"
     assert data.stat().st_mode & 0o777 == 0o700
     upload = {"file": ("lines.jsonl", b"{}")}
     file = http.post("/v1/files", data={"purpose": "batch"}, files=upload).json()

@@ -7,16 +7,16 @@ import httpx
 import openai
 
 from testkit.limits import LIMIT_S
-from testkit.serving.make_serve import Instance, wait_for
+from testkit.serving.served import OUTPUT, Served, wait_for
 from tests.ray.serve.conftest import HEADERS, KEY, MODEL_NAME, NUM_SLOTS
 
 
-def held(app: Instance) -> int:
+def held(app: Served) -> int:
     """Requests that are running, waiting or on their way."""
     return sum(replica["num_running"] + replica["num_waiting"] + replica["num_in_flight"] for replica in app.replicas())
 
 
-def wait_until_idle(app: Instance) -> None:
+def wait_until_idle(app: Served) -> None:
     wait_for(lambda: held(app) == 0, "every replica is idle")
     for replica in app.replicas():
         assert replica["num_free_blocks"] == replica["num_blocks"]
@@ -125,3 +125,14 @@ def test_clients_that_go_away_while_queued_leave_nothing_behind(app):
 
     asyncio.run(start_and_leave())
     wait_until_idle(app)
+
+
+def test_a_request_has_one_line_on_the_terminal(app, http):
+    http.post("/v1/completions", json=body(2), headers={**HEADERS, "x-request-id": "shown-once"}).raise_for_status()
+
+    def lines() -> list[str]:
+        return [line for line in (app.home / OUTPUT).read_text().splitlines() if "shown-once" in line]
+
+    [line] = wait_for(lines, "the line is printed")
+    assert f" POST /v1/completions 200 model={MODEL_NAME} band=standard tenant={KEY} in=" in line
+    assert " out=2 " in line and "queue_s=" in line and "ttft_s=" in line

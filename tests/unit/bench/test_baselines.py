@@ -1,17 +1,31 @@
 """The classic batchers over a simulated device: nobody is lost, nobody waits for ever, and the figures are right."""
 
-from __future__ import annotations
-
 import pytest
 
-from bench.baselines.allowed import EQUAL_STEPS, StepCosts, allowed_gain, measure_costs
-from bench.baselines.engine_batches import EngineBatches, PaddedBatches, RaggedBatches, StepFigures, TokenTimes
-from bench.baselines.methods import CONTINUOUS, Limits, Method, methods
-from bench.baselines.outcome import Outcome, WrongAnswers, outcome_of
-from bench.baselines.policies import Adaptive, FixedSize, LengthBucketed, MemoryLimited, Policy, Priority
-from bench.baselines.serving_loop import serve_continuously, serve_in_batches
-from bench.baselines.timeline import Timeline
+from bench.baselines.outcome import (
+    EQUAL_STEPS,
+    Outcome,
+    StepCosts,
+    WrongAnswers,
+    allowed_gain,
+    measure_costs,
+    outcome_of,
+)
+from bench.baselines.policies import (
+    CONTINUOUS,
+    Adaptive,
+    FixedSize,
+    LengthBucketed,
+    Limits,
+    MemoryLimited,
+    Method,
+    Policy,
+    Priority,
+    methods,
+)
+from bench.baselines.serving_loop import StaticBatches, serve_continuously, serve_in_batches
 from bench.baselines.trace import TraceRequest, TraceSpec, make_trace
+from bench.token_times import StepFigures, TimedEngine, Timeline, TokenTimes
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.protocol import Band
@@ -20,7 +34,7 @@ from testkit.engine.timed_runner import StepTimes, TimedRunner
 
 # Kernels whose time hardly depends on the batch, as on a device that reads its weights in every step.
 STEP_TIMES = StepTimes(base_s=20e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.1e-3)
-LIMITS = Limits(max_num_seqs=8, num_slots_tokens=4096, max_wait_s=0.5, window_s=0.1, target_s=5.0)
+LIMITS = Limits(max_num_seqs=8, kv_cache_tokens=4096, max_wait_s=0.5, window_s=0.1, target_s=5.0)
 METHODS = methods(LIMITS)
 
 
@@ -36,21 +50,21 @@ class Simulation:
 
         self.timeline = Timeline(lambda: clock.now, sleep)
         config = EngineConfig(
-            num_blocks=limits.num_slots_tokens // 16, max_model_len=512, max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.kv_cache_tokens // 16, max_model_len=512, max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=256, enable_prefix_caching=False,
         )  # fmt: skip
         runner = TimedRunner(STEP_TIMES, 4096, 2, self.timeline.clock, sleep)
-        self.engine = EngineBatches(Engine(config, runner, decoders, IDENTITY, clock.clock()), self.timeline)
+        self.engine = TimedEngine(Engine(config, runner, decoders, IDENTITY, clock.clock()), self.timeline)
 
     def serve(self, trace: list[TraceRequest], method: Method) -> Outcome:
         return outcome_of(method.name, trace, self.answers(trace, method), self.engine.figures())
 
     def answers(self, trace: list[TraceRequest], method: Method) -> TokenTimes:
-        runner = PaddedBatches(self.engine) if method.is_padded else RaggedBatches(self.engine)
+        runner = StaticBatches(self.engine, method.is_padded)
         return serve_in_batches(trace, method.make_policy(), runner, self.timeline)
 
     def continuous(self, trace: list[TraceRequest]) -> Outcome:
-        answers = serve_continuously(trace, self.engine, self.timeline)
+        answers = serve_continuously(trace, self.engine)
         return outcome_of(CONTINUOUS, trace, answers, self.engine.figures())
 
 
@@ -58,8 +72,7 @@ def ask(number: int, arrival_s: float = 0.0, prompt: int = 32, output: int = 8, 
     return TraceRequest(number, arrival_s, tuple(range(300, 300 + prompt)), output, band)
 
 
-def by_name(name: str) -> Method:
-    return next(method for method in METHODS if method.name == name)
+BY_NAME = {method.name: method for method in METHODS}
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -103,8 +116,8 @@ def test_a_lost_or_short_answer_is_an_error():
 
 def test_padding_is_counted_and_idle_slots_are():
     trace = [ask(0, prompt=100, output=10), ask(1, prompt=50, output=40)]
-    padded = Simulation().serve(trace, by_name("fixed size, padded"))
-    ragged = Simulation().serve(trace, by_name("fixed size, no padding"))
+    padded = Simulation().serve(trace, BY_NAME["fixed size, padded"])
+    ragged = Simulation().serve(trace, BY_NAME["fixed size, no padding"])
     needed = 100 + 10 - 1 + 50 + 40 - 1
     assert padded.padding_efficiency == pytest.approx(needed / (2 * (100 + 40 - 1)))
     assert ragged.padding_efficiency == 1.0
@@ -112,18 +125,25 @@ def test_padding_is_counted_and_idle_slots_are():
     assert ragged.utilization < padded.utilization <= 2 / LIMITS.max_num_seqs
 
 
-def test_what_the_lengths_allow_where_all_steps_cost_the_same():
-    outputs = [10, 40, 20, 30]
-    trace = [ask(number, output=output) for number, output in enumerate(outputs)]
-    assert allowed_gain(trace, 2, EQUAL_STEPS) == pytest.approx(2 * (40 + 30) / 100)
-    assert allowed_gain(trace, 1, EQUAL_STEPS) == 1.0
+CHEAP_WHEN_FEW = StepCosts({1: 1.0, 2: 1.5}, prompt_token_s=0.5)
 
 
-def test_cheap_steps_of_few_sequences_and_dear_prompts_leave_less_to_gain():
+@pytest.mark.parametrize(
+    ("costs", "batch_size", "gain"),
+    [
+        pytest.param(EQUAL_STEPS, 2, 2 * (40 + 30) / 100, id="all steps cost the same"),
+        pytest.param(EQUAL_STEPS, 1, 1.0, id="one at a time"),
+        pytest.param(
+            CHEAP_WHEN_FEW,
+            2,
+            (20 + (10 * 1.5 + 30 * 1.0) + (20 * 1.5 + 10 * 1.0)) / (20 + 100 / 2 * 1.5),
+            id="cheap steps of few sequences and dear prompts",
+        ),
+    ],
+)
+def test_lengths_and_costs_allow_a_gain(costs: StepCosts, batch_size: int, gain: float):
     trace = [ask(number, prompt=10, output=output) for number, output in enumerate([10, 40, 20, 30])]
-    costs = StepCosts({1: 1.0, 2: 1.5}, prompt_token_s=0.5)
-    static_s = (10 * 1.5 + 30 * 1.0) + (20 * 1.5 + 10 * 1.0)
-    assert allowed_gain(trace, 2, costs) == pytest.approx((20 + static_s) / (20 + 100 / 2 * 1.5))
+    assert allowed_gain(trace, batch_size, costs) == pytest.approx(gain)
 
 
 def test_costs_lie_evenly_between_those_measured():
@@ -133,7 +153,7 @@ def test_costs_lie_evenly_between_those_measured():
 
 def test_costs_are_those_of_the_device():
     simulation = Simulation()
-    costs = measure_costs(RaggedBatches(simulation.engine), tuple(range(300, 400)), 6, simulation.timeline)
+    costs = measure_costs(StaticBatches(simulation.engine), tuple(range(300, 400)), 6)
     assert list(costs.decode_s) == [1, 2, 4, 6]
     for num_seqs in range(1, 7):
         assert costs.decode(num_seqs) == pytest.approx(20e-3 + num_seqs * 0.1e-3, rel=0.03)
@@ -145,7 +165,7 @@ def test_continuous_batching_reaches_most_of_what_the_lengths_allow():
     # Long enough that filling and emptying the slots at the ends counts for little.
     trace = make_trace(TraceSpec(num_requests=160, requests_per_s=1000.0, prompt_tokens=(8, 16)))
     continuous = Simulation().continuous(trace)
-    static = Simulation().serve(trace, by_name("fixed size, no padding"))
+    static = Simulation().serve(trace, BY_NAME["fixed size, no padding"])
     reached = continuous.tokens_per_s / static.tokens_per_s
     assert reached >= 0.85 * allowed_gain(trace, LIMITS.max_num_seqs, EQUAL_STEPS)
     assert continuous.padding_efficiency is not None and continuous.utilization is not None
@@ -159,49 +179,43 @@ def test_a_run_without_step_figures_has_no_efficiency():
     assert outcome.padding_efficiency is None and outcome.tokens_per_s == 8.0
 
 
-def chosen(policy: Policy, waiting: list[TraceRequest], now: float) -> list[int]:
-    return [request.number for request in policy.choose(waiting, now)]
+FIXED = FixedSize(3, max_wait_s=1.0)
+PRIORITY = Priority(2, max_wait_s=1.0)
+BUCKETS = LengthBucketed(2, max_wait_s=1.0, bounds=(64, 128))
+MEMORY = MemoryLimited(300, max_batch_size=8, max_wait_s=1.0)
+EARLY_AND_LATE = [ask(0), ask(1, 0.5)]
+URGENT_LAST = [ask(0), ask(1), ask(2, band=Band.INTERACTIVE), ask(3, band=Band.INTERACTIVE)]
+LENGTHS = [ask(0, prompt=10), ask(1, prompt=100), ask(2, prompt=128), ask(3, prompt=200)]
+SIZES = [ask(0, prompt=50, output=10), ask(1, prompt=60, output=30), ask(2, prompt=90, output=20), ask(3)]
 
 
-def test_fixed_size_waits_for_company_but_not_for_ever():
-    policy = FixedSize(3, max_wait_s=1.0)
-    two, four = [ask(0), ask(1, 0.5)], [ask(number) for number in range(4)]
-    assert chosen(policy, two, 0.9) == [] and chosen(policy, two, 1.0) == [0, 1]
-    assert chosen(policy, four, 0.0) == [0, 1, 2]
-    assert chosen(policy, [], 5.0) == []
+@pytest.mark.parametrize(
+    ("policy", "waiting", "now", "chosen"),
+    [
+        pytest.param(FIXED, EARLY_AND_LATE, 0.9, [], id="fixed size waits for company"),
+        pytest.param(FIXED, EARLY_AND_LATE, 1.0, [0, 1], id="fixed size waits not for ever"),
+        pytest.param(FIXED, [ask(number) for number in range(4)], 0.0, [0, 1, 2], id="fixed size takes the oldest"),
+        pytest.param(FIXED, [], 5.0, [], id="fixed size of nothing"),
+        pytest.param(PRIORITY, URGENT_LAST, 0.5, [2, 3], id="priority puts urgent requests first"),
+        pytest.param(PRIORITY, URGENT_LAST, 1.0, [0, 2], id="priority lets the oldest go"),
+        pytest.param(BUCKETS, LENGTHS, 0.0, [1, 2], id="bucket holds prompts of similar length"),
+        pytest.param(BUCKETS, LENGTHS[3:], 0.5, [], id="bucket waits"),
+        pytest.param(BUCKETS, LENGTHS, 1.0, [0], id="bucket of the oldest goes"),
+        pytest.param(MEMORY, SIZES, 0.0, [0, 1], id="three of 110 tokens do not fit in 300"),
+        pytest.param(MEMORY, SIZES[:2], 0.5, [], id="memory limit waits"),
+        pytest.param(MEMORY, SIZES[:2], 1.0, [0, 1], id="memory limit waits not for ever"),
+        pytest.param(MEMORY, [ask(0, prompt=400)], 1.0, [0], id="one always goes"),
+    ],
+)
+def test_a_policy_chooses_the_next_batch(policy: Policy, waiting: list[TraceRequest], now: float, chosen: list[int]):
+    assert [request.number for request in policy.choose(waiting, now)] == chosen
 
 
-def test_priority_puts_urgent_requests_first_and_lets_the_oldest_go():
-    policy = Priority(2, max_wait_s=1.0)
-    waiting = [ask(0), ask(1), ask(2, band=Band.INTERACTIVE), ask(3, band=Band.INTERACTIVE)]
-    assert chosen(policy, waiting, 0.5) == [2, 3]
-    assert chosen(policy, waiting, 1.0) == [0, 2]
-
-
-def test_buckets_hold_prompts_of_similar_length():
-    policy = LengthBucketed(2, max_wait_s=1.0, bounds=(64, 128))
-    waiting = [ask(0, prompt=10), ask(1, prompt=100), ask(2, prompt=128), ask(3, prompt=200)]
-    assert chosen(policy, waiting, 0.0) == [1, 2]
-    assert chosen(policy, waiting[3:], 0.5) == [] and chosen(policy, waiting, 1.0) == [0]
-
-
-def test_a_memory_limited_batch_fits_as_a_rectangle():
-    policy = MemoryLimited(300, max_batch_size=8, max_wait_s=1.0)
-    waiting = [ask(0, prompt=50, output=10), ask(1, prompt=60, output=30), ask(2, prompt=90, output=20), ask(3)]
-    assert chosen(policy, waiting, 0.0) == [0, 1], "three of 110 tokens do not fit in 300"
-    assert chosen(policy, waiting[:2], 0.5) == [] and chosen(policy, waiting[:2], 1.0) == [0, 1]
-    assert chosen(policy, [ask(0, prompt=400)], 1.0) == [0], "one always goes"
-
-
-def test_the_adaptive_size_grows_while_it_is_fast_and_halves_when_it_is_slow():
+def test_the_adaptive_size_grows_when_fast_and_halves_when_slow():
     policy = Adaptive(target_s=4.0, max_batch_size=6)
     batch = [ask(number) for number in range(6)]
-    for expected in (2, 3, 4, 5, 6, 6):
-        policy.batch_ended(batch, 1.0)
+    fast = [(batch, 1.0, size) for size in (2, 3, 4, 5, 6, 6)]
+    # A partial batch says nothing of a larger one.
+    for ended, duration_s, expected in (*fast, (batch, 3.5, 6), (batch, 4.5, 3), (batch[:2], 1.0, 3)):
+        policy.batch_ended(ended, duration_s)
         assert policy.batch_size == expected
-    policy.batch_ended(batch, 3.5)
-    assert policy.batch_size == 6
-    policy.batch_ended(batch, 4.5)
-    assert policy.batch_size == 3
-    policy.batch_ended(batch[:2], 1.0)
-    assert policy.batch_size == 3, "a partial batch says nothing of a larger one"

@@ -1,41 +1,19 @@
-"""What the routing experiments compute from what they saw, on hand-made observations."""
-
-from __future__ import annotations
+"""Figures of the routing experiments, computed from hand-made observations."""
 
 import pytest
 
-from bench.load.rows import Row
-from bench.load.spec import LoadSpec, Stream
+from bench.record import ratio
 from bench.routing.backlog import Scale as BacklogScale
 from bench.routing.backlog import figures_of, judge
 from bench.routing.burst import Replicas, decision_delay_s, history, idle_before_first_work_s, num_reversals
 from bench.routing.failover import Kill, added_pause_s, streams_hit
-from bench.routing.offer import Offered, tokens_computed
+from bench.routing.offer import Seen, tokens_computed
 from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
-from bench.routing.report import Bar, ratio, read_options
-from bench.routing.watch import Seen
+from bench.routing.report import Bar, read_options
+from serve_app.benchmark.rows import Row
 from testkit.engine.timed_runner import StepTimes
-
-
-def row(
-    sent_s: float, chunks: tuple[tuple[float, int], ...] = (), stream: str = "s", status: int = 200, **changes: object
-) -> Row:
-    made = Row(0, stream, 0, None, None, 10, sum(count for _, count in chunks), sent_s)
-    made.sent_s = made.last_sent_s = sent_s
-    made.status = status
-    made.chunk_s = [at_s for at_s, _ in chunks]
-    made.chunk_tokens = [count for _, count in chunks]
-    made.finish_reason = "length" if chunks else None
-    made.end_s = chunks[-1][0] if chunks else sent_s
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def offered(*rows: Row, spec: LoadSpec | None = None) -> Offered:
-    spec = spec or LoadSpec(streams=(Stream(name="s"),))
-    return Offered({"spec": spec.model_dump(mode="json"), "is_void": False}, list(rows), 1000.0)
+from tests.unit.bench.rows import offered, row
 
 
 def test_a_bar_that_was_not_measured_fails():
@@ -61,9 +39,9 @@ def test_tokens_computed_counts_prompts_at_their_first_token():
 
 def test_backlog_compares_only_what_ran_beside_the_backlog():
     def interactive(sent_s: float, ttft_s: float, gap_s: float) -> Row:
-        return row(sent_s, ((sent_s + ttft_s, 1), (sent_s + ttft_s + gap_s, 1)), "interactive")
+        return row(sent_s, ((sent_s + ttft_s, 1), (sent_s + ttft_s + gap_s, 1)), stream="interactive")
 
-    batch = [row(0.0, ((1.0, 1), (6.0, 40)), "batch"), row(0.0, ((5.0, 1), (8.0, 50)), "batch")]
+    batch = [row(0.0, chunks, stream="batch") for chunks in (((1.0, 1), (6.0, 40)), ((5.0, 1), (8.0, 50)))]
     both = offered(interactive(2.0, 0.2, 0.13), interactive(6.0, 9.0, 9.0), *batch)
     alone = offered(interactive(2.0, 0.1, 0.1), interactive(6.0, 0.1, 0.1))
     scale = BacklogScale("timed", 2, 50, 2.0, 5.0, 1.0, 1.5, 1.3)
@@ -77,31 +55,35 @@ def test_backlog_compares_only_what_ran_beside_the_backlog():
     assert kept["timed: batch requests lost"] is True
 
 
-def test_starvation_is_waiting_while_nobody_in_the_band_begins():
-    rows = [
-        row(0.0, ((1.0, 1),)),
-        row(0.5, ((9.0, 1),)),
-        row(2.0, ((4.0, 1),)),
-        row(20.0, ((20.5, 1),)),
-        row(30.0, status=429),
-    ]
-    assert starvation_s(rows) == 5.0  # from 4.0 to 9.0; nobody waits from 9 to 20
-    assert starvation_s([row(1.0, end_s=61.0, status=504)]) == 60.0
-    assert starvation_s([]) == 0.0
+@pytest.mark.parametrize(
+    ("rows", "expected_s"),
+    [
+        # From 4.0 to 9.0; nobody waits from 9 to 20.
+        (
+            [
+                *(row(sent_s, ((at_s, 1),)) for sent_s, at_s in ((0.0, 1.0), (0.5, 9.0), (2.0, 4.0), (20.0, 20.5))),
+                row(30.0, status=429),
+            ],
+            5.0,
+        ),
+        ([row(1.0, end_s=61.0, status=504)], 60.0),
+        ([], 0.0),
+    ],
+    ids=["waiting", "failed", "nobody"],
+)
+def test_starvation_is_waiting_while_nobody_in_the_band_begins(rows: list[Row], expected_s: float):
+    assert starvation_s(rows) == expected_s
 
 
-def test_goodput_counts_tokens_when_they_came():
-    run = offered(row(0.0, ((0.5, 1), (0.6, 4))), row(0.0, ((2.0, 1), (3.0, 9))))
-    assert goodput(run, 0.0, 0.55) == pytest.approx(1 / 0.55)
-    assert goodput(run, 0.0, 4.0) == 5 / 4
-    assert goodput(run, 1.0, 4.0) == 0.0
+@pytest.mark.parametrize(("start_s", "end_s", "per_s"), [(0.0, 0.55, 1 / 0.55), (0.0, 4.0, 5 / 4), (1.0, 4.0, 0.0)])
+def test_goodput_counts_tokens_when_they_came(start_s: float, end_s: float, per_s: float):
+    rows = [row(0.0, ((0.5, 1), (0.6, 4))), row(0.0, ((2.0, 1), (3.0, 9)))]
+    assert goodput(rows, start_s, end_s) == pytest.approx(per_s)
 
 
-def test_a_request_is_good_from_the_attempt_that_was_served():
-    refused_first = row(0.0, ((5.5, 1),))
-    assert not is_good(refused_first)
-    refused_first.last_sent_s = 5.0
-    assert is_good(refused_first)
+@pytest.mark.parametrize(("last_sent_s", "expected"), [(0.0, False), (5.0, True)])
+def test_a_request_is_good_from_the_attempt_that_was_served(last_sent_s: float, expected: bool):
+    assert is_good(row(0.0, ((5.5, 1),), last_sent_s=last_sent_s)) is expected
 
 
 @pytest.mark.parametrize(("bad_until_s", "expected_s"), [(100.0, 0.0), (106.0, 6.0), (1000.0, None)])
@@ -137,10 +119,15 @@ def test_a_new_replica_is_idle_until_it_is_seen_with_work():
     assert idle_before_first_work_s(seen, 1001.5) == {"b": 0.5}
 
 
-def test_following_a_wave_is_one_reversal_a_period():
-    assert num_reversals([1, 1, 2, 4, 4, 3, 1, 1, 4, 1]) == 2
-    assert num_reversals([1, 2, 1, 2, 1, 2, 1]) == 3
-    assert num_reversals([4, 2, 1, 1, 3]) == 0
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [([1, 1, 2, 4, 4, 3, 1, 1, 4, 1], 2), ([1, 2, 1, 2, 1, 2, 1], 3), ([4, 2, 1, 1, 3], 0)],
+)
+def test_following_a_wave_is_one_reversal_a_period(targets: list[int], expected: int):
+    assert num_reversals(targets) == expected
+
+
+def test_history_tells_each_change_once():
     seen = [look(0.0, 1, "a"), look(1.0, 1, "a"), look(2.0, 2, "a"), look(3.0, 2, "ab")]
     assert [change["at_s"] for change in history(seen, 1000.0)] == [0.0, 2.0, 3.0]
 
@@ -159,12 +146,20 @@ def test_a_stream_is_hit_if_it_was_in_mid_decode_on_the_replica():
 STEP = StepTimes(base_s=0.01, per_decode_s=0.0, per_prefill_token_s=0.001)
 
 
-def test_the_oracle_serves_at_once_while_slots_are_free():
-    ttft_s = run_oracle([Arrival(0.0, 1, 20, 5), Arrival(0.0, 1, 20, 5)], STEP, 2, 1, 512).ttft_s
-    assert ttft_s == pytest.approx([0.03, 0.03])
+@pytest.mark.parametrize(
+    ("arrivals", "num_replicas", "budget", "ttft_s"),
+    [
+        pytest.param([Arrival(0.0, 1, 20, 5)] * 2, 2, 512, [0.03, 0.03], id="serves at once while slots are free"),
+        pytest.param([Arrival(0.0, 1, 100, 1)], 1, 40, [0.03 + 0.1], id="chunks prompts by the budget"),
+    ],
+)
+def test_the_oracle_serves_at_once_and_chunks_prompts(
+    arrivals: list[Arrival], num_replicas: int, budget: int, ttft_s: list[float]
+):
+    assert run_oracle(arrivals, STEP, num_replicas, 1, budget).ttft_s == pytest.approx(ttft_s)
 
 
-def test_the_oracle_waits_for_the_slot_that_frees_first_and_prefers_urgent_work():
+def test_the_oracle_prefers_urgent_work_at_the_first_free_slot():
     arrivals = [Arrival(0.0, 1, 10, 101), Arrival(0.0, 1, 10, 11), Arrival(0.001, 2, 10, 1), Arrival(0.002, 0, 10, 1)]
     ttft_s = run_oracle(arrivals, STEP, 2, 1, 512).ttft_s
     # The second request ends after its prefill of 20 ms and ten decodes of 10 ms; then the urgent one goes first.
@@ -172,10 +167,6 @@ def test_the_oracle_waits_for_the_slot_that_frees_first_and_prefers_urgent_work(
     assert ttft_s[2] == pytest.approx(0.14 + 0.02 - 0.001)
 
 
-def test_the_oracle_chunks_prompts_by_the_budget():
-    assert run_oracle([Arrival(0.0, 1, 100, 1)], STEP, 1, 1, 40).ttft_s == pytest.approx([0.03 + 0.1])
-
-
-def test_the_oracle_tells_how_far_apart_tokens_are():
-    assert run_oracle([Arrival(0.0, 1, 10, 11)], STEP, 1, 1, 512).gap_s == pytest.approx(0.01)
-    assert run_oracle([Arrival(0.0, 1, 10, 1)], STEP, 1, 1, 512).gap_s == 0.0
+@pytest.mark.parametrize(("num_tokens", "gap_s"), [(11, 0.01), (1, 0.0)])
+def test_the_oracle_tells_how_far_apart_tokens_are(num_tokens: int, gap_s: float):
+    assert run_oracle([Arrival(0.0, 1, 10, num_tokens)], STEP, 1, 1, 512).gap_s == pytest.approx(gap_s)

@@ -1,4 +1,4 @@
-"""What is told about a device's time follows from marks and intervals, whatever made them."""
+"""A device's time, computed from marks and intervals; and padding of prompts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from bench.gpu.device_time import MarkedRunner, covered_share
 from bench.gpu.host_gap import summarise
-from bench.gpu.mixed_trace import left_padded, make_trace
+from bench.peers.transformers_generate import left_padded
 from replicas.engine.batch import ScheduledBatch
 from testkit.engine.timed_runner import FinishedStep
 
@@ -35,16 +35,20 @@ def test_periods_are_between_the_ends_of_neighbouring_steps() -> None:
     assert runner.take_periods_ms() == []
 
 
-def test_a_gap_is_what_a_period_has_beyond_the_devices_own_time() -> None:
-    gap = summarise([10.0] * 99 + [20.0], 8.0, 64, None, is_async=False, has_graphs=True)
-    assert gap.gap_p50_ms == 2.0 and gap.gap_p99_ms == pytest.approx(2.1)
-    assert gap.busy_share == pytest.approx(8.0 / 10.1)
-    assert gap.tokens_per_s == pytest.approx(64_000 / 10.1)
-
-
-def test_a_period_shorter_than_the_devices_time_is_no_gap() -> None:
-    gap = summarise([7.9, 8.1], 8.0, 1, 0.9, is_async=True, has_graphs=True)
-    assert gap.gap_p50_ms == pytest.approx(0.05) and gap.busy_share == 1.0
+@pytest.mark.parametrize(
+    ("periods_ms", "p50_ms", "p99_ms", "busy_share"),
+    [
+        pytest.param([10.0] * 99 + [20.0], 2.0, 2.1, 8.0 / 10.1, id="part beyond the device's own time"),
+        pytest.param([7.9, 8.1], 0.05, 0.099, 1.0, id="shorter period has no gap"),
+    ],
+)
+def test_a_gap_is_the_period_beyond_the_devices_own_time(
+    periods_ms: list[float], p50_ms: float, p99_ms: float, busy_share: float
+) -> None:
+    gap = summarise(periods_ms, 8.0, 64, None, is_async=False, has_graphs=True)
+    found = (gap.gap_p50_ms, gap.gap_p99_ms, gap.busy_share, gap.tokens_per_s)
+    tokens_per_s = 64_000 * len(periods_ms) / sum(periods_ms)
+    assert found == pytest.approx((p50_ms, p99_ms, busy_share, tokens_per_s))
 
 
 @pytest.mark.parametrize(
@@ -59,12 +63,6 @@ def test_a_period_shorter_than_the_devices_time_is_no_gap() -> None:
 def test_covered_share_counts_what_overlaps_once(intervals: list[tuple[float, float]], share: float | None) -> None:
     found = covered_share(intervals)
     assert found == (None if share is None else pytest.approx(share))
-
-
-def test_the_trace_is_the_same_for_every_engine() -> None:
-    trace = make_trace(20)
-    assert trace == make_trace(20)
-    assert len({len(request.prompt) for request in trace}) > 10
 
 
 def test_prompts_are_padded_on_the_left() -> None:

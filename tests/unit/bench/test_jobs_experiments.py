@@ -1,6 +1,4 @@
-"""What the experiments on jobs write and compute, on hand-made observations."""
-
-from __future__ import annotations
+"""Input files of the experiments on jobs, and their figures from hand-made observations."""
 
 import json
 from pathlib import Path
@@ -8,12 +6,11 @@ from pathlib import Path
 import pytest
 
 from bench.jobs import interactive, submit, window
-from bench.jobs.lines import write_lines
+from bench.jobs.client import write_lines
 from bench.jobs.submit import Call
-from bench.load.rows import Row
-from bench.load.spec import Lengths, LoadSpec, Prefixes, Stream
-from bench.routing.offer import Offered
-from bench.routing.watch import Seen
+from bench.load.spec import Lengths, Prefixes, Stream
+from bench.routing.offer import Offered, Seen
+from tests.unit.bench.rows import offered, row
 
 STREAM = Stream(name="lines", prompt=Lengths.around(8, 0.5), output=Lengths.around(4, 0.5))
 
@@ -69,11 +66,9 @@ def test_calls_count_where_the_host_left_us_the_processors() -> None:
     assert [call.sent_unix_s for call in submit.undisturbed_of(calls, looks)] == [10.2, 10.9, 12.3]  # 13.1: not known
 
 
-def offered(ttft_s: float, gap_s: float) -> Offered:
-    row = Row(0, "interactive", 0, None, None, 10, 2, 1.0, status=200, finish_reason="length")
-    row.chunk_s, row.chunk_tokens = [1.0 + ttft_s, 1.0 + ttft_s + gap_s], [1, 1]
-    spec = LoadSpec(streams=(Stream(name="interactive"),))
-    return Offered({"spec": spec.model_dump(mode="json"), "is_void": False}, [row], 1000.0)
+def interactive_load(ttft_s: float, gap_s: float) -> Offered:
+    chunks = ((1.0 + ttft_s, 1), (1.0 + ttft_s + gap_s, 1))
+    return offered(row(1.0, chunks, stream="interactive"))
 
 
 @pytest.mark.parametrize(("status", "lasted"), [("in_progress", True), ("completed", False)])
@@ -82,7 +77,7 @@ def test_a_batch_that_ends_too_soon_proves_nothing(status: str, lasted: bool) ->
         "before": {"status": "in_progress", "request_counts": {"completed": 2, "failed": 0}},
         "after": {"status": status, "request_counts": {"completed": 9, "failed": 1}},
     }
-    figures = interactive.figures_of(offered(0.1, 0.05), offered(0.14, 0.06), batch)
+    figures = interactive.figures_of(interactive_load(0.1, 0.05), interactive_load(0.14, 0.06), batch)
     assert figures["ttft_p99_ratio"] == pytest.approx(1.4)
     assert figures["gap_p99_ratio"] == pytest.approx(1.2)
     kept = [bar.is_kept for bar in interactive.judge(interactive.QUICK[0], figures)]
@@ -94,7 +89,7 @@ def test_lines_count_that_were_done_within_the_window(num_completed: int, is_kep
     counts = {"completed": num_completed, "failed": 1000 - num_completed}
     ended = {"created_at": 1000, "completed_at": None, "expired_at": 1300, "failed_at": None}
     batch = {"status": "expired", "request_counts": counts, **ended}
-    figures = window.figures_of(window.Seen(4.0, 1000, batch, offered(0.1, 0.05), lasted=True))
+    figures = window.figures_of(window.Seen(4.0, 1000, batch, interactive_load(0.1, 0.05), lasted=True))
     assert figures["took_s"] == 300 and figures["num_interactive_failed"] == 0
     kept = [bar.is_kept for bar in window.judge(figures | {"num_backlog_done": 7})]
     assert kept == [is_kept, True, True, True]

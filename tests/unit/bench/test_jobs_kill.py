@@ -1,15 +1,12 @@
 """The judge of `bench.jobs.kill` sees what was lost, doubled or told twice."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from bench.jobs.kill import Kill, Scale, Seen, judge, kinds_to_kill
-from bench.jobs.launched import Kind
+from bench.jobs.kill import Kill, Kind, Scale, Seen, judge, kinds_to_kill
 
 SCALE = Scale(num_lines=4, num_kills=6)
 

@@ -1,6 +1,4 @@
-"""The load generator: what it sends and when, and what it makes of what came back."""
-
-from __future__ import annotations
+"""The load generator: its schedule, its retries, and its summary of the responses."""
 
 import itertools
 import json
@@ -10,28 +8,16 @@ from collections import Counter
 
 import pytest
 
-from bench.load.percentiles import percentiles
 from bench.load.retries import retry_delay_s
-from bench.load.rows import Outcome, Row, read_rows, write_rows
 from bench.load.schedule import arrivals, draw_length, make_schedule
 from bench.load.spec import Burst, Component, Lengths, LoadSpec, Phase, Prefixes, Stream, Targets
 from bench.load.summary import summarize, table
+from bench.record import percentiles
+from serve_app.benchmark.rows import Outcome, read_rows, write_rows
+from tests.unit.bench.rows import row
 
 CHAT = Stream(name="chat", priority=0, user="ann", phases=(Phase(end_s=50.0, rate_per_s=20.0),))
 DOCUMENTS = Stream(name="documents", priority=2, bursts=(Burst(at_s=1.0, count=5, spread_s=0.5),))
-
-
-def row(scheduled_s: float = 0.0, chunks: tuple[tuple[float, int], ...] = (), **changes: object) -> Row:
-    """A request that left on time and whose chunks came at these times with so many tokens."""
-    made = Row(0, "chat", 0, None, None, 10, sum(count for _, count in chunks), scheduled_s)
-    made.sent_s, made.num_attempts = scheduled_s, 1
-    made.chunk_s = [at_s for at_s, _ in chunks]
-    made.chunk_tokens = [count for _, count in chunks]
-    if chunks:
-        made.status, made.finish_reason, made.end_s = 200, "length", chunks[-1][0]
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
 
 
 def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
@@ -43,8 +29,8 @@ def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
 
 def test_a_stream_is_the_same_whatever_runs_beside_it():
     alone = make_schedule(LoadSpec(streams=(CHAT,)))
-    beside = [r for r in make_schedule(LoadSpec(streams=(DOCUMENTS, CHAT))) if r.stream == "chat"]
-    assert [(r.at_s, r.body) for r in alone] == [(r.at_s, r.body) for r in beside]
+    beside = [r for r in make_schedule(LoadSpec(streams=(DOCUMENTS, CHAT))) if r.row.stream == "chat"]
+    assert [(r.row.scheduled_s, r.body) for r in alone] == [(r.row.scheduled_s, r.body) for r in beside]
 
 
 def test_arrivals_of_a_phase_are_poisson():
@@ -82,19 +68,21 @@ def test_a_mixture_has_its_weights_and_bounds():
 def test_requests_of_a_group_share_their_prefix_and_groups_follow_zipf():
     stream = CHAT.model_copy(update={"prefixes": Prefixes(num_groups=4, num_tokens=32, zipf_exponent=1.0)})
     schedule = make_schedule(LoadSpec(streams=(stream,)))
-    prefixes = {(r.group, tuple(json.loads(r.body)["prompt"][:32])) for r in schedule}
+    prefixes = {(r.row.group, tuple(json.loads(r.body)["prompt"][:32])) for r in schedule}
     assert len(prefixes) == 4
-    counts = Counter(r.group for r in schedule)
+    counts = Counter(r.row.group for r in schedule)
     assert counts[0] / len(schedule) == pytest.approx(1 / (1 + 1 / 2 + 1 / 3 + 1 / 4), abs=0.05)
-    assert all(r.num_prompt_tokens == len(json.loads(r.body)["prompt"]) for r in schedule)
+    assert all(r.row.num_prompt_tokens == len(json.loads(r.body)["prompt"]) for r in schedule)
 
 
 def test_a_body_says_what_the_stream_is():
     [request] = make_schedule(LoadSpec(streams=(DOCUMENTS.model_copy(update={"bursts": (Burst(count=1),)}),)))
     body = json.loads(request.body)
-    assert body["priority"] == 2 and body["stream"] and body["return_token_ids"] and body["ignore_eos"]
-    assert body["max_tokens"] == request.num_output_tokens
-    assert "user" not in body
+    assert len(body.pop("prompt")) == request.row.num_prompt_tokens
+    assert body == {
+        "model": "headway-demo", "stream": True, "return_token_ids": True, "ignore_eos": True, "temperature": 0.0,
+        "priority": 2, "max_tokens": request.row.num_output_tokens,
+    }  # fmt: skip
 
 
 def test_a_hidden_length_is_not_in_max_tokens():
@@ -102,7 +90,7 @@ def test_a_hidden_length_is_not_in_max_tokens():
     request = make_schedule(LoadSpec(streams=(stream,)))[0]
     body = json.loads(request.body)
     assert body["max_tokens"] == 900 and "ignore_eos" not in body
-    assert body["seed"] == request.num_prompt_tokens + request.num_output_tokens
+    assert body["seed"] == request.row.num_prompt_tokens + request.row.num_output_tokens
 
 
 def test_two_streams_with_one_name_are_refused():
@@ -110,23 +98,38 @@ def test_two_streams_with_one_name_are_refused():
         LoadSpec(streams=(CHAT, CHAT))
 
 
-def test_retries_are_those_of_the_sdk():
-    rng = random.Random(0)
-    for status in (408, 409, 429, 500, 503, None):
-        assert 0.375 <= (retry_delay_s(status, {}, 1, rng) or 0) <= 0.5
-        assert 0.75 <= (retry_delay_s(status, {}, 2, rng) or 0) <= 1.0
-        assert retry_delay_s(status, {}, 3, rng) is None
-    for status in (400, 401, 404, 413, 422, 499):
-        assert retry_delay_s(status, {}, 1, rng) is None
-    assert retry_delay_s(429, {"retry-after": "7"}, 1, rng) == 7.0
-    assert retry_delay_s(429, {"retry-after": "7", "retry-after-ms": "250"}, 1, rng) == 0.25
-    assert retry_delay_s(429, {"retry-after": "121"}, 1, rng) is None
-    assert retry_delay_s(503, {"x-should-retry": "false"}, 1, rng) is None
-    assert retry_delay_s(404, {"x-should-retry": "true", "retry-after": "2"}, 1, rng) == 2.0
+@pytest.mark.parametrize(
+    ("status", "headers", "num_attempts", "shortest_s", "longest_s"),
+    [
+        *((status, {}, 1, 0.375, 0.5) for status in (408, 409, 429, 500, 503, None)),
+        *((status, {}, 2, 0.75, 1.0) for status in (408, 409, 429, 500, 503, None)),
+        (429, {"retry-after": "7"}, 1, 7.0, 7.0),
+        (429, {"retry-after": "7", "retry-after-ms": "250"}, 1, 0.25, 0.25),
+        (404, {"x-should-retry": "true", "retry-after": "2"}, 1, 2.0, 2.0),
+    ],
+)
+def test_retries_come_when_those_of_the_sdk_do(
+    status: int | None, headers: dict[str, str], num_attempts: int, shortest_s: float, longest_s: float
+):
+    delay_s = retry_delay_s(status, headers, num_attempts, random.Random(0))
+    assert delay_s is not None and shortest_s <= delay_s <= longest_s
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "num_attempts"),
+    [
+        *((status, {}, 3) for status in (408, 409, 429, 500, 503, None)),
+        *((status, {}, 1) for status in (400, 401, 404, 413, 422, 499)),
+        (429, {"retry-after": "121"}, 1),
+        (503, {"x-should-retry": "false"}, 1),
+    ],
+)
+def test_the_sdk_gives_up(status: int | None, headers: dict[str, str], num_attempts: int):
+    assert retry_delay_s(status, headers, num_attempts, random.Random(0)) is None
 
 
 def test_times_count_from_the_scheduled_moment():
-    late = row(scheduled_s=1.0, chunks=((1.5, 1), (1.7, 2), (1.9, 1)), sent_s=1.2)
+    late = row(1.0, chunks=((1.5, 1), (1.7, 2), (1.9, 1)), sent_s=1.2)
     assert late.ttft_s == pytest.approx(0.5)
     assert late.lateness_s == pytest.approx(0.2)
     assert late.tpot_s == pytest.approx(0.4 / 3)
@@ -176,13 +179,16 @@ def test_goodput_counts_tokens_of_whole_streams_inside_their_targets():
     ]
     figures = summarize(spec, rows, 2.0)
     interactive = figures["bands"]["interactive"]
-    assert interactive["good_requests"] == 2 and interactive["goodput_tokens_per_s"] == 2.5
-    assert interactive["tokens_per_s"] == 5.5
-    assert interactive["outcomes"] == {"ok": 4, "truncated": 1}
+    expected = {
+        "good_requests": 2,
+        "goodput_tokens_per_s": 2.5,
+        "tokens_per_s": 5.5,
+        "outcomes": {"ok": 4, "truncated": 1},
+    }
+    assert {name: interactive[name] for name in expected} == expected
     assert figures["bands"]["batch"]["good_requests"] == 1
     assert figures["all"]["goodput_tokens_per_s"] == 6.0
-    assert interactive["inter_token_ms"]["p50"] == pytest.approx(50.0)
-    assert interactive["ttft_ms"]["max"] == pytest.approx(300.0)
+    assert (interactive["inter_token_ms"]["p50"], interactive["ttft_ms"]["max"]) == pytest.approx((50.0, 300.0))
 
 
 def test_percentiles_are_interpolated():

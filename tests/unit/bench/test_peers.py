@@ -1,8 +1,5 @@
 """The peers' workload, the figures made of token times, and which peers can be run; over an engine of made-up times."""
 
-from __future__ import annotations
-
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,18 +7,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench.peers import workload
+from bench.peers import registry
 from bench.peers.driver import Measurement
-from bench.peers.engine import Events
-from bench.peers.figures import decode_step_ms, summary
+from bench.peers.engine import Events, PeerEngine, PeerRequest, decode_step_ms, mixed_requests, summary
 from bench.peers.registry import Peer, read_peers
 from bench.peers.report import Record, by_engine, table
-from bench.peers.workload import PeerRequest
 
-PEERS = Path(workload.__file__).with_name("peers.toml")
+PEERS = Path(registry.__file__).with_name("peers.toml")
 
 
-class RegularEngine:
+class RegularEngine(PeerEngine):
     """All first tokens after a second, then one every 10 ms; `lost` requests stay one token short."""
 
     def __init__(self, lost: frozenset[int] = frozenset()) -> None:
@@ -35,21 +30,14 @@ class RegularEngine:
             times[number].pop()
         return Events(times, 0.0, max(each[-1] for each in times.values()))
 
-    def pids(self) -> list[int]:
-        return []
-
-    def close(self) -> None:
-        pass
-
 
 def records(engine: RegularEngine, mode: str) -> list[Record]:
-    arguments = argparse.Namespace(conc=16, reps=2, batches="1,32")
-    return list(Measurement(engine, arguments).of(mode))
+    return list(Measurement(engine, concurrency=16, num_repetitions=2, batches=(1, 32)).of(mode))
 
 
 def test_everybody_gets_the_same_workload():
-    requests = workload.mixed()
-    assert len(requests) == 48 and requests == workload.mixed()
+    requests = mixed_requests()
+    assert len(requests) == 48 and requests == mixed_requests()
     assert sum(len(request.prompt) for request in requests) == 7434
     assert sum(request.num_output_tokens for request in requests) == 5056
     assert all(259 <= token < 8000 for request in requests for token in request.prompt)

@@ -1,7 +1,5 @@
 """Baselines of routing: blind policies, and early binding of requests to replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter
@@ -48,18 +46,6 @@ def test_random_ranks_every_replica_once():
     assert rankings == {("a", "b"), ("b", "a")}
 
 
-def test_the_baselines_take_every_prompt_for_new():
-    wanted = with_prefix()
-    for policy in (
-        LeastRequests(random.Random(0)),
-        PowerOfTwo(random.Random(0)),
-        RoundRobin(),
-        Random(random.Random(0)),
-    ):
-        assert [policy.placed(wanted, "a") for _ in range(2)] == [len(PROMPT)] * 2
-        policy.forget("a")
-
-
 @pytest.mark.parametrize(
     ("policy", "reason"),
     [
@@ -69,7 +55,9 @@ def test_the_baselines_take_every_prompt_for_new():
         (Random(random.Random(0)), Reason.RANDOM),
     ],
 )
-def test_baselines_give_their_only_reason(policy: RoutingPolicy, reason: Reason):
+def test_a_baseline_ignores_prefixes_and_gives_its_only_reason(policy: RoutingPolicy, reason: Reason):
+    assert [policy.placed(with_prefix(), "a") for _ in range(2)] == [len(PROMPT)] * 2
+    policy.forget("a")
     assert policy.rank(routing(), [view(name, outstanding=1000) for name in "abcd"]).reason is reason
 
 

@@ -1,7 +1,5 @@
 """`TimedRunner` under the real engine: a step's time, and output that no history changes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -11,7 +9,7 @@ from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
 from replicas.protocol import Band, FinishReason, GenerateRequest
-from testkit.engine.shadow_runner import IDENTITY, Outcome, config, decoders, request
+from testkit.engine.shadow_runner import IDENTITY, FakeClock, Outcome, World, config, decoders, request
 from testkit.engine.timed_runner import StepShape, StepTimes, TimedRunner, TimedStep, shape_of
 
 VOCABULARY, EOS = 4096, 2
@@ -38,19 +36,12 @@ class Recorder:
 
 def run(requests: list[GenerateRequest], engine_config: EngineConfig) -> tuple[dict[str, Outcome], Engine, Recorder]:
     recorder = Recorder(TimedRunner(INSTANT, VOCABULARY, EOS))
-    engine = Engine(engine_config, recorder, decoders, IDENTITY)
-    outcomes = {}
+    world = World(engine_config)
+    world.engine = Engine(engine_config, recorder, decoders, IDENTITY)
     for each in requests:
-        engine.add(each)
-        outcomes[each.request_id] = Outcome()
-    for _ in range(10_000):
-        if not engine.has_work:
-            break
-        for delta in engine.step():
-            outcomes[delta.request_id].read(delta)
-        engine.check_invariants()
-    assert not engine.has_work
-    return outcomes, engine, recorder
+        world.add(each)
+    world.run()
+    return world.outcomes, world.engine, recorder
 
 
 def tokens_alone(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
@@ -68,7 +59,7 @@ def test_a_step_takes_its_time_and_no_more():
     durations = []
     for _ in range(20):
         started_s, cpu_s = time.perf_counter(), time.thread_time()
-        runner.execute(batch)
+        runner.launch(batch).collect()
         durations.append((time.perf_counter() - started_s, time.thread_time() - cpu_s))
     assert min(taken for taken, _ in durations) == pytest.approx(expected_s, rel=0.05)
     assert all(taken >= expected_s for taken, _ in durations)
@@ -99,9 +90,9 @@ def test_a_hidden_length_ends_the_sequence_and_survives_resumption():
         [request("whole", prompt, 60, seed=10 + 25), request("kept", prompt, 60, seed=10 + 25, ignore_eos=True)],
         config(eos_token_ids=frozenset({EOS})),
     )
-    assert outcomes["whole"].finish_reason is FinishReason.STOP
-    assert len(outcomes["whole"].token_ids) == 25 and outcomes["whole"].token_ids[-1] == EOS
-    assert outcomes["kept"].finish_reason is FinishReason.LENGTH and len(outcomes["kept"].token_ids) == 60
+    ends = {name: (outcome.finish_reason, len(outcome.token_ids)) for name, outcome in outcomes.items()}
+    assert ends == {"whole": (FinishReason.STOP, 25), "kept": (FinishReason.LENGTH, 60)}
+    assert outcomes["whole"].token_ids[-1] == EOS
     emitted = tuple(outcomes["whole"].token_ids[:10])
     resumed, _, _ = run([request("rest", (*prompt, *emitted), 50, seed=35)], config(eos_token_ids=frozenset({EOS})))
     assert resumed["rest"].token_ids == outcomes["whole"].token_ids[10:]
@@ -132,33 +123,34 @@ def test_output_is_the_same_a_step_ahead(async_scheduling: bool):
         )
 
 
-def test_steps_launched_together_take_their_time_in_turn():
-    now = [0.0]
+def simulated_runner() -> tuple[TimedRunner, FakeClock]:
+    """Return a runner whose steps take a second, and the clock that its sleep moves."""
+    clock = FakeClock()
 
     def sleep(duration_s: float) -> None:
-        now[0] += duration_s + 1e-3
+        clock.now += duration_s + 1e-3
 
-    runner = TimedRunner(StepTimes(1.0, 0.0, 0.0), VOCABULARY, EOS, lambda: now[0], sleep)
+    return TimedRunner(StepTimes(1.0, 0.0, 0.0), VOCABULARY, EOS, lambda: clock.now, sleep), clock
+
+
+def test_steps_launched_together_take_their_time_in_turn():
+    runner, clock = simulated_runner()
+    start_s = clock.now
     batch = ScheduledBatch((ScheduledSequence(Sequence(request("a", (30, 31)), 0.0, None, 0), 0, 2),))
-    steps = [runner.launch(batch), runner.launch(batch)]
     ends = []
-    for step in steps:
+    for step in [runner.launch(batch), runner.launch(batch)]:
         step.collect()
-        ends.append(now[0])
+        ends.append(clock.now - start_s)
     assert ends == pytest.approx([1.0, 2.0], abs=0.01)
 
 
 @pytest.mark.parametrize(("async_scheduling", "expected_s"), [(False, 20 * 1.3), (True, 20 * 1.0)])
 def test_a_step_ahead_the_hosts_work_hides_behind_the_devices(async_scheduling: bool, expected_s: float):
-    now = [0.0]
-
-    def sleep(duration_s: float) -> None:
-        now[0] += duration_s + 1e-3
-
-    runner = TimedRunner(StepTimes(1.0, 0.0, 0.0), VOCABULARY, EOS, lambda: now[0], sleep)
+    runner, clock = simulated_runner()
+    start_s = clock.now
     engine = Engine(config(async_scheduling=async_scheduling), runner, decoders, IDENTITY)
     engine.add(request("r", (30, 31), 20, ignore_eos=True))
     while engine.has_work:
         engine.step()
-        now[0] += 0.3  # What the host does between two steps.
-    assert now[0] == pytest.approx(expected_s, abs=0.7)
+        clock.now += 0.3  # The host spends this time between two steps.
+    assert clock.now - start_s == pytest.approx(expected_s, abs=0.7)

@@ -1,7 +1,5 @@
 """`headway batch` against a server whose work the test does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -72,19 +70,8 @@ async def test_submit_uploads_and_prints_the_id(shell: Shell, requests_file: Pat
 
 async def test_submit_and_wait_saves_the_results(shell: Shell, requests_file: Path, tmp_path: Path) -> None:
     out, errors = tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
-    running = asyncio.create_task(
-        shell.run(
-            "submit",
-            str(requests_file),
-            "--wait",
-            "--poll-every",
-            "0.01",
-            "--output",
-            str(out),
-            "--errors",
-            str(errors),
-        )
-    )
+    options = ("--wait", "--poll-every", "0.01", "--output", str(out), "--errors", str(errors))
+    running = asyncio.create_task(shell.run("submit", str(requests_file), *options))
     await until(lambda: bool(shell.api.jobs.new))
     await shell.end("batch_0")
     result = await running
@@ -143,6 +130,29 @@ async def test_refusals_and_absent_servers_are_told_in_a_line(shell: Shell, requ
         assert result.exit_code == 1
         assert "error: " in result.stderr and what in result.stderr
         assert "Traceback" not in result.output
+
+
+async def test_list_shows_the_newest_batches(shell: Shell, requests_file: Path) -> None:
+    for _ in range(3):
+        await shell.run("submit", str(requests_file))
+    await shell.end("batch_2")
+    lines = (await shell.run("list", "--limit", "2")).stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["batch_2", "completed"], ["batch_1", "validating"]]
+    assert "3 of 3 (1 failed)" in lines[1]
+
+
+async def test_download_saves_the_results_of_an_ended_batch(
+    shell: Shell, requests_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    await shell.run("submit", str(requests_file))
+    early = await shell.run("download", "batch_0")
+    assert (early.exit_code, "no output_file_id; its status is validating" in early.stderr) == (1, True)
+    await shell.end("batch_0", error_file_id="file-out")
+    assert (await shell.run("download", "batch_0")).stdout == "batch_0-output.jsonl\nbatch_0-errors.jsonl\n"
+    assert Path("batch_0-errors.jsonl").read_bytes() == OUTPUT
+    chosen = await shell.run("download", "batch_0", "--output", "mine.jsonl")
+    assert (chosen.stdout, Path("mine.jsonl").read_bytes()) == ("mine.jsonl\n", OUTPUT)
 
 
 async def test_wrong_usage_is_exit_code_2(shell: Shell, requests_file: Path) -> None:

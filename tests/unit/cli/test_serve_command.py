@@ -1,14 +1,17 @@
-"""`headway serve` refuses mistakes at once, and warns of an address that others reach."""
-
-from __future__ import annotations
+"""`headway serve` reads its options, refuses mistakes at once, and warns of an address that others reach."""
 
 import socket
 from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from serve_app.cli.serve import app, is_loopback
+from serve_app.cli.config_options import read_config, read_config_file, with_config_options
+from serve_app.cli.main import app
+from serve_app.cli.serve import is_loopback
+from serve_app.config import HeadwayConfig
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,7 @@ def warning_of(*arguments: str) -> str:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        result = CliRunner().invoke(app, ["--port", str(taken.getsockname()[1]), *arguments])
+        result = CliRunner().invoke(app, ["serve", "--port", str(taken.getsockname()[1]), *arguments])
     assert "cannot listen on" in result.stderr
     return "".join(line for line in result.stderr.splitlines() if line.startswith("warning:"))
 
@@ -42,7 +45,7 @@ def warning_of(*arguments: str) -> str:
 def test_an_open_port_without_keys_is_warned_of_once(tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     keys.write_text("{}")
-    assert "no api_key_file is set" in warning_of("--host", "0.0.0.0")
+    assert "neither --api-key nor api_key_file is set" in warning_of("--host", "0.0.0.0")
     assert warning_of("--host", "0.0.0.0", f"api_key_file={keys}") == ""
     assert warning_of("--host", "127.0.0.1") == ""
 
@@ -50,9 +53,14 @@ def test_an_open_port_without_keys_is_warned_of_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["max_num_sequences=4"], "max_num_sequences: Extra inputs are not permitted"),
+        (["max_num_sequences=4"], "there is no field max_num_sequences; did you mean max_num_seqs?"),
         (["max_num_seqs=lots"], "max_num_seqs: Input should be a valid integer"),
-        (["max_num_seqs"], "'max_num_seqs' is not of the form key=value"),
+        (["max_num_seqs="], "'max_num_seqs=' is not of the form key=value"),
+        (["--max-num-seqs", "lots"], "max_num_seqs: Input should be a valid integer"),
+        (["--max-num-sequences", "4"], "No such option: --max-num-sequences"),
+        (["--max-num-seqs", "4", "max_num_seqs=4"], "max_num_seqs is given twice"),
+        (["a-model", "--model", "b-model"], "model is given twice"),
+        (["--max-num-batched-tokens", "32"], "max_num_batched_tokens (32) must exceed max_num_seqs (32)"),
         (["model=/no/such/model"], "there is no directory /no/such/model"),
     ],
 )
@@ -74,6 +82,86 @@ def test_a_taken_port_is_refused() -> None:
 
 def error_of(*arguments: str) -> str:
     """Return the text that the command prints when it refuses to start."""
-    result = CliRunner().invoke(app, [*arguments])
+    result = CliRunner().invoke(app, ["serve", *arguments])
     assert result.exit_code == 2
     return result.stderr
+
+
+def read_by_the_command(*arguments: str) -> HeadwayConfig:
+    """Return the configuration of a command line."""
+    read: list[HeadwayConfig] = []
+
+    @with_config_options
+    def command(
+        fields: dict[str, Any],
+        arguments: Annotated[list[str] | None, typer.Argument()] = None,
+        config: Annotated[Path | None, typer.Option(callback=read_config_file, is_eager=True)] = None,
+        port: int = 8000,
+    ) -> None:
+        read.append(read_config(arguments or [], fields))
+
+    program = typer.Typer()
+    program.command()(command)
+    result = CliRunner().invoke(program, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return read[0]
+
+
+def test_each_field_is_an_option_with_its_docstring() -> None:
+    shown = " ".join(CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "400"}).stdout.split())
+    for name, field in HeadwayConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert " ".join((field.description or "").split())[:60] in shown
+
+
+def test_options_set_fields_of_every_kind() -> None:
+    config = read_by_the_command(
+        *("--max-num-seqs", "4", "--kv-cache-bytes", "64MiB", "--dtype", "float32", "--no-enable-prefix-caching"),
+        *("--max-standard-wait-s", "none", "num_replicas=2", "org/model"),
+    )
+    assert (config.max_num_seqs, config.kv_cache_bytes, config.dtype) == (4, 64 * 2**20, "float32")  # type: ignore[attr-defined]
+    assert config.enable_prefix_caching is False  # type: ignore[attr-defined]
+    assert (config.max_standard_wait_s, config.num_replicas, config.model) == (None, 2, "org/model")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--served-model-name", "a", "--served-model-name", "b"),
+        ("--served-model-name", "a,b"),
+        ("served_model_name=a b",),
+    ],
+)
+def test_a_model_may_have_several_names(arguments: tuple[str, ...]) -> None:
+    config = read_by_the_command(*arguments)
+    assert (config.model_name, config.model_names) == ("a", ("a", "b"))
+
+
+def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "headway.yaml"
+    file.write_text("max_num_seqs: 4\nnum_replicas: 3\nmax-standard-wait-s:\nport: 9000\nserved_model_name: [a, b]\n")
+    config = read_by_the_command("--config", str(file), "--num-replicas", "2")
+    assert (config.num_replicas, config.max_num_seqs, config.max_standard_wait_s) == (2, 4, None)  # type: ignore[attr-defined]
+    assert config.model_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("max_num_seq: 4", "there is no field max_num_seq; did you mean max_num_seqs?"),
+        ("- 4", "must map fields to values"),
+        ("a: [", "cannot be read"),
+        ("applications: []", "is a config file of Ray Serve"),
+        ("max_num_seqs: [1, 2]", "max_num_seqs must have one value"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    file = tmp_path / "headway.yaml"
+    file.write_text(content)
+    assert message in error_of("--config", str(file))
+
+
+def test_a_key_and_a_key_file_contradict_each_other(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("{}")
+    assert f"api_key_file ({keys}) are both given" in error_of("--api-key", "secret", f"api_key_file={keys}")

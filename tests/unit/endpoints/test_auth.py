@@ -1,7 +1,7 @@
-"""API keys: who gets in, and which key files are refused at start-up."""
+"""API keys, key files that are refused at start-up, and the hosts that are answered."""
 
-from __future__ import annotations
-
+import asyncio
+import time
 from pathlib import Path
 
 import openai
@@ -9,8 +9,9 @@ import pytest
 
 from replicas.protocol import Band
 from serve_app.auth import ANONYMOUS, Authenticator, Principal
-from testkit.http.api import MODEL, MakeApi
+from testkit.http.api import MODEL, MakeApi, refusal
 from testkit.http.scripted_dispatcher import key_digest
+from testkit.limits import LIMIT_S
 
 
 @pytest.fixture
@@ -23,8 +24,7 @@ def key_file(tmp_path: Path) -> str:
 async def test_stock_client_with_the_key_gets_in(make_api: MakeApi, key_file: str) -> None:
     api = make_api(settings={"api_key_file": key_file})
     await api.openai.completions.create(model=MODEL, prompt="hi", extra_body={"priority": 0})
-    assert api.replica.started[0].tenant == "acme"
-    assert api.replica.started[0].band is Band.INTERACTIVE
+    assert (api.replica.started[0].tenant, api.replica.started[0].band) == ("acme", Band.INTERACTIVE)
     with pytest.raises(openai.AuthenticationError) as caught:
         await api.openai.with_options(api_key="wrong").completions.create(model=MODEL, prompt="hi")
     assert caught.value.code == "invalid_api_key"
@@ -48,27 +48,43 @@ async def test_without_a_key_nothing_is_served(
     api = make_api(settings={"api_key_file": key_file})
     headers = {} if authorization is None else {"authorization": authorization}
     response = await api.http.request(method, path, headers=headers)
-    assert response.status_code == 401
+    assert refusal(response) == (401, "invalid_api_key", None)
     assert response.headers["www-authenticate"].startswith("Bearer")
     assert response.json()["error"]["type"] == "authentication_error"
-    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_missing_key_is_told_before_a_malformed_header(make_api: MakeApi, key_file: str) -> None:
+    api = make_api(settings={"api_key_file": key_file})
+    malformed = {"idempotency-key": "two words", "x-headway-priority": "soon", "request-timeout-ms": "-"}
+    for path in ("/v1/jobs", "/generate", "/v1/batches", "/v1/batch/async", "/v1/completions"):
+        response = await api.http.post(path, json={}, headers=malformed)
+        assert refusal(response) == (401, "invalid_api_key", None)
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/metrics", "/load"])
 async def test_operators_need_no_key(make_api: MakeApi, key_file: str, path: str) -> None:
+    assert (await make_api(settings={"api_key_file": key_file}).http.get(path)).status_code == 200
+
+
+async def test_a_revoked_key_is_refused_while_the_server_runs(make_api: MakeApi, key_file: str) -> None:
     api = make_api(settings={"api_key_file": key_file})
-    assert (await api.http.get(path)).status_code == 200
+    headers = {"authorization": "Bearer secret"}
+    assert (await api.http.get("/v1/models", headers=headers)).status_code == 200
+    Path(key_file).write_text("{}")
+    async with asyncio.timeout(LIMIT_S):
+        while (await api.http.get("/v1/models", headers=headers)).status_code != 401:
+            await asyncio.sleep(0.05)
 
 
 def test_json_is_yaml_too(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text(f'{{"{key_digest("k")}": {{"tenant": "acme", "ceiling": "batch"}}}}')
-    authenticator = Authenticator.from_file(str(path))
-    assert authenticator.authenticate({"authorization": "bearer k"}) == Principal("acme", Band.BATCH)
+    authenticator = Authenticator(path, time.monotonic)
+    assert authenticator.authenticate({"authorization": "bearer k"}) == Principal("acme", Band.BATCH, key_digest("k"))
 
 
 def test_without_a_file_everybody_is_anonymous() -> None:
-    assert Authenticator.from_file(None).authenticate({"authorization": "Bearer whatever"}) == ANONYMOUS
+    assert Authenticator(None, time.monotonic).authenticate({"authorization": "Bearer whatever"}) == ANONYMOUS
 
 
 @pytest.mark.parametrize(
@@ -76,6 +92,7 @@ def test_without_a_file_everybody_is_anonymous() -> None:
     [
         ("", "expected a mapping"),
         ("- a", "expected a mapping"),
+        ("a: [", "is not YAML"),
         ("secret: {tenant: a}", "not a SHA-256 digest"),
         (f"{'a' * 64}: {{}}", "no `tenant`"),
         (f"{'a' * 64}: acme", "no `tenant`"),
@@ -87,4 +104,40 @@ def test_bad_key_file_is_refused_at_start(tmp_path: Path, text: str, message: st
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
-        Authenticator.from_file(str(path))
+        Authenticator(path, time.monotonic)
+
+
+ALLOWED = "localhost, 127.0.0.1,[::1],*.Example.com"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_allowed"),
+    [
+        ("localhost", True),
+        ("LOCALHOST:8000", True),
+        ("127.0.0.1:8000", True),
+        ("[::1]", True),
+        ("[::1]:8000", True),
+        ("api.example.com:80", True),
+        ("example.com", False),
+        ("badexample.com", False),
+        ("rebound.test:8000", False),
+        ("localhost.rebound.test", False),
+        ("127.0.0.1:8000:9", False),
+        ("[::1", False),
+        ("", False),
+    ],
+)
+async def test_only_listed_hosts_are_answered(make_api: MakeApi, host: str, is_allowed: bool) -> None:
+    api = make_api(settings={"allowed_hosts": ALLOWED})
+    for path in ("/v1/models", "/health/live", "/nowhere"):
+        response = await api.http.get(path, headers={"host": host})
+        assert (response.status_code != 403) is is_allowed
+        if not is_allowed:
+            error = response.json()["error"]
+            assert error["code"] == "host_not_allowed" and f"{host!r}" in error["message"]
+            assert response.headers["x-request-id"]
+
+
+async def test_every_host_is_answered_by_default(make_api: MakeApi) -> None:
+    assert (await make_api().http.get("/v1/models", headers={"host": "anything.test"})).is_success

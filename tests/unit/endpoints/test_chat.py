@@ -1,7 +1,5 @@
 """Chat completions, whole and streamed, as the stock client sees them."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -9,7 +7,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from testkit.http.api import MODEL, REPLY, Api, MakeApi, events
+from testkit.http.api import MODEL, REPLY, Api, MakeApi, events, refusal
 from testkit.http.scripted_dispatcher import ScriptedToken
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -18,20 +16,17 @@ HELLO = [{"role": "user", "content": "hello"}]
 async def test_stock_client_gets_a_whole_answer(make_api: MakeApi, script: list[ScriptedToken]) -> None:
     api = make_api(stops_at=len(script), cached_tokens=4)
     answer = await api.openai.chat.completions.create(model=MODEL, messages=HELLO)
-    assert answer.choices[0].message.content == REPLY
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].finish_reason == "stop"
-    assert answer.object == "chat.completion"
-    assert answer.id.startswith("chatcmpl-")
-    assert answer.model == MODEL
-    assert answer.system_fingerprint is not None
-    assert answer.service_tier == "default"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == len(script)
-    assert answer.usage.prompt_tokens == len(api.replica.started[0].prompt_token_ids)
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + len(script)
-    assert answer.usage.prompt_tokens_details is not None
-    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", REPLY, "stop")
+    assert answer.id.startswith("chatcmpl-") and answer.system_fingerprint is not None
+    assert (answer.object, answer.model, answer.service_tier) == ("chat.completion", MODEL, "default")
+    num_prompt_tokens = len(api.replica.started[0].prompt_token_ids)
+    assert answer.usage.to_dict() == {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": len(script),
+        "total_tokens": num_prompt_tokens + len(script),
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
 
 
 async def test_stream_begins_with_the_role_and_ends_with_reason_then_usage(api: Api) -> None:
@@ -40,27 +35,23 @@ async def test_stream_begins_with_the_role_and_ends_with_reason_then_usage(api: 
     *data, done = events(response.text)
     assert done == "[DONE]"
     chunks = [json.loads(item) for item in data]
-    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
-    assert len({chunk["id"] for chunk in chunks}) == 1
     *spoken, usage = chunks
+    assert {(chunk["object"], chunk["id"]) for chunk in chunks} == {("chat.completion.chunk", usage["id"])}
     assert spoken[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert [chunk["choices"][0]["finish_reason"] for chunk in spoken] == [None] * (len(spoken) - 1) + ["length"]
     assert spoken[-1]["choices"][0]["delta"] == {}
     assert all(chunk["usage"] is None for chunk in spoken)
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == 3
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
 
 
 async def test_stream_tells_no_usage_unless_asked(api: Api) -> None:
-    response = await api.chat(stream=True, max_tokens=3)
-    assert "usage" not in response.text
+    assert "usage" not in (await api.chat(stream=True, max_tokens=3)).text
 
 
 async def test_continuous_usage_counts_up(api: Api) -> None:
     response = await api.chat(stream=True, stream_options={"continuous_usage_stats": True}, max_tokens=3)
     counts = [json.loads(item)["usage"]["completion_tokens"] for item in events(response.text)[:-1]]
-    assert counts == sorted(counts)
-    assert counts[-1] == 3
+    assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, 3)
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 3, 100])
@@ -90,19 +81,17 @@ async def test_streamed_and_whole_say_the_same(make_api: MakeApi, tokens_per_del
 async def test_choices_stream_interleaved(api: Api) -> None:
     response = await api.chat(stream=True, n=3, max_tokens=4)
     indices = [json.loads(item)["choices"][0]["index"] for item in events(response.text)[:-1]]
-    assert set(indices) == {0, 1, 2}
-    assert indices != sorted(indices)
+    assert set(indices) == {0, 1, 2} and indices != sorted(indices)
 
 
 async def test_half_characters_have_bytes_and_a_spelling(api: Api) -> None:
     answer = await api.openai.chat.completions.create(
         model=MODEL, messages=HELLO, max_tokens=20, logprobs=True, top_logprobs=3
     )
-    choice = answer.choices[0]
-    assert choice.logprobs is not None and choice.logprobs.content is not None
-    assert b"".join(bytes(token.bytes or []) for token in choice.logprobs.content).decode() == choice.message.content
-    assert any(token.token.startswith("bytes:\\x") for token in choice.logprobs.content)
-    assert all(len(token.top_logprobs) == 3 for token in choice.logprobs.content)
+    tokens = answer.choices[0].logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens).decode() == answer.choices[0].message.content
+    assert any(token.token.startswith("bytes:\\x") for token in tokens)
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
 
 
 async def test_logprobs_without_top_list_only_the_chosen(api: Api) -> None:
@@ -114,9 +103,8 @@ async def test_logprobs_without_top_list_only_the_chosen(api: Api) -> None:
 async def test_samples_have_seeds_of_their_own_on_one_prompt(api: Api) -> None:
     await api.chat(n=3, seed=2**63 - 2, max_tokens=2)
     assert [request.params.seed for request in api.replica.started] == [2**63 - 2, 2**63 - 1, -(2**63)]
-    ids = [request.request_id for request in api.replica.started]
-    assert [request_id.rpartition("-")[2] for request_id in ids] == ["0", "1", "2"]
-    assert len({request_id.rpartition("-")[0] for request_id in ids}) == 1
+    names, indices = zip(*(request.request_id.rsplit("-", 1) for request in api.replica.started), strict=True)
+    assert len(set(names)) == 1 and indices == ("0", "1", "2")
 
 
 async def test_seeds_are_drawn_where_none_is_given(api: Api) -> None:
@@ -126,21 +114,18 @@ async def test_seeds_are_drawn_where_none_is_given(api: Api) -> None:
 
 async def test_default_is_the_rest_of_the_context(api: Api) -> None:
     await api.chat(stream=True)
-    request = api.replica.started[0]
-    assert request.max_total_tokens == 256
+    assert api.replica.started[0].max_total_tokens == 256
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 async def test_both_names_of_the_limit_work(api: Api, field: str) -> None:
-    answer = await api.chat(**{field: 5})
-    assert answer.json()["usage"]["completion_tokens"] == 5
+    assert (await api.chat(**{field: 5})).json()["usage"]["completion_tokens"] == 5
 
 
 async def test_both_names_must_agree(api: Api) -> None:
     assert (await api.chat(max_tokens=5, max_completion_tokens=5)).status_code == 200
     response = await api.chat(max_tokens=5, max_completion_tokens=6)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "max_completion_tokens"
+    assert refusal(response) == (400, "invalid_value", "max_completion_tokens")
 
 
 async def test_template_shapes_the_prompt(api: Api, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -184,8 +169,7 @@ async def test_model_without_template_is_named(
 async def test_refusal_reaches_the_stock_client_as_its_own_exception(api: Api) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await api.openai.chat.completions.create(model=MODEL, messages=HELLO, temperature=3)
-    assert caught.value.code == "invalid_value"
-    assert caught.value.param == "temperature"
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "temperature")
     with pytest.raises(openai.NotFoundError) as unknown:
         await api.openai.chat.completions.create(model="other", messages=HELLO)
     assert unknown.value.code == "model_not_found"

@@ -1,7 +1,5 @@
 """A client that leaves, at whatever moment, leaves nothing running; over real connections."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Any
@@ -10,46 +8,36 @@ import httpx
 import pytest
 
 from testkit.http.api import MODEL, Api, MakeApi, serving, until
-from testkit.http.scripted_dispatcher import Gate
 
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": ["hi", "ho"], "n": 2, **fields}
 
 
-async def leave_once(api: Api, client: httpx.AsyncClient, is_time: Any, **fields: Any) -> None:
-    """Send a request and drop the connection when `is_time`."""
+async def leave_once(api: Api, client: httpx.AsyncClient, **fields: Any) -> None:
+    """Send a request, drop the connection when its four sequences run, and return when none runs any more."""
     request = asyncio.create_task(client.post("/v1/completions", json=body(**fields)))
-    await until(is_time)
+    await until(lambda: len(api.replica.running) == 4)
     request.cancel()
     await asyncio.wait({request})
+    await until(lambda: not api.replica.running)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_while_queued_aborts(make_api: MakeApi, stream: bool) -> None:
-    api = make_api(first_token_gate=Gate())
+@pytest.mark.parametrize("gate", ["first_token_gate", "gate"], ids=["queued", "amid generation"])
+async def test_leaving_aborts_every_sequence(make_api: MakeApi, gate: str, stream: bool) -> None:
+    api = make_api(gate_at=2, **{gate: asyncio.Event()})
     async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as client:
-        await leave_once(api, client, lambda: len(api.replica.running) == 4, stream=stream)
-        await until(lambda: not api.replica.running)
-    assert len(api.replica.aborted) == 4
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_amid_generation_aborts(make_api: MakeApi, stream: bool) -> None:
-    api = make_api(gate=Gate(), gate_at=2)
-    async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as client:
-        await leave_once(api, client, lambda: len(api.replica.running) == 4, stream=stream)
-        await until(lambda: not api.replica.running)
+        await leave_once(api, client, stream=stream)
     assert len(api.replica.aborted) == 4
 
 
 async def test_leaving_is_logged_as_499(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:
-    api = make_api(gate=Gate(), gate_at=2)
+    api = make_api(gate=asyncio.Event(), gate_at=2)
     with caplog.at_level("INFO", "serve_app"):
         async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as client:
             for stream in (False, True):
-                await leave_once(api, client, lambda: len(api.replica.running) == 4, stream=stream)
-                await until(lambda: not api.replica.running)
+                await leave_once(api, client, stream=stream)
             await until(lambda: len(_ends(caplog)) == 2)
     assert [record.__dict__["status"] for record in _ends(caplog)] == [499, 499]
 
@@ -78,6 +66,5 @@ async def test_many_connections_dropped_at_random_leave_no_task(make_api: MakeAp
                 await asyncio.gather(*(drop_one() for _ in range(25)))
         await until(lambda: not api.replica.running)
         await until(lambda: len(asyncio.all_tasks()) <= num_tasks)
-    num_started = len(api.replica.started)
-    assert len(api.replica.finished) + len(api.replica.aborted) == num_started
+    assert len(api.replica.finished) + len(api.replica.aborted) == len(api.replica.started)
     assert api.replica.aborted

@@ -1,7 +1,5 @@
 """Large requests leave the event loop to the others."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

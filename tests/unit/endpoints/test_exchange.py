@@ -1,7 +1,5 @@
 """Request ids, timing headers and log lines."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any
@@ -60,7 +58,7 @@ async def test_replica_is_named(api: Api, stream: bool) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    """What each line says beyond what every log record has."""
+    """Return the fields of each line that not every log record has."""
     plain = logging.makeLogRecord({}).__dict__
     return [
         {"message": record.message} | {key: value for key, value in record.__dict__.items() if key not in plain}
@@ -104,9 +102,8 @@ async def test_one_line_at_the_start_and_one_at_the_end(
 async def test_end_of_a_failed_request_says_why(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:
     api = make_api(fail_at=1, error=ReplicaLost("gone"))
     with caplog.at_level(logging.INFO, "serve_app"):
-        await api.complete()
-        await api.complete(stream=True)
-        await api.complete(temperature=9)
+        for fields in ({}, {"stream": True}, {"temperature": 9}):
+            await api.complete(**fields)
     ends = [line for line in lines(caplog) if line["message"] == "request finished"]
     assert [(line["status"], line["error_code"]) for line in ends] == [
         (502, "replica_lost"),

@@ -1,32 +1,30 @@
 """Jobs: accepted at once, polled or waited for, cancelled; and the short forms /generate and /status."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from replicas.errors import NoReplicaAvailable
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, LineStatus
-from testkit.http.api import MODEL, Api, MakeApi, serving, until
-from testkit.http.scripted_dispatcher import key_digest
+from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal, serving, stored_reply, until
+from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": MODEL, "prompt": "the quick"}
-REPLY = {"id": "cmpl-1", "choices": [{"index": 0, "text": " brown fox", "finish_reason": "stop"}]}
+REPLY = stored_reply(" brown fox")
 ERROR = {"message": "too long", "type": "invalid_request_error", "param": "prompt", "code": "context_length_exceeded"}
 
 SHORT = {"code": "batch_expired", "message": "too late"}
 
 
 def late(kind: str) -> dict[str, Any]:
-    """What is made of `SHORT`, which is no whole error object."""
+    """Return the error object that is made of `SHORT`, which lacks fields."""
     return SHORT | {"type": kind, "param": None}
 
 
@@ -47,24 +45,21 @@ def complete(api: Api, job_id: str) -> None:
     api.jobs.change(job_id, status=BatchStatus.COMPLETED, completed_unix_s=7.0)
 
 
-async def test_job_is_accepted_with_its_place(api: Api) -> None:
-    response = await api.post("/v1/jobs", CHAT | {"max_tokens": 5}, x_request_id="mine-1")
+@pytest.mark.parametrize(
+    ("body", "endpoint"), [(CHAT, "/v1/chat/completions"), (COMPLETION, "/v1/completions")], ids=["chat", "prompt"]
+)
+async def test_job_is_accepted_with_its_place(api: Api, body: dict[str, Any], endpoint: str) -> None:
+    response = await api.post("/v1/jobs", body | {"max_tokens": 5}, x_request_id="mine-1")
     assert response.status_code == 202
     job = response.json()
-    assert (job["object"], job["status"], job["endpoint"]) == ("job", "queued", "/v1/chat/completions")
+    assert (job["object"], job["status"], job["endpoint"]) == ("job", "queued", endpoint)
     assert job["result"] is job["error"] is job["finished_at"] is job["expires_at"] is None
-    assert response.headers["location"] == f"/v1/jobs/{job['id']}"
-    assert response.headers["retry-after"] == "1"
+    assert (response.headers["location"], response.headers["retry-after"]) == (f"/v1/jobs/{job['id']}", "1")
     new = api.jobs.new[job["id"]]
     assert (new.kind, new.tenant, new.band, new.window_s) == (BatchKind.JOB, "anonymous", Band.BATCH, None)
     assert (new.request_id, new.callback_url) == ("mine-1", None)
-    assert [line.body for line in new.lines] == [CHAT | {"max_tokens": 5}]
+    assert [line.body for line in new.lines] == [body | {"max_tokens": 5}]
     assert (await get(api, response.headers["location"])).json() == job
-
-
-async def test_prompt_makes_a_completion(api: Api) -> None:
-    job = await submit(api)
-    assert job["endpoint"] == "/v1/completions"
 
 
 async def test_poll_follows_the_job_to_its_result(api: Api) -> None:
@@ -138,8 +133,7 @@ async def test_client_that_leaves_its_long_poll_is_not_waited_for(make_api: Make
 @pytest.mark.parametrize("wait", ["-1", "61", "nan", "long"])
 async def test_wait_is_bounded(api: Api, wait: str) -> None:
     job = await submit(api)
-    response = await get(api, f"/v1/jobs/{job['id']}", wait=wait)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "wait")
+    assert refusal(await get(api, f"/v1/jobs/{job['id']}", wait=wait)) == (400, "invalid_value", "wait")
 
 
 async def test_cancel_ends_the_job_once(api: Api) -> None:
@@ -150,7 +144,7 @@ async def test_cancel_ends_the_job_once(api: Api) -> None:
     api.jobs.change(job["id"], status=BatchStatus.CANCELLED)
     assert (await get(api, f"/v1/jobs/{job['id']}")).json()["status"] == "cancelled"
     response = await api.http.delete(f"/v1/jobs/{job['id']}")
-    assert (response.status_code, response.json()["error"]["code"]) == (409, "batch_not_cancellable")
+    assert refusal(response) == (409, "batch_not_cancellable", None)
     assert response.headers["x-should-retry"] == "false"
 
 
@@ -169,12 +163,10 @@ async def test_cancel_ends_the_job_once(api: Api) -> None:
 async def test_band_is_batch_unless_asked_for_up_to_the_ceiling(
     make_api: MakeApi, tmp_path: Path, fields: dict[str, Any], headers: dict[str, str], band: Band
 ) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}:\n  tenant: acme\n  ceiling: standard\n")
-    api = make_api(settings={"api_key_file": str(keys)})
-    job = await submit(api, COMPLETION | fields, authorization="Bearer k", **headers)
-    assert (api.jobs.new[job["id"]].tenant, api.jobs.new[job["id"]].band) == ("acme", band)
-    assert job["priority"] == band.value
+    api = make_api(settings={"api_key_file": write_keys(tmp_path, "acme")})  # its ceiling is `standard`, the default
+    job = await submit(api, COMPLETION | fields, authorization="Bearer acme", **headers)
+    new = api.jobs.new[job["id"]]
+    assert (new.tenant, new.band, job["priority"]) == ("acme", band, band.value)
 
 
 async def test_what_says_how_to_run_a_job_stays_out_of_its_request(api: Api) -> None:
@@ -208,15 +200,27 @@ async def test_what_says_how_to_run_a_job_stays_out_of_its_request(api: Api) -> 
     ],
 )
 async def test_bad_job_is_400_and_named(api: Api, fields: dict[str, Any], param: str, code: str) -> None:
-    response = await api.post("/v1/jobs", COMPLETION | fields)
-    assert response.status_code == 400
-    assert (response.json()["error"]["param"], response.json()["error"]["code"]) == (param, code)
+    assert refusal(await api.post("/v1/jobs", COMPLETION | fields)) == (400, code, param)
     assert not api.jobs.new
 
 
+@pytest.mark.parametrize("body", [CHAT, COMPLETION], ids=["chat", "prompt"])
+async def test_job_beyond_the_context_is_refused_at_once(make_api: MakeApi, body: dict[str, Any]) -> None:
+    api = make_api()
+    for path in ("/v1/jobs", "/generate"):
+        response = await api.post(path, body | {"max_tokens": 300})
+        assert refusal(response) == (400, "context_length_exceeded", "max_tokens")
+        assert "maximum context length is 256 tokens" in response.json()["error"]["message"]
+    assert not api.jobs.new
+
+
+async def test_job_is_accepted_while_the_model_is_unknown(make_api: MakeApi) -> None:
+    api = make_api(dispatcher={"error": NoReplicaAvailable("loading", code="model_loading")})
+    await submit(api, COMPLETION | {"max_tokens": 300})
+
+
 async def test_job_for_another_model_is_404(api: Api) -> None:
-    response = await api.post("/v1/jobs", COMPLETION | {"model": "other"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert refusal(await api.post("/v1/jobs", COMPLETION | {"model": "other"}))[:2] == (404, "model_not_found")
 
 
 async def test_same_key_and_body_is_the_same_job_and_another_body_409(api: Api) -> None:
@@ -226,22 +230,20 @@ async def test_same_key_and_body_is_the_same_job_and_another_body_409(api: Api) 
     assert (again["id"], again["status"], again["result"]) == (first["id"], "completed", REPLY)
     for path, body in (("/v1/jobs", COMPLETION), ("/generate", COMPLETION | {"seed": 1, "n": 2})):
         response = await api.post(path, body, idempotency_key="k-1")
-        assert (response.status_code, response.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+        assert refusal(response) == (409, "idempotency_key_in_use", None)
         assert response.headers["x-should-retry"] == "false"
     assert len(api.jobs.new) == 1
 
 
 async def test_jobs_of_other_tenants_and_batches_are_unknown(make_api: MakeApi, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("one", "two")))
-    api = make_api(settings={"api_key_file": str(keys)})
+    api = make_api(settings={"api_key_file": write_keys(tmp_path, "one", "two")})
     job = await submit(api, authorization="Bearer one")
     batch = await api.post("/v1/batch/async", {"prompts": ["a"]}, authorization="Bearer two")
     two = {"authorization": "Bearer two"}
     for job_id in (job["id"], batch.json()["batch_id"], "job_none", "x" * 500):
         for method, path in (("GET", "/v1/jobs/"), ("DELETE", "/v1/jobs/"), ("GET", "/status/")):
             response = await api.http.request(method, path + job_id, headers=two)
-            assert (response.status_code, response.json()["error"]["code"]) == (404, "job_not_found")
+            assert refusal(response) == (404, "job_not_found", None)
             assert len(response.json()["error"]["message"]) < 200
     assert api.jobs.all_batches[job["id"]].status is BatchStatus.IN_PROGRESS
     assert (await api.http.get(f"/v1/jobs/{job['id']}")).status_code == 401
@@ -270,8 +272,8 @@ async def test_generate_takes_whole_bodies_too(api: Api) -> None:
     assert api.jobs.new[job_id].lines[0].body == CHAT
 
 
-async def test_large_job_is_read_outside_the_event_loop(make_api: MakeApi) -> None:
-    api = make_api()
+async def test_large_job_is_read_outside_the_event_loop(make_api: MakeApi, tokenizer: Any) -> None:
+    api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=200_000)})
     job = await submit(api, COMPLETION | {"prompt": "x" * 100_000}, idempotency_key="k")
     assert len(api.jobs.new[job["id"]].lines[0].body["prompt"]) == 100_000
 
@@ -297,15 +299,10 @@ ASKS: list[tuple[str, str]] = [
 
 @pytest.mark.parametrize(("method", "path"), ASKS)
 async def test_without_a_jobs_deployment_there_is_nothing_of_it(make_api: MakeApi, method: str, path: str) -> None:
-    api = make_api(has_jobs=False)
-    response = await api.http.request(method, path)
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "unsupported_endpoint")
+    assert refusal(await make_api(has_jobs=False).http.request(method, path)) == (404, "unsupported_endpoint", None)
 
 
 @pytest.mark.parametrize(("method", "path"), ASKS)
 async def test_without_a_key_nothing_is_told(make_api: MakeApi, tmp_path: Path, method: str, path: str) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}:\n  tenant: acme\n")
-    api = make_api(settings={"api_key_file": str(keys)})
-    ask: Callable[..., Awaitable[httpx.Response]] = api.http.request
-    assert (await ask(method, path)).status_code == 401
+    api = make_api(settings={"api_key_file": write_keys(tmp_path, "acme")})
+    assert (await api.http.request(method, path)).status_code == 401

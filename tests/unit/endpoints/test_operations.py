@@ -1,8 +1,9 @@
 """Health, metrics, load, models and the tokenizer's endpoints."""
 
-from __future__ import annotations
-
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from replicas.errors import NoReplicaAvailable
 from replicas.protocol import EngineMetrics, HistogramMetric, Metric, MetricKind
 from router.types import ReplicaView
 from serve_app.jobs.api.records import JobsCounts
-from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of
+from testkit.http.api import MODEL, REPLY, Api, MakeApi, card_of, refusal
 
 
 def view(api: Api, age_s: float = 0.1, num_running: int = 0, **stats: Any) -> ReplicaView:
@@ -29,8 +30,7 @@ async def test_not_ready_while_loading_but_live(make_api: MakeApi) -> None:
     api = make_api(dispatcher={"error": NoReplicaAvailable("loading", code="model_loading")})
     for path in ("/health/ready", "/health", "/v1/models"):
         response = await api.http.get(path)
-        assert response.status_code == 503
-        assert response.json()["error"]["code"] == "model_loading"
+        assert refusal(response) == (503, "model_loading", None)
         assert response.headers["retry-after"] == "5"
     assert (await api.http.get("/health/live")).status_code == 200
 
@@ -39,8 +39,7 @@ async def test_not_ready_when_all_replicas_drain(api: Api) -> None:
     api.dispatcher.views = [view(api, is_draining=True), view(api)]
     assert (await api.http.get("/health/ready")).status_code == 200
     api.dispatcher.views = [view(api, is_draining=True)]
-    response = await api.http.get("/health/ready")
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+    assert refusal(await api.http.get("/health/ready")) == (503, "draining", None)
     assert (await api.http.get("/health/live")).status_code == 200
 
 
@@ -52,21 +51,35 @@ async def test_readiness_is_asked_anew_every_time(api: Api) -> None:
     assert (await api.complete()).status_code == 200
 
 
+STALLED = (503, "engine_stalled", None)
+
+
 async def test_silent_replica_with_work_is_not_live(make_api: MakeApi) -> None:
     api = make_api(settings={"stall_timeout_s": 30})
-    silent = [view(api, age_s=31, num_running=1)]
-    api.dispatcher.views = api.dispatcher.views_after_refresh = silent
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, age_s=31, num_running=1)]
     response = await api.http.get("/health/live")
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_stalled")
+    assert refusal(response) == STALLED
     assert "replica-a" in response.json()["error"]["message"]
     api.dispatcher.error = NoReplicaAvailable("no answer")
-    assert (await api.http.get("/health/live")).status_code == 503
+    assert refusal(await api.http.get("/health/live")) == STALLED
 
 
-async def test_replica_that_answers_while_its_engine_hangs_is_not_live(make_api: MakeApi) -> None:
+@pytest.mark.parametrize(
+    ("fields", "is_live"),
+    [
+        ({"age_s": 29, "num_running": 1}, True),
+        ({"age_s": 1000, "num_waiting_by_band": (0, 0, 0)}, True),
+        ({"age_s": 31, "num_waiting_by_band": (0, 1, 0)}, False),
+        ({"age_s": 0, "num_running": 1, "stalled_s": 31}, False),
+    ],
+    ids=["fresh", "idle", "all wait", "answers while its engine hangs"],
+)
+async def test_replica_is_live_unless_its_work_stalls(make_api: MakeApi, fields: dict[str, Any], is_live: bool) -> None:
     api = make_api(settings={"stall_timeout_s": 30})
-    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, 0, num_running=1, stalled_s=31)]
-    assert (await api.http.get("/health/live")).json()["error"]["code"] == "engine_stalled"
+    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, **fields)]
+    response = await api.http.get("/health/live")
+    assert response.is_success is is_live
+    assert is_live or refusal(response) == STALLED
 
 
 async def test_silent_replica_is_asked_before_it_counts_as_stalled(make_api: MakeApi) -> None:
@@ -74,21 +87,6 @@ async def test_silent_replica_is_asked_before_it_counts_as_stalled(make_api: Mak
     api.dispatcher.views = [view(api, age_s=31, num_running=1)]
     api.dispatcher.views_after_refresh = [view(api, age_s=0, num_running=1)]
     assert (await api.http.get("/health/live")).status_code == 200
-
-
-@pytest.mark.parametrize(("age_s", "num_running"), [(29, 1), (1000, 0)])
-async def test_idle_or_fresh_replica_is_live(make_api: MakeApi, age_s: float, num_running: int) -> None:
-    api = make_api(settings={"stall_timeout_s": 30})
-    api.dispatcher.views = api.dispatcher.views_after_refresh = [
-        view(api, age_s, num_running, num_waiting_by_band=(0, 0, 0))
-    ]
-    assert (await api.http.get("/health/live")).status_code == 200
-
-
-async def test_silent_replica_where_all_wait_is_not_live(make_api: MakeApi) -> None:
-    api = make_api(settings={"stall_timeout_s": 30})
-    api.dispatcher.views = api.dispatcher.views_after_refresh = [view(api, age_s=31, num_waiting_by_band=(0, 1, 0))]
-    assert (await api.http.get("/health/live")).json()["error"]["code"] == "engine_stalled"
 
 
 async def test_load_shows_every_replica_and_the_age_of_what_is_known(api: Api) -> None:
@@ -129,27 +127,29 @@ def engine(replica_id: str, num_preemptions: float) -> EngineMetrics:
     )
 
 
-async def samples_of(api: Api) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+async def samples_of(api: Api) -> Callable[..., float]:
+    """Read the page of metrics; return a function that gives the value of a sample by name and labels."""
     response = await api.http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(response.text)
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    samples = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+    def value(name: str, **labels: str) -> float:
+        return samples[name, frozenset(labels.items())]
+
+    return value
 
 
 async def test_metrics_show_every_engine_under_its_index(api: Api) -> None:
     api.dispatcher.engine_metrics = [engine("r-b", 2), engine("r-a", 1)]
-    samples = await samples_of(api)
-
-    def value(name: str, index: str, **labels: str) -> float:
-        return samples[name, frozenset({"model_name": MODEL, "engine": index, **labels}.items())]
-
-    assert value("vllm:num_requests_running", "0") == 3
-    assert [value("vllm:num_preemptions_total", index) for index in "01"] == [1, 2]
-    assert value("vllm:request_success_total", "1", finished_reason="length") == 6
-    buckets = [value("vllm:iteration_tokens_total_bucket", "0", le=le) for le in ("1.0", "8.0", "+Inf")]
-    assert buckets == [2, 5, 9]
-    assert value("vllm:iteration_tokens_total_count", "0") == 9
-    assert value("vllm:iteration_tokens_total_sum", "0") == 70.5
+    value = partial(await samples_of(api), model_name=MODEL)
+    assert value("vllm:num_requests_running", engine="0") == 3
+    assert [value("vllm:num_preemptions_total", engine=index) for index in "01"] == [1, 2]
+    assert value("vllm:request_success_total", engine="1", finished_reason="length") == 6
+    histogram = partial(value, engine="0")
+    buckets = [histogram("vllm:iteration_tokens_total_bucket", le=le) for le in ("1.0", "8.0", "+Inf")]
+    totals = [histogram(f"vllm:iteration_tokens_total_{name}") for name in ("count", "sum")]
+    assert (buckets, totals) == ([2, 5, 9], [9, 70.5])
 
 
 async def test_metrics_have_each_family_once(api: Api) -> None:
@@ -167,63 +167,59 @@ async def test_metrics_show_what_the_jobs_deployment_counts(api: Api) -> None:
         Metric("headway:batch_eta_seconds", "Time.", MetricKind.GAUGE, float("inf")),
     )
     api.jobs.counted = JobsCounts(own=counts)
-    samples = await samples_of(api)
-    assert samples["headway:jobs", frozenset({("state", "in_progress")})] == 3
-    assert samples["headway:jobs", frozenset({("state", "completed")})] == 4
-    assert samples["headway:batch_requests_total", frozenset({("status", "failed")})] == 7
-    assert samples["headway:batch_eta_seconds", frozenset()] == float("inf")
+    value = await samples_of(api)
+    assert [value("headway:jobs", state=state) for state in ("in_progress", "completed")] == [3, 4]
+    assert value("headway:batch_requests_total", status="failed") == 7
+    assert value("headway:batch_eta_seconds") == float("inf")
 
 
-async def test_metrics_of_this_ingress_survive_without_the_jobs_deployment(api: Api) -> None:
-    api.jobs.error = NoReplicaAvailable("it starts again")
+@pytest.mark.parametrize("missing", ["jobs", "dispatcher"])
+async def test_metrics_of_this_ingress_survive_without_other_processes(api: Api, missing: str) -> None:
+    getattr(api, missing).error = NoReplicaAvailable("it starts again")
     await api.http.get("/health")
     assert "http_requests_total" in (await api.http.get("/metrics")).text
 
 
 async def test_metrics_count_http_by_route(api: Api) -> None:
-    await api.complete()
-    await api.complete(stream=True)
-    await api.complete(temperature=9)
-    await api.http.get("/v1/models/other")
-    await api.http.get("/nowhere")
-    samples = await samples_of(api)
-
-    def count(handler: str, method: str, status: str) -> float:
-        labels = {"handler": handler, "method": method, "status": status}
-        return samples["http_requests_total", frozenset(labels.items())]
-
-    assert count("/v1/completions", "POST", "2xx") == 2
-    assert count("/v1/completions", "POST", "4xx") == 1
-    assert count("/v1/models/{model_id:path}", "GET", "4xx") == 1
-    assert count("none", "GET", "4xx") == 1
-    durations = frozenset({"handler": "/v1/completions", "method": "POST"}.items())
-    assert samples["http_request_duration_seconds_count", durations] == 3
-    assert samples["http_request_size_bytes_sum", frozenset({("handler", "/v1/completions")})] > 0
-    assert samples["http_response_size_bytes_sum", frozenset({("handler", "/v1/completions")})] > 1000
+    for fields in ({}, {"stream": True}, {"temperature": 9}):
+        await api.complete(**fields)
+    for path in ("/v1/models/other", "/nowhere"):
+        await api.http.get(path)
+    value, completions = await samples_of(api), {"handler": "/v1/completions"}
+    for handler, method, status, count in (
+        ("/v1/completions", "POST", "2xx", 2),
+        ("/v1/completions", "POST", "4xx", 1),
+        ("/v1/models/{model_id:path}", "GET", "4xx", 1),
+        ("none", "GET", "4xx", 1),
+    ):
+        assert value("http_requests_total", handler=handler, method=method, status=status) == count
+    assert value("http_request_duration_seconds_count", method="POST", **completions) == 3
+    assert value("http_request_size_bytes_sum", **completions) > 0
+    assert value("http_response_size_bytes_sum", **completions) > 1000
 
 
 async def test_made_up_methods_are_one_series(api: Api) -> None:
     for number in range(5):
         await api.http.request(f"METHOD{number}", "/v1/models")
         await api.http.request(f"METHOD{number}", "/nowhere")
-    samples = await samples_of(api)
-    methods = {value for _, labels in samples for name, value in labels if name == "method"}
-    assert methods == {"other"}
-    labels = {"handler": "none", "method": "other", "status": "4xx"}
-    assert samples["http_requests_total", frozenset(labels.items())] == 5
-
-
-async def test_metrics_of_this_ingress_survive_without_replicas(make_api: MakeApi) -> None:
-    api = make_api(dispatcher={"error": NoReplicaAvailable("none")})
-    await api.http.get("/health")
-    assert "http_requests_total" in (await api.http.get("/metrics")).text
+    assert set(re.findall('method="(.*?)"', (await api.http.get("/metrics")).text)) == {"other"}
+    assert (await samples_of(api))("http_requests_total", handler="none", method="other", status="4xx") == 5
 
 
 async def test_two_applications_in_one_process_count_apart(make_api: MakeApi) -> None:
     one, other = make_api(), make_api()
-    await one.http.get("/load")
-    assert 'handler="/load"' in (await one.http.get("/metrics")).text
-    assert 'handler="/load"' not in (await other.http.get("/metrics")).text
+    await one.http.get("/v1/models")
+    assert 'handler="/v1/models"' in (await one.http.get("/metrics")).text
+    assert 'handler="/v1/models"' not in (await other.http.get("/metrics")).text
+
+
+async def test_probes_of_a_loading_model_are_no_failed_requests(make_api: MakeApi) -> None:
+    api = make_api(dispatcher={"error": NoReplicaAvailable("loading", code="model_loading")})
+    for path in ("/health", "/health/live", "/health/ready", "/health/ready/", "/load", "/metrics", "/v1/models"):
+        await api.http.get(path)
+    page = (await api.http.get("/metrics")).text
+    assert set(re.findall('handler="(.*?)"', page)) == {"/v1/models"}
+    assert 'http_requests_total{handler="/v1/models",method="GET",status="5xx"} 1.0' in page
 
 
 async def test_stock_client_lists_the_model(api: Api, tokenizer: Any) -> None:
@@ -241,9 +237,9 @@ async def test_served_name_may_have_slashes(make_api: MakeApi) -> None:
 
 async def test_tokenize_and_back(api: Api) -> None:
     answer = (await api.post("/tokenize", {"model": MODEL, "prompt": REPLY})).json()
-    assert answer["count"] == len(answer["tokens"])
-    assert answer["max_model_len"] == 256
-    assert answer["token_strs"] is None
+    assert answer == {
+        "count": len(answer["tokens"]), "max_model_len": 256, "tokens": answer["tokens"], "token_strs": None
+    }  # fmt: skip
     assert (await api.post("/detokenize", {"tokens": answer["tokens"]})).json() == {"prompt": REPLY}
 
 
@@ -277,9 +273,8 @@ async def test_tokenizer_endpoints_refuse_what_no_prompt_can_be(
     api: Api, path: str, body: dict[str, Any], param: str
 ) -> None:
     response = await api.post(path, body)
-    error = response.json()["error"]
-    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-    assert "256" in error["message"]
+    assert refusal(response) == (400, "context_length_exceeded", param)
+    assert "256" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -306,3 +301,13 @@ async def test_tokenizer_endpoints_name_what_they_refuse(
 async def test_empty_text_has_no_tokens(api: Api) -> None:
     assert (await api.post("/tokenize", {"prompt": ""})).json()["count"] == 0
     assert (await api.post("/detokenize", {"tokens": []})).json() == {"prompt": ""}
+
+
+async def test_every_name_of_the_model_is_listed_and_served(make_api: MakeApi) -> None:
+    api = make_api(settings={"aliases": ("other",)})
+    listed = (await api.http.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == [MODEL, "other"]
+    assert (await api.http.get("/v1/models/other")).json()["id"] == "other"
+    reply = await api.chat(model="other")
+    assert (reply.status_code, reply.json()["model"]) == (200, MODEL)
+    assert refusal(await api.chat(model="third"))[0] == 404

@@ -1,7 +1,5 @@
 """Prompt batches: answered at once, streamed or not, or run later."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -12,16 +10,12 @@ import pytest
 from replicas.errors import Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
-from serve_app.openai.request.settings import RequestLimits
-from testkit.http.api import MODEL, Api, MakeApi, serving, until
-from testkit.http.scripted_dispatcher import Gate
+from serve_app.openai.request.validation import RequestLimits
+from testkit.http.api import MODEL, Api, MakeApi, refusal, serving, stored_reply, until
 from testkit.limits import LIMIT_S
 
 PROMPTS = ["the quick", "brown fox", "hello"]
-LINE_REPLY = {
-    "choices": [{"index": 0, "text": " there", "logprobs": None, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
-}
+LINE_REPLY = stored_reply(" there")
 
 
 async def sync(api: Api, prompts: list[Any], path: str = "/v1/batch/sync", **fields: Any) -> httpx.Response:
@@ -32,20 +26,14 @@ async def test_outputs_come_in_order_with_what_they_cost(api: Api) -> None:
     response = await sync(api, PROMPTS, max_tokens=4)
     assert response.status_code == 200
     batch = response.json()
-    assert (batch["status"], batch["num_prompts"], batch["num_completed"], batch["num_failed"]) == (
-        "completed",
-        3,
-        3,
-        0,
-    )
     whole = [(await api.complete(prompt=prompt, max_tokens=4)).json() for prompt in PROMPTS]
-    outputs = batch["outputs"]
-    assert [output["index"] for output in outputs] == [0, 1, 2]
-    assert [output["text"] for output in outputs] == [reply["choices"][0]["text"] for reply in whole]
-    assert [output["usage"] for output in outputs] == [reply["usage"] for reply in whole]
-    assert {(output["status"], output["finish_reason"], output["error"]) for output in outputs} == {
-        ("completed", "length", None)
-    }
+    assert batch["outputs"] == [
+        {**reply["choices"][0], "index": index, "status": "completed", "usage": reply["usage"], "error": None}
+        for index, reply in enumerate(whole)
+    ]
+    assert {output["finish_reason"] for output in batch["outputs"]} == {"length"}
+    counts = (batch["status"], batch["num_prompts"], batch["num_completed"], batch["num_failed"])
+    assert counts == ("completed", 3, 3, 0)
     assert batch["total_tokens"] == sum(reply["usage"]["total_tokens"] for reply in whole)
     assert batch["latency_ms"] > 0
     expected = batch["total_tokens"] / (batch["latency_ms"] / 1000)
@@ -55,18 +43,17 @@ async def test_outputs_come_in_order_with_what_they_cost(api: Api) -> None:
 
 async def test_sampling_fields_and_urgency_reach_every_sequence(api: Api) -> None:
     await sync(api, ["a", [1, 2, 3]], max_tokens=3, temperature=0.5, seed=7, priority=0, stop=["x"], model=MODEL)
-    assert [request.band for request in api.replica.started] == [Band.INTERACTIVE] * 2
-    assert [request.params.seed for request in api.replica.started] == [7, 7]
-    assert {(request.params.temperature, request.params.stop) for request in api.replica.started} == {(0.5, ("x",))}
-    assert len({request.request_id for request in api.replica.started}) == 2
-    assert (1, 2, 3) in [request.prompt_token_ids for request in api.replica.started]
+    started = api.replica.started
+    sampled = [(one.band, one.params.seed, one.params.temperature, one.params.stop) for one in started]
+    assert sampled == [(Band.INTERACTIVE, 7, 0.5, ("x",))] * 2
+    assert len({one.request_id for one in started}) == 2
+    assert (1, 2, 3) in [one.prompt_token_ids for one in started]
 
 
 async def test_one_bad_prompt_does_not_fail_the_others(api: Api) -> None:
     prompts = ["the quick", "", "x " * 5000, 5, ["two", "texts"], [], {"a": 1}, None, "hello"]
     batch = (await sync(api, prompts, max_tokens=2)).json()
-    statuses = [output["status"] for output in batch["outputs"]]
-    assert statuses == ["completed", *["failed"] * 7, "completed"]
+    assert [output["status"] for output in batch["outputs"]] == ["completed", *["failed"] * 7, "completed"]
     assert (batch["num_completed"], batch["num_failed"]) == (2, 7)
     errors = [output["error"] for output in batch["outputs"][1:8]]
     assert errors[1]["code"] == "context_length_exceeded"
@@ -82,15 +69,13 @@ async def test_sequence_that_fails_fails_alone(make_api: MakeApi) -> None:
 
 
 async def test_overload_of_all_is_told_by_the_status(make_api: MakeApi) -> None:
-    api = make_api(fail_at=0, error=Overloaded("full", 3.0))
-    response = await sync(api, PROMPTS)
+    response = await sync(make_api(fail_at=0, error=Overloaded("full", 3.0)), PROMPTS)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert response.json()["error"]["code"] == "server_overloaded"
 
 
 async def test_unforeseen_failure_is_logged_and_not_shown(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:
-    api = make_api(fail_at=0, error=ZeroDivisionError("secret detail"))
-    response = await sync(api, ["a"])
+    response = await sync(make_api(fail_at=0, error=ZeroDivisionError("secret detail")), ["a"])
     assert response.json()["outputs"][0]["error"]["code"] == "internal_error"
     assert "secret" not in response.text and "secret detail" in caplog.text
 
@@ -114,9 +99,9 @@ async def test_what_all_prompts_share_is_checked_first(
     api: Api, path: str, fields: dict[str, Any], param: str, what: str
 ) -> None:
     response = await api.post(path, {"prompts": ["a"], **fields})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
-    assert what in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert what in error["message"]
     assert not api.replica.started and not api.jobs.new
 
 
@@ -124,24 +109,28 @@ async def test_too_many_prompts_are_refused_with_both_numbers(make_api: MakeApi)
     api = make_api(settings={"limits": RequestLimits(max_prompts=2)}, job_limits={"max_batch_lines": 3})
     for path, most in (("/v1/batch/sync", 2), ("/v1/batch/async", 3)):
         response = await sync(api, ["a"] * 4, path)
-        assert response.status_code == 400
+        assert refusal(response) == (400, "invalid_value", "prompts")
         assert f"`prompts` has 4 items; at most {most} are accepted" in response.json()["error"]["message"]
     assert (await sync(api, ["a"] * 2)).status_code == 200
 
 
-async def test_fields_of_the_other_form_are_refused(api: Api) -> None:
-    response = await sync(api, ["a"], callback_url="https://example.com")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "callback_url")
-    response = await sync(api, ["a"], "/v1/batch/async", stream=True)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream")
-    response = await sync(api, ["a"], "/v1/batch/async", callback_url="http://192.168.0.1/")
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "callback_url")
+@pytest.mark.parametrize(
+    ("path", "fields", "code", "param"),
+    [
+        ("/v1/batch/sync", {"callback_url": "https://example.com"}, "unsupported_parameter", "callback_url"),
+        ("/v1/batch/async", {"stream": True}, "unsupported_parameter", "stream"),
+        ("/v1/batch/async", {"callback_url": "http://192.168.0.1/"}, "invalid_value", "callback_url"),
+    ],
+)
+async def test_fields_of_the_other_form_are_refused(
+    api: Api, path: str, fields: dict[str, Any], code: str, param: str
+) -> None:
+    assert refusal(await sync(api, ["a"], path, **fields)) == (400, code, param)
 
 
-async def test_unknown_model_is_404(api: Api) -> None:
-    for path in ("/v1/batch/sync", "/v1/batch/async"):
-        response = await sync(api, ["a"], path, model="other")
-        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+@pytest.mark.parametrize("path", ["/v1/batch/sync", "/v1/batch/async"])
+async def test_unknown_model_is_404(api: Api, path: str) -> None:
+    assert refusal(await sync(api, ["a"], path, model="other"))[:2] == (404, "model_not_found")
 
 
 def lines_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -179,14 +168,14 @@ async def test_failure_in_a_stream_is_a_line_of_its_own(make_api: MakeApi) -> No
 
 
 async def test_silence_in_a_stream_is_broken_with_the_progress(make_api: MakeApi) -> None:
-    gate = Gate()
+    gate = asyncio.Event()
     api = make_api(settings={"keep_alive_s": 0.01}, first_token_gate=gate)
     async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as http:
         body = {"prompts": ["a", 5], "max_tokens": 2}
         async with asyncio.timeout(LIMIT_S), http.stream("POST", "/v1/batch/sync?stream=true", json=body) as response:
             lines = response.aiter_lines()
             seen = [json.loads(await anext(lines)) for _ in range(5)]
-            gate.open()
+            gate.set()
             seen += [json.loads(line) async for line in lines]
     beats = [line for line in seen[1:5] if "index" not in line]
     assert beats and {(beat["status"], beat["num_prompts"]) for beat in beats} == {("processing", 2)}
@@ -195,7 +184,7 @@ async def test_silence_in_a_stream_is_broken_with_the_progress(make_api: MakeApi
 
 @pytest.mark.parametrize("query", ["", "?stream=true"])
 async def test_client_that_leaves_aborts_every_sequence(make_api: MakeApi, query: str) -> None:
-    api = make_api(gate=Gate(), gate_at=1)
+    api = make_api(gate=asyncio.Event(), gate_at=1)
     async with serving(api.app) as url, httpx.AsyncClient(base_url=url) as http:
         body = {"prompts": PROMPTS, "max_tokens": 5}
         asking = asyncio.create_task(http.post(f"/v1/batch/sync{query}", json=body))
@@ -285,21 +274,19 @@ async def test_async_batch_can_be_cancelled(api: Api) -> None:
 
 async def test_stats_are_no_batch_id(api: Api) -> None:
     await sync(api, ["a"], "/v1/batch/async")
-    stats = (await api.http.get("/v1/batch/stats")).json()
-    assert stats == {
+    assert (await api.http.get("/v1/batch/stats")).json() == {
         "total_batches": 1, "pending": 1, "processing": 0, "completed": 0, "failed": 0, "cancelled": 0,
         "tokens_per_sec": 12.5,
     }  # fmt: skip
-    response = await api.http.get("/v1/batch/statistics")
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "batch_not_found")
+    assert refusal(await api.http.get("/v1/batch/statistics")) == (404, "batch_not_found", None)
 
 
 async def test_same_key_and_body_is_the_same_batch(api: Api) -> None:
     body = {"prompts": PROMPTS}
     first = await api.post("/v1/batch/async", body, idempotency_key="k")
     assert (await api.post("/v1/batch/async", body, idempotency_key="k")).json() == first.json()
-    response = await api.post("/v1/batch/async", {"prompts": ["other"]}, idempotency_key="k")
-    assert (response.status_code, response.json()["error"]["code"]) == (409, "idempotency_key_in_use")
+    other = await api.post("/v1/batch/async", {"prompts": ["other"]}, idempotency_key="k")
+    assert refusal(other) == (409, "idempotency_key_in_use", None)
 
 
 async def test_what_prompts_share_counts_once_for_each(make_api: MakeApi) -> None:
@@ -307,5 +294,5 @@ async def test_what_prompts_share_counts_once_for_each(make_api: MakeApi) -> Non
     long = {"stop": ["x" * 200]}
     assert (await api.post("/v1/batch/async", {"prompts": ["a"] * 30, **long})).status_code == 202
     response = await api.post("/v1/batch/async", {"prompts": ["a"] * 50, **long})
-    assert response.status_code == 400 and response.json()["error"]["param"] == "prompts"
-    assert "at most 10 000 are accepted" in response.json()["error"]["message"]
+    assert refusal(response) == (400, "invalid_value", "prompts")
+    assert "at most 10000 are accepted" in response.json()["error"]["message"]

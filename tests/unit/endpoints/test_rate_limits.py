@@ -1,6 +1,4 @@
-"""The `x-ratelimit-*` headers, and that a refusal is counted once."""
-
-from __future__ import annotations
+"""The `x-ratelimit-*` headers; a refusal is counted once."""
 
 from typing import Any
 
@@ -99,11 +97,21 @@ async def refusals(api: Api) -> dict[str, float]:
     }
 
 
-NONE = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0, "max_predicted_wait": 0, "deadline": 0}
+NONE = {
+    "max_num_queued_reqs": 0,
+    "max_num_queued_tokens": 0,
+    "max_tenant_queued_reqs": 0,
+    "max_tenant_queued_tokens": 0,
+    "max_predicted_wait": 0,
+    "deadline": 0,
+    "key_requests_per_minute": 0,
+    "key_tokens_per_minute": 0,
+    "key_max_concurrent_requests": 0,
+}
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 4}, {"stream": True}, {"stream": True, "n": 4}])
-@pytest.mark.parametrize("reason", NONE)
+@pytest.mark.parametrize("reason", ["max_num_queued_reqs", "max_tenant_queued_reqs"])
 async def test_a_refusal_that_a_client_sees_counts_once(make_api: MakeApi, fields: dict[str, Any], reason: str) -> None:
     api = make_api(fail_at=0, error=Overloaded("full", reason=reason))
     assert await refusals(api) == NONE

@@ -1,7 +1,5 @@
 """Streams over the engine thread."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -17,11 +15,11 @@ from hypothesis import strategies as st
 
 from replicas.cpu_scheduling import use_batch_scheduling
 from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
-from replicas.engine.batch import ItemResult, ScheduledBatch
+from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.interfaces import IncrementalDecoder
-from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
+from replicas.engine.output_processor import DecoderFactory
+from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
 from testkit.engine.shadow_runner import IDENTITY, ShadowRunner, config, continuation, decoders, request
 from testkit.limits import LIMIT_S
@@ -29,11 +27,14 @@ from testkit.limits import LIMIT_S
 
 @asynccontextmanager
 async def running(
-    engine_config: EngineConfig | None = None, coalescing: Coalescing | None = None, runner: ShadowRunner | None = None
+    engine_config: EngineConfig | None = None,
+    coalescing: Coalescing | None = None,
+    runner: ShadowRunner | None = None,
+    make_decoder: DecoderFactory = decoders,
 ) -> AsyncGenerator[AsyncEngine, None]:
     engine_config = engine_config or config()
     runner = runner or ShadowRunner(engine_config.block_size)
-    engine = AsyncEngine(Engine(engine_config, runner, decoders, IDENTITY), coalescing or Coalescing())
+    engine = AsyncEngine(Engine(engine_config, runner, make_decoder, IDENTITY), coalescing or Coalescing())
     engine.start()
     try:
         yield engine
@@ -43,6 +44,10 @@ async def running(
 
 async def collect(engine: AsyncEngine, asked: GenerateRequest) -> list[TokenDelta]:
     return [delta async for delta in engine.generate(asked)]
+
+
+def token_ids(deltas: list[TokenDelta]) -> tuple[int, ...]:
+    return tuple(token_id for delta in deltas for token_id in delta.token_ids)
 
 
 async def until_idle(engine: AsyncEngine) -> None:
@@ -65,15 +70,13 @@ class GatedRunner(ShadowRunner):
         return super().execute(batch)
 
 
-async def test_streams_run_together_and_each_is_right() -> None:
-    async with running() as engine:
-        requests = [request(f"r{n}", tuple(range(n, n + 5)), max_tokens=10) for n in range(12)]
-        streams = await asyncio.gather(*(collect(engine, asked) for asked in requests))
-    for asked, deltas in zip(requests, streams, strict=True):
-        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-        assert token_ids == continuation(asked.prompt_token_ids, 10)
-        assert [delta.finish_reason for delta in deltas].count(FinishReason.LENGTH) == 1
-        assert deltas[-1].finish_reason is FinishReason.LENGTH and deltas[-1].stats is not None
+@asynccontextmanager
+async def gated(
+    engine_config: EngineConfig | None = None, coalescing: Coalescing | None = None
+) -> AsyncGenerator[tuple[AsyncEngine, GatedRunner], None]:
+    runner = GatedRunner(4)
+    async with running(engine_config, coalescing, runner) as engine:
+        yield engine, runner
 
 
 async def test_deltas_merge_while_the_reader_lags() -> None:
@@ -81,29 +84,38 @@ async def test_deltas_merge_while_the_reader_lags() -> None:
         deltas = [await anext(stream)]
         await until_idle(engine)
         deltas += [delta async for delta in stream]
-    assert sum(len(delta.token_ids) for delta in deltas) == 50
+    assert len(token_ids(deltas)) == 50
     # Between the engine's being idle and its last deltas' being delivered we may read once.
     assert len(deltas) <= 3 and deltas[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_coalesced_stream_sends_the_first_token_at_once_and_then_several() -> None:
-    runner = GatedRunner(4)
+async def delta_sizes(flush_policy: FlushPolicy, asked: GenerateRequest) -> list[int]:
+    """Return the number of tokens in each delta of a stream whose reader takes the first before the second is made."""
     async with (
-        running(coalescing=Coalescing(FlushPolicy(interval_s=60.0, num_tokens=4)), runner=runner) as engine,
-        aclosing(engine.generate(request(max_tokens=11))) as stream,
+        gated(coalescing=Coalescing(flush_policy)) as (engine, runner),
+        aclosing(engine.generate(asked)) as stream,
     ):
         runner.gate.release()
-        sizes = [len((await anext(stream)).token_ids)]
+        deltas = [await anext(stream)]
         runner.gate.release(10)
-        sizes += [len(delta.token_ids) async for delta in stream]
+        deltas += [delta async for delta in stream]
+    return [len(delta.token_ids) for delta in deltas]
+
+
+async def test_coalescing_sends_one_token_at_once_and_then_several() -> None:
+    sizes = await delta_sizes(FlushPolicy(interval_s=60.0, num_tokens=4), request(max_tokens=11))
     assert sizes[0] == 1 and sum(sizes) == 11
     assert all(size >= 4 for size in sizes[1:-1])
 
 
+async def test_unstreamed_request_has_its_own_flush_interval() -> None:
+    asked = replace(request(max_tokens=11), delta_interval_s=60.0)
+    assert await delta_sizes(FlushPolicy(interval_s=0.0, num_tokens=1), asked) == [1, 10]
+
+
 async def test_coalescing_waits_no_longer_than_its_interval() -> None:
-    runner = GatedRunner(4)
     async with (
-        running(coalescing=Coalescing(FlushPolicy(interval_s=0.01, num_tokens=1000)), runner=runner) as engine,
+        gated(coalescing=Coalescing(FlushPolicy(interval_s=0.01, num_tokens=1000))) as (engine, runner),
         aclosing(engine.generate(request(max_tokens=3))) as stream,
     ):
         for _ in range(2):
@@ -113,10 +125,9 @@ async def test_coalescing_waits_no_longer_than_its_interval() -> None:
         runner.gate.release()
 
 
-async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not_mind_others() -> None:
-    runner = GatedRunner(4)
+async def test_many_streams_are_throttled_except_more_urgent_ones() -> None:
     coalescing = Coalescing(FlushPolicy(interval_s=0.5, num_tokens=4), max_stream_chunks_per_s=0.05)
-    async with running(coalescing=coalescing, runner=runner) as engine, AsyncExitStack() as streams:
+    async with gated(coalescing=coalescing) as (engine, runner), AsyncExitStack() as streams:
         assert engine.flush_policy(Band.BATCH) == coalescing.flush_policy
         for number in range(3):
             asked = replace(request(f"request-{number}", max_tokens=12), band=Band.BATCH)
@@ -128,7 +139,7 @@ async def test_the_more_streams_the_less_often_each_sends_but_urgent_ones_do_not
         assert len([delta async for delta in stream]) == 1, "what came within the minute, at its end"
 
 
-def test_only_streams_that_were_slowed_down_send_together() -> None:
+def test_only_throttled_streams_flush_together() -> None:
     coalescing = Coalescing(
         FlushPolicy(interval_s=0.5, num_tokens=4), max_stream_chunks_per_s=4.0, align_when_throttled=True
     )
@@ -136,26 +147,12 @@ def test_only_streams_that_were_slowed_down_send_together() -> None:
 
 
 @given(st.floats(0, 1e6), st.floats(0.01, 100))
-def test_a_common_moment_is_one_for_all_and_about_an_interval_away(last_s: float, interval_s: float) -> None:
+def test_aligned_flushes_are_about_an_interval_apart(last_s: float, interval_s: float) -> None:
     flush_policy = FlushPolicy(interval_s, 1, is_aligned=True)
     next_flush_s = flush_policy.next_flush_s(last_s)
     assert 0.499 < (next_flush_s - last_s) / interval_s < 1.501
     assert math.isclose(next_flush_s, round(next_flush_s / interval_s) * interval_s)
     assert flush_policy.next_flush_s(-math.inf) == -math.inf, "the first delta waits for nothing"
-
-
-async def test_a_request_that_nobody_watches_has_its_own_interval() -> None:
-    runner = GatedRunner(4)
-    asked = replace(request(max_tokens=11), delta_interval_s=60.0)
-    async with (
-        running(coalescing=Coalescing(FlushPolicy(interval_s=0.0, num_tokens=1)), runner=runner) as engine,
-        aclosing(engine.generate(asked)) as stream,
-    ):
-        runner.gate.release()
-        sizes = [len((await anext(stream)).token_ids)]
-        runner.gate.release(10)
-        sizes += [len(delta.token_ids) async for delta in stream]
-    assert sizes == [1, 10]
 
 
 async def test_closing_a_stream_frees_its_blocks_and_its_neighbours_go_on() -> None:
@@ -165,7 +162,7 @@ async def test_closing_a_stream_frees_its_blocks_and_its_neighbours_go_on() -> N
             await anext(stream)
         deltas = await neighbour
         await until_idle(engine)
-        assert sum(len(delta.token_ids) for delta in deltas) == 100
+        assert len(token_ids(deltas)) == 100
         stats = engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
 
@@ -189,8 +186,7 @@ async def test_streams_dropped_at_random_moments_leave_no_block() -> None:
 
 
 async def test_refusals_are_the_only_delta_of_their_stream() -> None:
-    runner = GatedRunner(4)
-    async with running(config(max_num_seqs=1, max_queued_requests=0), runner=runner) as engine:
+    async with gated(config(max_num_seqs=1, max_queued_requests=0)) as (engine, runner):
         running_stream = asyncio.create_task(collect(engine, request("runs", max_tokens=2)))
         await asyncio.to_thread(runner.entered.acquire)
         overloaded = asyncio.create_task(collect(engine, request("refused")))
@@ -203,9 +199,8 @@ async def test_refusals_are_the_only_delta_of_their_stream() -> None:
         assert (await running_stream)[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_request_sent_again_before_its_abort_is_done_gets_its_own_tokens() -> None:
-    runner = GatedRunner(4)
-    async with running(runner=runner) as engine:
+async def test_request_sent_again_before_its_abort_gets_its_own_tokens() -> None:
+    async with gated() as (engine, runner):
         first = asyncio.create_task(collect(engine, request("x", (1, 2, 3), max_tokens=9)))
         await asyncio.to_thread(runner.entered.acquire)
         first.cancel()
@@ -214,7 +209,7 @@ async def test_request_sent_again_before_its_abort_is_done_gets_its_own_tokens()
         runner.gate.release(100)
         deltas = await second
     assert {delta.request_id for delta in deltas} == {"x"}
-    assert tuple(token for delta in deltas for token in delta.token_ids) == continuation((4, 5, 6), 3)
+    assert token_ids(deltas) == continuation((4, 5, 6), 3)
 
 
 class FailingDecoder:
@@ -229,42 +224,26 @@ class FailingDecoder:
             raise OverflowError("no such character")
         return "x"
 
+    def finish(self) -> str:
+        return ""
 
-async def test_sequence_whose_text_cannot_be_decoded_fails_alone_even_if_its_reader_lags() -> None:
+
+async def test_sequence_whose_text_cannot_be_decoded_fails_alone() -> None:
     def failing_decoder(asked: GenerateRequest) -> IncrementalDecoder:
         if asked.request_id.startswith("never"):
             raise OverflowError("no decoder")
         return FailingDecoder() if asked.request_id.startswith("bad") else decoders(asked)
 
-    engine = AsyncEngine(
-        Engine(config(), ShadowRunner(4), failing_decoder, IDENTITY), Coalescing(FlushPolicy(0.05, 100))
-    )
-    engine.start()
-    names = ("bad", "good", "never")
-    streams = await asyncio.gather(*(collect(engine, request(name, max_tokens=8)) for name in names))
-    await engine.stop()
-    bad, good, never = streams
-    assert isinstance(bad[-1].error, SequenceFailed) and sum(len(delta.token_ids) for delta in bad) == 2
+    async with running(coalescing=Coalescing(FlushPolicy(0.05, 100)), make_decoder=failing_decoder) as engine:
+        names = ("bad", "good", "never")
+        bad, good, never = await asyncio.gather(*(collect(engine, request(name, max_tokens=8)) for name in names))
+    assert isinstance(bad[-1].error, SequenceFailed) and len(token_ids(bad)) == 2
     assert good[-1].finish_reason is FinishReason.LENGTH
     assert isinstance(never[-1].error, SequenceFailed)
 
 
-async def test_hang_of_the_first_step_after_idleness_shows() -> None:
-    runner = GatedRunner(4)
-    async with running(runner=runner) as engine:
-        stream = asyncio.create_task(collect(engine, request(max_tokens=1)))
-        await asyncio.to_thread(runner.entered.acquire)
-        async with asyncio.timeout(5):
-            while not engine.stats().stalled_s > 0.01:
-                await asyncio.sleep(0.001)
-        assert engine.stats().num_waiting == 1
-        runner.gate.release(10)
-        await stream
-
-
 async def test_death_of_the_engine_answers_every_waiting_request() -> None:
-    runner = GatedRunner(4)
-    async with running(config(max_num_seqs=2), runner=runner) as engine:
+    async with gated(config(max_num_seqs=2)) as (engine, runner):
         streams = [asyncio.create_task(collect(engine, request(f"r{n}", max_tokens=9))) for n in range(5)]
         await asyncio.to_thread(runner.entered.acquire)
         runner.gate.release()
@@ -275,21 +254,24 @@ async def test_death_of_the_engine_answers_every_waiting_request() -> None:
             last = (await stream)[-1]
             assert isinstance(last.error, EngineDead) and last.finish_reason is FinishReason.ERROR
         (refusal,) = await collect(engine, request("later"))
-        assert isinstance(refusal.error, EngineDead)
+        assert isinstance(refusal.error, ReplicaLost) and not refusal.error.has_died
         with pytest.raises(EngineDead, match="the device failed"):
             engine.check_alive()
 
 
-async def test_stats_tell_how_long_a_step_has_hung() -> None:
-    runner = GatedRunner(4)
-    async with running(runner=runner) as engine:
+@pytest.mark.parametrize(("num_done", "waiting_and_running"), [(0, (1, 0)), (1, (0, 1))])
+async def test_stats_tell_how_long_a_step_has_hung(num_done: int, waiting_and_running: tuple[int, int]) -> None:
+    async with gated() as (engine, runner):
         stream = asyncio.create_task(collect(engine, request(max_tokens=2)))
-        runner.gate.release()
-        await asyncio.to_thread(lambda: [runner.entered.acquire() for _ in range(2)])
+        await asyncio.to_thread(runner.entered.acquire)
+        for _ in range(num_done):
+            runner.gate.release()
+            await asyncio.to_thread(runner.entered.acquire)
         first = engine.stats()
-        while engine.stats().stalled_s < first.stalled_s + 0.01:
-            await asyncio.sleep(0.001)
-        assert first.num_running == 1
+        async with asyncio.timeout(LIMIT_S):
+            while engine.stats().stalled_s < first.stalled_s + 0.01:
+                await asyncio.sleep(0.001)
+        assert (first.num_waiting, first.num_running) == waiting_and_running
         runner.gate.release(10)
         await stream
         await until_idle(engine)
@@ -308,7 +290,7 @@ async def test_drain_ends_when_the_accepted_streams_have() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="this system has no SCHED_BATCH")
-def test_of_a_process_that_interrupts_nobody_the_engine_alone_may() -> None:
+def test_engine_thread_has_the_normal_scheduling_policy() -> None:
     seen: list[int] = []
 
     class NotingRunner(ShadowRunner):

@@ -10,17 +10,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from replicas.engine.batch import ItemResult, ScheduledBatch, ScheduledSequence
+from replicas.engine.batch import ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
-from replicas.engine.interfaces import LaunchedStep
-from replicas.errors import DeadlineExceeded, Overloaded
-from replicas.protocol import Band, FinishReason, GenerateRequest
+from replicas.protocol import FinishReason, GenerateRequest
+from testkit.engine.random_worlds import play, random_config, random_request
 from testkit.engine.shadow_runner import FakeClock, Outcome, ShadowRunner, World, config, continuation, request
 from tests.seeds import Seeds
-from tests.unit.engine import test_waste
-from tests.unit.engine.test_async_engine import collect, running, until_idle
-from tests.unit.engine.test_random_schedules import random_config
-from tests.unit.engine.test_waste import num_computed, prompt_of, wasted
+from tests.unit.engine.test_async_engine import collect, running, token_ids, until_idle
+from tests.unit.engine.test_engine_metrics import num_computed, prompt_of, wasted
 
 EOS = frozenset({3, 31, 59})
 _GARBAGE = -1
@@ -60,7 +57,7 @@ class PipelinedRunner(ShadowRunner):
         self._num_sound_launches = 0
 
     def failure(self) -> RuntimeError:
-        """What to raise. Then all goes well for a while, so that the guiltless items come through one by one."""
+        """Return an error to raise; after it no step fails for a while, so that the other items succeed one by one."""
         self._num_sound_launches = _MAX_ITEMS + 1
         return RuntimeError("the device failed")
 
@@ -96,23 +93,17 @@ class PipelinedWorld(World):
     def __init__(self, config: EngineConfig, step_s: float = 0.0) -> None:
         super().__init__(replace(config, async_scheduling=True), step_s, PipelinedRunner)
 
-    def run(self, max_steps: int = 10_000) -> None:
-        super().run(max_steps)
+    def run(self, *requests: GenerateRequest) -> None:
+        super().run(*requests)
         assert not self.runner.pending, "an idle engine left a step on the device"
         load = self.engine.stats()
         assert load.outstanding_tokens == load.waiting_tokens == 0
 
 
-def random_request(rng: random.Random, world: World, number: int) -> GenerateRequest:
-    """Anything that ends by length, token or text, with or without a look back at its tokens."""
-    limit = world.config.max_model_len
-    prompt = tuple(rng.choice([1, 2]) for _ in range(rng.randint(1, limit - 1)))
-    max_tokens = rng.choice([0, *range(1, limit - len(prompt) + 1)]) if rng.random() < 0.1 else limit - len(prompt)
-    scores = max_tokens == 0 or rng.random() < 0.1
-    deadline = world.clock.unix(world.clock.now + rng.uniform(0, 20)) if rng.random() < 0.1 else None
-    made = request(
-        f"r{number}", prompt, max_tokens, rng.choice(list(Band)), deadline,
-        prompt_logprobs=0 if scores else None,
+def anything(rng: random.Random, world: World, number: int) -> GenerateRequest:
+    """Return a request that ends by length, token or text, with or without penalties for its earlier tokens."""
+    return random_request(
+        rng, world, number,
         stop=rng.choice([(), (), ("c",), ("ab", "g"), ("xyz",)]),
         stop_token_ids=rng.choice([(), (7, 8)]),
         min_tokens=rng.choice([0, 0, 2]),
@@ -120,63 +111,26 @@ def random_request(rng: random.Random, world: World, number: int) -> GenerateReq
         repetition_penalty=1.1 if rng.random() < 0.1 else 1.0,
         frequency_penalty=0.5 if rng.random() < 0.05 else 0.0,
     )  # fmt: skip
-    return replace(made, is_isolated=rng.random() < 0.05)
 
 
 def alone(asked: GenerateRequest) -> Outcome:
-    """What a synchronous engine with room for everything answers."""
+    """Return the outcome in a synchronous engine with room for everything."""
     world = World(config(num_blocks=200, max_model_len=800, eos_token_ids=EOS))
-    world.add(replace(asked, deadline_unix_s=None))
-    world.run()
+    world.run(replace(asked, deadline_unix_s=None))
     return world.outcomes[asked.request_id]
 
 
-def act(rng: random.Random, world: World, requests: dict[str, GenerateRequest], aborted: set[str]) -> None:
-    choice = rng.random()
-    if choice < 0.3:
-        new = random_request(rng, world, len(requests))
-        try:
-            world.add(new)
-        except Overloaded:
-            return
-        requests[new.request_id] = new
-    elif choice < 0.36 and requests:
-        victim = rng.choice(list(requests))
-        if world.outcomes[victim].finish_reason is None:
-            aborted.add(victim)
-        world.engine.abort(victim)
-    else:
-        world.clock.now += rng.uniform(0, 0.5)
-        world.step()
-
-
-def check_outcome(outcome: Outcome, asked: GenerateRequest, was_aborted: bool) -> None:
-    expected = alone(asked)
-    assert outcome.token_ids == expected.token_ids[: len(outcome.token_ids)]
-    assert expected.text.startswith(outcome.text)
-    if was_aborted:
-        assert outcome.finish_reason is None
-    elif outcome.finish_reason is FinishReason.ERROR:
-        assert outcome.last is not None and isinstance(outcome.last.error, DeadlineExceeded)
-    else:
-        assert outcome.last is not None and expected.last is not None
-        assert (outcome.token_ids, outcome.text) == (expected.token_ids, expected.text)
-        assert outcome.finish_reason is expected.finish_reason
-        assert outcome.last.stop_reason == expected.last.stop_reason
-        assert outcome.prompt_logprobs == expected.prompt_logprobs
-        assert outcome.last.usage.completion_tokens == len(expected.token_ids)
-
-
-def play(rng: random.Random, world: PipelinedWorld) -> None:
-    """Random adds, steps and aborts to the end, every answer checked."""
-    requests: dict[str, GenerateRequest] = {}
-    aborted: set[str] = set()
-    for _ in range(rng.randint(20, 60)):
-        act(rng, world, requests, aborted)
-        world.engine.check_invariants()
-    world.run()
-    for asked in requests.values():
-        check_outcome(world.outcomes[asked.request_id], asked, asked.request_id in aborted)
+def check_outcomes(rng: random.Random, world: PipelinedWorld) -> None:
+    """Play `world` to its end, and compare every outcome with that of a synchronous engine."""
+    for asked, outcome, is_whole in play(rng, world, anything):
+        expected = alone(asked)
+        assert outcome.token_ids == expected.token_ids[: len(outcome.token_ids)]
+        assert expected.text.startswith(outcome.text)
+        if is_whole:
+            assert outcome.last is not None and expected.last is not None
+            assert replace(outcome, last=None) == replace(expected, last=None)
+            assert outcome.last.stop_reason == expected.last.stop_reason
+            assert outcome.last.usage.completion_tokens == len(expected.token_ids)
 
 
 @pytest.mark.random_worlds(480, per_call=60)
@@ -184,8 +138,8 @@ def test_random_worlds_give_what_a_synchronous_engine_gives(seeds: Seeds) -> Non
     num_preemptions = num_overlapping = num_surplus = 0
     for seed in seeds:
         rng = random.Random(seed)
-        world = PipelinedWorld(replace(random_config(rng), eos_token_ids=EOS))
-        play(rng, world)
+        world = PipelinedWorld(random_config(rng, eos_token_ids=EOS))
+        check_outcomes(rng, world)
         num_preemptions += world.engine._scheduler.num_preemptions
         num_overlapping += world.runner.num_overlapping
         num_surplus += wasted(world)["surplus"] > 0
@@ -198,29 +152,54 @@ def test_random_worlds_give_what_a_synchronous_engine_gives(seeds: Seeds) -> Non
 def test_a_device_that_fails_now_and_then_changes_no_answer(seeds: Seeds) -> None:
     for seed in seeds:
         rng = random.Random(seed)
-        world = PipelinedWorld(replace(random_config(rng), eos_token_ids=EOS))
+        world = PipelinedWorld(random_config(rng, eos_token_ids=EOS))
         world.runner.rng, world.runner.failure_share = rng, 0.2
-        play(rng, world)
+        check_outcomes(rng, world)
 
 
+def play_with_deadlines(rng: random.Random, world: World) -> int:
+    """Play random requests, deadlines and aborts to the end; return the number of computed tokens that were of use."""
+    names: list[str] = []
+    for number in range(30):
+        deadline_unix_s = world.clock.unix(world.clock.now + rng.randrange(4, 60)) if rng.random() < 0.3 else None
+        world.add(
+            request(
+                str(number), prompt_of(number, rng.randrange(2, 40)), max_tokens=rng.randrange(1, 24),
+                deadline_unix_s=deadline_unix_s,
+            )
+        )  # fmt: skip
+        names.append(str(number))
+        world.step(rng.randrange(4))
+        if rng.random() < 0.3:
+            world.engine.abort(rng.choice(names))
+    world.run()
+    return sum(
+        outcome.last.usage.prompt_tokens + outcome.last.usage.completion_tokens - 1 - outcome.last.usage.cached_tokens
+        for outcome in world.outcomes.values()
+        if outcome.last is not None and outcome.finish_reason is not None and outcome.last.error is None
+    )
+
+
+@pytest.mark.parametrize(("make_world", "eos_token_ids"), [(World, frozenset()), (PipelinedWorld, EOS)])
 @pytest.mark.random_worlds(40, per_call=10)
-def test_every_computed_token_was_of_use_or_is_wasted(seeds: Seeds) -> None:
+def test_every_computed_token_was_of_use_or_is_wasted(
+    make_world: type[World], eos_token_ids: frozenset[int], seeds: Seeds
+) -> None:
     for seed in seeds:
         rng = random.Random(seed)
         limits = {"num_blocks": 24, "max_model_len": 64, "max_num_batched_tokens": rng.choice([9, 32])}
         caching = rng.random() < 0.7
-        world = PipelinedWorld(config(**limits, enable_prefix_caching=caching, eos_token_ids=EOS), step_s=1.0)
-        useful = test_waste.play(rng, world)
+        world = make_world(config(**limits, enable_prefix_caching=caching, eos_token_ids=eos_token_ids), step_s=1.0)
+        useful = play_with_deadlines(rng, world)
         assert useful + sum(wasted(world).values()) == num_computed(world)
-        assert useful > 0 and wasted(world)["surplus"] > 0
+        assert useful > 0 and sum(wasted(world).values()) > 0
+        assert make_world is World or wasted(world)["surplus"] > 0
 
 
 def test_an_end_by_length_is_known_ahead_and_costs_nothing() -> None:
     worlds = World(config()), PipelinedWorld(config())
     for world in worlds:
-        for number in range(4):
-            world.add(request(str(number), prompt_of(number, 9), max_tokens=6 + number))
-        world.run()
+        world.run(*(request(str(number), prompt_of(number, 9), max_tokens=6 + number) for number in range(4)))
     synchronous, ahead = worlds
     assert len(ahead.runner.batches) == len(synchronous.runner.batches)
     assert num_computed(ahead) == num_computed(synchronous)
@@ -231,34 +210,25 @@ def test_an_end_by_token_costs_one_surplus_token_that_nobody_sees() -> None:
     asked = request("r", (1, 2, 3), max_tokens=100)
     eos = frozenset({alone(asked).token_ids[5]})
     world = PipelinedWorld(config(eos_token_ids=eos))
-    world.add(asked)
-    world.run()
+    world.run(asked)
     outcome = world.outcomes["r"]
     assert outcome.finish_reason is FinishReason.STOP and outcome.token_ids[-1] in eos
     assert num_computed(world) == 3 + len(outcome.token_ids) - 1 + 1
     assert wasted(world)["surplus"] == 1
 
 
-def test_a_sequence_that_looks_back_is_never_a_step_ahead() -> None:
+@pytest.mark.parametrize(("presence_penalty", "num_overlapping"), [(0.5, 0), (0.0, 7)])
+def test_steps_overlap_unless_penalties_need_known_tokens(presence_penalty: float, num_overlapping: int) -> None:
     world = PipelinedWorld(config())
-    world.add(request("back", (1, 2, 3), max_tokens=8, presence_penalty=0.5))
-    world.run()
-    assert world.runner.num_overlapping == 0
-    assert world.num_steps == 8
+    world.run(request("r", (1, 2, 3), max_tokens=8, presence_penalty=presence_penalty))
+    assert world.runner.num_overlapping == num_overlapping
+    assert num_overlapping or world.num_steps == 8
 
 
-def test_steps_overlap_while_nobody_looks_back() -> None:
-    world = PipelinedWorld(config())
-    world.add(request("r", (1, 2, 3), max_tokens=8))
-    world.run()
-    assert world.runner.num_overlapping == 7
-
-
-def test_an_aborted_request_gives_back_its_blocks_while_its_step_is_on_its_way() -> None:
+def test_abort_frees_blocks_while_the_step_is_in_flight() -> None:
     world = PipelinedWorld(config())
     world.add(request("leaves", (1, 2, 3), max_tokens=50))
-    for _ in range(5):
-        world.step()
+    world.step(5)
     assert world.runner.pending
     world.engine.abort("leaves")
     assert world.engine.stats().num_free_blocks == world.config.num_blocks
@@ -271,24 +241,35 @@ def test_an_aborted_request_gives_back_its_blocks_while_its_step_is_on_its_way()
 def test_time_on_the_device_is_counted_once_where_steps_overlap() -> None:
     world = PipelinedWorld(config(), step_s=0.1)
     world.add(request("r", (1, 2, 3), max_tokens=40))
-    world.run()
+    world.step(30)
     assert world.engine.stats().generated_tokens_per_s == pytest.approx(10.0, rel=0.1)
 
 
-def test_a_broken_device_ends_the_engine() -> None:
-    world = PipelinedWorld(config())
-    for number in range(3):
-        world.add(request(str(number), (1, 2, 3), max_tokens=50))
-    for _ in range(4):
-        world.step()
+def test_an_engine_without_work_generates_nothing_and_keeps_its_speed() -> None:
+    world = PipelinedWorld(config(max_num_seqs=1), step_s=0.1)
+    world.run(request("r", (1, 2, 3), max_tokens=40))
+    assert world.engine.stats().generated_tokens_per_s == 0.0
+    assert world.engine.stats().saturated_tokens_per_s > 0.0
+    world.add(request("next", (1, 2, 3), max_tokens=40))
+    world.step(3)
+    assert world.engine.stats().generated_tokens_per_s > 0.0
+
+
+@pytest.mark.parametrize("num_steps", [0, 4])
+@pytest.mark.parametrize("make_world", [World, PipelinedWorld])
+def test_a_device_that_fails_everything_ends_the_engine(make_world: type[World], num_steps: int) -> None:
+    world = make_world(config())
+    world.add(*(request(str(number), (1, 2, 3), max_tokens=50) for number in range(3)))
+    world.step(num_steps)
     world.runner.fail_on = frozenset(range(97))
-    with pytest.raises(RuntimeError, match="failed"):
+    with pytest.raises(RuntimeError, match="the device failed"):
         world.run()
 
 
-async def test_streams_of_an_engine_a_step_ahead_end_and_leave_it_idle() -> None:
-    runner = PipelinedRunner(4)
-    async with running(config(async_scheduling=True), runner=runner) as engine:
+@pytest.mark.parametrize("is_ahead", [False, True])
+async def test_streams_run_together_and_each_is_right(is_ahead: bool) -> None:
+    runner = PipelinedRunner(4) if is_ahead else ShadowRunner(4)
+    async with running(config(async_scheduling=is_ahead), runner=runner) as engine:
         requests = [request(f"r{n}", tuple(range(n, n + 5)), max_tokens=10) for n in range(12)]
         streams = await asyncio.gather(*(collect(engine, asked) for asked in requests))
         async with aclosing(engine.generate(request("leaves", (1, 2, 3), max_tokens=100))) as stream:
@@ -296,6 +277,7 @@ async def test_streams_of_an_engine_a_step_ahead_end_and_leave_it_idle() -> None
         await engine.drain()
         await until_idle(engine)
     for asked, deltas in zip(requests, streams, strict=True):
-        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-        assert token_ids == continuation(asked.prompt_token_ids, 10)
-    assert runner.num_overlapping > 0
+        assert token_ids(deltas) == continuation(asked.prompt_token_ids, 10)
+        assert [delta.finish_reason for delta in deltas].count(FinishReason.LENGTH) == 1
+        assert deltas[-1].finish_reason is FinishReason.LENGTH and deltas[-1].stats is not None
+    assert not isinstance(runner, PipelinedRunner) or runner.num_overlapping > 0

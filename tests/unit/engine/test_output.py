@@ -1,13 +1,11 @@
-"""Where a sequence ends and what its reader sees of it."""
-
-from __future__ import annotations
+"""Ends of sequences, and the text and deltas that readers see."""
 
 import random
 from dataclasses import replace
 
 import pytest
 
-from replicas.engine.detokenizer import Detokenizer
+from replicas.engine.output_processor import Detokenizer
 from replicas.errors import SequenceFailed
 from replicas.protocol import FinishReason, TokenDelta, Usage, merge
 from testkit.engine.shadow_runner import World, config, continuation, request
@@ -22,6 +20,9 @@ class Spelling:
     def push(self, token_id: int) -> str:
         return self._alphabet[token_id]
 
+    def finish(self) -> str:
+        return ""
+
 
 def spell(text: str, *stop: str, may_stop_from: int = 0) -> tuple[list[str], str | None]:
     """Each character's shown text, and the stop string found."""
@@ -35,24 +36,22 @@ def spell(text: str, *stop: str, may_stop_from: int = 0) -> tuple[list[str], str
     return shown, None
 
 
-def test_text_before_a_stop_string_is_shown_and_nothing_after() -> None:
-    shown, stop = spell("hello END more", "END")
-    assert "".join(shown) == "hello " and stop == "END"
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "found"),
+    [
+        ("hello END more", ("END",), "hello ", "END"),
+        ("xEN", ("END",), "xEN", None),
+        ("one two", ("two", "ne"), "o", "ne"),
+    ],
+    ids=["nothing after a stop string", "held text at the end", "the earliest stop string wins"],
+)
+def test_text_is_shown_up_to_a_stop_string(text: str, stops: tuple[str, ...], shown: str, found: str | None) -> None:
+    pieces, stop = spell(text, *stops)
+    assert ("".join(pieces), stop) == (shown, found)
 
 
-def test_possible_beginning_of_a_stop_string_is_held_back_until_decided() -> None:
-    shown, stop = spell("aab", "aac")
-    assert shown == ["", "", "aab", ""] and stop is None
-
-
-def test_held_text_is_shown_at_the_end() -> None:
-    shown, stop = spell("xEN", "END")
-    assert "".join(shown) == "xEN" and stop is None
-
-
-def test_earliest_stop_string_wins() -> None:
-    shown, stop = spell("one two", "two", "ne")
-    assert "".join(shown) == "o" and stop == "ne"
+def test_possible_stop_string_is_held_back_until_decided() -> None:
+    assert spell("aab", "aac") == (["", "", "aab", ""], None)
 
 
 def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
@@ -79,26 +78,24 @@ def test_eos_ends_unless_ignored_and_its_text_is_not_shown() -> None:
     eos = next(token for index, token in enumerate(third) if index >= 2 and token not in third[:index])
     end = third.index(eos) + 1
     world = World(config(eos_token_ids=frozenset({eos})))
-    world.add(request("stops", max_tokens=8))
-    world.add(request("ignores", max_tokens=8, ignore_eos=True))
-    world.add(request("named", max_tokens=8, ignore_eos=True, stop_token_ids=(eos,)))
-    world.run()
+    world.run(
+        request("stops", max_tokens=8),
+        request("ignores", max_tokens=8, ignore_eos=True),
+        request("named", max_tokens=8, ignore_eos=True, stop_token_ids=(eos,)),
+    )
     stops, ignores, named = (world.outcomes[name] for name in ("stops", "ignores", "named"))
-    assert (tuple(stops.token_ids), stops.finish_reason) == (third[:end], FinishReason.STOP)
     assert (len(ignores.token_ids), ignores.finish_reason) == (8, FinishReason.LENGTH)
-    assert (tuple(named.token_ids), named.finish_reason) == (third[:end], FinishReason.STOP)
-    assert stops.last is not None and stops.last.stop_reason is None
-    assert named.last is not None and named.last.stop_reason == eos
+    for outcome, stop_reason in ((stops, None), (named, eos)):
+        assert (tuple(outcome.token_ids), outcome.finish_reason) == (third[:end], FinishReason.STOP)
+        assert outcome.last is not None and outcome.last.stop_reason == stop_reason
     assert ignores.text.startswith(stops.text) and len(ignores.text) > len(stops.text)
 
 
 def test_stop_string_ends_the_sequence_at_the_source() -> None:
     world = World(config())
-    world.add(request("whole", max_tokens=20))
-    world.run()
+    world.run(request("whole", max_tokens=20))
     whole = world.outcomes["whole"].text
-    world.add(request("cut", max_tokens=20, stop=(whole[3:6],)))
-    world.run()
+    world.run(request("cut", max_tokens=20, stop=(whole[3:6],)))
     cut = world.outcomes["cut"]
     assert cut.text == whole[: whole.index(whole[3:6])] and cut.finish_reason is FinishReason.STOP
     assert len(cut.token_ids) < 20
@@ -108,8 +105,7 @@ def test_stop_string_ends_the_sequence_at_the_source() -> None:
 @pytest.mark.parametrize("num_had", [1, 3, 4, 7])
 def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
     world = World(config())
-    world.add(request("whole", max_tokens=20))
-    world.run()
+    world.run(request("whole", max_tokens=20))
     whole = world.outcomes["whole"]
     stop = whole.text[8:11]
     had = World(config())
@@ -118,8 +114,7 @@ def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
         had.step()
     shown = had.outcomes["first"].text
     output = tuple(had.outcomes["first"].token_ids)
-    world.add(replace(request("second", max_tokens=20, stop=(stop,)), output_token_ids=output))
-    world.run()
+    world.run(replace(request("second", max_tokens=20, stop=(stop,)), output_token_ids=output))
     second = world.outcomes["second"]
     assert tuple(second.token_ids) == tuple(whole.token_ids[: len(second.token_ids)])
     assert shown + second.text == whole.text[: whole.text.index(stop)]
@@ -128,8 +123,7 @@ def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
 
 def test_prompt_can_be_scored_without_generating() -> None:
     world = World(config(max_num_batched_tokens=9))
-    world.add(request(prompt=tuple(range(30)), max_tokens=0, prompt_logprobs=0))
-    world.run()
+    world.run(request(prompt=tuple(range(30)), max_tokens=0, prompt_logprobs=0))
     outcome = world.outcomes["r"]
     assert outcome.token_ids == [] and outcome.finish_reason is FinishReason.LENGTH
     assert [entry.chosen.token_id for entry in outcome.prompt_logprobs] == list(range(1, 30))
@@ -139,29 +133,16 @@ def test_failing_sequence_fails_alone() -> None:
     world = World(config())
     poison = 96
     world.runner.fail_on = frozenset({poison})
-    world.add(request("good", (1, 2, 3), max_tokens=1))
-    world.add(request("bad", (1, poison, 3), max_tokens=1))
-    world.run()
+    world.run(request("good", (1, 2, 3), max_tokens=1), request("bad", (1, poison, 3), max_tokens=1))
     good, bad = world.outcomes["good"], world.outcomes["bad"]
     assert tuple(good.token_ids) == continuation((1, 2, 3), 1)
     assert bad.last is not None and isinstance(bad.last.error, SequenceFailed)
 
 
-def test_device_that_fails_everything_ends_the_engine() -> None:
-    world = World(config())
-    world.runner.fail_on = frozenset(range(97))
-    world.add(request("a"))
-    world.add(request("b"))
-    with pytest.raises(RuntimeError, match="the device failed"):
-        world.step()
-
-
 def delta(rng: random.Random, start: int, last: bool = False) -> TokenDelta:
     token_ids = tuple(rng.randrange(9) for _ in range(rng.randint(0, 3)))
-    text = "".join(map(str, token_ids))
-    return TokenDelta(
-        "r", start, token_ids, text, Usage(3, start, 0), finish_reason=FinishReason.STOP if last else None
-    )
+    reason = FinishReason.STOP if last else None
+    return TokenDelta("r", start, token_ids, "".join(map(str, token_ids)), Usage(3, start, 0), finish_reason=reason)
 
 
 @pytest.mark.parametrize("seed", range(50))

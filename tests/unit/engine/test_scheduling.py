@@ -1,6 +1,4 @@
-"""Who gets what, in which step."""
-
-from __future__ import annotations
+"""Sequences and tokens of each step, preemption for slots and blocks, and refusals on arrival."""
 
 from dataclasses import replace
 
@@ -18,16 +16,14 @@ def prompt(num_tokens: int, first: int = 1) -> tuple[int, ...]:
 
 def test_long_prompt_is_computed_in_chunks_of_the_token_budget() -> None:
     world = World(config(max_num_batched_tokens=10, max_num_seqs=2))
-    world.add(request(prompt=prompt(25), max_tokens=2))
-    world.run()
+    world.run(request(prompt=prompt(25), max_tokens=2))
     assert [batch.num_tokens for batch in world.runner.batches] == [10, 10, 5, 1]
     assert tuple(world.outcomes["r"].token_ids) == continuation(prompt(25), 2)
 
 
 def test_decodes_keep_stepping_while_a_long_prompt_prefills() -> None:
     world = World(config(max_num_batched_tokens=8, max_num_seqs=4))
-    for number in range(3):
-        world.add(request(f"decode{number}", prompt(2, number), max_tokens=40))
+    world.add(*(request(f"decode{number}", prompt(2, number), max_tokens=40) for number in range(3)))
     world.step()
     world.add(request("long", prompt(100), max_tokens=1))
     while not world.outcomes["long"].token_ids:
@@ -40,40 +36,29 @@ def test_decodes_keep_stepping_while_a_long_prompt_prefills() -> None:
 @pytest.mark.parametrize("num_long", [1, 3])
 def test_short_prompt_behind_long_ones_starts_in_the_next_step(num_long: int) -> None:
     world = World(config(num_blocks=200, max_num_batched_tokens=16, max_num_seqs=8, max_num_partial_prefills=2))
-    for number in range(num_long):
-        world.add(request(f"long{number}", prompt(120, number), max_tokens=1))
+    world.add(*(request(f"long{number}", prompt(120, number), max_tokens=1) for number in range(num_long)))
     world.step()
     world.add(request("short", prompt(6, 77), max_tokens=1))
     assert world.steps_until_first_token("short") == 1
     assert not world.outcomes["long0"].token_ids
 
 
-def test_one_long_prefill_at_a_time_but_it_gets_all_that_is_left() -> None:
-    world = World(config(num_blocks=200, max_num_batched_tokens=16, max_num_partial_prefills=2))
-    for number in range(2):
-        world.add(request(f"long{number}", prompt(100, number), max_tokens=1))
+@pytest.mark.parametrize(
+    ("max_num_partial_prefills", "scheduled"), [(2, {"long0": 16}), (3, {"long0": 11, "long1": 5})]
+)
+def test_long_prefills_leave_a_place_and_share_all_tokens(
+    max_num_partial_prefills: int, scheduled: dict[str, int]
+) -> None:
+    world = World(config(num_blocks=200, max_num_batched_tokens=16, max_num_partial_prefills=max_num_partial_prefills))
+    world.add(*(request(f"long{number}", prompt(100, number), max_tokens=1) for number in range(3)))
     world.step()
-    (item,) = world.runner.batches[0].items
-    assert (item.sequence.request_id, item.num_tokens) == ("long0", 16)
+    assert {item.sequence.request_id: item.num_tokens for item in world.runner.batches[0].items} == scheduled
 
 
-def test_more_partial_prefills_share_the_step() -> None:
-    world = World(config(num_blocks=200, max_num_batched_tokens=16, max_num_partial_prefills=3))
-    for number in range(3):
-        world.add(request(f"long{number}", prompt(100, number), max_tokens=1))
-    world.step()
-    assert {item.sequence.request_id: item.num_tokens for item in world.runner.batches[0].items} == {
-        "long0": 11,
-        "long1": 5,
-    }
-
-
-def test_urgent_request_takes_the_slot_of_the_least_urgent_and_that_one_resumes_unchanged() -> None:
+def test_urgent_request_takes_a_slot_and_the_victim_resumes() -> None:
     world = World(config(max_num_seqs=2))
-    for number in range(2):
-        world.add(request(f"batch{number}", prompt(8, number), max_tokens=20, band=Band.BATCH))
-    for _ in range(3):
-        world.step()
+    world.add(*(request(f"batch{number}", prompt(8, number), max_tokens=20, band=Band.BATCH) for number in range(2)))
+    world.step(3)
     world.add(request("urgent", prompt(5, 9), max_tokens=3, band=Band.INTERACTIVE))
     assert world.steps_until_first_token("urgent") == 1
     assert world.engine.stats().num_running_by_band == (1, 0, 1)
@@ -86,8 +71,7 @@ def test_urgent_request_takes_the_slot_of_the_least_urgent_and_that_one_resumes_
 def test_resuming_recomputes_less_than_one_block() -> None:
     world = World(config(max_num_seqs=1))
     world.add(request("batch", prompt(30), max_tokens=20, band=Band.BATCH))
-    for _ in range(10):
-        world.step()
+    world.step(10)
     world.add(request("urgent", prompt(5, 9), max_tokens=1, band=Band.INTERACTIVE))
     world.step()
     num_before = len(world.runner.batches)
@@ -99,8 +83,10 @@ def test_resuming_recomputes_less_than_one_block() -> None:
 
 def test_urgent_request_takes_blocks_from_lower_bands_only() -> None:
     world = World(config(num_blocks=10, max_model_len=40, max_num_seqs=8))
-    world.add(request("peer", prompt(12, 1), max_tokens=4, band=Band.INTERACTIVE))
-    world.add(request("batch", prompt(20, 2), max_tokens=4, band=Band.BATCH))
+    world.add(
+        request("peer", prompt(12, 1), max_tokens=4, band=Band.INTERACTIVE),
+        request("batch", prompt(20, 2), max_tokens=4, band=Band.BATCH),
+    )
     world.step()
     world.add(request("urgent", prompt(20, 3), max_tokens=1, band=Band.INTERACTIVE))
     world.step()
@@ -112,12 +98,12 @@ def test_urgent_request_takes_blocks_from_lower_bands_only() -> None:
 
 def test_suspect_runs_alone_at_once_and_the_others_resume_unchanged() -> None:
     world = World(config())
-    for number in range(3):
-        world.add(request(f"r{number}", prompt(8, number), max_tokens=20))
-    for _ in range(3):
-        world.step()
-    world.add(replace(request("suspect", prompt(6, 9), max_tokens=5, band=Band.INTERACTIVE), is_isolated=True))
-    world.add(request("urgent", prompt(6, 19), max_tokens=5, band=Band.INTERACTIVE))
+    world.add(*(request(f"r{number}", prompt(8, number), max_tokens=20) for number in range(3)))
+    world.step(3)
+    world.add(
+        replace(request("suspect", prompt(6, 9), max_tokens=5, band=Band.INTERACTIVE), is_isolated=True),
+        request("urgent", prompt(6, 19), max_tokens=5, band=Band.INTERACTIVE),
+    )
     first = len(world.runner.batches)
     world.run()
     alone = [[item.sequence.request_id for item in batch.items] for batch in world.runner.batches[first : first + 5]]
@@ -127,24 +113,28 @@ def test_suspect_runs_alone_at_once_and_the_others_resume_unchanged() -> None:
         assert tuple(world.outcomes[f"r{number}"].token_ids) == continuation(prompt(8, number), 20)
 
 
-def test_same_band_runs_earliest_deadline_first_then_in_order_of_arrival() -> None:
+def test_order_in_a_band_is_deadline_then_arrival() -> None:
     world = World(config(max_num_seqs=1))
     now = world.clock.now
-    world.add(request("running", max_tokens=1))
-    world.add(request("none", max_tokens=1))
-    world.add(request("late", max_tokens=1, deadline_unix_s=world.clock.unix(now + 90)))
-    world.add(request("soon", max_tokens=1, deadline_unix_s=world.clock.unix(now + 60)))
-    world.run()
+    world.run(
+        request("running", max_tokens=1),
+        request("none", max_tokens=1),
+        request("late", max_tokens=1, deadline_unix_s=world.clock.unix(now + 90)),
+        request("soon", max_tokens=1, deadline_unix_s=world.clock.unix(now + 60)),
+    )
     order = [batch.items[0].sequence.request_id for batch in world.runner.batches]
     assert order == ["soon", "late", "running", "none"]
 
 
 def test_starved_band_gets_one_sequence_in_and_keeps_its_slot() -> None:
     world = World(config(max_num_seqs=1, promote_after_s=10.0))
-    for number in range(3):
-        world.add(request(f"batch{number}", prompt(4, number), max_tokens=6, band=Band.BATCH))
-    for number in range(30):
-        world.add(request(f"urgent{number}", prompt(4, 20 + number), max_tokens=4, band=Band.INTERACTIVE))
+    world.add(
+        *(request(f"batch{number}", prompt(4, number), max_tokens=6, band=Band.BATCH) for number in range(3)),
+        *(
+            request(f"urgent{number}", prompt(4, 20 + number), max_tokens=4, band=Band.INTERACTIVE)
+            for number in range(30)
+        ),
+    )
     first_token_s: dict[str, float] = {}
     started_s = world.clock.now
     while world.engine.has_work:
@@ -164,17 +154,20 @@ def test_request_that_comes_promoted_is_first_and_keeps_its_slot() -> None:
     world = World(config(max_num_seqs=1))
     world.add(request("running", prompt(4, 1), max_tokens=3, band=Band.INTERACTIVE))
     world.step()
-    world.add(request("urgent", prompt(4, 2), max_tokens=3, band=Band.INTERACTIVE))
-    world.add(replace(request("promoted", prompt(4, 3), max_tokens=3, band=Band.BATCH), is_promoted=True))
-    world.run()
+    world.run(
+        request("urgent", prompt(4, 2), max_tokens=3, band=Band.INTERACTIVE),
+        replace(request("promoted", prompt(4, 3), max_tokens=3, band=Band.BATCH), is_promoted=True),
+    )
     order = [batch.items[0].sequence.request_id for batch in world.runner.batches]
     assert order == ["running"] * 3 + ["promoted"] * 3 + ["urgent"] * 3
 
 
-def test_promoted_request_without_a_slot_does_not_hold_up_more_urgent_ones() -> None:
+def test_promoted_request_without_a_slot_may_be_passed() -> None:
     world = World(config(max_num_seqs=2))
-    world.add(request("urgent0", prompt(4, 1), max_tokens=60, band=Band.INTERACTIVE))
-    world.add(request("usual", prompt(4, 2), max_tokens=60))
+    world.add(
+        request("urgent0", prompt(4, 1), max_tokens=60, band=Band.INTERACTIVE),
+        request("usual", prompt(4, 2), max_tokens=60),
+    )
     world.step()
     world.add(replace(request("promoted", prompt(4, 3), max_tokens=3, band=Band.BATCH), is_promoted=True))
     world.step()
@@ -185,8 +178,7 @@ def test_promoted_request_without_a_slot_does_not_hold_up_more_urgent_ones() -> 
 
 def test_long_decodes_of_a_band_are_service_to_it_and_promote_nobody() -> None:
     world = World(config(max_num_seqs=2, promote_after_s=5.0))
-    for number in range(3):
-        world.add(request(f"batch{number}", prompt(4, number), max_tokens=80, band=Band.BATCH))
+    world.add(*(request(f"batch{number}", prompt(4, number), max_tokens=80, band=Band.BATCH) for number in range(3)))
     for _ in range(20):
         world.clock.now += 1
         world.step()
@@ -199,14 +191,13 @@ def test_long_decodes_of_a_band_are_service_to_it_and_promote_nobody() -> None:
 def test_blocks_that_lower_bands_share_are_not_counted_twice() -> None:
     world = World(config(num_blocks=50, max_model_len=160, max_num_seqs=8, max_num_batched_tokens=200))
     shared = prompt(80)
-    world.add(request("peer", shared, max_tokens=60, band=Band.INTERACTIVE))
-    for number in range(4):
-        world.add(request(f"batch{number}", (*shared, number), max_tokens=60, band=Band.BATCH))
-    for _ in range(3):
-        world.step()
+    world.add(
+        request("peer", shared, max_tokens=60, band=Band.INTERACTIVE),
+        *(request(f"batch{number}", (*shared, number), max_tokens=60, band=Band.BATCH) for number in range(4)),
+    )
+    world.step(3)
     world.add(request("big", prompt(130, 7), max_tokens=2, band=Band.INTERACTIVE))
-    for _ in range(10):
-        world.step()
+    world.step(10)
     assert world.engine._scheduler.num_preemptions == 0, "preempting them all would not have made room"
     world.run()
 
@@ -215,9 +206,7 @@ def test_pause_new_never_preempts_for_blocks_where_preempt_does() -> None:
     num_preemptions = {}
     for policy in KVPressurePolicy:
         world = World(config(num_blocks=12, max_model_len=48, kv_pressure_policy=policy))
-        for number in range(4):
-            world.add(request(f"r{number}", prompt(8, number), max_tokens=24))
-        world.run()
+        world.run(*(request(f"r{number}", prompt(8, number), max_tokens=24) for number in range(4)))
         num_preemptions[policy] = world.engine._scheduler.num_preemptions
     assert num_preemptions[KVPressurePolicy.PAUSE_NEW] == 0
     assert num_preemptions[KVPressurePolicy.PREEMPT] > 0
@@ -225,9 +214,7 @@ def test_pause_new_never_preempts_for_blocks_where_preempt_does() -> None:
 
 def test_requests_with_one_prompt_compute_it_once() -> None:
     world = World(config(num_blocks=100, max_num_batched_tokens=64))
-    for number in range(6):
-        world.add(request(f"sample{number}", prompt(33), max_tokens=2))
-    world.run()
+    world.run(*(request(f"sample{number}", prompt(33), max_tokens=2) for number in range(6)))
     assert sum(batch.num_tokens for batch in world.runner.batches) == 33 + 5 * 1 + 6
     assert world.outcomes["sample5"].last is not None
     assert world.outcomes["sample5"].last.usage.cached_tokens == 32
@@ -235,8 +222,7 @@ def test_requests_with_one_prompt_compute_it_once() -> None:
 
 def test_abort_frees_blocks_before_the_next_step() -> None:
     world = World(config())
-    world.add(request("gone", prompt(20)))
-    world.add(request("waits", prompt(20, 9)))
+    world.add(request("gone", prompt(20)), request("waits", prompt(20, 9)))
     world.step()
     world.engine.abort("gone")
     world.engine.abort("never existed")
@@ -247,8 +233,10 @@ def test_abort_frees_blocks_before_the_next_step() -> None:
 
 def test_passed_deadline_ends_a_sequence_without_a_further_step() -> None:
     world = World(config(max_num_seqs=1))
-    world.add(request("runs", max_tokens=50, deadline_unix_s=world.clock.unix(world.clock.now + 5)))
-    world.add(request("waits", prompt(9), deadline_unix_s=world.clock.unix(world.clock.now + 6)))
+    world.add(
+        request("runs", max_tokens=50, deadline_unix_s=world.clock.unix(world.clock.now + 5)),
+        request("waits", prompt(9), deadline_unix_s=world.clock.unix(world.clock.now + 6)),
+    )
     world.step()
     world.clock.now += 6
     world.step()
@@ -259,16 +247,14 @@ def test_passed_deadline_ends_a_sequence_without_a_further_step() -> None:
     assert not world.engine.has_work
 
 
-def test_queue_limits_refuse_with_a_retry_time_only_what_finds_no_slot() -> None:
+def test_queue_limits_refuse_requests_without_a_slot() -> None:
     world = World(config(max_num_seqs=2, max_queued_requests=3, max_queued_tokens=100))
-    for number in range(5):
-        world.add(request(f"r{number}", max_tokens=10))
+    world.add(*(request(f"r{number}", max_tokens=10) for number in range(5)))
     with pytest.raises(Overloaded, match="the queue would hold 4 requests; its limit is 3") as refused:
         world.add(request("one too many"))
     assert 1 <= refused.value.retry_after_s <= 60 and refused.value.reason == "max_num_queued_reqs"
     world.run()
-    world.add(request("a", max_tokens=60))
-    world.add(request("b", max_tokens=60))
+    world.add(request("a", max_tokens=60), request("b", max_tokens=60))
     world.step()
     world.add(request("c", max_tokens=60))
     with pytest.raises(Overloaded, match="the queue would hold 126 tokens; its limit is 100"):
@@ -277,9 +263,7 @@ def test_queue_limits_refuse_with_a_retry_time_only_what_finds_no_slot() -> None
 
 def test_request_that_can_never_fit_is_refused_on_arrival() -> None:
     world = World(config(max_model_len=128))
-    with pytest.raises(
-        InvalidRequest, match="prompt has 100 tokens and max_tokens is 29, together 129; the model"
-    ) as e:
+    with pytest.raises(InvalidRequest, match=r"length is 128 tokens.*129 tokens \(100 in the prompt, 29 in") as e:
         world.add(request(prompt=prompt(100), max_tokens=29))
     assert e.value.code == "context_length_exceeded"
 
@@ -300,6 +284,7 @@ def test_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens .8. must exceed max_num_seqs .8."),
         ({"max_model_len": 257}, "max_model_len .257. exceeds the KV cache of 64 blocks x 4 = 256 tokens"),
         ({"max_num_partial_prefills": 0}, "max_num_partial_prefills is 0"),
+        ({"target_itl_ms": 0}, "target_itl_ms is 0; it must be above 0"),
     ],
 )
 def test_contradicting_limits_name_both_values(changes: dict[str, int], message: str) -> None:

@@ -1,12 +1,12 @@
 """Databases: each test that asks for one runs on SQLite and on a real PostgreSQL server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from serve_app.jobs.storage.database import Database
+from testkit.jobs.database_worlds import World
 from testkit.jobs.postgresql import NOT_INSTALLED, PostgreSQL, find_binaries, postgresql
 
 
@@ -22,13 +22,26 @@ def postgresql_server() -> Iterator[PostgreSQL]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """The URL of a database of the test's own, with nothing in it."""
+    """Yield the URL of an empty database of the test's own."""
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path}/jobs.sqlite3"
         return
     server: PostgreSQL = request.getfixturevalue("postgresql_server")
     with server.fresh_database() as url:
         yield url
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def world(database: Database) -> World:
+    """Return the database with a store in memory and a manual clock; a module may override it."""
+    return World(database)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import pickle
 from collections.abc import Awaitable, Generator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,35 +17,45 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ServingError
-from serve_app.jobs.api.errors import BatchNotCancellable, UnknownBatch, UnknownFile
-from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, JobsCounts, JobsService, PageRequest
+from serve_app.jobs.api.records import (
+    BatchKind,
+    BatchNotCancellable,
+    BatchStatus,
+    FileRecord,
+    JobsCounts,
+    JobsService,
+    PageRequest,
+    UnknownBatch,
+    UnknownFile,
+)
 from serve_app.jobs.client import ServeJobs, answers_service_calls
-from testkit.jobs.database_worlds import MemoryFiles, new_batch
+from testkit.jobs.database_worlds import new_batch
 from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process, until
+from testkit.jobs.memory_files import MemoryFiles
 from testkit.limits import LIMIT_S
 
 TENANT = "acme"
 
 
 @answers_service_calls
+@dataclass
 class Deployment:
     """The jobs deployment as far as calls see it."""
 
-    def __init__(self, service: Any) -> None:
-        self.service = service
+    service: Any
 
     async def metrics(self) -> JobsCounts:
         return JobsCounts()
 
 
+@dataclass
 class Service:
     """The work of a jobs process, which does it once and then holds its answers back or not."""
 
-    def __init__(self) -> None:
-        self.done: list[tuple[str, dict[str, Any]]] = []
-        self.is_holding = False
-        self.num_cancelled = 0
-        self.error: Exception | None = None
+    done: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    is_holding: bool = False
+    num_cancelled: int = 0
+    error: Exception | None = None
 
     async def delete_file(self, **arguments: Any) -> None:
         await self._do("delete_file", arguments, again=UnknownFile("there is none"))
@@ -79,8 +92,8 @@ class Handle:
         self.deployment = deployment
         self.responses: list[Response] = []
 
-    def __getattr__(self, name: str) -> Method:
-        return Method(self, name)
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=partial(self._call, name))
 
     def lose(self, error: BaseException) -> None:
         """End what is under way with what Serve raises when the process does not live to answer."""
@@ -88,20 +101,10 @@ class Handle:
             if not response.answer.done():
                 response.answer.set_exception(error)
 
-
-class Method:
-    """A method of a handle."""
-
-    def __init__(self, handle: Handle, name: str) -> None:
-        self._handle = handle
-        self._name = name
-
-    def remote(self, **arguments: Any) -> Response:
-        deployment = self._handle.deployment
-        work = None if deployment is None else getattr(deployment, self._name)(**by_value(arguments))
-        response = Response(work)
-        self._handle.responses.append(response)
-        return response
+    def _call(self, name: str, **arguments: Any) -> Response:
+        work = None if self.deployment is None else getattr(self.deployment, name)(**by_value(arguments))
+        self.responses.append(Response(work))
+        return self.responses[-1]
 
 
 class Response:
@@ -134,9 +137,19 @@ def by_value(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-def client_of(service: Service) -> tuple[ServeJobs, Handle]:
-    handle = Handle(Deployment(service))
-    return ServeJobs(handle), handle
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+@pytest.fixture
+async def handle(service: Service) -> Handle:
+    return Handle(Deployment(service))
+
+
+@pytest.fixture
+def client(handle: Handle) -> ServeJobs:
+    return ServeJobs(handle)
 
 
 LOST = [
@@ -149,8 +162,7 @@ LOST = [
 
 
 async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
-    completions = ScriptedCompletions()
-    async with jobs_process(f"sqlite:///{tmp_path}/jobs.sqlite3", MemoryFiles(), completions) as process:
+    async with jobs_process(f"sqlite:///{tmp_path}/jobs.sqlite3", MemoryFiles(), ScriptedCompletions()) as process:
         service: JobsService = ServeJobs(Handle(Deployment(process.service)))
         file = FileRecord("file-1", TENANT, "batch", "in.jsonl", 1, 1_000_000.0)
         await service.add_file(file)
@@ -174,9 +186,7 @@ async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
         assert await service.metrics() == JobsCounts()
 
 
-async def test_an_error_of_the_service_arrives_as_itself() -> None:
-    service = Service()
-    client, _ = client_of(service)
+async def test_an_error_of_the_service_arrives_as_itself(service: Service, client: ServeJobs) -> None:
     service.error = Overloaded("too many", 7.0, "max_batches_per_tenant", "rate_limit_exceeded")
     with pytest.raises(Overloaded) as refused:
         await client.batch(TENANT, "id")
@@ -187,9 +197,7 @@ async def test_an_error_of_the_service_arrives_as_itself() -> None:
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["over gRPC", "by reference"])
-async def test_a_failure_is_reported_without_its_words(is_wrapped: bool) -> None:
-    service = Service()
-    client, _ = client_of(service)
+async def test_a_failure_is_reported_without_its_words(service: Service, client: ServeJobs, is_wrapped: bool) -> None:
     fault = ValueError("a secret")
     service.error = RayTaskError("batch", "a secret", fault).as_instanceof_cause() if is_wrapped else fault
     with pytest.raises(ServingError) as error:
@@ -199,9 +207,9 @@ async def test_a_failure_is_reported_without_its_words(is_wrapped: bool) -> None
 
 @pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(("method", "answer"), [("cancel", "as it is"), ("delete_file", None)])
-async def test_work_done_before_the_answer_was_lost_is_done(method: str, answer: object, lost: BaseException) -> None:
-    service = Service()
-    client, handle = client_of(service)
+async def test_work_done_before_the_answer_was_lost_is_done(
+    service: Service, handle: Handle, client: ServeJobs, method: str, answer: object, lost: BaseException
+) -> None:
     service.is_holding = True
     call = asyncio.create_task(getattr(client, method)(TENANT, "id"))
     await until(lambda: len(service.done) == 1)
@@ -212,10 +220,10 @@ async def test_work_done_before_the_answer_was_lost_is_done(method: str, answer:
 
 
 @pytest.mark.parametrize(("method", "error"), [("cancel", BatchNotCancellable), ("delete_file", UnknownFile)])
-async def test_work_that_others_have_done_is_an_error(method: str, error: type[Exception]) -> None:
-    service = Service()
+async def test_work_that_others_have_done_is_an_error(
+    service: Service, client: ServeJobs, method: str, error: type[Exception]
+) -> None:
     service.done.append((method, {}))
-    client, _ = client_of(service)
     with pytest.raises(error):
         await getattr(client, method)(TENANT, "id")
 
@@ -230,14 +238,13 @@ async def test_a_batch_submitted_twice_comes_under_one_id() -> None:
                 raise LOST[0]
             return "accepted"
 
-    client = ServeJobs(Handle(Deployment(LosesTheFirst())))
-    assert str(await client.submit(new_batch())) == "accepted"
+    assert str(await ServeJobs(Handle(Deployment(LosesTheFirst()))).submit(new_batch())) == "accepted"
     assert ids[0] is not None and ids == [ids[0]] * 2
 
 
-async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest() -> None:
-    service = Service()
-    client, handle = client_of(service)
+async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest(
+    service: Service, handle: Handle, client: ServeJobs
+) -> None:
     service.is_holding = True
     call = asyncio.create_task(client.wait(TENANT, "id", 60.0))
     await until(lambda: len(service.done) == 1)
@@ -248,9 +255,7 @@ async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest() -> None:
     assert after_s < before_s <= 60.0
 
 
-async def test_a_caller_that_leaves_cancels_its_call_alone() -> None:
-    service = Service()
-    client, _ = client_of(service)
+async def test_a_caller_that_leaves_cancels_its_call_alone(service: Service, client: ServeJobs) -> None:
     service.is_holding = True
     leaving, staying = (asyncio.create_task(client.wait(TENANT, name, 60.0)) for name in ("leaving", "staying"))
     await until(lambda: len(service.done) == 2)
@@ -264,8 +269,7 @@ async def test_a_caller_that_leaves_cancels_its_call_alone() -> None:
 
 async def test_without_a_process_the_caller_hears_so_at_the_limit() -> None:
     handle = Handle(None)
-    client = ServeJobs(handle, limit_s=0.3)
-    call = asyncio.create_task(client.batch(TENANT, "id"))
+    call = asyncio.create_task(ServeJobs(handle, limit_s=0.3).batch(TENANT, "id"))
     await until(lambda: len(handle.responses) == 1)
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(NoReplicaAvailable) as error:

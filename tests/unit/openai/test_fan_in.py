@@ -1,7 +1,5 @@
 """The streams of one request's sequences, read as one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
@@ -13,7 +11,7 @@ from serve_app.openai.reply.fan_in import read_together
 
 
 class Scripted:
-    """A stream of `num_deltas`, the last with a finish reason if it `finishes`; then `error` is raised."""
+    """Stream of `num_deltas` deltas, the last with a finish reason if it `finishes`; then it raises `error`."""
 
     def __init__(self, num_deltas: int = 3, finishes: bool = True, error: BaseException | None = None) -> None:
         self.num_deltas = num_deltas

@@ -1,6 +1,4 @@
-"""Bands, deadlines and tenants, out of everything clients already send."""
-
-from __future__ import annotations
+"""Bands, deadlines and tenants of requests, from their bodies, headers and keys."""
 
 import json
 from pathlib import Path
@@ -59,25 +57,24 @@ async def test_stream_tells_the_tier_used(api: Api) -> None:
     assert json.loads(response.text.split("\n\n")[0].removeprefix("data: "))["service_tier"] == "flex"
 
 
-async def test_key_cannot_promote_itself(make_api: MakeApi, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tenant", "ceiling", "band", "tier"),
+    [
+        ("acme", "", Band.STANDARD, "default"),
+        ("bulk", "ceiling: batch", Band.BATCH, "flex"),
+        ("anonymous", "ceiling: interactive", Band.INTERACTIVE, "priority"),
+    ],
+)
+async def test_key_decides_the_tenant_and_the_most_urgent_band(
+    make_api: MakeApi, tmp_path: Path, tenant: str, ceiling: str, band: Band, tier: str
+) -> None:
+    """The body's `user` is of no account with a key, not even with one whose tenant is named `anonymous`."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k1')}: {{tenant: acme}}\n{key_digest('k2')}: {{tenant: bulk, ceiling: batch}}\n")
+    keys.write_text(f"{key_digest('k')}: {{tenant: {tenant}, {ceiling}}}\n")
     api = make_api(settings={"api_key_file": str(keys)})
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 1, "priority": 0, "user": "someone"}
-    response = await api.post("/v1/completions", body, authorization="Bearer k1")
-    assert (last(api).band, last(api).tenant) == (Band.STANDARD, "acme")
-    assert response.json()["service_tier"] == "default"
-    await api.post("/v1/completions", body, authorization="Bearer k2")
-    assert (last(api).band, last(api).tenant) == (Band.BATCH, "bulk")
-
-
-async def test_owner_of_a_key_is_not_anonymous_whatever_its_name(make_api: MakeApi, tmp_path: Path) -> None:
-    keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}: {{tenant: anonymous, ceiling: interactive}}\n")
-    api = make_api(settings={"api_key_file": str(keys)})
-    body = {"model": MODEL, "prompt": "hi", "max_tokens": 1, "user": "someone"}
-    await api.post("/v1/completions", body, authorization="Bearer k")
-    assert last(api).tenant == "anonymous"
+    response = await api.post("/v1/completions", body, authorization="Bearer k")
+    assert (last(api).tenant, last(api).band, response.json()["service_tier"]) == (tenant, band, tier)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
-"""What single tokens look like, for each kind of tokenizer there is."""
-
-from __future__ import annotations
+"""Text of single tokens, for each kind of tokenizer."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from serve_app.openai.tokenize.token_text import TokenText
+from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 
 EURO = "€".encode()
 

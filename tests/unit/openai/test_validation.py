@@ -1,13 +1,13 @@
-"""What is refused, and that the refusal names the field."""
-
-from __future__ import annotations
+"""Refused requests; the refusal names the field."""
 
 from typing import Any
 
 import pytest
 
-from serve_app.openai.request.settings import RequestLimits
-from testkit.http.api import MODEL, Api, MakeApi, card_of
+from serve_app.openai.request.validation import RequestLimits
+from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal
+
+UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
 
 
 def error_of(response: Any) -> dict[str, Any]:
@@ -71,12 +71,9 @@ def error_of(response: Any) -> dict[str, Any]:
     ],
 )
 async def test_bad_value_is_a_400_that_names_the_field(api: Api, param: str, value: Any) -> None:
-    fields = {"model": MODEL, "prompt": "hi", param: value}
-    response = await api.post("/v1/completions", fields)
+    response = await api.post("/v1/completions", {"model": MODEL, "prompt": "hi", param: value})
     error = error_of(response)
-    assert response.status_code == 400
-    assert error["type"] == "invalid_request_error"
-    assert error["code"] == "invalid_value"
+    assert (response.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "invalid_value")
     assert error["param"].partition("[")[0].partition(".")[0] == param
     assert param in error["message"]
     assert not api.replica.started
@@ -84,8 +81,7 @@ async def test_bad_value_is_a_400_that_names_the_field(api: Api, param: str, val
 
 @pytest.mark.parametrize("value", [21, -1, True, 1.5])
 async def test_bad_completion_logprobs(api: Api, value: Any) -> None:
-    response = await api.complete(logprobs=value)
-    assert (response.status_code, error_of(response)["param"]) == (400, "logprobs")
+    assert refusal(await api.complete(logprobs=value)) == (400, "invalid_value", "logprobs")
 
 
 @pytest.mark.parametrize(
@@ -109,18 +105,15 @@ async def test_bad_completion_logprobs(api: Api, value: Any) -> None:
     ],
 )
 async def test_bad_chat_field_is_named(api: Api, fields: dict[str, Any], param: str) -> None:
-    response = await api.chat(**fields)
-    assert response.status_code == 400
-    assert error_of(response)["param"] == param
+    status, _, named = refusal(await api.chat(**fields))
+    assert (status, named) == (400, param)
 
 
 @pytest.mark.parametrize(
     "prompt", ["", [], [""], [[]], ["a", 5], [5, "a"], [[1], "a"], [True], [1.0], {"a": 1}, 5, [320], [[1], [-1]]]
 )
 async def test_unusable_prompt_is_named(api: Api, prompt: Any) -> None:
-    response = await api.complete(prompt=prompt)
-    assert response.status_code == 400
-    assert error_of(response)["param"] == "prompt"
+    assert refusal(await api.complete(prompt=prompt)) == (400, "invalid_value", "prompt")
 
 
 @pytest.mark.parametrize("param", ["model", "prompt"])
@@ -129,8 +122,7 @@ async def test_missing_field_is_named(api: Api, param: str) -> None:
     del fields[param]
     for body in (fields, fields | {param: None}):
         response = await api.post("/v1/completions", body)
-        error = error_of(response)
-        assert (response.status_code, error["code"], error["param"]) == (400, "missing_required_parameter", param)
+        assert refusal(response) == (400, "missing_required_parameter", param)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +146,9 @@ async def test_missing_field_is_named(api: Api, param: str) -> None:
     ids=lambda field: str(field)[:30],
 )
 async def test_unsupported_field_is_named(api: Api, field: dict[str, Any]) -> None:
-    response = await api.chat(**field)
-    error = error_of(response)
-    assert response.status_code == 400
-    assert error["code"] == "unsupported_parameter"
-    assert error["param"] == next(iter(field))
-    assert f"`{next(iter(field))}`" in error["message"]
+    response, name = await api.chat(**field), next(iter(field))
+    assert refusal(response) == (400, UNSUPPORTED, name)
+    assert f"`{name}`" in error_of(response)["message"]
 
 
 async def test_all_unsupported_fields_are_named_at_once(api: Api) -> None:
@@ -177,11 +166,9 @@ async def test_all_unsupported_fields_are_named_at_once(api: Api) -> None:
     ],
 )
 async def test_unsupported_message_is_refused(api: Api, messages: list[Any]) -> None:
-    response = await api.chat(messages=messages)
-    error = error_of(response)
-    assert response.status_code == 400
-    assert error["code"] == "unsupported_parameter"
-    assert error["param"].startswith("messages[0]")
+    status, code, param = refusal(await api.chat(messages=messages))
+    assert (status, code) == (400, UNSUPPORTED)
+    assert param is not None and param.startswith("messages[0]")
 
 
 async def test_fields_that_ask_for_nothing_are_accepted(api: Api) -> None:
@@ -224,33 +211,68 @@ async def test_null_is_not_given_at_every_depth(api: Api, fields: dict[str, Any]
     ("fields", "param", "code"),
     [
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "missing_required_parameter"),
-        ({"messages": [{"role": "user", "content": "hi", "nonsense": None}]}, "messages[0].nonsense", None),
-        ({"stream": True, "stream_options": {"nonsense": None}}, "stream_options.nonsense", None),
+        ({"messages": [{"role": "user", "content": "hi", "nonsense": None}]}, "messages[0].nonsense", UNSUPPORTED),
+        ({"stream": True, "stream_options": {"nonsense": None}}, "stream_options.nonsense", UNSUPPORTED),
     ],
 )
-async def test_null_makes_no_field_optional_or_known(
-    api: Api, fields: dict[str, Any], param: str, code: str | None
-) -> None:
-    response = await api.chat(**fields)
-    assert response.status_code == 400
-    assert (error_of(response)["param"], error_of(response)["code"]) == (param, code or "unsupported_parameter")
+async def test_null_makes_no_field_optional_or_known(api: Api, fields: dict[str, Any], param: str, code: str) -> None:
+    assert refusal(await api.chat(**fields)) == (400, code, param)
 
 
 async def test_prompt_too_long_names_limit_and_value(api: Api) -> None:
     response = await api.complete(prompt=[1] * 1256)
-    error = error_of(response)
-    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-    assert "1 256 tokens" in error["message"] and "accepts 256" in error["message"]
-    # A prompt that fills the context leaves no room for a token.
-    assert (await api.complete(prompt=[1] * 256)).status_code == 400
-    assert (await api.complete(prompt=[1] * 255)).status_code == 200
-    assert (await api.complete(prompt=[1] * 256, echo=True, max_tokens=0)).status_code == 200
+    assert refusal(response) == (400, TOO_LONG, "prompt")
+    assert error_of(response)["message"] == (
+        "This model's maximum context length is 256 tokens. However, your prompt resulted in 1256 tokens. "
+        "Please reduce the length of the prompt."
+    )
+
+
+async def test_overflow_is_told_in_the_words_of_openai(api: Api) -> None:
+    num_prompt = (await api.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]})).json()["count"]
+    assert error_of(await api.chat(max_tokens=1_000_000))["message"] == (
+        f"This model's maximum context length is 256 tokens. However, you requested {num_prompt + 1_000_000} tokens "
+        f"({num_prompt} in the messages, 1000000 in the completion). "
+        "Please reduce the length of the messages or completion."
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"prompt": [1] * 256}, 400),  # leaves no room for a token
+        ({"prompt": [1] * 255}, 200),
+        ({"prompt": [1] * 256, "echo": True, "max_tokens": 0}, 200),
+        ({"prompt": [1] * 200, "max_tokens": 57}, 400),
+        ({"prompt": [1] * 200, "max_tokens": 56}, 200),
+    ],
+)
+async def test_prompt_and_output_must_fit_the_context(api: Api, fields: dict[str, Any], status: int) -> None:
+    response = await api.complete(**fields)
+    assert response.status_code == status
+    if status == 400:
+        assert refusal(response) == (400, TOO_LONG, "max_tokens" if "max_tokens" in fields else "prompt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "digits"),
+    [
+        ({"max_tokens": 1e16}, "10000000000000000"),
+        ({"temperature": 9.5}, "9.5"),
+        ({"top_p": -1e-9}, "-0.000000001"),
+        ({"n": 1_000_000}, "1000000"),
+        ({"presence_penalty": -1e300}, "-1000000"),
+    ],
+)
+async def test_numbers_are_written_in_plain_digits(api: Api, fields: dict[str, Any], digits: str) -> None:
+    message = error_of(await api.chat(**fields))["message"]
+    assert f" {digits}" in message
+    assert "e+" not in message and "e-" not in message
 
 
 async def test_chat_too_long_names_messages(api: Api) -> None:
-    response = await api.chat(messages=[{"role": "user", "content": "quick fox " * 200}])
-    error = error_of(response)
-    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    messages = [{"role": "user", "content": "quick fox " * 200}]
+    assert refusal(await api.chat(messages=messages)) == (400, TOO_LONG, "messages")
 
 
 async def test_hopeless_text_is_refused_without_tokenizing(api: Api) -> None:
@@ -260,25 +282,15 @@ async def test_hopeless_text_is_refused_without_tokenizing(api: Api) -> None:
     assert response.elapsed.total_seconds() < 1
 
 
-async def test_max_tokens_must_fit_beside_the_prompt(api: Api) -> None:
-    response = await api.complete(prompt=[1] * 200, max_tokens=57)
-    error = error_of(response)
-    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "max_tokens")
-    assert (await api.complete(prompt=[1] * 200, max_tokens=56)).status_code == 200
-
-
 async def test_number_of_prompts_and_choices_is_bounded(make_api: MakeApi) -> None:
     api = make_api(settings={"limits": RequestLimits(max_prompts=3, max_choices=4)})
     assert (await api.complete(prompt=["a"] * 3)).status_code == 200
-    assert error_of(await api.complete(prompt=["a"] * 4))["param"] == "prompt"
-    assert error_of(await api.complete(prompt="a", n=5))["param"] == "n"
-    assert error_of(await api.complete(prompt=["a"] * 3, n=2))["param"] == "n"
+    for prompts, n, param in ((4, 1, "prompt"), (1, 5, "n"), (3, 2, "n")):
+        assert refusal(await api.complete(prompt=["a"] * prompts, n=n)) == (400, "invalid_value", param)
 
 
 async def test_unknown_model_is_404(api: Api) -> None:
-    response = await api.complete(model="other")
-    error = error_of(response)
-    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert refusal(await api.complete(model="other")) == (404, "model_not_found", "model")
 
 
 async def test_refused_value_is_shown(api: Api) -> None:
@@ -316,8 +328,7 @@ HUGE = 10**4000
 async def test_long_values_are_not_repeated_whole(api: Api, fields: dict[str, Any]) -> None:
     response = await api.complete(**fields)
     assert response.status_code in (400, 404)
-    assert len(error_of(response)["message"]) < 700
-    assert len(error_of(response)["param"]) < 80
+    assert len(error_of(response)["message"]) < 700 and len(error_of(response)["param"]) < 80
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 """Requests whose replica dies, stops, drains or refuses."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Literal
 
 import pytest
 
@@ -12,13 +11,13 @@ import router.dispatch as module
 from replicas.errors import EngineDead, Overloaded, ReplicaLost, RequestQuarantined, ServingError
 from replicas.protocol import Band, GenerateRequest, TokenDelta
 from router.types import Outcome as Wait
-from testkit.router.dispatch_worlds import Outcome, World, read
+from testkit.router.dispatch_worlds import MakeWorld, Outcome, World, read
 from testkit.router.simulated_replicas import FakeReplica, request, stats, undisturbed
 from testkit.router.simulated_time import settle_down
 
 
 def long(name: str, prompt_logprobs: int | None = None) -> GenerateRequest:
-    """A request that uses all its forty tokens."""
+    """Return a request that uses all its forty tokens."""
     for seed in range(1000):
         wanted = request(name, prompt=tuple(range(1, 10)), max_tokens=40, seed=seed, prompt_logprobs=prompt_logprobs)
         if len(undisturbed(wanted).token_ids) == 40:
@@ -30,74 +29,79 @@ LONG = long("long")
 SCORED = long("scored", prompt_logprobs=0)
 
 
+SEEMS_IDLE = (stats("bad"), stats("good", outstanding=1000))
+"""Reports by which a replica `bad` has less to do than `good`."""
+
+
 def serving(world: World) -> FakeReplica:
-    """The replica at which the one request is."""
+    """Return the replica that has the only request."""
     [replica] = [replica for replica in world.replicas if replica.running or replica.waiting]
     return replica
 
 
-async def read_through(world: World, wanted: GenerateRequest, deaths_at_s: list[float], how: str = "die") -> Outcome:
+def received(world: World) -> list[GenerateRequest]:
+    """Return all requests that the replicas were sent, those with least output first."""
+    started = [request for replica in world.replicas for request in replica.started]
+    return sorted(started, key=lambda request: len(request.output_token_ids))
+
+
+async def read_through(
+    world: World, wanted: GenerateRequest, deaths_at_s: list[float], how: Literal["die", "stop"] = "die"
+) -> Outcome:
     """Read a stream while the replica that serves it is lost at each of these moments after its start there."""
-    polling = asyncio.create_task(world.dispatcher.run())
     reading = asyncio.create_task(read(world.stream(wanted)))
     for after_s in deaths_at_s:
         await asyncio.sleep(after_s)
         getattr(serving(world), how)()
         await asyncio.sleep(0.2)
-    outcome = await reading
-    polling.cancel()
-    world.check_idle()
-    return outcome
+    return await reading
 
 
 @pytest.mark.parametrize("in_delta", [False, True])
 @pytest.mark.parametrize("error", [ReplicaLost("gone"), EngineDead("dead")])
-async def test_a_replica_lost_before_any_output_is_replaced_unseen(error: ServingError, in_delta: bool):
-    world = World(FakeReplica("bad", fails_in_delta=in_delta, death=error), FakeReplica("good"))
-    for replica, outstanding in zip(world.replicas, (0, 1000), strict=True):
-        world.table.record(stats(replica.replica_id, outstanding=outstanding))
-    (await read(world.stream(LONG))).check(LONG)
+async def test_a_replica_lost_before_any_output_is_replaced(make_world: MakeWorld, error: ServingError, in_delta: bool):
+    world = make_world(FakeReplica("bad", fails_in_delta=in_delta), FakeReplica("good"), known=SEEMS_IDLE)
+    reading = asyncio.create_task(read(world.stream(LONG)))
+    await asyncio.sleep(0.05)
+    world.replicas[0].die(error)
+    (await reading).check(LONG)
     assert [len(replica.started) for replica in world.replicas] == [1, 1]
     assert world.observer.migrations == {"restarted": 1}
     assert "bad" not in world.in_flight()
-    world.check_idle()
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 2, 5])
 @pytest.mark.parametrize("after_s", [0.15, 0.45, 0.95, 2.05])
-async def test_a_stream_goes_on_behind_a_death_as_if_nothing_had_happened(after_s: float, tokens_per_delta: int):
-    world = World(*(FakeReplica(name, tokens_per_delta=tokens_per_delta) for name in "ab"))
-    outcome = await read_through(world, SCORED, [min(after_s, 3.5 / tokens_per_delta)])
-    outcome.check(SCORED)
+async def test_a_stream_goes_on_behind_a_death(make_world: MakeWorld, after_s: float, tokens_per_delta: int):
+    world = make_world(*(FakeReplica(name, tokens_per_delta=tokens_per_delta) for name in "ab"), is_polled=True)
+    (await read_through(world, SCORED, [min(after_s, 3.5 / tokens_per_delta)])).check(SCORED)
     assert sum(world.observer.migrations.values()) == 1
 
 
-async def test_the_prompts_scores_are_not_asked_for_again_behind_output():
-    world = World(FakeReplica("a"), FakeReplica("b"))
+async def test_the_prompts_scores_are_not_asked_for_again_behind_output(make_world: MakeWorld):
+    world = make_world(FakeReplica("a"), FakeReplica("b"), is_polled=True)
     (await read_through(world, SCORED, [1.5])).check(SCORED)
-    [second] = [received for replica in world.replicas for received in replica.started if received.output_token_ids]
-    assert second.params.prompt_logprobs is None
+    [_, second] = received(world)
+    assert second.output_token_ids and second.params.prompt_logprobs is None
     assert world.observer.migrations == {"resumed": 1}
 
 
-async def test_scores_given_before_a_death_are_not_repeated():
+async def test_scores_given_before_a_death_are_not_repeated(make_world: MakeWorld):
     """The first replica gives four scores, the second all of them again."""
-    world = World(FakeReplica("a", scores_per_delta=4), FakeReplica("b", scores_per_delta=3))
-    world.table.record(stats("a"))
+    replicas = (FakeReplica("a", scores_per_delta=4), FakeReplica("b", scores_per_delta=3))
+    world = make_world(*replicas, known=[stats("a")], is_polled=True)
     (await read_through(world, SCORED, [0.15])).check(SCORED)
     assert world.observer.migrations == {"restarted": 1}
 
 
-async def test_a_request_present_at_two_deaths_runs_alone_on_its_third_replica():
-    world = World(*(FakeReplica(name) for name in "abcd"))
+async def test_a_request_with_two_deaths_runs_alone_on_its_third_replica(make_world: MakeWorld):
+    world = make_world(*map(FakeReplica, "abcd"), is_polled=True)
     (await read_through(world, LONG, [0.3, 0.5])).check(LONG)
-    received = [received for replica in world.replicas for received in replica.started]
-    by_progress = sorted(received, key=lambda t: len(t.output_token_ids))
-    assert [t.is_isolated for t in by_progress] == [False, False, True]
+    assert [request.is_isolated for request in received(world)] == [False, False, True]
 
 
-async def test_a_third_death_quarantines():
-    world = World(*(FakeReplica(name) for name in "abcd"))
+async def test_a_third_death_quarantines(make_world: MakeWorld):
+    world = make_world(*map(FakeReplica, "abcd"), is_polled=True)
     outcome = await read_through(world, LONG, [0.3, 0.5, 0.5])
     assert isinstance(outcome.error, RequestQuarantined)
     assert "3 replicas died" in str(outcome.error) and not outcome.error.retryable
@@ -105,58 +109,54 @@ async def test_a_third_death_quarantines():
     assert not world.observer.finishes
 
 
-async def test_deaths_before_the_first_token_count_as_well():
-    world = World(*(FakeReplica(name, death=ReplicaLost("gone")) for name in "abcd"))
-    for replica in world.replicas:
-        world.table.record(stats(replica.replica_id))
-    outcome = await read(world.stream(LONG))
-    assert isinstance(outcome.error, RequestQuarantined)
+async def test_deaths_before_the_first_token_count_as_well(make_world: MakeWorld):
+    world = make_world(*map(FakeReplica, "abcd"), is_polled=True)
+    assert isinstance((await read_through(world, LONG, [0.05, 0.05, 0.05])).error, RequestQuarantined)
     assert sorted(len(replica.started) for replica in world.replicas) == [0, 1, 1, 1]
 
 
-async def test_a_graceful_stop_is_never_a_death():
-    world = World(*(FakeReplica(name) for name in "abcdefg"))
-    outcome = await read_through(world, LONG, [0.3] * 6, how="stop")
-    outcome.check(LONG)
-    assert not any(received.is_isolated for replica in world.replicas for received in replica.started)
+async def test_refusals_of_dead_replicas_are_not_deaths(make_world: MakeWorld):
+    """Only a request that was on a replica when it died can be the cause."""
+    dead = [FakeReplica(name, death=EngineDead("dead")) for name in "abcd"]
+    world = make_world(*dead, FakeReplica("good"), known=[*map(stats, "abcd"), stats("good", outstanding=1000)])
+    (await read(world.stream(LONG))).check(LONG)
+    assert [len(replica.started) for replica in world.replicas] == [1, 1, 1, 1, 1]
+    assert not any(request.is_isolated for request in received(world))
+
+
+async def test_a_graceful_stop_is_never_a_death(make_world: MakeWorld):
+    world = make_world(*map(FakeReplica, "abcdefg"), is_polled=True)
+    (await read_through(world, LONG, [0.3] * 6, how="stop")).check(LONG)
+    assert not any(request.is_isolated for request in received(world))
     assert world.observer.migrations == {"resumed": 6}
 
 
 class HalfReplica(FakeReplica):
-    """Ends every stream after three deltas, without a word."""
+    """Replica that ends every stream after three deltas, without a reason."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        num_left = 3
         async with aclosing(super().generate(request)) as deltas:
-            async for delta in deltas:
-                yield delta
-                num_left -= 1
-                if not num_left:
-                    return
+            for _ in range(3):
+                yield await anext(deltas)
 
 
-async def test_a_replica_that_just_ends_the_stream_is_lost():
-    world = World(HalfReplica("a"), FakeReplica("b"))
-    for replica, outstanding in zip(world.replicas, (0, 1000), strict=True):
-        world.table.record(stats(replica.replica_id, outstanding=outstanding))
+async def test_a_replica_that_just_ends_the_stream_is_lost(make_world: MakeWorld):
+    world = make_world(HalfReplica("bad"), FakeReplica("good"), known=SEEMS_IDLE)
     (await read(world.stream(LONG))).check(LONG)
-    assert [len(received.output_token_ids) for received in world.replicas[1].started] == [3]
+    assert [len(request.output_token_ids) for request in world.replicas[1].started] == [3]
 
 
-async def test_moves_are_bounded():
-    world = World(*(FakeReplica(f"{number:02}", death=ReplicaLost("stopped", has_died=False)) for number in range(40)))
-    for replica in world.replicas:
-        world.table.record(stats(replica.replica_id))
-    outcome = await read(world.stream(LONG))
-    assert isinstance(outcome.error, ReplicaLost)
-    assert sum(len(replica.started) for replica in world.replicas) == module._MAX_MIGRATIONS + 1
+async def test_moves_are_bounded(make_world: MakeWorld):
+    names = [f"{number:02}" for number in range(40)]
+    replicas = [FakeReplica(name, death=ReplicaLost("stopped", has_died=False)) for name in names]
+    world = make_world(*replicas, known=map(stats, names))
+    assert isinstance((await read(world.stream(LONG))).error, ReplicaLost)
+    assert len(received(world)) == module._MAX_MIGRATIONS + 1
     assert world.observer.migrations["failed"] == 1
-    world.check_idle()
 
 
-async def test_a_death_moves_every_stream_of_the_replica():
-    world = World(*(FakeReplica(name, num_slots=30) for name in "ab"))
-    polling = asyncio.create_task(world.dispatcher.run())
+async def test_a_death_moves_every_stream_of_the_replica(make_world: MakeWorld):
+    world = make_world(*(FakeReplica(name, num_slots=30) for name in "ab"), is_polled=True)
     wanted = [request(str(number), prompt=(number, 2), max_tokens=30) for number in range(30)]
     reading = asyncio.create_task(world.read_all(wanted))
     await asyncio.sleep(0.75)
@@ -164,65 +164,55 @@ async def test_a_death_moves_every_stream_of_the_replica():
     for outcome, of in zip(await reading, wanted, strict=True):
         outcome.check(of)
     assert world.observer.migrations["resumed"] > 5
-    polling.cancel()
-    world.check_idle()
 
 
-async def test_a_replica_that_drains_finishes_what_it_has_and_gets_nothing_new():
-    world = World(FakeReplica("old", num_slots=1), FakeReplica("new"))
-    world.table.record(world.replicas[0].stats())
+async def test_a_draining_replica_finishes_its_requests_and_gets_no_new_one(make_world: MakeWorld):
+    old = FakeReplica("old", num_slots=1)
+    world = make_world(old, FakeReplica("new"), known=[old.stats()])
     first = asyncio.create_task(read(world.stream(LONG)))
     await asyncio.sleep(0.25)
-    world.replicas[0].drain()
+    old.drain()
     await world.dispatcher.refresh()
     await world.read_all([request(str(number)) for number in range(5)])
     (await first).check(LONG)
     assert [len(replica.started) for replica in world.replicas] == [1, 5]
 
 
-async def test_a_request_refused_by_a_draining_replica_goes_elsewhere():
-    world = World(FakeReplica("old", is_draining=True), FakeReplica("new"))
-    world.table.record(stats("old"))
-    polling = asyncio.create_task(world.dispatcher.run())
+async def test_a_request_refused_by_a_draining_replica_goes_elsewhere(make_world: MakeWorld):
+    replicas = (FakeReplica("old", is_draining=True), FakeReplica("new"))
+    world = make_world(*replicas, known=[stats("old")], is_polled=True)
     (await read(world.stream(LONG))).check(LONG)
-    assert not any(received.is_isolated for received in world.replicas[1].started)
-    polling.cancel()
+    assert not any(request.is_isolated for request in world.replicas[1].started)
 
 
-async def test_a_refusing_replica_gives_the_request_back_until_it_has_room():
+async def test_a_refusing_replica_gives_the_request_back_until_it_has_room(make_world: MakeWorld):
     """Others fill the replica, which the ingress cannot know; the request waits for the next report."""
-    world = World(FakeReplica("a", num_slots=1, max_waiting=0))
-    world.table.record(stats("a", slots=1))
-    polling = asyncio.create_task(world.dispatcher.run())
-    world.replicas[0].running["of another ingress"] = request(band=Band.INTERACTIVE)
+    replica = FakeReplica("a", num_slots=1, max_waiting=0)
+    world = make_world(replica, known=[stats("a", slots=1)], is_polled=True)
+    replica.running["of another ingress"] = request(band=Band.INTERACTIVE)
     reading = asyncio.create_task(read(world.stream(LONG)))
     await asyncio.sleep(5)
-    assert len(world.replicas[0].started) == 1 and len(world.flow.queue) == 1
-    del world.replicas[0].running["of another ingress"]
+    assert len(replica.started) == 1 and len(world.flow.queue) == 1
+    del replica.running["of another ingress"]
     (await reading).check(LONG)
-    assert len(world.replicas[0].started) == 2
-    polling.cancel()
-    world.check_idle()
+    assert len(replica.started) == 2
 
 
 @pytest.mark.parametrize("in_delta", [False, True])
-async def test_a_refusal_that_tells_no_load_does_not_use_up_the_moves(in_delta: bool):
+async def test_a_refusal_that_tells_no_load_does_not_use_up_the_moves(make_world: MakeWorld, in_delta: bool):
     """As when Serve's own limit refuses: the table still shows room."""
-    world = World(FakeReplica("a", death=Overloaded("too many calls"), fails_in_delta=in_delta))
-    world.table.record(stats("a"))
+    replica = FakeReplica("a", death=Overloaded("too many calls"), fails_in_delta=in_delta)
+    world = make_world(replica, known=[stats("a")])
     reading = asyncio.create_task(read(world.stream(LONG)))
     await settle_down()
-    assert len(world.replicas[0].started) == 1 and len(world.flow.queue) == 1
-    world.replicas[0].death = None
+    assert len(replica.started) == 1 and len(world.flow.queue) == 1
+    replica.death = None
     await world.dispatcher.refresh()
     (await reading).check(LONG)
-    world.check_idle()
 
 
-async def test_when_no_replica_runs_any_more_requests_are_held_until_one_does():
-    world = World()
-    world.table.record(stats("vanished"))
-    polling = asyncio.create_task(world.dispatcher.run())
+async def test_requests_are_held_while_no_replica_runs(make_world: MakeWorld):
+    world = make_world(known=[stats("vanished")], is_polled=True)
     world.client.poll_error = ReplicaLost("no answer")
     reading = asyncio.create_task(read(world.stream(LONG)))
     await asyncio.sleep(30)
@@ -230,53 +220,47 @@ async def test_when_no_replica_runs_any_more_requests_are_held_until_one_does():
     world.client.poll_error = None
     world.client.add(FakeReplica("new"))
     (await reading).check(LONG)
-    polling.cancel()
-    world.check_idle()
 
 
-async def test_a_refused_request_keeps_its_place_and_its_tenant_pays_nothing():
+async def test_a_refused_request_keeps_its_place_and_its_tenant_pays_nothing(make_world: MakeWorld):
     """`first` was refused before `second` of another tenant is served."""
-    world = World(FakeReplica("a", num_slots=1, death=Overloaded("full")))
-    world.table.record(stats("a", slots=1))
+    replica = FakeReplica("a", num_slots=1, death=Overloaded("full"))
+    world = make_world(replica, known=[stats("a", slots=1)])
     prompt = tuple(range(1, 200))
     wanted = [request("first", prompt, 4, tenant="x"), request("second", prompt, 4, tenant="y")]
     reading = asyncio.create_task(world.read_all(wanted))
     await settle_down()
-    assert [received.request_id for received in world.replicas[0].started] == ["first"]
-    world.replicas[0].death = None
+    assert [request.request_id for request in replica.started] == ["first"]
+    replica.death = None
     await world.dispatcher.refresh()
     for outcome, of in zip(await reading, wanted, strict=True):
         outcome.check(of)
-    assert [received.request_id for received in world.replicas[0].started] == ["first", "first", "second"]
+    assert [request.request_id for request in replica.started] == ["first", "first", "second"]
     assert [wait for _, wait, _ in world.observer.waits] == [Wait.DISPATCHED] * 3
 
 
-async def test_closing_a_stream_after_a_move_leaves_nothing_behind():
-    world = World(FakeReplica("a"), FakeReplica("b"))
-    stream = world.stream(request(max_tokens=90, band=Band.BATCH))
-    await anext(stream)
-    serving(world).die()
-    await anext(stream)
-    await stream.aclose()
+async def test_closing_a_stream_after_a_move_leaves_nothing_behind(make_world: MakeWorld):
+    world = make_world(FakeReplica("a"), FakeReplica("b"))
+    async with aclosing(world.stream(request(max_tokens=90, band=Band.BATCH))) as stream:
+        await anext(stream)
+        serving(world).die()
+        await anext(stream)
     assert [replica.num_closed for replica in world.replicas] == [1, 1]
-    world.check_idle()
 
 
-async def test_a_replica_that_did_not_take_a_request_meant_for_it_gets_nothing_until_it_is_heard_of():
+async def test_a_vanished_replica_gets_nothing_until_it_reports(make_world: MakeWorld):
     """It vanished; Serve gives the request to another, which refuses: that must not go on in a circle."""
-    world = World(FakeReplica("draining", is_draining=True))
-    world.table.record(stats("vanished"))
+    world = make_world(FakeReplica("draining", is_draining=True), known=[stats("vanished")])
     reading = asyncio.create_task(read(world.stream(LONG)))
     await settle_down(200)
     assert len(world.replicas[0].started) == 1
     world.client.add(FakeReplica("new"))
     await world.dispatcher.refresh()
     (await reading).check(LONG)
-    world.check_idle()
 
 
 class DyingAfterwards(FakeReplica):
-    """Gives all of a request, and dies before it has said that the stream is over."""
+    """Replica that gives all of a request, and dies before it has said that the stream is over."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(super().generate(request)) as deltas:
@@ -285,9 +269,8 @@ class DyingAfterwards(FakeReplica):
         raise ReplicaLost("died")
 
 
-async def test_a_death_after_the_last_delta_is_nobodys_move():
-    world = World(DyingAfterwards("a"))
+async def test_a_death_after_the_last_delta_is_no_move(make_world: MakeWorld):
+    world = make_world(DyingAfterwards("a"))
     (await read(world.stream(LONG))).check(LONG)
     assert not world.observer.migrations and len(world.observer.finishes) == 1
     assert world.in_flight() == {}, "but the replica is gone"
-    world.check_idle()

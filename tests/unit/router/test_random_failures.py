@@ -1,7 +1,5 @@
 """Replicas that die, stop, drain and refuse at random: every stream is the right one or ends with an error."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
@@ -28,8 +26,7 @@ EXPECTED = (Overloaded, DeadlineExceeded, NoReplicaAvailable, RequestQuarantined
 class RandomWorld:
     """A world, its requests, and what happens to both.
 
-    A gentle one has at most two deaths, no deadlines, replicas that refuse only when they drain, and none that still
-    answers after its death: each answer of a dead one counts as a death.
+    A gentle one has at most two deaths, no deadlines, and replicas that refuse only when they drain.
     """
 
     def __init__(self, seed: int, is_gentle: bool) -> None:
@@ -102,11 +99,8 @@ class RandomWorld:
                 case _:
                     self.add_replica()
             ended = [replica for replica in self.world.client.replicas.values() if replica.death]
-            for gone in [replica for replica in ended if self.rng.random() < 0.5 or self.must_go(replica)]:
+            for gone in [replica for replica in ended if self.rng.random() < 0.5]:
                 del self.world.client.replicas[gone.replica_id]
-
-    def must_go(self, ended: FakeReplica) -> bool:
-        return self.is_gentle and getattr(ended.death, "has_died", True)
 
 
 @pytest.mark.random_worlds(200, per_call=20)
@@ -124,7 +118,7 @@ async def test_every_stream_is_right_or_ends_with_an_error(seeds: Seeds):
     assert num_right > 150 or not seeds.are_many
 
 
-@pytest.mark.random_worlds(100, per_call=10)
+@pytest.mark.random_worlds(100, per_call=10, examples=(207225705209,))
 async def test_two_deaths_and_any_number_of_stops_fail_no_request(seeds: Seeds):
     for seed in seeds:
         world = RandomWorld(seed, is_gentle=True)

@@ -1,4 +1,4 @@
-"""Environment of the migrations, run by Alembic on the connection that `migrate.upgrade` gives it."""
+"""Environment of the migrations, run by Alembic on the connection that `database.upgrade` gives it."""
 
 from alembic import context
 

@@ -1,6 +1,4 @@
-"""Which lines run next, how many, how soon they are done, and when a batch is in danger of being late."""
-
-from __future__ import annotations
+"""Plans of the lines to run next, sizes of lines and files split into them, and predictions of late batches."""
 
 import math
 from collections import Counter
@@ -11,10 +9,9 @@ import pytest
 from replicas.protocol import Band
 from serve_app.jobs.execution.planning import plan, raised_band
 from serve_app.jobs.execution.throughput import ThroughputEstimator
-from serve_app.jobs.jsonl.cost import size_of
-from serve_app.jobs.jsonl.splitter import LineTooLong, split_lines
+from serve_app.jobs.lifecycle.input_file import InvalidFile, split_lines
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
-from serve_app.jobs.storage.leases import LeasedLine
+from serve_app.jobs.storage.lines import LeasedLine, size_of
 from testkit.jobs.database_worlds import SetTime, success
 
 NOW = 1_000_000.0
@@ -29,14 +26,13 @@ def open_batch(name: str, num_queued: int = 100, tenant: str = "acme", **fields:
 
 
 def leased(expected_tokens: int, batch_id: str = "b", position: int = 0) -> LeasedLine:
-    return LeasedLine("acme", batch_id, position, 1, "id", "{}", expected_tokens)
+    return LeasedLine("acme", batch_id, position, 1, "{}", expected_tokens)
 
 
 def planned(batches: list[OpenBatch], room: dict[Band, int] | int, **running: int) -> dict[str, int]:
     rooms = dict.fromkeys(Band, room) if isinstance(room, int) else room
     num_running = {(tenant, Band.BATCH): number for tenant, number in running.items()}
-    wanted = plan(batches, NEVER, lambda band: rooms[band], num_running)
-    return {want.batch.id: want.num_lines for want in wanted}
+    return {want.batch.id: want.num_lines for want in plan(batches, NEVER, lambda band: rooms[band], num_running)}
 
 
 def test_the_most_urgent_band_takes_what_it_can_and_leaves_the_rest():
@@ -58,31 +54,44 @@ def test_a_tenants_batches_come_in_their_order():
     assert planned([open_batch("a")], -3) == {}
 
 
-def test_a_late_batch_is_raised_no_further_than_it_may_be():
-    late: dict[str, Any] = {"expires_unix_s": NOW + 10}
-    assert raised_band(open_batch("a", **late), NOW + 10) is Band.STANDARD
-    assert raised_band(open_batch("a", **late, band_ceiling=Band.BATCH), NOW + 10) is Band.BATCH
-    assert raised_band(open_batch("a", **late), NEVER) is Band.BATCH
-    assert raised_band(open_batch("a", **late, band=Band.INTERACTIVE), NOW + 10) is Band.INTERACTIVE
-    assert raised_band(open_batch("a"), math.inf) is Band.BATCH
+@pytest.mark.parametrize(
+    ("fields", "late_deadline", "band"),
+    [
+        ({"expires_unix_s": NOW + 10}, NOW + 10, Band.STANDARD),
+        ({"expires_unix_s": NOW + 10, "band_ceiling": Band.BATCH}, NOW + 10, Band.BATCH),
+        ({"expires_unix_s": NOW + 10}, NEVER, Band.BATCH),
+        ({"expires_unix_s": NOW + 10, "band": Band.INTERACTIVE}, NOW + 10, Band.INTERACTIVE),
+        ({}, math.inf, Band.BATCH),
+    ],
+    ids=["late", "low ceiling", "not late", "urgent already", "no deadline"],
+)
+def test_a_late_batch_is_raised_no_further_than_it_may_be(fields, late_deadline, band):
+    assert raised_band(open_batch("a", **fields), late_deadline) is band
 
 
 def backlog(*parts: tuple[float | None, int], band: Band = Band.BATCH) -> list[Backlog]:
     return [Backlog(band, None if left is None else NOW + left, 1, tokens) for left, tokens in parts]
 
 
-def test_a_batch_is_late_when_all_before_it_would_take_longer_than_its_time():
+@pytest.mark.parametrize(
+    ("waiting", "late"),
+    [
+        (backlog((100.0, 7_000)), NEVER),
+        (backlog((100.0, 8_000)), NOW + 100),
+        (backlog((100.0, 4_000), (101.0, 4_000)), NOW + 101),
+        (backlog((None, 10**9)), NEVER),
+        (backlog((100.0, 8_000), band=Band.STANDARD), NEVER),
+    ],
+    ids=["in time", "too much", "too much together", "no deadline", "urgent already"],
+)
+def test_a_batch_is_late_when_work_due_by_then_exceeds_its_time(waiting, late):
     time = SetTime()
     throughput = ThroughputEstimator(time.clock)
     for _ in range(60):
         time.now += 1
         throughput.ended([success(leased(100))])
     # 100 tokens a second, and 1.3 times as long is planned for.
-    assert throughput.late_deadline(backlog((100.0, 7_000)), NOW) == NEVER
-    assert throughput.late_deadline(backlog((100.0, 8_000)), NOW) == NOW + 100
-    assert throughput.late_deadline(backlog((100.0, 4_000), (101.0, 4_000)), NOW) == NOW + 101
-    assert throughput.late_deadline(backlog((None, 10**9)), NOW) == NEVER
-    assert throughput.late_deadline(backlog((100.0, 8_000), band=Band.STANDARD), NOW) == NEVER
+    assert throughput.late_deadline(waiting, NOW) == late
 
 
 def test_without_any_speed_a_batch_is_late_in_its_last_minutes():
@@ -121,11 +130,21 @@ def test_sizes_order_by_length_and_tell_prompts_that_begin_alike():
     short, long = size_of(chat("x", max_tokens=10)), size_of(chat("y", max_completion_tokens=1000))
     assert long.length_rank < short.length_rank
     assert long.prefix_key == short.prefix_key
-    assert size_of({"prompt": "x" * 400, "max_tokens": 5, "n": 3}).expected_tokens == 115
-    assert size_of({"prompt": [[1, 2, 3], [4]], "max_tokens": 5}).expected_tokens == 14
-    assert size_of({"prompt": [1, 2, 3]}).expected_tokens == 19
     assert size_of({"prompt": "a"}).prefix_key != size_of({"prompt": "b"}).prefix_key
-    assert size_of({"prompt": "x", "max_tokens": 10**18}).expected_tokens == 2**30
+
+
+@pytest.mark.parametrize(
+    ("body", "expected_tokens"),
+    [
+        ({"prompt": "x" * 400, "max_tokens": 5, "n": 3}, 115),
+        ({"prompt": [[1, 2, 3], [4]], "max_tokens": 5}, 14),
+        ({"prompt": [1, 2, 3]}, 19),
+        ({"prompt": "x", "max_tokens": 10**18}, 2**30),
+    ],
+    ids=["choices", "prompts of ids", "default limit", "huge"],
+)
+def test_sizes_count_prompts_choices_and_limits(body, expected_tokens):
+    assert size_of(body).expected_tokens == expected_tokens
 
 
 async def parts_of(data: bytes, size: int):
@@ -142,10 +161,10 @@ async def test_lines_are_the_same_however_the_file_comes(size):
 
 @pytest.mark.parametrize("data", [b"ok\n" + b"x" * 11, b"ok\n" + b"x" * 11 + b"\nok", b"ok\n" + b"x" * 1000])
 async def test_a_line_that_is_too_long_is_named(data):
-    with pytest.raises(LineTooLong) as caught:
+    with pytest.raises(InvalidFile) as caught:
         async for _ in split_lines(parts_of(data, 4), 10):
             pass
-    assert caught.value.number == 2
+    assert (caught.value.error.code, caught.value.error.line) == ("line_too_long", 2)
 
 
 def test_every_line_is_planned_at_most_once():

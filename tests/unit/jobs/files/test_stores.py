@@ -1,7 +1,5 @@
 """Files by id: whole or absent, streamed, on disk and in a store that has no directories."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -16,9 +14,8 @@ import fsspec
 import pytest
 
 from replicas.clock import Clock
-from serve_app.jobs.api.errors import UnknownFile
-from serve_app.jobs.files.fsspec import PART_BYTES, FsspecStore, in_parts_of
-from serve_app.jobs.files.store import FileStore
+from serve_app.jobs.api.records import UnknownFile
+from serve_app.jobs.files.store import PART_BYTES, FileStore, FsspecStore, in_parts_of
 
 MIB = 2**20
 
@@ -31,42 +28,33 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     fsspec.filesystem("memory").store.clear()
 
 
+@pytest.fixture
+def store(url: str) -> FsspecStore:
+    return FsspecStore(url)
+
+
 async def stream(*parts: bytes) -> AsyncIterator[bytes]:
     for part in parts:
         yield part
 
 
-async def content(store: FileStore, file_id: str, start: int = 0, num_bytes: int | None = None) -> bytes:
-    return b"".join([part async for part in store.read(file_id, start, num_bytes)])
+async def content(store: FileStore, file_id: str) -> bytes:
+    return b"".join([part async for part in store.read(file_id)])
 
 
-async def test_what_was_written_is_read(url: str) -> None:
-    store: FileStore = FsspecStore(url)
+async def test_what_was_written_is_read(url: str, store: FileStore) -> None:
     data = os.urandom(2 * MIB + 5)
     assert await store.write("file-1_a", stream(data[:7], b"", data[7:])) == len(data)
-    sizes = [len(part) async for part in store.read("file-1_a")]
-    assert sizes == [MIB, MIB, 5]
+    assert [len(part) async for part in store.read("file-1_a")] == [MIB, MIB, 5]
     assert await content(FsspecStore(url), "file-1_a") == data
 
 
-async def test_an_empty_file_is_a_file(url: str) -> None:
-    store = FsspecStore(url)
+async def test_an_empty_file_is_a_file(store: FsspecStore) -> None:
     assert await store.write("empty", stream()) == 0
     assert await content(store, "empty") == b""
 
 
-@pytest.mark.parametrize(
-    ("start", "num_bytes"), [(0, 1), (3, 4), (3, None), (MIB - 1, 3), (MIB, 2 * MIB), (2 * MIB, None), (3 * MIB, 5)]
-)
-async def test_a_range_is_read(url: str, start: int, num_bytes: int | None) -> None:
-    store = FsspecStore(url)
-    data = os.urandom(2 * MIB + 5)
-    await store.write("file", stream(data))
-    assert await content(store, "file", start, num_bytes) == data[start:][:num_bytes]
-
-
-async def test_a_file_is_replaced_and_deleted(url: str) -> None:
-    store = FsspecStore(url)
+async def test_a_file_is_replaced_and_deleted(store: FsspecStore) -> None:
     await store.write("file", stream(b"first"))
     await store.write("file", stream(b"second, longer"))
     assert await content(store, "file") == b"second, longer"
@@ -76,9 +64,9 @@ async def test_a_file_is_replaced_and_deleted(url: str) -> None:
         await content(store, "file")
 
 
-async def test_an_unknown_file_is_said_to_be(url: str) -> None:
+async def test_an_unknown_file_is_said_to_be(store: FsspecStore) -> None:
     with pytest.raises(UnknownFile):
-        await content(FsspecStore(url), "file")
+        await content(store, "file")
 
 
 @pytest.mark.parametrize("file_id", ["", ".", "..", "../x", "a/b", "/etc/passwd", "a.b", "a\0b", "x\n", "ä", "a" * 201])
@@ -93,8 +81,7 @@ async def test_an_id_never_leads_elsewhere(tmp_path: Path, file_id: str) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_a_file_shows_only_when_whole(url: str) -> None:
-    store = FsspecStore(url)
+async def test_a_file_shows_only_when_whole(store: FsspecStore) -> None:
 
     async def parts() -> AsyncIterator[bytes]:
         for _ in range(3):
@@ -107,8 +94,7 @@ async def test_a_file_shows_only_when_whole(url: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "cancelled"])
-async def test_a_file_that_is_not_finished_leaves_nothing(url: str, how: str) -> None:
-    store = FsspecStore(url)
+async def test_a_file_that_is_not_finished_leaves_nothing(store: FsspecStore, how: str) -> None:
     await store.write("file", stream(b"earlier"))
     waiting = asyncio.Event()
 
@@ -146,20 +132,16 @@ async def test_cancelling_at_any_moment_leaves_a_whole_file_or_none(tmp_path: Pa
         assert list(tmp_path.glob(".unfinished/*")) == []
 
 
-async def test_writers_of_one_name_do_not_mix(url: str) -> None:
-    store = FsspecStore(url)
+async def test_writers_of_one_name_do_not_mix(store: FsspecStore) -> None:
     contents = [bytes([number]) * (PART_BYTES + number) for number in range(8)]
     await asyncio.gather(*(store.write("file", stream(data[:9], data[9:])) for data in contents))
     assert await content(store, "file") in contents
 
 
-async def test_readers_of_one_file_do_not_disturb_each_other(url: str) -> None:
-    store = FsspecStore(url)
+async def test_readers_of_one_file_do_not_disturb_each_other(store: FsspecStore) -> None:
     data = os.urandom(3 * MIB)
     await store.write("file", stream(data))
-    assert await asyncio.gather(*(content(store, "file", start=at) for at in range(4))) == [
-        data[at:] for at in range(4)
-    ]
+    assert await asyncio.gather(*(content(store, "file") for _ in range(4))) == [data] * 4
 
 
 async def test_streaming_takes_constant_memory(tmp_path: Path) -> None:
@@ -183,8 +165,7 @@ async def test_streaming_takes_constant_memory(tmp_path: Path) -> None:
     assert peak_bytes < 8 * MIB
 
 
-async def test_a_reader_may_leave_early(url: str) -> None:
-    store = FsspecStore(url)
+async def test_a_reader_may_leave_early(store: FsspecStore) -> None:
     await store.write("file", stream(bytes(2 * MIB)))
     async with aclosing(store.read("file")) as parts:
         async for part in parts:
@@ -194,7 +175,7 @@ async def test_a_reader_may_leave_early(url: str) -> None:
 
 CRASH = """
 import asyncio, sys
-from serve_app.jobs.files.fsspec import FsspecStore
+from serve_app.jobs.files.store import FsspecStore
 
 async def parts():
     yield bytes(3 * 2**20)
@@ -214,8 +195,7 @@ async def test_a_killed_writer_leaves_no_half_file(tmp_path: Path) -> None:
     with pytest.raises(UnknownFile):
         await content(store, "file")
     [half] = tmp_path.glob(".unfinished/*")
-    begun_s = int(half.name.split(".")[0])
-    now_s = begun_s + 60
+    now_s = int(half.name.split(".")[0]) + 60
     assert await store.delete_unfinished(older_than_s=60) == 0
     now_s += 1
     assert await store.delete_unfinished(older_than_s=60) == 1

@@ -1,32 +1,20 @@
-"""Who may run a line, and in which order lines run."""
+"""Leases of lines: their owners, and the order of lines."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from replicas.protocol import Band
-from serve_app.jobs.api.errors import BatchNotCancellable
-from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, NewLine
+from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, LineStatus, NewLine
 from serve_app.jobs.storage.batch_queue import backlog, open_batches
 from serve_app.jobs.storage.batch_states import cancel_batch, expire_batches
 from serve_app.jobs.storage.batches import batch_record, list_lines, select_batch
-from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.deliveries import SqlOutbox
-from serve_app.jobs.storage.leases import end_lines, release_lines
+from serve_app.jobs.storage.lines import end_lines, release_lines
 from serve_app.jobs.storage.ownership import dead_owners, heartbeat, reap_owner
 from serve_app.jobs.storage.tables import batches
 from testkit.jobs.database_worlds import MODEL, World, body, failure, new_batch, success
-
-
-@pytest.fixture
-def world(database_url: str) -> Iterator[World]:
-    database = Database(database_url)
-    yield World(database)
-    database.close()
 
 
 @pytest.fixture
@@ -131,8 +119,12 @@ async def test_open_batches_come_by_band_then_by_deadline(world, owners):
         await world.submit(new_batch(2, **fields), name)
     taken = await world.lease("a", "soon", 1)
     found = await world.write(lambda c: open_batches(c, MODEL, 10))
-    assert [batch.id for batch in found] == ["standard", "soon", "late", "never"]
-    assert [batch.num_queued for batch in found] == [2, 1, 2, 2]
+    assert [(batch.id, batch.num_queued) for batch in found] == [
+        ("standard", 2),
+        ("soon", 1),
+        ("late", 2),
+        ("never", 2),
+    ]
     await world.write(lambda c: end_lines(c, "a", [success(line) for line in taken], world.now))
     waiting = await world.write(lambda c: backlog(c, MODEL))
     assert sum(part.num_lines for part in waiting) == 7

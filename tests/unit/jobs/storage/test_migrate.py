@@ -1,17 +1,14 @@
-"""The tables come into being, once, and a database that is newer is left alone."""
+"""Migrations make the tables once, refuse a newer database, and start from an empty one in each test."""
 
-from __future__ import annotations
-
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, insert, inspect, select, text
 
-from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.migrate import DatabaseTooNew, upgrade
+from serve_app.jobs.storage.database import Database, DatabaseTooNew, upgrade
 from serve_app.jobs.storage.tables import metadata, owners
 
 
@@ -52,20 +49,9 @@ def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, e
 
 
 def test_processes_that_start_together_make_the_tables_once(database_url, engine):
-    failures: list[BaseException] = []
-
-    def start() -> None:
-        try:
-            Database(database_url).close()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as pool:
+        for database in pool.map(Database, [database_url] * 4):
+            database.close()
     assert {"batches", "files", "lines"} <= set(inspect(engine).get_table_names())
 
 
@@ -75,3 +61,13 @@ def test_a_database_of_a_newer_program_is_refused(database_url, engine):
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(DatabaseTooNew, match="after 0003"):
         Database(database_url)
+
+
+@pytest.mark.parametrize("_turn", [1, 2])
+def test_each_test_has_an_empty_database_of_its_own(database_url: str, _turn: int) -> None:
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        assert inspect(connection).get_table_names() == []
+        connection.execute(text("CREATE TABLE left_behind (id INTEGER)"))
+    assert inspect(engine).get_table_names() == ["left_behind"]
+    engine.dispose()

@@ -1,7 +1,5 @@
 """Owners that come, work, die and write too late, batches that expire and are cancelled: every line ends once."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random
@@ -11,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from serve_app.jobs.api.errors import BatchNotCancellable
-from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, LineStatus
+from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, FileRecord, LineStatus
 from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.validator import OwnershipLost, Validator
-from serve_app.jobs.metrics import LineCounts
-from serve_app.jobs.storage.batch_states import CLOSING, UnclaimedBatches, cancel_batch, expire_batches
-from serve_app.jobs.storage.batches import batch_record, list_lines, select_batch
+from serve_app.jobs.storage.batch_states import CLOSING, cancel_batch, expire_batches
+from serve_app.jobs.storage.batches import BatchRow, batch_record, list_lines, select_batch
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.files import add_file
-from serve_app.jobs.storage.leases import LeasedLine, LineResult, end_lines, release_lines
+from serve_app.jobs.storage.lines import LeasedLine, LineResult, end_lines, release_lines
 from serve_app.jobs.storage.ownership import dead_owners, heartbeat, reap_owner
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, World, body, failure, new_batch, success
 from tests.seeds import Seeds
@@ -29,7 +25,7 @@ LEASE_S = 10.0
 
 
 class RandomWorld(World):
-    """What may happen, in any order. A dead owner does not know that it is: it goes on writing what it holds."""
+    """World in which anything happens in any order; a dead owner goes on writing the lines that it holds."""
 
     def __init__(self, database: Database, rng: random.Random) -> None:
         super().__init__(database)
@@ -38,11 +34,11 @@ class RandomWorld(World):
         self.num_lines: dict[str, int] = {}
         self.held: dict[str, list[LeasedLine]] = {}
         self.holders: dict[tuple[str, int], tuple[str, int]] = {}
-        """Who may end a line: an owner, at an attempt."""
+        """Holder of each leased line: an owner, at an attempt."""
         self.silent: set[str] = set()
         self.has_no_faults = False
         self.ended: Counter[tuple[str, int]] = Counter()
-        """How often a result of each line was counted."""
+        """Number of counted results of each line."""
 
     async def play(self, num_moves: int) -> None:
         moves = [
@@ -65,15 +61,11 @@ class RandomWorld(World):
         for _ in range(len(self.batch_ids)):
             await self.validate()
         for batch_id in self.batch_ids:
-            lines = await self.take_lines(owner, batch_id, 100)
-            await self.end_all(owner, [success(line) for line in lines])
+            await self.end_all(owner, [success(line) for line in await self.take_lines(owner, batch_id, 100)])
         for _ in range(len(self.batch_ids)):
             await self.close()
-        assert await self.all_final()
-
-    async def all_final(self) -> bool:
         rows = await self.database.read(lambda c: [select_batch(c, batch_id) for batch_id in self.batch_ids])
-        return all(BatchStatus(row.status).is_final for row in rows)
+        assert all(BatchStatus(row.status).is_final for row in rows)
 
     async def new_owner(self) -> None:
         owner = f"owner-{len(self.held)}"
@@ -138,14 +130,13 @@ class RandomWorld(World):
         return lines
 
     async def end_all(self, owner: str, results: list[LineResult]) -> None:
-        ended = await self.write(lambda c: end_lines(c, owner, results, self.now))
-        for result in ended.counted:
+        for result in (await self.write(lambda c: end_lines(c, owner, results, self.now))).counted:
             line = result.line
             assert self.holders.pop((line.batch_id, line.position)) == (owner, line.attempt), "it was another's"
             self.ended[line.batch_id, line.position] += 1
 
     def freed(self, owner: str, lines: list[LeasedLine] | None = None) -> None:
-        """An owner holds these lines, or any, no more."""
+        """Forget that an owner holds these lines, or any."""
         attempts = None if lines is None else {(line.batch_id, line.position, line.attempt) for line in lines}
         for (batch_id, position), (holder, attempt) in list(self.holders.items()):
             if holder == owner and (attempts is None or (batch_id, position, attempt) in attempts):
@@ -158,8 +149,7 @@ class RandomWorld(World):
             return
         owner = self.rng.choice(owners)
         lines = self.rng.sample(self.held[owner], self.rng.randrange(1, len(self.held[owner]) + 1))
-        results = [self.rng.choice([success, success, failure])(line) for line in lines]
-        await self.end_all(owner, results)
+        await self.end_all(owner, [self.rng.choice([success, success, failure])(line) for line in lines])
         if self.rng.random() < 0.7:  # else it writes them again one day
             self.held[owner] = [line for line in self.held[owner] if line not in lines]
 
@@ -188,26 +178,28 @@ class RandomWorld(World):
     async def expire(self) -> None:
         await self.write(lambda c: expire_batches(c, MODEL, self.now))
 
-    async def validate(self) -> None:
+    async def claim_some(self, *statuses: BatchStatus) -> tuple[BatchRow, str] | None:
+        """Claim a batch for some owner; return both, or None if there is none or the owner dies at once."""
         owner = self.alive()
         if owner is None:
-            return
-        batch = await self.write(lambda c: UnclaimedBatches((BatchStatus.VALIDATING,), MODEL).claim(c, owner))
+            return None
+        batch = await self.claim(owner, *statuses)
         if batch is None or self.dies(owner):
-            return
-        try:
-            await Validator(self.context).validate(batch, owner)
-        except OwnershipLost:
-            raise AssertionError("nobody else was there") from None
+            return None
+        return batch, owner
+
+    async def validate(self) -> None:
+        if (claimed := await self.claim_some(BatchStatus.VALIDATING)) is not None:
+            try:
+                await Validator(self.context).validate(*claimed)
+            except OwnershipLost:
+                raise AssertionError("nobody else was there") from None
 
     async def close(self) -> None:
-        owner = self.alive()
-        if owner is None:
+        if (claimed := await self.claim_some(*CLOSING)) is None:
             return
-        batch = await self.write(lambda c: UnclaimedBatches(CLOSING, MODEL).claim(c, owner))
-        if batch is None or self.dies(owner):
-            return
-        finalizer = Finalizer(self.context, LineCounts().add)
+        batch, owner = claimed
+        finalizer = Finalizer(self.context, Counter())
         self.files.num_failures = int(self.dies(owner))
         with contextlib.suppress(OSError):
             await finalizer.finalize(batch, owner)
@@ -215,18 +207,14 @@ class RandomWorld(World):
 
 
 @pytest.mark.random_worlds(12)
-async def test_every_line_ends_exactly_once(database_url: str, seeds: Seeds) -> None:
-    database = Database(database_url)
-    try:
-        for seed in seeds:
-            world = RandomWorld(database, random.Random(seed))
-            await world.play(100)
-            await world.finish()
-            assert all(number == 1 for number in world.ended.values())
-            for batch_id in world.batch_ids:
-                await check_outcome(world, batch_id)
-    finally:
-        database.close()
+async def test_every_line_ends_exactly_once(database: Database, seeds: Seeds) -> None:
+    for seed in seeds:
+        world = RandomWorld(database, random.Random(seed))
+        await world.play(100)
+        await world.finish()
+        assert all(number == 1 for number in world.ended.values())
+        for batch_id in world.batch_ids:
+            await check_outcome(world, batch_id)
 
 
 async def check_outcome(world: RandomWorld, batch_id: str) -> None:

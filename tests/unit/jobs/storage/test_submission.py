@@ -1,21 +1,26 @@
-"""What is accepted, once, and what is refused."""
-
-from __future__ import annotations
+"""Submissions of batches and files are accepted once, or refused."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from replicas.errors import InvalidRequest, Overloaded
-from serve_app.jobs.api.errors import FileInUse, IdempotencyKeyInUse, UnknownBatch, UnknownFile
-from serve_app.jobs.api.records import BatchKind, BatchStatus, FileRecord, PageRequest
-from serve_app.jobs.api.settings import JobsSettings
+from serve_app.jobs.api.records import (
+    BatchKind,
+    BatchStatus,
+    FileInUse,
+    FileRecord,
+    IdempotencyKeyInUse,
+    JobsSettings,
+    PageRequest,
+    UnknownBatch,
+    UnknownFile,
+)
 from serve_app.jobs.execution.throughput import ThroughputEstimator
+from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.storage.batch_events import BatchEvents
 from serve_app.jobs.storage.batches import get_batch
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.files import add_file, expire_files, forget_file, get_file, list_files, pending_deletion
@@ -23,10 +28,8 @@ from testkit.jobs.database_worlds import MODEL, World, new_batch
 
 
 @pytest.fixture
-def world(database_url: str) -> Iterator[World]:
-    database = Database(database_url)
-    yield World(database, JobsSettings(MODEL, max_batch_lines=10, max_unfinished_batches=3, max_unfinished_lines=12))
-    database.close()
+def world(database: Database) -> World:
+    return World(database, JobsSettings(MODEL, max_batch_lines=10, max_unfinished_batches=3, max_unfinished_lines=12))
 
 
 def service_of(world: World) -> SqlJobsService:

@@ -1,13 +1,15 @@
-"""Webhooks: signed as stock clients check, tried again for 72 hours, each host one at a time."""
-
-from __future__ import annotations
+"""Webhooks: signed with a secret drawn once, tried again for 72 hours, each host one at a time."""
 
 import asyncio
 import json
 import random
-import time
-from collections.abc import Callable, Sequence
+import stat
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
+from time import time as unix_s
 from typing import Any
 
 import openai
@@ -17,12 +19,19 @@ from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, RequestCounts
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.client import DeliveryFailed, WebhookClient
-from serve_app.jobs.webhooks.events import Delivery, event_of, host_of
+from serve_app.jobs.webhooks.events import Delivery, delivery_of, host_of
 from serve_app.jobs.webhooks.guard import WebhookGuard
-from serve_app.jobs.webhooks.retries import MAX_AGE_S, next_attempt_unix_s
-from serve_app.jobs.webhooks.sender import AttemptOutcome, Outbox, SendingLimits, WebhookSender
-from serve_app.jobs.webhooks.signing import WebhookSigner, new_secret
+from serve_app.jobs.webhooks.sender import (
+    MAX_AGE_S,
+    AttemptOutcome,
+    Outbox,
+    SendingLimits,
+    WebhookSender,
+    next_attempt_unix_s,
+)
+from serve_app.jobs.webhooks.signing import WebhookSigner, load_or_create_secret, new_secret
 from testkit.jobs.database_worlds import SetTime
+from testkit.jobs.jobs_process import until
 from testkit.jobs.webhook_receivers import Answer, endless_body, endless_headers, receiving, silence, status
 from testkit.limits import LIMIT_S
 
@@ -58,9 +67,9 @@ def delivery(number: int = 1, host: str = "good.test", **changes: Any) -> Delive
     ],
 )
 def test_the_event_is_one_that_openai_has(ended: BatchRecord, event_type: str) -> None:
-    event = event_of(ended, "evt_1")
-    assert event.type == event_type
-    assert json.loads(event.body) == {
+    made = delivery_of(ended, "http://x", "evt_1", 2001.0)
+    assert made == Delivery("evt_1", "batch_7", event_type, "http://x", made.body, 0, 2001.0)
+    assert json.loads(made.body) == {
         "id": "evt_1",
         "object": "event",
         "created_at": 2000,
@@ -70,12 +79,12 @@ def test_the_event_is_one_that_openai_has(ended: BatchRecord, event_type: str) -
 
 
 async def posted(answer: Answer, sent: Delivery, secret: str | None = None, timeout_s: float = 5.0):
-    """What a receiver got when `sent` was posted to it once, and why it counts as not delivered."""
+    """Post `sent` once; return the received request, and the error if it counts as not delivered."""
 
     async def resolve(host: str, port: int) -> Sequence[str]:
         return ["127.0.0.1"]
 
-    guard = WebhookGuard(AllowedHosts.parse(["good.test"]), resolve)
+    guard = WebhookGuard(AllowedHosts.parse("good.test"), resolve)
     client = WebhookClient(WebhookSigner(secret or new_secret()), guard, timeout_s=timeout_s)
     async with receiving(answer) as receiver:
         try:
@@ -92,13 +101,13 @@ async def posted(answer: Answer, sent: Delivery, secret: str | None = None, time
 @pytest.mark.parametrize("kind", [BatchKind.FILE, BatchKind.JOB])
 async def test_the_stock_client_unwraps_what_is_sent(kind: BatchKind) -> None:
     secret = new_secret()
-    event = event_of(batch(BatchStatus.COMPLETED, kind), "evt_9")
-    request, error = await posted(status(204), delivery(9, body=event.body), secret)
+    made = delivery_of(batch(BatchStatus.COMPLETED, kind), "http://x", "evt_9", 2001.0)
+    request, error = await posted(status(204), made, secret)
     assert error is None and request.path == "/hook?x=1"
     assert request.headers["content-type"] == "application/json"
     client = openai.OpenAI(api_key="none", webhook_secret=secret)
     unwrapped = client.webhooks.unwrap(request.body, request.headers)
-    assert unwrapped.type == event.type and unwrapped.id == request.headers["webhook-id"] == "evt_9"
+    assert unwrapped.type == made.event and unwrapped.id == request.headers["webhook-id"] == "evt_9"
     assert unwrapped.data.id == "batch_7"  # type: ignore[union-attr]
     with pytest.raises(openai.InvalidWebhookSignatureError):
         client.webhooks.unwrap(request.body + " ", request.headers)
@@ -108,7 +117,7 @@ async def test_the_stock_client_unwraps_what_is_sent(kind: BatchKind) -> None:
 
 def test_a_signature_tells_when_it_was_made() -> None:
     secret = new_secret()
-    headers = WebhookSigner(secret).headers("evt_1", "{}", time.time() - 301.0)
+    headers = WebhookSigner(secret).headers("evt_1", "{}", unix_s() - 301.0)
     with pytest.raises(openai.InvalidWebhookSignatureError, match="too old"):
         openai.OpenAI(api_key="none").webhooks.verify_signature("{}", headers, secret=secret)
 
@@ -118,6 +127,27 @@ def test_a_secret_that_receivers_would_read_differently_is_refused(secret: str) 
     with pytest.raises(ValueError, match="at least 24 bytes") as caught:
         WebhookSigner(secret)
     assert "AAAA" not in str(caught.value)
+
+
+def test_a_secret_is_drawn_once_and_only_we_can_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    secret = load_or_create_secret(path)
+    assert load_or_create_secret(path) == secret
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [found.name for found in tmp_path.iterdir()] == ["secret"]
+    assert load_or_create_secret(tmp_path / "other") != secret
+    WebhookSigner(secret)
+
+
+def test_an_operators_own_secret_in_the_file_is_used(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("whsec_mine\n")
+    assert load_or_create_secret(tmp_path / "secret") == "whsec_mine"
+
+
+def test_who_looks_at_the_same_time_finds_the_same_secret(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        secrets = set(pool.map(lambda _: load_or_create_secret(tmp_path / "secret"), range(8)))
+    assert len(secrets) == 1
 
 
 @pytest.mark.parametrize("code", [200, 201, 202, 204, 299])
@@ -218,64 +248,53 @@ class Hosts:
         self._slow[host].set()
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not is_so():
-            await asyncio.sleep(0)
-
-
-class Sending:
-    """A sender that runs while the context lasts; it looks for work only when told."""
-
-    def __init__(self, outbox: Outbox, hosts: Hosts, max_parallel: int = 8, poll_period_s: float = 1e6) -> None:
-        self.time = SetTime()
-        limits = SendingLimits(max_parallel, poll_period_s)
-        self.sender = WebhookSender(outbox, hosts, random.Random(0), self.time.clock, limits)
-
-    async def __aenter__(self) -> Sending:
-        self._task = asyncio.create_task(self.sender.run())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+@asynccontextmanager
+async def sending(
+    outbox: Outbox, hosts: Hosts, max_parallel: int = 8, time: SetTime | None = None
+) -> AsyncIterator[WebhookSender]:
+    """Run a sender within the context; it looks for work every millisecond."""
+    limits = SendingLimits(max_parallel, poll_period_s=0.001)
+    sender = WebhookSender(outbox, hosts.post, random.Random(0), (time or SetTime()).clock, limits)
+    task = asyncio.create_task(sender.run())
+    try:
+        yield sender
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_what_is_owed_is_sent_and_noted() -> None:
     outbox = MemoryOutbox(*(delivery(number, f"host-{number}") for number in range(5)))
-    async with Sending(outbox, Hosts()) as sending:
+    async with sending(outbox, Hosts()) as sender:
         await until(lambda: len(outbox.done) == 5)
         outbox.pending["evt_9"], outbox.next_unix_s["evt_9"] = delivery(9), 0.0
-        sending.sender.notify()
         await until(lambda: "evt_9" in outbox.done)
-    assert sending.sender.outcomes[AttemptOutcome.DELIVERED] == 6
+    assert sender.outcomes[AttemptOutcome.DELIVERED] == 6
 
 
 async def test_each_attempt_has_the_same_id_until_72_hours_are_over() -> None:
-    outbox, hosts = MemoryOutbox(delivery()), Hosts(num_failures=1000)
-    async with Sending(outbox, hosts) as sending:
+    outbox, hosts, time = MemoryOutbox(delivery()), Hosts(num_failures=1000), SetTime()
+    async with sending(outbox, hosts, time=time) as sender:
         while True:
             seen = outbox.pending["evt_1"].num_attempts
-            sending.sender.notify()
             await until(lambda seen=seen: outbox.pending["evt_1"].num_attempts > seen)  # type: ignore[misc]
             if (due := outbox.next_unix_s["evt_1"]) is None:
                 break
-            sending.time.now = due
+            time.now = due
     assert {each.id for each in hosts.posted} == {"evt_1"} and 20 < len(hosts.posted) < 60
-    assert MAX_AGE_S - 5 * 3600 < sending.time.now <= MAX_AGE_S
+    assert MAX_AGE_S - 5 * 3600 < time.now <= MAX_AGE_S
     assert outbox.errors["evt_1"] == "status 500" and outbox.done == []
-    assert sending.sender.outcomes == {
+    assert sender.outcomes == {
         AttemptOutcome.DELIVERED: 0, AttemptOutcome.FAILED: len(hosts.posted) - 1, AttemptOutcome.DEAD: 1,
     }  # fmt: skip
 
 
 async def test_a_failure_is_followed_by_a_delivery() -> None:
-    outbox, hosts = MemoryOutbox(delivery()), Hosts(num_failures=2)
-    async with Sending(outbox, hosts) as sending:
+    outbox, hosts, time = MemoryOutbox(delivery()), Hosts(num_failures=2), SetTime()
+    async with sending(outbox, hosts, time=time):
         for _ in range(3):
-            await until(lambda: not hosts.under_way and outbox.next_unix_s["evt_1"] != sending.time.now)
-            sending.time.now = outbox.next_unix_s["evt_1"] or 0.0
-            sending.sender.notify()
+            await until(lambda: not hosts.under_way and outbox.next_unix_s["evt_1"] != time.now)
+            time.now = outbox.next_unix_s["evt_1"] or 0.0
         await until(lambda: outbox.done == ["evt_1"])
     assert len(hosts.posted) == 3
 
@@ -284,7 +303,7 @@ async def test_a_slow_host_with_much_owed_holds_up_nobody_else() -> None:
     slow = [delivery(number, "slow.test") for number in range(100)]
     others = [delivery(number, f"host-{number}") for number in range(100, 110)]
     outbox, hosts = MemoryOutbox(*slow, *others), Hosts(slow=["slow.test"])
-    async with Sending(outbox, hosts, max_parallel=4):
+    async with sending(outbox, hosts, max_parallel=4):
         await until(lambda: len(outbox.done) == 10)
         assert [each.id for each in hosts.posted if "slow" in each.url] == ["evt_0"]
         assert hosts.most_under_way <= 4
@@ -292,13 +311,13 @@ async def test_a_slow_host_with_much_owed_holds_up_nobody_else() -> None:
         await until(lambda: len(outbox.done) == 110)
 
 
-async def test_a_database_that_is_away_is_waited_for_and_nothing_is_sent_twice() -> None:
+async def test_a_database_outage_delays_webhooks_and_repeats_none() -> None:
     outbox, hosts = MemoryOutbox(delivery()), Hosts()
     outbox.num_failing_calls = 3
-    async with Sending(outbox, hosts, poll_period_s=0.001):
+    async with sending(outbox, hosts):
         await until(lambda: outbox.done == ["evt_1"])
     outbox, hosts = MemoryOutbox(delivery()), Hosts(slow=["good.test"])
-    async with Sending(outbox, hosts, poll_period_s=0.001):
+    async with sending(outbox, hosts):
         await until(lambda: hosts.under_way == ["good.test"])
         outbox.num_failing_calls = 10
         hosts.answer("good.test")
@@ -308,7 +327,7 @@ async def test_a_database_that_is_away_is_waited_for_and_nothing_is_sent_twice()
 
 async def test_a_mistake_of_ours_is_an_attempt_that_failed() -> None:
     outbox = MemoryOutbox(delivery())
-    async with Sending(outbox, Hosts(num_failures=1, error=RuntimeError("ours"))):
+    async with sending(outbox, Hosts(num_failures=1, error=RuntimeError("ours"))):
         await until(lambda: "evt_1" in outbox.errors)
     assert outbox.errors["evt_1"] == "internal error: RuntimeError"
     assert outbox.next_unix_s["evt_1"] is not None
@@ -316,16 +335,16 @@ async def test_a_mistake_of_ours_is_an_attempt_that_failed() -> None:
 
 async def test_an_attempt_that_is_cut_off_is_still_owed() -> None:
     outbox, hosts = MemoryOutbox(delivery()), Hosts(slow=["good.test"])
-    async with Sending(outbox, hosts):
+    async with sending(outbox, hosts):
         await until(lambda: hosts.under_way == ["good.test"])
     assert hosts.under_way == [] and outbox.done == []
-    async with Sending(outbox, Hosts()):
+    async with sending(outbox, Hosts()):
         await until(lambda: outbox.done == ["evt_1"])
 
 
 async def test_an_address_that_only_looks_like_one_holds_up_nobody() -> None:
     outbox = MemoryOutbox(replace(delivery(1), url="https://xn--/"), delivery(2, "host"))
-    async with Sending(outbox, Hosts()):
+    async with sending(outbox, Hosts()):
         await until(lambda: "evt_2" in outbox.done)
     assert host_of("https://xn--/") == "xn--"
     assert host_of("https://B\u00fccher.example/") == "xn--bcher-kva.example"

@@ -1,6 +1,4 @@
-"""How evenly policies spread work: simulated, with lengths that nobody tells them."""
-
-from __future__ import annotations
+"""Evenness of policies in simulations with output lengths that they do not know."""
 
 import heapq
 import random
@@ -13,8 +11,7 @@ from bench.routing.baselines import LeastRequests, PowerOfTwo, RoundRobin
 from replicas.block_hash import extend_hashes
 from replicas.protocol import Band
 from router.balancing.load_table import InFlight, LoadTable
-from router.balancing.policy import LeastTokens
-from router.balancing.prefix_index import PrefixIndex
+from router.balancing.policy import LeastTokens, PrefixIndex
 from router.types import RoutingPolicy, RoutingRequest
 from testkit.router.simulated_replicas import BLOCK_SIZE, request, stats
 from testkit.router.simulated_time import FakeClock
@@ -100,7 +97,7 @@ class Fleet:
 
 
 def run_trace(make: MakePolicy, seed: int, num_prefixes: int = 0) -> tuple[float, int]:
-    """What 1500 Poisson arrivals at 0.8 of the replicas' rate found before them (p99), and prompt tokens computed."""
+    """Return the work (p99) before 1500 Poisson arrivals at 0.8 of the replicas' rate, and the tokens computed."""
     rng = random.Random(seed)
     prefixes = [tuple(rng.randrange(10**6) for _ in range(200)) for _ in range(num_prefixes)]
     trace = [skewed(rng, rng.choice(prefixes) if prefixes else ()) for _ in range(1500)]

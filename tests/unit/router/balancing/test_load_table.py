@@ -1,12 +1,10 @@
-"""What an ingress knows of load: its own requests exactly, those of others as last reported."""
-
-from __future__ import annotations
+"""Load of the replicas as an ingress knows it: its own requests exactly, those of others as last reported."""
 
 import random
 
 import pytest
 
-from replicas.protocol import Band
+from replicas.protocol import Band, ReplicaStats
 from router.balancing.load_table import InFlight, LoadTable
 from router.types import ReplicaView
 from testkit.router.simulated_replicas import stats
@@ -24,34 +22,43 @@ def only(table: LoadTable) -> ReplicaView:
     return view
 
 
-def test_newest_snapshot_wins_whatever_order_they_arrive_in():
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def table(clock: FakeClock) -> LoadTable:
+    return LoadTable(clock)
+
+
+def table_of(*reported: ReplicaStats) -> LoadTable:
     table = LoadTable(FakeClock())
-    table.record(stats(taken=2.0, running=(0, 3, 0)))
-    table.record(stats(taken=1.0, running=(0, 9, 0)))
+    for report in reported:
+        table.record(report)
+    return table
+
+
+def test_newest_snapshot_wins_whatever_order_they_arrive_in():
+    table = table_of(stats(taken=2.0, running=(0, 3, 0)), stats(taken=1.0, running=(0, 9, 0)))
     assert only(table).stats.num_running == 3
 
 
-def test_age_is_time_since_the_snapshot_was_received():
-    clock = FakeClock()
-    table = LoadTable(clock)
+def test_age_is_time_since_the_snapshot_was_received(clock: FakeClock, table: LoadTable):
     table.record(stats())
     clock.now += 2.5
     assert only(table).age_s == 2.5
 
 
-def test_a_replica_that_a_poll_misses_is_forgotten():
-    clock = FakeClock()
-    table = LoadTable(clock)
+def test_a_replica_that_a_poll_misses_is_forgotten(clock: FakeClock, table: LoadTable):
     assert table.replace([stats("a"), stats("b")], asked_s=table.now()) == []
     clock.now += 1
     assert table.replace([stats("b")], asked_s=table.now()) == ["a"]
     assert known(table) == ["b"]
 
 
-def test_a_replica_heard_of_during_a_poll_stays():
-    clock = FakeClock()
-    table = LoadTable(clock)
-    asked_s = table.now()
+def test_a_replica_heard_of_during_a_poll_stays(clock: FakeClock, table: LoadTable):
+    asked_s = clock.now
     clock.now += 0.1
     table.record(stats("new"))
     assert table.replace([stats("a")], asked_s) == []
@@ -67,9 +74,8 @@ def test_a_full_table_forgets_the_replica_heard_of_longest_ago():
     assert known(table) == ["b", "c"]
 
 
-def test_what_we_sent_counts_at_once():
-    table = LoadTable(FakeClock())
-    table.record(stats(slots=4))
+def test_a_request_counts_as_soon_as_it_is_sent():
+    table = table_of(stats(slots=4))
     table.begin("a", Band.BATCH, prompt_tokens=100, output_tokens=20)
     view = only(table)
     assert (view.num_in_flight, view.num_by_band, view.outstanding_tokens) == (1, (0, 0, 1), 120)
@@ -77,10 +83,8 @@ def test_what_we_sent_counts_at_once():
     assert view.num_free_slots(Band.STANDARD) == 4, "an urgent request takes the slots of lower bands"
 
 
-def test_own_counts_outlive_the_entry():
-    table = LoadTable(FakeClock())
-    first = table.begin("a", Band.STANDARD, 10, 5)
-    second = table.begin("a", Band.STANDARD, 10, 5)
+def test_own_counts_outlive_the_entry(table: LoadTable):
+    first, second = (table.begin("a", Band.STANDARD, 10, 5) for _ in range(2))
     table.record(stats())
     assert only(table).num_in_flight == 2
     table.forget("a")
@@ -92,46 +96,35 @@ def test_own_counts_outlive_the_entry():
     assert (only(table).num_in_flight, only(table).outstanding_tokens) == (0, 0)
 
 
-def test_load_of_others_is_what_is_reported_beyond_our_own():
-    table = LoadTable(FakeClock())
+def test_load_of_others_is_the_reported_load_beyond_our_own(table: LoadTable):
     ours = table.begin("a", Band.STANDARD, 10, 90)
     table.record(stats(running=(1, 2, 0), waiting=(0, 0, 3), outstanding=500))
-    view = only(table)
-    assert view.num_by_band == (1, 2, 3)
-    assert view.outstanding_tokens == 500
+    assert (only(table).num_by_band, only(table).outstanding_tokens) == ((1, 2, 3), 500)
     table.end(ours)
-    view = only(table)
-    assert view.num_by_band == (1, 1, 3), "it leaves with what it had, and nothing of the others'"
-    assert view.outstanding_tokens == 400
+    left = only(table)
+    assert (left.num_by_band, left.outstanding_tokens) == ((1, 1, 3), 400), "nothing of the others' leaves"
 
 
 def test_prompts_are_unseen_until_their_first_output():
-    table = LoadTable(FakeClock())
-    table.record(stats(free_blocks=100))
+    table = table_of(stats(free_blocks=100))
     ours = table.begin("a", Band.STANDARD, prompt_tokens=30, output_tokens=5)
-    assert only(table).unseen_tokens == 30
-    assert only(table).num_free_tokens(Band.STANDARD) == 400 - 30
+    assert (only(table).unseen_tokens, only(table).num_free_tokens(Band.STANDARD)) == (30, 400 - 30)
     table.progress(ours, 1)
     assert only(table).unseen_tokens == 0
     assert only(table).outstanding_tokens == 4, "the prompt is computed, and one token given"
 
 
 def test_blocks_of_lower_bands_count_as_free():
-    table = LoadTable(FakeClock())
-    table.record(stats(free_blocks=10, held=(100, 200, 300)))
-    view = only(table)
+    view = only(table_of(stats(free_blocks=10, held=(100, 200, 300))))
     assert [view.num_free_tokens(band) // 4 for band in Band] == [510, 310, 10]
 
 
 def test_a_draining_replica_has_no_slots():
-    table = LoadTable(FakeClock())
-    table.record(stats(is_draining=True))
-    assert only(table).num_free_slots(Band.INTERACTIVE) == 0
+    assert only(table_of(stats(is_draining=True))).num_free_slots(Band.INTERACTIVE) == 0
 
 
-def test_however_wrong_the_expectation_a_token_is_owed_until_the_end():
-    table = LoadTable(FakeClock())
-    table.record(stats())
+def test_a_token_stays_outstanding_until_the_end():
+    table = table_of(stats())
     ours = table.begin("a", Band.STANDARD, 3, 2)
     for _ in range(50):
         table.progress(ours, 7)
@@ -142,7 +135,7 @@ def test_however_wrong_the_expectation_a_token_is_owed_until_the_end():
 
 @pytest.mark.parametrize("seed", range(50))
 def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
-    """The replicas' truth: our requests and those of others. Every report counts both."""
+    """Real requests on the replicas, ours and those of others. Every report counts both."""
     rng = random.Random(seed)
     clock = FakeClock()
     table = LoadTable(clock, max_replicas=5)

@@ -1,13 +1,13 @@
-"""Where a request goes."""
-
-from __future__ import annotations
+"""The replica that a request goes to, and the reason for it."""
 
 import random
 from collections import Counter
 
+import pytest
+
 from replicas.block_hash import extend_hashes
 from router.balancing.policy import LeastTokens
-from router.types import RoutingRequest
+from router.types import Ranking, Reason, RoutingRequest
 from testkit.router.simulated_replicas import BLOCK_SIZE, request, routing, view
 
 PROMPT = tuple(range(1, 41))
@@ -23,6 +23,9 @@ def with_prefix(prompt: tuple[int, ...] = PROMPT, affinity_key: str | None = Non
     return routing(request(prompt=prompt, affinity_key=affinity_key), expected=expected, hashes=hashes)
 
 
+EQUAL = [view(name, outstanding=1000) for name in "abcd"]
+
+
 def test_least_outstanding_tokens_first():
     views = [view("c", outstanding=500), view("a", outstanding=900), view("b", outstanding=100)]
     assert least_tokens().rank(routing(), views).replica_ids == ["b", "c", "a"]
@@ -33,12 +36,56 @@ def test_many_short_requests_are_less_work_than_one_long():
     assert least_tokens().rank(routing(), views).replica_ids == ["short", "one-long"]
 
 
-def test_the_holder_of_the_prefix_is_preferred_over_a_slightly_less_loaded_one():
+def test_the_holder_of_the_prefix_is_preferred_at_similar_load():
     policy, wanted = least_tokens(), with_prefix()
     views = [view("cold", outstanding=100), view("warm", outstanding=120)]
     assert policy.rank(wanted, views).first == "cold"
     policy.placed(wanted, "warm")
-    assert policy.rank(wanted, views).first == "warm", "40 tokens saved against 20 more to wait for"
+    hit = Ranking(["warm", "cold"], Reason.PREFIX_HIT)
+    assert policy.rank(wanted, views) == hit, "40 tokens saved against 20 more to wait for"
+    assert policy.rank(wanted, views[1:]).reason is Reason.PREFIX_HIT, "of a single one too: it computes less"
+    policy.forget("warm")
+    assert policy.rank(wanted, views).first == "cold", "a replica that is gone holds nothing"
+
+
+def test_the_holder_of_the_prefix_has_too_much_to_do():
+    policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
+    policy.placed(wanted, "hot")
+    views = [view("hot", outstanding=4500), view("cold", outstanding=100)]
+    assert policy.rank(wanted, views) == Ranking(["cold", "hot"], Reason.PREFIX_OVERRIDDEN)
+
+
+def test_the_holder_of_the_prefix_has_no_room():
+    policy, wanted = least_tokens(), with_prefix()
+    policy.placed(wanted, "full")
+    assert policy.rank(wanted, [view("cold")]).reason is Reason.PREFIX_OVERRIDDEN
+    policy.forget("full")
+    assert policy.rank(wanted, [view("cold")]).reason is Reason.SINGLE_CANDIDATE
+
+
+@pytest.mark.parametrize(
+    ("wanted", "views", "reason"),
+    [
+        (with_prefix(), EQUAL, Reason.AFFINITY),
+        (with_prefix(affinity_key="session"), EQUAL, Reason.AFFINITY),
+        (routing(), [*EQUAL, view("idle", outstanding=900)], Reason.LEAST_LOADED),
+        (with_prefix(affinity_key="session"), [*EQUAL, view("idle", outstanding=900)], Reason.LEAST_LOADED),
+        (routing(), EQUAL, Reason.RANDOM),
+        (routing(), EQUAL[:1], Reason.SINGLE_CANDIDATE),
+    ],
+    ids=["first block", "key", "least work", "least work before a key", "drawn", "alone"],
+)
+def test_a_ranking_has_a_reason(wanted, views, reason):
+    ranking = least_tokens().rank(wanted, views)
+    assert ranking.reason is reason
+    assert ranking.first == "idle" or reason is not Reason.LEAST_LOADED
+
+
+def test_a_ranking_is_led_only_by_a_replica_in_it():
+    ranking = Ranking(["b", "a", "c"], Reason.RANDOM)
+    assert ranking.with_first("c", Reason.SAME_PROMPT) == Ranking(["c", "b", "a"], Reason.SAME_PROMPT)
+    for other in ("gone", None):
+        assert ranking.with_first(other, Reason.SAME_PROMPT) is ranking
 
 
 def test_a_holder_beyond_the_load_bound_is_not_preferred():
@@ -64,14 +111,6 @@ def test_placed_counts_what_is_left_of_the_prompt_to_compute():
     longer = with_prefix((*PROMPT, *range(100, 140)))
     assert len(PROMPT) - BLOCK_SIZE <= policy.placed(longer, "a") <= len(PROMPT) + BLOCK_SIZE
     assert policy.placed(wanted, "b") == len(PROMPT)
-
-
-def test_a_replica_that_is_gone_holds_nothing():
-    policy, wanted = least_tokens(), with_prefix()
-    policy.placed(wanted, "warm")
-    policy.forget("warm")
-    views = [view("cold", outstanding=100), view("warm", outstanding=120)]
-    assert policy.rank(wanted, views).first == "cold"
 
 
 def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():

@@ -1,21 +1,23 @@
-"""Which replica was given which blocks."""
-
-from __future__ import annotations
+"""The index of the blocks that each replica was given."""
 
 import random
 import time
 
 import pytest
 
-from router.balancing.prefix_index import PrefixIndex
+from router.balancing.policy import PrefixIndex
 
 
 def chain(*names: str) -> list[bytes]:
     return [name.encode() for name in names]
 
 
-def test_only_leading_blocks_without_a_gap_count():
-    index = PrefixIndex()
+@pytest.fixture
+def index() -> PrefixIndex:
+    return PrefixIndex()
+
+
+def test_only_leading_blocks_without_a_gap_count(index: PrefixIndex):
     index.add("a", chain("1", "2", "3"))
     index.add("b", chain("1"))
     index.add("c", chain("2", "3"))
@@ -23,8 +25,7 @@ def test_only_leading_blocks_without_a_gap_count():
     assert index.num_blocks_held(chain("2", "3")) == {"a": 2, "c": 2}
 
 
-def test_a_block_that_fell_out_ends_the_prefix():
-    index = PrefixIndex()
+def test_a_block_that_fell_out_ends_the_prefix(index: PrefixIndex):
     index.add("a", chain("1", "3"))
     assert index.num_blocks_held(chain("1", "2", "3")) == {"a": 1}
 
@@ -65,8 +66,7 @@ def test_a_prefix_in_use_is_kept():
     assert index.num_blocks_held(chain("system", "prompt")) == {"a": 2}
 
 
-def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had():
-    index = PrefixIndex()
+def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had(index: PrefixIndex):
     index.add("a", chain("1", "2"))
     index.add("b", chain("1"))
     index.forget("a")

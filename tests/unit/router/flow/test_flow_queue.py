@@ -1,11 +1,9 @@
-"""The order in which what waits is dispatched."""
-
-from __future__ import annotations
+"""The order in which waiting requests are dispatched."""
 
 import heapq
 import random
 from collections import Counter
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -19,7 +17,7 @@ NOW = 50.0
 
 
 class Line:
-    """A queue, and a shorthand for what is put into it."""
+    """Queue, with shorthands for adding and dispatching requests."""
 
     def __init__(self, max_requests: int = 10**6, max_tokens: int = 10**9, promote_after_s: float = 30.0) -> None:
         self.queue = FlowQueue({band: BandLimits(max_requests, max_tokens) for band in Band}, promote_after_s)
@@ -35,6 +33,11 @@ class Line:
         self.queue.add(waiting, now)
         return waiting
 
+    def add_many(self, count: int, *tenants: str, **fields: Any) -> None:
+        """Add so many requests of each tenant, in turn."""
+        for tenant in tenants * count:
+            self.add(tenant=tenant, **fields)
+
     def dispatch_next(self, now: float = NOW) -> QueuedRequest:
         waiting = next(self.queue.in_order(self.starved(now)))
         self.queue.dispatch(waiting)
@@ -44,51 +47,48 @@ class Line:
     def starved(self, now: float) -> set[Band]:
         return {band for band in Band if self.queue.is_starved(band, now)}
 
-    def dispatch_all(self, now: float = NOW) -> list[QueuedRequest]:
-        return [self.dispatch_next(now) for _ in range(len(self.queue))]
+    def dispatch_all(self) -> list[QueuedRequest]:
+        return [self.dispatch_next() for _ in range(len(self.queue))]
+
+    def dispatched(self, count: int) -> str:
+        """Dispatch so many requests; return their tenants' names, of one letter each."""
+        return "".join(self.dispatch_next().request.tenant for _ in range(count))
 
 
-def tenants(waiting: Sequence[QueuedRequest]) -> str:
-    return "".join(entry.request.tenant for entry in waiting)
+@pytest.fixture
+def line() -> Line:
+    return Line()
 
 
-def test_a_more_urgent_band_is_first_whenever_it_came():
-    line = Line()
+def test_a_more_urgent_band_is_first_whenever_it_came(line: Line):
     added = [line.add(Band.BATCH), line.add(Band.STANDARD), line.add(Band.INTERACTIVE), line.add(Band.BATCH)]
     assert line.dispatch_all() == [added[2], added[1], added[0], added[3]]
     assert len(line.queue) == 0
 
 
-def test_a_tenants_earliest_deadline_is_first_and_then_its_first_to_come():
-    line = Line()
+def test_a_tenants_earliest_deadline_is_first_then_its_first_arrival(line: Line):
     added = [line.add(), line.add(deadline_s=90.0), line.add(), line.add(deadline_s=60.0), line.add(deadline_s=90.0)]
     assert line.dispatch_all() == [added[3], added[1], added[4], added[0], added[2]]
 
 
-def test_a_deadline_does_not_outrank_another_tenants_turn():
-    line = Line()
-    line.add(tenant="a", tokens=10), line.add(tenant="b", deadline_s=NOW + 1)
+def test_a_deadline_does_not_outrank_another_tenants_turn(line: Line):
+    line.add(tenant="a", tokens=10)
+    line.add(tenant="b", deadline_s=NOW + 1)
     line.queue.charge(Band.STANDARD, "b", 1000)
-    assert tenants(line.dispatch_all()) == "ab"
+    assert line.dispatched(2) == "ab"
 
 
-def test_tenants_take_turns_by_tokens_and_not_by_requests():
-    line = Line()
-    for _ in range(8):
-        line.add(tenant="a", tokens=100)
-    for _ in range(2):
-        line.add(tenant="b", tokens=400)
-    first_five = [line.dispatch_next() for _ in range(5)]
-    assert Counter(tenants(first_five)) == {"a": 4, "b": 1}
+def test_tenants_take_turns_by_tokens_and_not_by_requests(line: Line):
+    line.add_many(8, "a", tokens=100)
+    line.add_many(2, "b", tokens=400)
+    assert Counter(line.dispatched(5)) == {"a": 4, "b": 1}
 
 
-def test_a_correction_moves_the_turn():
-    line = Line()
-    for _ in range(3):
-        line.add(tenant="a"), line.add(tenant="b")
-    assert tenants([line.dispatch_next(), line.dispatch_next()]) == "ab"
+def test_a_correction_moves_the_turn(line: Line):
+    line.add_many(3, "a", "b")
+    assert line.dispatched(2) == "ab"
     line.queue.charge(Band.STANDARD, "a", 150)
-    assert tenants(line.dispatch_all()) == "bbaa"
+    assert line.dispatched(4) == "bbaa"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -117,45 +117,32 @@ def test_ten_to_one_offered_load_gives_equal_served_tokens(seed: int):
     assert 0.9 <= served["heavy"] / served["light"] <= 1.1
 
 
-def test_having_asked_for_nothing_earns_no_credit():
-    line = Line()
-    for _ in range(100):
-        line.add(tenant="a")
-    for _ in range(50):
-        line.dispatch_next()
-    for _ in range(50):
-        line.add(tenant="b")
-    assert abs(Counter(tenants([line.dispatch_next() for _ in range(40)]))["a"] - 20) <= 1
+def test_idle_time_earns_no_credit(line: Line):
+    line.add_many(100, "a")
+    line.dispatched(50)
+    line.add_many(50, "b")
+    assert line.dispatched(40).count("a") == pytest.approx(20, abs=1)
 
 
-def test_serving_one_while_nobody_else_asks_is_not_held_against_it():
-    line = Line()
+def test_service_without_competition_is_not_held_against_a_tenant(line: Line):
     for _ in range(100):
         line.add(tenant="a")
         line.dispatch_next()
-    for _ in range(20):
-        line.add(tenant="b")
-    for _ in range(20):
-        line.add(tenant="a")
-    assert abs(Counter(tenants([line.dispatch_next() for _ in range(20)]))["a"] - 10) <= 1
+    line.add_many(20, "b")
+    line.add_many(20, "a")
+    assert line.dispatched(20).count("a") == pytest.approx(10, abs=1)
 
 
-def test_a_tenant_that_pauses_comes_back_at_its_turn():
-    line = Line()
-    for _ in range(30):
-        line.add(tenant="a"), line.add(tenant="b")
+def test_a_tenant_that_pauses_comes_back_at_its_turn(line: Line):
+    line.add_many(30, "a", "b")
     line.dispatch_all()
-    for _ in range(30):
-        line.add(tenant="b")
-    for _ in range(10):
-        line.dispatch_next()
-    for _ in range(20):
-        line.add(tenant="a")
-    assert abs(Counter(tenants([line.dispatch_next() for _ in range(20)]))["a"] - 10) <= 1
+    line.add_many(30, "b")
+    line.dispatched(10)
+    line.add_many(20, "a")
+    assert line.dispatched(20).count("a") == pytest.approx(10, abs=1)
 
 
-def test_more_tenants_than_are_remembered_all_get_their_turn():
-    line = Line()
+def test_more_tenants_than_are_remembered_all_get_their_turn(line: Line):
     num_tenants = module._MAX_IDLE_TENANTS + 50
     added = {line.add(tenant=f"tenant-{number}") for number in range(num_tenants)}
     assert set(line.queue.in_order(set())) == added
@@ -168,8 +155,7 @@ def test_more_tenants_than_are_remembered_all_get_their_turn():
 
 def test_a_starved_band_gets_one_dispatch_and_then_its_clock_restarts():
     line = Line(promote_after_s=30.0)
-    for _ in range(1000):
-        line.add(Band.BATCH, now=0.0)
+    line.add_many(1000, "t", band=Band.BATCH, now=0.0)
     promoted_at = []
     for tick in range(2000):
         now = tick / 10
@@ -193,35 +179,67 @@ def test_a_bands_clock_starts_when_it_begins_to_wait():
     assert line.dispatch_next(130.0).request.band is Band.BATCH
 
 
-def test_of_two_starved_bands_the_more_urgent_is_first():
-    line = Line()
-    line.add(Band.BATCH, now=0.0), line.add(Band.STANDARD, now=0.0), line.add(Band.INTERACTIVE, now=40.0)
-    assert [waiting.request.band for waiting in line.queue.in_order(line.starved(40.0))] == [
-        Band.STANDARD,
-        Band.BATCH,
-        Band.INTERACTIVE,
-    ]
+def test_of_two_starved_bands_the_more_urgent_is_first(line: Line):
+    for band, now in ((Band.BATCH, 0.0), (Band.STANDARD, 0.0), (Band.INTERACTIVE, 40.0)):
+        line.add(band, now=now)
+    in_order = [waiting.request.band for waiting in line.queue.in_order(line.starved(40.0))]
+    assert in_order == [Band.STANDARD, Band.BATCH, Band.INTERACTIVE]
 
 
 def test_a_full_band_refuses_naming_limit_and_value():
     line = Line(max_requests=3, max_tokens=1000)
     for _ in range(3):
-        line.queue.check_room(Band.STANDARD, 100)
+        line.queue.check_room(Band.STANDARD, "t", 100)
         line.add(tokens=100)
     with pytest.raises(Overloaded, match="3 standard requests wait; the limit is 3") as refusal:
-        line.queue.check_room(Band.STANDARD, 1)
+        line.queue.check_room(Band.STANDARD, "t", 1)
     assert refusal.value.reason == "max_num_queued_reqs" and refusal.value.retryable
-    line.queue.check_room(Band.INTERACTIVE, 100)
+    line.queue.check_room(Band.INTERACTIVE, "t", 100)
 
 
 def test_tokens_that_wait_are_limited_but_one_request_always_may():
     line = Line(max_tokens=1000)
-    line.queue.check_room(Band.BATCH, 5000)
+    line.queue.check_room(Band.BATCH, "t", 5000)
     line.add(Band.BATCH, tokens=700)
-    line.queue.check_room(Band.BATCH, 300)
+    line.queue.check_room(Band.BATCH, "t", 300)
     with pytest.raises(Overloaded, match=r"700 tokens of batch requests wait.* 301; the limit is 1000") as refusal:
-        line.queue.check_room(Band.BATCH, 301)
+        line.queue.check_room(Band.BATCH, "t", 301)
     assert refusal.value.reason == "max_num_queued_tokens"
+
+
+def tokens_before(line: Line, tenant: str) -> int:
+    """Return the tokens dispatched before a new request of `tenant`, by dispatching until it goes out."""
+    added, num_tokens = line.add(tenant=tenant), 0
+    while (first := line.dispatch_next()) is not added:
+        num_tokens += first.expected_tokens
+    return num_tokens
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_predicted_tokens_before_a_request_are_those_dispatched(seed: int):
+    """The prediction takes the last request of each other tenant for as long as its first."""
+    rng = random.Random(seed)
+    line = Line()
+    longest: Counter[str] = Counter()
+    for _ in range(rng.randrange(60)):
+        tenant, tokens = rng.choice("aaaaabbc"), rng.randrange(1, 500)
+        line.add(tenant=tenant, tokens=tokens)
+        longest[tenant] = max(longest[tenant], tokens)
+        if rng.random() < 0.3:
+            line.queue.dispatch(next(line.queue.in_order(set())))
+        line.queue.charge(Band.STANDARD, rng.choice("abcd"), rng.randrange(-100, 400))
+    tenant = rng.choice("abcd")
+    predicted = line.queue.num_tokens_before(Band.STANDARD, tenant)
+    assert predicted <= line.queue.num_tokens(Band.STANDARD)
+    others = sum(tokens for other, tokens in longest.items() if other != tenant)
+    assert predicted == pytest.approx(tokens_before(line, tenant), abs=others)
+
+
+def test_equal_requests_are_predicted_exactly(line: Line):
+    line.add_many(20, "a", "b")
+    line.dispatched(6)
+    line.add_many(3, "c")
+    assert line.queue.num_tokens_before(Band.STANDARD, "c") == tokens_before(line, "c") == 3 * 300 + 200
 
 
 def test_a_request_that_comes_back_stands_where_it_stood():

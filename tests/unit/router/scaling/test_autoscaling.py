@@ -1,26 +1,19 @@
 """The number of replicas follows the work, on a fake clock: bursts, waves, noise, deadlines, and nothing at all."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from replicas.protocol import Band, ReplicaStats, TenantTokens
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs
-from router.scaling.ingress_reports import (
-    DESIRED_REPLICAS,
-    MAX_REPORT_AGE_S,
-    IngressReport,
-    IngressReportBoard,
-    PendingWork,
-)
-from router.scaling.scaling_inputs import ServedRate, urgent_outstanding, work_in_queue, work_in_replicas
+from router.scaling.autoscaling_loop import ServedRate, urgent_outstanding, work_in_queue, work_in_replicas
+from router.scaling.ingress_reports import PendingWork
 from testkit.router.simulated_replicas import request, stats, view
 from testkit.router.simulated_time import FakeClock
 
@@ -30,31 +23,56 @@ SETTINGS = AutoscalingSettings(min_replicas=1, max_replicas=10, num_replicas=1, 
 TICK_S = 0.2
 
 
-def decide(autoscaler: Autoscaler, *work: PendingWork, num_replicas: int = 1, num_requests: int = 1,
-           served: float = 0.0, speeds: tuple[float, ...] = (SPEED,)) -> ScalingDecision:  # fmt: skip
-    outstanding = sum(waiting.tokens for waiting in work if waiting.due_s <= SETTINGS.target_drain_s)
-    inputs = ScalingInputs(num_replicas, num_requests, work, speeds, served, outstanding_tokens=outstanding)
-    return autoscaler.decide(inputs)
+@dataclass
+class Scaler:
+    """Autoscaler on a fake clock."""
+
+    settings: AutoscalingSettings = SETTINGS
+    clock: FakeClock = field(default_factory=FakeClock)
+
+    def __post_init__(self) -> None:
+        self.autoscaler = Autoscaler(self.settings, self.clock)
+
+    def decide(
+        self, *work: PendingWork, after_s: float = 0.0, num_replicas: int = 1, num_requests: int = 1,
+        served: float = 0.0, speeds: tuple[float, ...] = (SPEED,),
+    ) -> ScalingDecision:  # fmt: skip
+        """Decide once more, `after_s` after the last time."""
+        self.clock.now += after_s
+        outstanding = sum(waiting.tokens for waiting in work if waiting.due_s <= SETTINGS.target_drain_s)
+        inputs = ScalingInputs(num_replicas, num_requests, work, speeds, served, outstanding_tokens=outstanding)
+        return self.autoscaler.decide(inputs)
+
+    def desired(self, *work: PendingWork, **inputs: Any) -> int:
+        return self.decide(*work, **inputs).desired_replicas
+
+    def decide_often(self, count: int, *work: PendingWork, **inputs: Any) -> ScalingDecision:
+        """Decide so many times, a tick apart; return the last decision."""
+        return [self.decide(*work, after_s=TICK_S, **inputs) for _ in range(count)][-1]
+
+
+@pytest.fixture
+def scaler() -> Scaler:
+    return Scaler()
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "needed"), [(0, 1), (200, 1), (201, 2), (1000, 5), (1001, 6), (2000, 10), (10**6, 10)]
 )
-def test_as_many_as_drain_what_waits_within_the_target(num_tokens, needed):
-    decision = decide(Autoscaler(SETTINGS, FakeClock()), PendingWork(num_tokens, SETTINGS.target_drain_s))
-    assert decision.desired_replicas == needed
-    assert decision.drain_s == num_tokens / SPEED
+def test_as_many_as_drain_the_waiting_work_within_the_target(num_tokens, needed):
+    decision = Scaler().decide(PendingWork(num_tokens, SETTINGS.target_drain_s))
+    assert (decision.desired_replicas, decision.drain_s) == (needed, num_tokens / SPEED)
 
 
 def test_measured_speed_counts_and_is_remembered():
-    autoscaler = Autoscaler(SETTINGS, FakeClock())
-    assert decide(autoscaler, PendingWork(1000, 2.0), speeds=()).desired_replicas == 5
-    assert decide(autoscaler, PendingWork(1000, 2.0), speeds=(9999.0, 50.0)).desired_replicas == 10
-    assert decide(autoscaler, PendingWork(1000, 2.0), speeds=()).replica_tokens_per_s == 50.0
+    scaler, work = Scaler(), PendingWork(1000, 2.0)
+    assert scaler.desired(work, speeds=()) == 5
+    assert scaler.desired(work, speeds=(9999.0, 50.0)) == 10
+    assert scaler.decide(work, speeds=()).replica_tokens_per_s == 50.0
 
 
 def test_work_without_replicas_has_no_drain_time():
-    assert decide(Autoscaler(SETTINGS, FakeClock()), PendingWork(10, 2.0), num_replicas=0, speeds=()).drain_s is None
+    assert Scaler().decide(PendingWork(10, 2.0), num_replicas=0, speeds=()).drain_s is None
 
 
 @pytest.mark.parametrize(
@@ -67,13 +85,13 @@ def test_work_without_replicas_has_no_drain_time():
     ],
 )
 def test_batch_work_counts_as_far_as_its_deadline_needs(tokens, due_s, needed):
-    assert decide(Autoscaler(SETTINGS, FakeClock()), PendingWork(tokens, due_s)).desired_replicas == needed
+    assert Scaler().desired(PendingWork(tokens, due_s)) == needed
 
 
-def test_batch_work_adds_to_what_is_due_before_it():
+def test_batch_work_adds_to_the_work_that_is_due_before_it():
     work = [PendingWork(150, 2.0), PendingWork(100 * 900, 1000.0)]
-    assert decide(Autoscaler(SETTINGS, FakeClock()), *work).desired_replicas == 1
-    assert decide(Autoscaler(SETTINGS, FakeClock()), *work, PendingWork(100 * 200, 1000.0)).desired_replicas == 2
+    assert Scaler().desired(*work) == 1
+    assert Scaler().desired(*work, PendingWork(100 * 200, 1000.0)) == 2
 
 
 def test_batch_work_in_the_queue_is_due_before_its_deadline():
@@ -140,23 +158,17 @@ def test_served_rate_rises_at_once():
     assert rate.tokens_per_s(19.0) == 100.0
 
 
-def test_more_at_once_and_fewer_only_after_the_delay_to_the_most_that_was_needed_meanwhile():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
-    assert decide(autoscaler, PendingWork(1600, 2.0)).desired_replicas == 8
-    clock.now += 27
-    assert decide(autoscaler, PendingWork(600, 2.0), num_replicas=8).desired_replicas == 8
-    clock.now += 3
-    assert decide(autoscaler, PendingWork(600, 2.0), num_replicas=8, served=180.0).desired_replicas == 8
-    clock.now += 30
-    assert decide(autoscaler, num_replicas=8).desired_replicas == 8
-    clock.now += 1
-    assert decide(autoscaler, num_replicas=8).desired_replicas == 3
-    clock.now += 30
-    assert decide(autoscaler, num_replicas=3).desired_replicas == 1
+def test_upscaling_is_immediate_and_downscaling_is_delayed():
+    scaler, some = Scaler(), PendingWork(600, 2.0)
+    assert scaler.desired(PendingWork(1600, 2.0)) == 8
+    assert scaler.desired(some, after_s=27, num_replicas=8) == 8
+    assert scaler.desired(some, after_s=3, num_replicas=8, served=180.0) == 8
+    assert scaler.desired(after_s=30, num_replicas=8) == 8
+    assert scaler.desired(after_s=1, num_replicas=8) == 3
+    assert scaler.desired(after_s=30, num_replicas=3) == 1
 
 
-def test_what_gathers_while_replicas_start_asks_for_no_more():
+def test_work_that_gathers_while_replicas_start_asks_for_no_more():
     simulation = Simulation(replace(SETTINGS, max_replicas=100), start_s=60.0)
     simulation.run(300.0, lambda now: 50.0 if now < 20 else 500.0)
     assert max(number for _, number in simulation.desired) <= 1.5 * 5 / 0.85 + 2
@@ -164,31 +176,19 @@ def test_what_gathers_while_replicas_start_asks_for_no_more():
 
 
 def test_a_backlog_that_stands_keeps_the_replicas_it_asked_for():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
-    for _ in range(500):
-        decision = decide(autoscaler, PendingWork(1000, 2.0), served=100.0)
-        clock.now += TICK_S
+    decision = Scaler().decide_often(500, PendingWork(1000, 2.0), served=100.0)
     assert decision.needed_replicas == decision.desired_replicas == 5
 
 
-def test_what_runs_asks_for_no_replica_that_was_given_back():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
-    decide(autoscaler, num_replicas=2)
-    clock.now += SETTINGS.downscale_delay_s + 1
-    assert decide(autoscaler, num_replicas=2, served=100.0).desired_replicas == 2
-    assert decide(autoscaler, num_replicas=3, served=900.0).desired_replicas == 2, "the third is about to go"
+def test_running_work_asks_for_no_replica_that_was_given_back(scaler: Scaler):
+    scaler.decide(num_replicas=2)
+    assert scaler.desired(after_s=SETTINGS.downscale_delay_s + 1, num_replicas=2, served=100.0) == 2
+    assert scaler.desired(num_replicas=3, served=900.0) == 2, "the third is about to go"
 
 
-def test_replicas_that_work_are_kept_though_nothing_waits():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
-    for _ in range(1000):
-        decision = decide(autoscaler, num_replicas=4, served=250.0)
-        clock.now += TICK_S
-    assert decision.desired_replicas == math.ceil(250 / 85) == 3
-    assert decide(autoscaler, num_replicas=2, served=10_000.0).needed_replicas == 2, "work that runs adds none"
+def test_replicas_that_work_are_kept_though_nothing_waits(scaler: Scaler):
+    assert scaler.decide_often(1000, num_replicas=4, served=250.0).desired_replicas == math.ceil(250 / 85) == 3
+    assert scaler.decide(num_replicas=2, served=10_000.0).needed_replicas == 2, "work that runs adds none"
 
 
 def filling(num_running: int, outstanding: int, served: float = 0.0) -> ScalingInputs:
@@ -196,74 +196,58 @@ def filling(num_running: int, outstanding: int, served: float = 0.0) -> ScalingI
     return ScalingInputs(1, num_running, (), (SPEED,), served, num_running, 16, outstanding)
 
 
-def test_slots_that_fill_faster_than_a_replica_computes_ask_for_more_before_anything_waits():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
-    assert autoscaler.decide(filling(1, 40, served=20.0)).desired_replicas == 1
-    clock.now += 1
-    assert autoscaler.decide(filling(7, 500, served=20.0)).desired_replicas == 1, "most slots are left"
-    clock.now += 0.2
+def test_slots_that_fill_too_fast_ask_for_more_before_anything_waits(scaler: Scaler):
+    assert scaler.autoscaler.decide(filling(1, 40, served=20.0)).desired_replicas == 1
+    scaler.clock.now += 1
+    assert scaler.autoscaler.decide(filling(7, 500, served=20.0)).desired_replicas == 1, "most slots are left"
+    scaler.clock.now += 0.2
     # 20 tokens a second computed and 520 - 0 gathered in 3 s.
-    assert autoscaler.decide(filling(8, 520, served=20.0)).desired_replicas == math.ceil((20 + 520 / 3) / 100)
+    desired = scaler.autoscaler.decide(filling(8, 520, served=20.0)).desired_replicas
+    assert desired == math.ceil((20 + 520 / 3) / 100)
 
 
-def test_full_slots_that_are_kept_up_with_ask_for_nothing():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
+def test_full_slots_that_are_kept_up_with_ask_for_nothing(scaler: Scaler):
     for _ in range(50):
-        decision = autoscaler.decide(filling(16, 600, served=80.0))
-        clock.now += 1
+        decision = scaler.autoscaler.decide(filling(16, 600, served=80.0))
+        scaler.clock.now += 1
     assert decision.needed_replicas == 1
 
 
-def test_what_runs_counts_as_outstanding_save_batch_work():
+def test_running_work_but_batch_work_counts_as_outstanding():
     busy = view(by_band=(1, 3, 4), outstanding=800)
     waiting = (PendingWork(7, SETTINGS.target_drain_s), PendingWork(1000, SETTINGS.batch_drain_s))
     assert urgent_outstanding(waiting, [busy, view()], SETTINGS) == 7 + 400
 
 
-def test_what_runs_keeps_the_slots_it_needs():
-    inputs = ScalingInputs(3, 6, (), (SPEED,), served_tokens_per_s=1.0, num_running=6, num_slots=4)
-    assert Autoscaler(SETTINGS, FakeClock()).decide(inputs).needed_replicas == 2
-    assert Autoscaler(SETTINGS, FakeClock()).decide(replace(inputs, num_running=3)).needed_replicas == 1
-    assert Autoscaler(SETTINGS, FakeClock()).decide(replace(inputs, num_running=90)).needed_replicas == 3
+@pytest.mark.parametrize(("num_running", "needed"), [(3, 1), (6, 2), (90, 3)])
+def test_running_work_keeps_the_slots_it_needs(num_running, needed):
+    inputs = ScalingInputs(3, 6, (), (SPEED,), served_tokens_per_s=1.0, num_running=num_running, num_slots=4)
+    assert Scaler().autoscaler.decide(inputs).needed_replicas == needed
 
 
-def test_a_new_ingress_gives_no_replica_back_early():
-    clock = FakeClock()
-    autoscaler = Autoscaler(SETTINGS, clock)
-    assert decide(autoscaler, num_replicas=0).desired_replicas == 1
-    assert decide(autoscaler, num_replicas=6).desired_replicas == 6
-    clock.now += SETTINGS.downscale_delay_s
-    assert decide(autoscaler, num_replicas=6).desired_replicas == 6
-    clock.now += 1
-    assert decide(autoscaler, num_replicas=6).desired_replicas == 1
+def test_a_new_ingress_gives_no_replica_back_early(scaler: Scaler):
+    assert scaler.desired(num_replicas=0) == 1
+    assert scaler.desired(num_replicas=6) == 6
+    assert scaler.desired(after_s=SETTINGS.downscale_delay_s, num_replicas=6) == 6
+    assert scaler.desired(after_s=1, num_replicas=6) == 1
 
 
 def test_to_zero_when_idle_and_back_with_the_first_request():
-    clock = FakeClock()
-    autoscaler = Autoscaler(replace(SETTINGS, min_replicas=0), clock)
-    clock.now += 10_000
-    assert decide(autoscaler, num_replicas=0, num_requests=0).desired_replicas == 1, "none was seen yet"
-    assert decide(autoscaler, num_replicas=1, num_requests=1).desired_replicas == 1
-    idle_s = 0.0
-    while decide(autoscaler, num_replicas=1, num_requests=0).desired_replicas:
-        clock.now += TICK_S
-        idle_s += TICK_S
-    assert idle_s == pytest.approx(SETTINGS.scale_to_zero_delay_s, abs=1.0)
-    clock.now += 10_000
-    assert decide(autoscaler, num_replicas=0, num_requests=0).desired_replicas == 0
-    assert decide(autoscaler, PendingWork(1, 2.0), num_replicas=0, num_requests=1).desired_replicas == 1
-    assert decide(autoscaler, PendingWork(900, 2.0), num_replicas=0, num_requests=9).desired_replicas == 5
+    scaler = Scaler(replace(SETTINGS, min_replicas=0))
+    assert scaler.desired(after_s=10_000, num_replicas=0, num_requests=0) == 1, "none was seen yet"
+    assert scaler.desired() == 1
+    idle_since_s = scaler.clock.now
+    while scaler.desired(num_requests=0):
+        scaler.clock.now += TICK_S
+    assert scaler.clock.now - idle_since_s == pytest.approx(SETTINGS.scale_to_zero_delay_s, abs=1.0)
+    assert scaler.desired(after_s=10_000, num_replicas=0, num_requests=0) == 0
+    assert scaler.desired(PendingWork(1, 2.0), num_replicas=0) == 1
+    assert scaler.desired(PendingWork(900, 2.0), num_replicas=0, num_requests=9) == 5
 
 
 def test_batch_work_alone_keeps_one_replica():
-    clock = FakeClock()
-    autoscaler = Autoscaler(replace(SETTINGS, min_replicas=0), clock)
-    for _ in range(10_000):
-        decision = decide(autoscaler, PendingWork(100, 86_400.0))
-        clock.now += TICK_S
-    assert decision.desired_replicas == 1
+    scaler = Scaler(replace(SETTINGS, min_replicas=0))
+    assert scaler.decide_often(10_000, PendingWork(100, 86_400.0)).desired_replicas == 1
 
 
 @dataclass
@@ -280,7 +264,7 @@ class Simulation:
     longest_drain_s: float = 0.0
 
     def run(self, seconds: float, load: Callable[[float], float]) -> None:
-        autoscaler = Autoscaler(self.settings, self.clock)
+        scaler = Scaler(self.settings, self.clock)
         began_s = self.clock.now
         recent: list[float] = []
         for _ in range(round(seconds / TICK_S)):
@@ -289,13 +273,13 @@ class Simulation:
             done = min(self.waiting_tokens, self.num_replicas * SPEED * TICK_S)
             self.waiting_tokens -= done
             recent = [*recent, done][-15:]
-            decision = decide(
-                autoscaler, PendingWork(int(self.waiting_tokens), 2.0), num_replicas=self.num_replicas,
+            desired = scaler.desired(
+                PendingWork(int(self.waiting_tokens), 2.0), num_replicas=self.num_replicas,
                 num_requests=int(self.waiting_tokens + done), served=sum(recent) / 3.0,
             )  # fmt: skip
             self.longest_drain_s = max(self.longest_drain_s, self.waiting_tokens / SPEED / max(1, self.num_replicas))
-            self.desired.append((now, decision.desired_replicas))
-            self._scale_to(decision.desired_replicas, now)
+            self.desired.append((now, desired))
+            self._scale_to(desired, now)
             self.clock.now += TICK_S
 
     def _scale_to(self, desired: int, now: float) -> None:
@@ -307,7 +291,7 @@ class Simulation:
         self.num_replicas = min(self.num_replicas, desired)
 
     def num_reversals(self, since_s: float, until_s: float) -> int:
-        """How often replicas were given back and asked for again."""
+        """Number of times that replicas were given back and asked for again."""
         steps = [
             after[1] - before[1]
             for before, after in pairwise(self.desired)
@@ -363,19 +347,3 @@ def poisson(rng: random.Random, mean: float) -> int:
         number += 1
         product *= rng.random()
     return number
-
-
-def test_ingresses_hear_of_each_other_and_the_most_that_one_asks_for_is_reported():
-    clock = FakeClock()
-    board = IngressReportBoard(clock)
-    a, b = IngressReport("a", (PendingWork(5, 2.0),), 1, 2), IngressReport("b", (), 0, 3)
-    assert board.autoscaling_stats() == {}
-    assert board.publish(a) == ()
-    assert board.publish(b) == (a,)
-    assert board.publish(a) == (b,)
-    assert board.autoscaling_stats() == {DESIRED_REPLICAS: 3.0}
-    clock.now += MAX_REPORT_AGE_S
-    board.publish(a)
-    clock.now += 1
-    assert board.autoscaling_stats() == {DESIRED_REPLICAS: 2.0}
-    assert board.publish(None) == (a,)

@@ -1,0 +1,149 @@
+"""Checks of whole models: against transformers, against the CPU, and of steps that are launched ahead."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench.engines import make_engine
+from bench.gpu.device_time import num_graphs
+from replicas.engine.config import EngineLimits
+from replicas.engine.sequence import Sequence
+from replicas.model.attention.select import choose_attention
+from replicas.model.build import build_runner
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import Device, RunnerOptions
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
+from testkit.model.engine_runs import (
+    Sizes,
+    build_engine,
+    load,
+    random_prompts,
+    reference_model,
+    reference_tokens,
+    run,
+    sample,
+    tokens,
+)
+from testkit.model.tiny_checkpoints import write_checkpoint
+
+ARCHITECTURES = (
+    "llama",
+    "mistral-window",
+    "qwen3",
+    "gemma2-window",
+    "gemma3_text-window",
+    "gpt2",
+    "phi3",
+    "qwen3_moe",
+    "gpt_oss-window",
+    "deepseek_v3",
+)
+AHEAD_ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3")
+# Two logits this close may swap between two orders of summation in float32.
+NEAR_TIE = 1e-3
+_MAX_NUM_SEQS = 12
+_PARAMS = (
+    SamplingParams(max_tokens=40, temperature=0.0),
+    SamplingParams(max_tokens=32, seed=3),
+    SamplingParams(max_tokens=36, top_p=0.9, top_k=50, seed=4, logprobs=2),
+    SamplingParams(max_tokens=28, temperature=0.0, stop_token_ids=tuple(range(100, 140))),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Outcome of one check on the device."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def check_architecture(
+    architecture: str, device: Device, attention: str = "auto", *, compile_layers: bool = False
+) -> Check:
+    """Check that batched and chunked float32 output on `device` equals transformers' `generate()` there."""
+    prompts = random_prompts((5, 33, 60, 90))
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
+        reference = reference_model(path).to(device)
+        expected = reference_tokens(reference, prompts, max_tokens=24)
+        loaded = load(path, device=device, compile_layers=compile_layers)
+        engine = build_engine(loaded, Sizes(), choose_attention(loaded.attention_spec(Sizes().block_size), attention))
+        outputs = tokens(engine, prompts, SamplingParams(max_tokens=24, temperature=0.0))
+    gaps = []
+    for prompt, output, other in zip(prompts, outputs, expected, strict=True):
+        index = next((i for i in range(len(other)) if output[i] != other[i]), None)
+        if index is not None:
+            known = torch.tensor([[*prompt, *other[:index]]], device=device)
+            with torch.inference_mode():
+                logits = reference(known).logits[0, -1]
+            gaps.append(abs(float(logits[output[index]] - logits[other[index]])))
+    detail = f"{len(gaps)} first differences" + (f", largest gap {max(gaps):.1e}" if gaps else "")
+    layers = "compiled layers" if compile_layers else "layers as served"
+    name = f"{architecture} equals generate(), attention by {attention}, {layers}"
+    return Check(name, all(gap < NEAR_TIE for gap in gaps), detail)
+
+
+def check_sampler(device: str) -> Check:
+    """Check that every kind of row draws the same token on `device` as on the CPU."""
+    kinds = [
+        SamplingParams(max_tokens=8, temperature=0.0),
+        SamplingParams(max_tokens=8),
+        SamplingParams(max_tokens=8, top_p=0.9),
+        SamplingParams(max_tokens=8, top_k=40, min_p=0.02),
+        SamplingParams(max_tokens=8, temperature=1.5, top_p=0.99, min_p=0.001),
+        SamplingParams(max_tokens=8, repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=(LogitBias(9, 4.0),)),
+    ]
+    sequences = [
+        Sequence(GenerateRequest(f"row-{row}", (row, 9, 9), kinds[row % len(kinds)]), 0.0, None, row)
+        for row in range(20 * len(kinds))
+    ]
+    logits = torch.randn(len(sequences), 32_000, generator=torch.Generator().manual_seed(0)) * 3
+    on_cpu, on_device = (
+        [result.token_id for result in sample(some, sequences, frozenset({2}))] for some in (logits, logits.to(device))
+    )
+    num_different = sum(one != other for one, other in zip(on_cpu, on_device, strict=True))
+    return Check("sampler equals the CPU's", num_different == 0, f"{num_different} of {len(sequences)} rows differ")
+
+
+def check_ahead(architecture: str, device: Device, *, compile_layers: bool = False) -> Check:
+    """Compare sequences of every kind in float32: graphs and async scheduling against plain steps."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = write_checkpoint(Path(directory), architecture, with_tokenizer=False)
+        loaded = load(path, device=device, compile_layers=compile_layers)
+        plain, _ = _run(loaded, is_ahead=False)
+        ahead, num_captured = _run(loaded, is_ahead=True)
+    num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
+    layers = "with compiled layers, " if compile_layers else ""
+    return Check(
+        f"{architecture}, {layers}a step ahead and in graphs equals plain steps",
+        num_different == 0 and (num_captured > 0 or loaded.device.type != "cuda"),
+        f"{num_different} of {len(plain)} sequences differ, {num_captured} graphs",
+    )
+
+
+def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:
+    """Return each sequence's tokens, and the number of captured graphs."""
+    limits = EngineLimits(max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70)
+    options = RunnerOptions(kv_cache_bytes=2**22, gpu_memory_utilization=0.4, enforce_eager=not is_ahead)
+    runner = build_runner(loaded, limits, options)
+    engine = make_engine(
+        runner,
+        num_blocks=min(60, runner.num_blocks),  # so few that some are preempted
+        max_model_len=200,
+        max_num_seqs=_MAX_NUM_SEQS,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        enable_prefix_caching=True,
+        async_scheduling=is_ahead,
+    )
+    prompts = random_prompts((5, 33, 60, 90, 17, 48, 71, 25, 9, 55, 40, 12, 66, 81))
+    requests = [
+        GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
+        for number, prompt in enumerate(prompts)
+    ]
+    return [output.token_ids for output in run(engine, requests)], num_graphs(runner)

@@ -1,0 +1,150 @@
+"""Diagnosis of a machine: `python -m replicas.model.diagnosis CHECKPOINT [MODEL]` prints what its fast kernels do.
+
+CHECKPOINT is a small model, with which the kernels are compared with plain torch. MODEL is a directory whose memory is
+computed from its config. The process loads what may crash it, so `headway doctor` runs it apart.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from replicas.errors import ModelLoadError
+from replicas.model.attention.cpp import CppAttention, can_attend
+from replicas.model.attention.probe import dry_forward
+from replicas.model.attention.select import check_attention, choose_attention
+from replicas.model.hardware.device import choose_device, choose_dtype
+from replicas.model.hardware.kernel_build import KernelBuildError, built_library
+from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
+from replicas.model.loading.config import read_config
+from replicas.model.loading.loader import LoadedModel, choose_max_model_len, load_model
+from replicas.model.loading.options import ModelOptions
+
+_BLOCK_SIZE = 16
+_TOKEN_IDS = [3, 4, 5, 6, 7]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCheck:
+    """Result of one comparison of kernels with plain torch."""
+
+    name: str
+    fault: str | None
+    """Reason why they are not used; None: they work."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Memory that one token of a model takes, and the longest sequence."""
+
+    kv_bytes_per_token: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Device that a replica on this machine would use, the kernels for it, and a model's memory."""
+
+    device: str
+    """cpu, or the name of the GPU."""
+    is_gpu: bool
+    gpu_memory_bytes: int
+    dtype: str
+    value_bytes: int
+    """Size of a weight and of a number in the KV cache."""
+    kernels: list[KernelCheck]
+    model: ModelMemory | None
+    model_fault: str | None
+    """Reason why the model cannot be served."""
+
+
+def diagnose(checkpoint: str, model: str | None) -> Diagnosis:
+    """Return the diagnosis of this machine. Compiles the CPU kernels if no replica has yet.
+
+    Raises:
+        ModelLoadError: `checkpoint` cannot be served.
+    """
+    device = choose_device("auto")
+    dtype = choose_dtype("auto", device)
+    is_gpu = device.type == "cuda"
+    memory, fault = None, None
+    if model is not None:
+        try:
+            memory = _memory_of(read_config(model), dtype)
+        except ModelLoadError as error:
+            fault = str(error)
+    properties = torch.cuda.get_device_properties(device) if is_gpu else None
+    return Diagnosis(
+        device="cpu" if properties is None else properties.name,
+        is_gpu=is_gpu,
+        gpu_memory_bytes=0 if properties is None else properties.total_memory,
+        dtype=str(dtype).removeprefix("torch."),
+        value_bytes=dtype.itemsize,
+        kernels=list(_gpu_checks(checkpoint) if is_gpu else _cpu_checks(checkpoint)),
+        model=memory,
+        model_fault=fault,
+    )
+
+
+def _cpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
+    options = ModelOptions(checkpoint, device="cpu")
+    assert options.kernel_cache_dir is not None
+    try:
+        built_library(options.kernel_cache_dir)
+    except KernelBuildError as error:
+        yield KernelCheck("compiled CPU kernels", str(error))
+        return
+    loaded = load_model(options)
+    if not loaded.has_kernels:
+        yield KernelCheck("compiled CPU kernels", f"they cannot be loaded, or do not support {loaded.dtype}")
+        return
+    yield KernelCheck("layers in C++", find_fault(_model_errors(loaded, options), loaded.dtype, WHOLE_MODEL))
+    spec = loaded.attention_spec(_BLOCK_SIZE)
+    fault = check_attention(spec, [CppAttention]) if can_attend(spec.layers) else "the model's heads are not supported"
+    yield KernelCheck("attention in C++", fault)
+
+
+def _model_errors(loaded: LoadedModel, options: ModelOptions) -> Iterator[tuple[str, float]]:
+    """Yield the error of the whole model with kernels against the model in plain torch."""
+    plain = load_model(replace(options, kernel_cache_dir=None))
+    found, expected = (dry_forward(each.model, each.port, _TOKEN_IDS)[1] for each in (loaded, plain))
+    yield "the demo model", relative_error(found, expected)
+
+
+def _gpu_checks(checkpoint: str) -> Iterator[KernelCheck]:
+    loaded = load_model(ModelOptions(checkpoint, device="cuda"))
+    try:
+        from replicas.model.layers.triton_ops import check_layer_ops  # Only torch for CUDA installs Triton.
+    except ImportError as error:
+        yield KernelCheck("layers in Triton", str(error))
+    else:
+        yield KernelCheck("layers in Triton", check_layer_ops(loaded.dtype, loaded.device))
+    for name, backend in (("attention in Triton", "triton"), ("FlashAttention 3", "flash")):
+        try:
+            choose_attention(loaded.attention_spec(_BLOCK_SIZE), backend)
+        except ModelLoadError as error:
+            yield KernelCheck(name, str(error.__cause__ or error))
+        else:
+            yield KernelCheck(name, None)
+
+
+def _memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
+    """Compute a model's memory from its config, for layers with equal heads."""
+    text = config.get_text_config(decoder=True)
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_bytes = 2 * text.num_hidden_layers * num_kv_heads * head_size * dtype.itemsize
+    return ModelMemory(kv_bytes, choose_max_model_len(config, None))
+
+
+if __name__ == "__main__":
+    try:
+        found = diagnose(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    except ModelLoadError as error:
+        sys.exit(str(error))
+    print(json.dumps(asdict(found)))

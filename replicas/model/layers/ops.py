@@ -1,0 +1,107 @@
+"""Small operations of a decoder layer (norms, rotary embedding, SwiGLU gating), in plain torch and in C++."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root mean square normalisation over the last dimension."""
+
+    weight: Tensor  # [size]
+    epsilon: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """Layout of one row [(num_query_heads + 2 * num_kv_heads) * size]: queries, then keys, then values."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    size: int
+    query_norm: Norm | None
+    """Norm [size] of each query head before its rotation; None: not normalised."""
+    key_norm: Norm | None
+    """Norm [size] of each key head before its rotation; None: not normalised."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryCosSin:
+    """Cosine and sine of each token's angles; the second half of each row repeats the first."""
+
+    cos: Tensor  # [num_tokens, size]
+    sin: Tensor  # [num_tokens, size]
+
+
+class LayerOps(Protocol):
+    """Operations on tensors of one dtype on one device."""
+
+    def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """Add `update` to `residual` [num_tokens, size] in place, and return the normalised sum."""
+
+    def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
+        """Apply the layout's norms and the rotary embedding to the queries and keys of `rows`, in place."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return silu(first half) * second half of each row, [num_tokens, size / 2]."""
+
+
+class TorchLayerOps:
+    """`LayerOps` in plain torch."""
+
+    def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """See `LayerOps`."""
+        if update is not None:
+            residual.add_(update)
+        return functional.rms_norm(residual, norm.weight.shape, norm.weight, norm.epsilon)
+
+    def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
+        """See `LayerOps`."""
+        num_rotated = layout.num_query_heads + layout.num_kv_heads
+        heads = rows.view(len(rows), -1, layout.size)[:, :num_rotated]
+        queries, keys = heads[:, : layout.num_query_heads], heads[:, layout.num_query_heads :]
+        for part, norm in ((queries, layout.query_norm), (keys, layout.key_norm)):
+            if norm is not None:
+                part.copy_(functional.rms_norm(part, norm.weight.shape, norm.weight, norm.epsilon))
+        first, second = heads.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        heads.mul_(cos_sin.cos[:, None]).addcmul_(turned, cos_sin.sin[:, None])
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate).mul_(up)
+
+
+class CppLayerOps:
+    """`LayerOps` in the compiled kernels, which must be loaded."""
+
+    def add_and_normalize(self, residual: Tensor, update: Tensor | None, norm: Norm) -> Tensor:
+        """See `LayerOps`."""
+        output: Tensor = torch.ops.headway.add_and_normalize.default(residual, update, norm.weight, norm.epsilon)
+        return output
+
+    def rotary_embedding(self, rows: Tensor, layout: HeadLayout, cos_sin: RotaryCosSin) -> None:
+        """See `LayerOps`."""
+        query_norm, key_norm = layout.query_norm, layout.key_norm
+        torch.ops.headway.rotate_heads.default(
+            rows,
+            cos_sin.cos,
+            cos_sin.sin,
+            layout.num_query_heads,
+            layout.num_kv_heads,
+            None if query_norm is None else query_norm.weight,
+            None if key_norm is None else key_norm.weight,
+            0.0 if query_norm is None else query_norm.epsilon,
+        )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `LayerOps`."""
+        output: Tensor = torch.ops.headway.gate_rows.default(gate_up)
+        return output

@@ -1,0 +1,39 @@
+"""Config of a model, read by transformers: `python -m replicas.model.loading.config MODEL` says if it can be served."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+
+from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.attention.probe import refuse_config
+
+
+def read_config(model: str) -> PretrainedConfig:
+    """Read the config of a model, a directory or hub id.
+
+    Raises:
+        ModelLoadError: there is no config, or it cannot be read.
+        UnsupportedModel: no decoder of that architecture can be served.
+    """
+    if Path(model).is_absolute() and not Path(model).is_dir():
+        raise ModelLoadError(f"model is {model!r}, and there is no such directory")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise ModelLoadError(f"cannot read the config of model {model!r}: {reason}") from error
+    refuse_config(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(config.model_type, "transformers has no decoder of that type")
+    return config
+
+
+if __name__ == "__main__":
+    try:
+        read_config(sys.argv[1])
+    except ModelLoadError as error:
+        sys.exit(str(error))

@@ -1,0 +1,165 @@
+"""Checks of this machine for `headway doctor`: hardware, versions, limits, folders, ports. None imports torch."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+from rich.filesize import decimal
+
+from replicas.model.loading.checks import available_memory_bytes
+from serve_app.models.gguf import MODELS_DIRECTORY
+
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
+_PACKAGES = ("headway-serve", "torch", "transformers", "ray")
+_LEAST_MEMORY_BYTES = 2 * 10**9
+_LEAST_DISK_BYTES = 5 * 10**9
+_LEAST_SHARED_BYTES = 512 * 2**20
+"""Ray's object store of the private cluster, twice."""
+_LEAST_OPEN_FILES = 4096
+_COMMAND_LIMIT_S = 10.0
+
+
+class Status(Enum):
+    """Result of a check: all is well, it will be slow or limited, or it will not work."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Result of one check."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    """Remedy; empty if nothing is to be done."""
+
+
+def machine_checks(port: int) -> Iterator[Check]:
+    """Yield the checks of this machine; `port` is the one that the server is to use."""
+    yield _processor()
+    yield _memory()
+    yield _gpu()
+    yield _versions()
+    yield _compiler()
+    yield folder_check("models", MODELS_DIRECTORY.expanduser(), _LEAST_DISK_BYTES)
+    yield _shared_memory()
+    yield _open_files()
+    yield port_check(port)
+
+
+def folder_check(name: str, folder: Path, least_bytes: int) -> Check:
+    """Check that a folder, or the next one above it that exists, can be written and has room."""
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    found = f"{folder}, {decimal(free)} free"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return Check(name, Status.FAIL, found, f"{there} cannot be written: change its mode or its owner")
+    if free < least_bytes:
+        return Check(name, Status.WARN, found, f"less than {decimal(least_bytes)}: make room")
+    return Check(name, Status.OK, found)
+
+
+def port_check(port: int) -> Check:
+    """Check that a server can listen on a port of the loopback address."""
+    name = f"port {port}"
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            advice = f"a server may be running; another one needs `headway serve --port {port + 1}`"
+            return Check(name, Status.WARN, error.strerror or str(error), advice)
+    return Check(name, Status.OK, "free")
+
+
+def _processor() -> Check:
+    num_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    sets = [name for name in _INSTRUCTION_SETS if name in flags]
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    found = f"{name}, {num_usable} cores, {', '.join(sets) or 'unknown instruction sets'}"
+    if "x86" in platform.machine() and flags and "avx2" not in flags:
+        return Check("processor", Status.WARN, found, "without AVX2 the model is very slow")
+    return Check("processor", Status.OK, found)
+
+
+def _memory() -> Check:
+    free = available_memory_bytes()
+    found = f"{decimal(psutil.virtual_memory().total)}, {decimal(free)} free"
+    if free < _LEAST_MEMORY_BYTES:
+        advice = f"less than {decimal(_LEAST_MEMORY_BYTES)} is free: end other programs, or raise the container's limit"
+        return Check("memory", Status.WARN, found, advice)
+    return Check("memory", Status.OK, found)
+
+
+def _gpu() -> Check:
+    if shutil.which("nvidia-smi") is None:
+        return Check("GPU", Status.OK, "none; models run on the processor")
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_LIMIT_S, check=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        return Check("GPU", Status.WARN, f"nvidia-smi fails: {error}", "check the driver; models run on the processor")
+    return Check("GPU", Status.OK, "; ".join(listed.stdout.strip().splitlines()))
+
+
+def _versions() -> Check:
+    found, missing = [f"python {platform.python_version()}"], []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return Check("versions", Status.FAIL, ", ".join(found), f"install {', '.join(missing)}: `make venv`")
+    return Check("versions", Status.OK, ", ".join(found))
+
+
+def _compiler() -> Check:
+    found = next(filter(None, map(shutil.which, ("g++", "c++"))), None)
+    if found is None:
+        advice = "install g++: the kernels for the processor are compiled at the first start"
+        return Check("compiler", Status.WARN, "no C++ compiler", advice)
+    return Check("compiler", Status.OK, found)
+
+
+def _shared_memory() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check("/dev/shm", Status.OK, "this system has none")
+    usage = shutil.disk_usage(folder)
+    found = f"{decimal(usage.total)}, {decimal(usage.free)} free"
+    if usage.free < _LEAST_SHARED_BYTES:
+        return Check("/dev/shm", Status.WARN, found, "Ray will use the disk, which is slow: `docker run --shm-size=1g`")
+    return Check("/dev/shm", Status.OK, found)
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit_text(soft)}, at most {_limit_text(hard)}"
+    if hard != resource.RLIM_INFINITY and hard < _LEAST_OPEN_FILES:
+        advice = f"each open stream needs a file: raise the hard limit to {_LEAST_OPEN_FILES} or more (`ulimit -Hn`)"
+        return Check("open files", Status.WARN, found, advice)
+    return Check("open files", Status.OK, found)
+
+
+def _limit_text(limit: int) -> str:
+    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)

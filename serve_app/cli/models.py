@@ -1,0 +1,80 @@
+"""Command `headway models`: the models that this machine has fetched or converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from filelock import Timeout
+from rich.filesize import decimal
+
+from replicas.errors import ModelLoadError
+from serve_app.cli.terminal import date_text, fail, print_table
+from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Models in the caches of this machine.")
+
+
+@app.command("list")
+def list_models() -> None:
+    """List the models, with their sizes and the last use."""
+    from serve_app.models.cache import cached_models
+
+    found = cached_models()
+    rows = [(model.name, model.kind, decimal(model.num_bytes), date_text(model.used_unix_s)) for model in found]
+    print_table(("NAME", "KIND", "SIZE", "LAST USED"), rows)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="Hub id, GGUF file, or the name of the default model.")] = (
+        DEFAULT_MODEL_NAME
+    ),
+) -> None:
+    """Fetch MODEL, or convert it if it is a GGUF file, so that `headway serve` starts at once; print its directory."""
+    try:
+        print(_directory_of(model))
+    except (ModelLoadError, DefaultModelUnavailable) as error:
+        fail(str(error))
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names as `headway models list` shows them.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove models from the disk."""
+    from serve_app.models.cache import cached_models
+
+    known = {model.name: model for model in cached_models()}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        fail(f"there is no model {', '.join(unknown)} in the caches; `headway models list` names them")
+    for name in dict.fromkeys(names):
+        size = decimal(known[name].num_bytes)
+        if not yes:
+            typer.confirm(f"Remove {name} ({size})?", abort=True)
+        try:
+            known[name].remove()
+        except Timeout:
+            fail(f"{name} is being converted by another process")
+        except OSError as error:
+            fail(f"{name}: {error}")
+        print(f"Removed {name} ({size}).")
+
+
+def _directory_of(model: str) -> str:
+    """Return the directory of a model after fetching or converting it."""
+    if model == DEFAULT_MODEL_NAME:
+        return str(default_model())
+    if Path(model).suffix == ".gguf":
+        from serve_app.models.gguf import local_checkpoint
+
+        path = Path(model).expanduser()
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {path}")
+        return local_checkpoint(model)
+    from serve_app.models.hub import download
+
+    return download(model)

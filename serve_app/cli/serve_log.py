@@ -1,0 +1,64 @@
+"""Log file of `headway serve`: what Ray, Serve and the replicas print goes there, not to the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+_NUM_KEPT = 10
+"""Log files that are kept in a folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminal:
+    """Standard output and error as they were when the command started."""
+
+    out: TextIO
+    err: TextIO
+
+
+def new_log_file(folder: Path, port: int) -> Path:
+    """Create a log file in `folder`, readable by its owner alone, and delete all but the newest ones.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for private in (folder.parent, folder):
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    started = time.strftime("%Y%m%dT%H%M%S")
+    path = folder / f"serve-{started}-{port}.log"
+    path.touch(mode=0o600)
+    for old in sorted(folder.glob("serve-*.log"))[:-_NUM_KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def output_to(path: Path) -> Iterator[Terminal]:
+    """Send what this process and its children print to the file at `path`; yield the terminal.
+
+    File descriptors are replaced, not `sys.stdout`: the C++ parts of Ray and its daemons write to them, too.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = os.dup(1), os.dup(2)
+    with (
+        open(path, "ab", buffering=0) as log,
+        open(kept[0], "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) as out,
+        open(kept[1], "w", buffering=1, encoding="utf-8", errors="replace", closefd=False) as err,
+    ):
+        try:
+            for descriptor in (1, 2):
+                os.dup2(log.fileno(), descriptor)
+            yield Terminal(out, err)
+        finally:
+            for stream, descriptor, original in ((sys.stdout, 1, kept[0]), (sys.stderr, 2, kept[1])):
+                stream.flush()
+                os.dup2(original, descriptor)
+                os.close(original)

@@ -1,0 +1,95 @@
+"""The model of `headway serve`: fetched, converted and checked before Ray starts."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from replicas.errors import ModelLoadError
+from replicas.model.loading.checks import available_memory_bytes, check_config, check_weights
+from serve_app.config import HeadwayConfig
+from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
+from serve_app.models.gguf import local_checkpoint
+
+_CHECK_LIMIT_S = 60.0
+_CHECKS = Path("~/.cache/headway/checked")
+"""Folder with an empty file for each config that can be served, named by a hash of it and of transformers' version."""
+
+
+def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
+    """Return the configuration with a model on this machine that can be served, so far as its files tell.
+
+    Where `config` does not set a model, that is the default model, or else the bundled demo model.
+
+    Raises:
+        ModelLoadError: the model cannot be had, or cannot be served.
+    """
+    if "model" in config.model_fields_set:
+        model = None if config.model is None else _directory_of(config.model)
+    else:
+        model = _default_directory()
+    if model is None:
+        return config
+    _check(model, config)
+    names = config.served_model_name or (config.model_name if config.model else DEFAULT_MODEL_NAME)
+    return config.model_copy(update={"model": model, "served_model_name": names})
+
+
+def _default_directory() -> str | None:
+    """Return the default model's directory; None, with a line that says why, if it cannot be had."""
+    try:
+        return str(default_model())
+    except DefaultModelUnavailable as error:
+        print(f"{DEFAULT_MODEL_NAME} cannot be had ({error}). Serving the bundled demo model instead.", flush=True)
+        return None
+
+
+def _directory_of(model: str) -> str:
+    """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelLoadError(f"there is no file {path}")
+        print(f"Reading {path.name}; the first time it is converted to safetensors ...", flush=True)
+        return local_checkpoint(model)
+    if path.is_dir():
+        return str(path)
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        raise ModelLoadError(f"there is no directory {model}")
+    from serve_app.models.hub import download  # only here, since its import takes a while
+
+    return download(model)
+
+
+def _check(directory: str, config: HeadwayConfig) -> None:
+    """Check a checkpoint by its files, then by transformers in a process of its own: this one must not import torch."""
+    check_config(Path(directory))
+    options = config.replica_options()
+    value_bytes = 4 if options.model.dtype == "float32" else 2
+    has_gpu = options.model.device != "cpu" and bool(config.num_gpus_per_replica or shutil.which("nvidia-smi"))
+    available = sys.maxsize if has_gpu else available_memory_bytes()
+    check_weights(Path(directory), value_bytes, options.runner.kv_cache_bytes, available, config.num_replicas)
+    _check_architecture(directory)
+
+
+def _check_architecture(directory: str) -> None:
+    """Have transformers read the config in a process of its own, which takes seconds: once for each config."""
+    config = (Path(directory) / "config.json").read_bytes()
+    digest = hashlib.sha256(version("transformers").encode() + config).hexdigest()
+    passed = _CHECKS.expanduser() / digest[:24]
+    if passed.exists():
+        return
+    command = [sys.executable, "-m", "replicas.model.loading.config", directory]
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
+    checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_CHECK_LIMIT_S)
+    if checked.returncode != 0:
+        raise ModelLoadError((checked.stderr.strip() or f"exit status {checked.returncode}").splitlines()[-1])
+    with contextlib.suppress(OSError):  # the next start then checks again
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()

@@ -1,0 +1,163 @@
+"""Server process of `headway serve`: from the start of Ray to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from serve_app.cli import application
+from serve_app.cli.access_lines import AccessLines, LogFormat
+from serve_app.cli.private_cluster import PrivateCluster, private_cluster
+from serve_app.cli.serve_log import Terminal, output_to
+from serve_app.cli.start_report import Report, Steps
+from serve_app.config import HeadwayConfig
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TENANT = "default"
+"""Tenant of the key on the command line."""
+_POLL_PERIOD_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Place at which a server listens, the key that it asks for, and its lines on the terminal."""
+
+    host: str
+    port: int
+    is_throughput_profile: bool
+    api_key: str | None
+    log_format: LogFormat
+    has_access_lines: bool
+
+    @property
+    def url(self) -> str:
+        """URL at which this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+
+class _Stopped(BaseException):
+    """Signal that SIGTERM or SIGINT has arrived, or that the parent process has ended."""
+
+
+class Server:
+    """Server in this process, with a Ray cluster of its own.
+
+    A signal raises `_Stopped` wherever this process is. Libraries may swallow that or turn it into another exception,
+    so the server also notes it, and looks at the note between its steps.
+    """
+
+    def __init__(self, config: HeadwayConfig, front: Front, log_path: Path) -> None:
+        self._config = config
+        self._front = front
+        self._log_path = log_path
+        self._parent_id = os.getppid()
+        self._is_told_to_stop = False
+
+    def run(self) -> int:
+        """Serve until a signal arrives; return the exit status: 0, or 1 if the application or Ray has failed."""
+        with output_to(self._log_path) as terminal:
+            try:
+                self._serve(terminal)
+                reason = "Ray has ended"
+            except (SystemExit, KeyboardInterrupt):  # reactions of Ray's own to a signal
+                self._is_told_to_stop = True
+            except BaseException as error:
+                traceback.print_exc()  # into the log
+                reason = str(error) if isinstance(error, application.ApplicationFailed) else repr(error)
+            if self._is_told_to_stop:
+                print("Stopped.", file=self._lines(terminal), flush=True)
+                return 0
+            print(f"error: {reason}\nThe log is {self._log_path}", file=terminal.err, flush=True)
+            return 1
+
+    def _lines(self, terminal: Terminal) -> TextIO:
+        """Return the stream for lines that are not access lines: those of JSON have standard output for themselves."""
+        return terminal.out if self._front.log_format is LogFormat.TEXT else terminal.err
+
+    def _serve(self, terminal: Terminal) -> None:
+        lines = self._lines(terminal)
+        num_cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(self._config)))
+        with contextlib.closing(Steps(lines)) as steps, contextlib.ExitStack() as stack:
+            self._heed_signals()
+            steps.begin(f"Starting {self._config.model_name}: Ray ...")
+            cluster = stack.enter_context(private_cluster(num_cpus, self._front.is_throughput_profile))
+            self._heed_signals()  # ray.init has replaced the handlers
+            self._check_for_stop()
+            config = _with_key_file(self._config, self._front.api_key, cluster.folder)
+            if self._front.has_access_lines:
+                socket_path = cluster.folder / "access"
+                access = AccessLines(socket_path, self._front.log_format, terminal.out.write)
+                stack.enter_context(contextlib.closing(access))
+                config = config.model_copy(update={"access_log_socket": str(socket_path)})
+            steps.begin(f"Starting {config.model_name}: replicas ...")
+            application.deploy(config, self._front.host, self._front.port)
+            application.wait_until_ready(self._front.url, self._pause)
+            steps.close()
+            print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
+            self._wait_for_signal(cluster, lines)
+
+    def _wait_for_signal(self, cluster: PrivateCluster, lines: TextIO) -> None:
+        """Wait until the server is told to stop, and let its requests end; return if Ray ends by itself."""
+        limit_s = self._config.graceful_shutdown_timeout_s
+        try:
+            while cluster.is_alive():
+                self._pause()
+        except _Stopped:
+            print(f"Stopping; requests have {limit_s:g} s to end, or until a second signal.", file=lines, flush=True)
+            self._heed_signals()
+            with contextlib.suppress(_Stopped, KeyboardInterrupt):  # Ray may turn the one into the other
+                application.drain(limit_s)
+                application.stop()
+
+    def _report(self, config: HeadwayConfig, cluster: PrivateCluster) -> Report:
+        has_keys = config.ingress_settings().api_key_file is not None
+        return Report(config, application.model_card(), cluster, self._front.url, self._log_path, has_keys)
+
+    def _pause(self) -> None:
+        """Wait for one poll period, or raise `_Stopped`."""
+        if os.getppid() != self._parent_id:
+            self._is_told_to_stop = True
+        self._check_for_stop()
+        time.sleep(_POLL_PERIOD_S)
+
+    def _check_for_stop(self) -> None:
+        if self._is_told_to_stop:
+            raise _Stopped
+
+    def _heed_signals(self) -> None:
+        for signum in _SIGNALS:
+            signal.signal(signum, self._stop)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        """Note the signal and raise `_Stopped`; ignore further signals until they are heeded again."""
+        self._is_told_to_stop = True
+        for each in _SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise _Stopped
+
+
+def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> HeadwayConfig:
+    """Return the configuration with a key file for the one key of the command line, of which it has the hash alone."""
+    if api_key is None:
+        return config
+    path = folder / "keys.yaml"
+    path.touch(mode=0o600)
+    owner = {"tenant": _TENANT, "ceiling": "interactive"}
+    path.write_text(json.dumps({hashlib.sha256(api_key.encode()).hexdigest(): owner}))
+    return config.model_copy(update={"api_key_file": str(path)})
+
+
+def _cpus_needed(config: HeadwayConfig) -> float:
+    ingresses = config.cpus_per_ingress * config.num_ingress_replicas
+    return config.cpus_per_replica * config.effective_max_replicas + ingresses + config.cpus_per_jobs

@@ -1,0 +1,86 @@
+"""Report of a start on the terminal: the steps while they last, then the facts of the running server."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from pydantic_core import to_json
+from rich.console import Console
+from rich.status import Status
+
+from replicas.protocol import ModelCard
+from serve_app.cli.private_cluster import PrivateCluster
+from serve_app.config import HeadwayConfig
+
+
+class Steps:
+    """Display of the steps of a start: a spinner on a terminal, else one line for each."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._console = Console(file=file, highlight=False, markup=False, soft_wrap=True)
+        self._status: Status | None = None
+
+    def begin(self, text: str) -> None:
+        """Show the next step."""
+        if not self._console.is_terminal:
+            self._console.print(text)
+        elif self._status is None:
+            self._status = self._console.status(text)
+            self._status.start()
+        else:
+            self._status.update(text)
+
+    def close(self) -> None:
+        """Remove the spinner."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Facts of a server that has started."""
+
+    config: HeadwayConfig
+    card: ModelCard
+    cluster: PrivateCluster
+    url: str
+    log_path: Path
+    has_keys: bool
+    """True if requests need an API key."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report, at most twelve lines."""
+        yield f"Serving {self.config.model_name} at {self.url}"
+        yield f"  model      {self._model()}"
+        yield f"  KV cache   {self._kv_cache()}"
+        yield f"  replicas   {self._replicas()}"
+        yield f"  dashboard  {self.cluster.dashboard_url}, which asks for the token in {self.cluster.token_path}"
+        yield f"  ray        . {self.cluster.environment_path}, then `ray status`, `serve status`"
+        yield f"  log        {self.log_path}"
+        yield f"Try: headway chat --url {self.url}"
+        yield f"     {self._curl()}"
+        yield "Ctrl-C stops it."
+
+    def _model(self) -> str:
+        kernels = f", {self.card.kernels}" if self.card.kernels else ""
+        return f"{self.config.model_path}, {self.card.dtype} on {self.card.device}{kernels}"
+
+    def _kv_cache(self) -> str:
+        num_tokens, longest = self.card.num_blocks * self.card.block_size, self.card.max_model_len
+        requests = f"{num_tokens / longest:.1f} requests of the full length of {longest:,}"
+        return f"{num_tokens:,} tokens: {requests}; at most {self.card.max_num_seqs} run together"
+
+    def _replicas(self) -> str:
+        fewest, most = self.config.effective_min_replicas, self.config.effective_max_replicas
+        return f"{self.config.num_replicas}" + (f", between {fewest} and {most}" if self.config.is_autoscaled else "")
+
+    def _curl(self) -> str:
+        body = {"model": self.config.model_name, "messages": [{"role": "user", "content": "Hello!"}]}
+        key = ' -H "authorization: Bearer $HEADWAY_API_KEY"' if self.has_keys else ""
+        data = shlex.quote(to_json(body).decode())
+        return f"curl {self.url}/v1/chat/completions{key} -H 'content-type: application/json' -d {data}"

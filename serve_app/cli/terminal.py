@@ -1,0 +1,42 @@
+"""Output of the commands: consoles, errors, tables and dates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_WIDTH_OF_PIPE = 200
+
+
+def stderr() -> Console:
+    """Return a console on stderr, for output that scripts do not read."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def fail(message: str) -> NoReturn:
+    """End the command with a message on stderr and exit code 1."""
+    stderr().print(f"error: {message}", markup=False)
+    raise typer.Exit(1) from None
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table without lines to stdout; a pipe gets every cell whole, whatever the width."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=_WIDTH_OF_PIPE)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def date_text(unix_s: float) -> str:
+    """Return a moment in local time, to the minute."""
+    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M")

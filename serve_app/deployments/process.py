@@ -1,0 +1,121 @@
+"""Common parts of the deployments' processes: logging, garbage collection, the local model and the router."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from router.balancing.load_table import LoadTable
+from router.balancing.policy import PREFIX_INDEX_BLOCKS, LeastTokens, PrefixIndex
+from router.dispatch import Dispatcher
+from router.flow.flow_control import FlowController
+from router.scaling.autoscaling import Autoscaler
+from router.scaling.autoscaling_loop import AutoscalingLoop, BacklogSource, IngressLoad
+from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
+from router.serve_router import ServeReplicaClient
+from router.types import RouterObserver
+from serve_app.config import HeadwayConfig
+from serve_app.metrics import RouterCollector, RouterMetrics
+from serve_app.models.gguf import local_checkpoint
+
+_REQUEST_LOGGER = "serve_app.http.exchange"
+MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
+"""Factory of an ingress's flow control, called in the ingress's process."""
+
+
+def late_binding_flow(config: HeadwayConfig, table: LoadTable, observer: RouterObserver) -> FlowController:
+    """Return the default flow control: late binding to the replica with the least outstanding tokens."""
+    max_blocks = PREFIX_INDEX_BLOCKS if config.engine_limits().enable_prefix_caching else 0
+    return FlowController(config.flow_limits(), table, LeastTokens(random.Random(), PrefixIndex(max_blocks)), observer)
+
+
+class Routing:
+    """Router parts of one ingress or of the jobs process: flow control, load table, dispatcher and autoscaling."""
+
+    def __init__(
+        self,
+        config: HeadwayConfig,
+        model: DeploymentHandle[Any],
+        registry: CollectorRegistry,
+        make_flow: MakeFlow,
+        backlog_source: BacklogSource | None = None,
+    ) -> None:
+        """Create the parts, and their metrics in `registry`.
+
+        `backlog_source` counts work that is not yet in flow control; None: there is none.
+        """
+        observer = RouterMetrics(registry, config.latency_targets())
+        gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
+        table = LoadTable(time.monotonic)
+        flow = make_flow(config, table, observer)
+        self.queue = flow.queue
+        client = ServeReplicaClient(model, gossip)
+        self.dispatcher = Dispatcher(client, flow, observer, config.load_poll_period_s)
+        autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
+        load = IngressLoad(self.queue, table, gossip, backlog_source)
+        self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
+        registry.register(RouterCollector(self.queue, table, self.autoscaling))
+
+    async def run(self) -> None:
+        """Poll the replicas' load and update the autoscaling decision until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.dispatcher.run())
+            tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
+
+    def autoscaling_stats(self) -> dict[str, float]:
+        """Return a deployment's report to Serve's controller, for `application_autoscaling_policy`."""
+        decision = self.autoscaling.decision
+        return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
+
+
+def log_through_serve() -> None:
+    """Give the application's loggers Serve's handlers, so that their lines are JSON and carry the request id.
+
+    The lines of requests go to Serve's log files alone: Ray carries what a process prints to the driver's terminal,
+    which costs more than many a request.
+    """
+    serve_logger = logging.getLogger("ray.serve")
+    for package in ("serve_app", "router", "replicas"):
+        logger = logging.getLogger(package)
+        logger.handlers = serve_logger.handlers
+        logger.setLevel(serve_logger.level)
+        logger.propagate = False
+    requests = logging.getLogger(_REQUEST_LOGGER)
+    requests.handlers = [handler for handler in serve_logger.handlers if not _prints(handler)]
+    requests.propagate = False
+
+
+def _prints(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
+
+
+def with_local_model(config: HeadwayConfig) -> HeadwayConfig:
+    """Return the configuration with a model that this node can load: a GGUF file is converted, once for the node.
+
+    Raises:
+        ModelLoadError: the file cannot be converted.
+    """
+    if config.model is None:
+        return config
+    return config.model_copy(
+        update={"model": local_checkpoint(config.model), "served_model_name": ",".join(config.model_names)}
+    )
+
+
+def freeze_heap() -> None:
+    """Exclude all present objects from garbage collection; call it when the process is ready to serve.
+
+    Imported modules hold hundreds of thousands of objects. A full collection would walk over all of them and stop every
+    thread for a tenth of a second.
+    """
+    gc.collect()
+    gc.freeze()

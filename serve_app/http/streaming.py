@@ -1,0 +1,255 @@
+"""Responses that send their body part by part, and work that the client's disconnect cancels."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from replicas.errors import RequestAborted
+from serve_app.http.exchange import CLIENT_CLOSED, Exchange, fail
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.service import CompletionService, PreparedCompletion
+
+ResultT = TypeVar("ResultT")
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+
+DONE = b"data: [DONE]\n\n"
+"""Event that ends a complete stream; sent only after success."""
+
+KEEP_ALIVE = b": keep-alive\n\n"
+"""Comment of server-sent events, which clients ignore; it resets their read time-outs."""
+
+
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, ResultT], keep_alive: Callable[[], Awaitable[float]] | None = None
+) -> ResultT:
+    """Return the result of `work`; if the client leaves first, cancel `work` and wait for its end.
+
+    The request's body must have been read. While `work` runs, `keep_alive` is called at once and then again after the
+    number of seconds that it returned. An error of `keep_alive` cancels `work` and is raised.
+
+    Raises:
+        RequestAborted: the client left.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_client_left(receive))
+    try:
+        while not (working.done() or leaving.done()):
+            wait_s = None if keep_alive is None else await keep_alive()
+            await asyncio.wait((working, leaving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        leaving.result()
+        raise RequestAborted("the client disconnected")
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _client_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_part(send: Send, data: bytes) -> None:
+    """Send a part of a body; empty data sends nothing.
+
+    Raises:
+        RequestAborted: the client left.
+    """
+    if not data:
+        return
+    try:
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+    except OSError:
+        raise RequestAborted("the client disconnected") from None
+
+
+async def send_body(
+    exchange: Exchange,
+    receive: Receive,
+    send: Send,
+    work: Coroutine[Any, Any, None],
+    keep_alive: Callable[[], Awaitable[float]] | None = None,
+) -> None:
+    """Run `work`, which sends a response's start and body, while the client is connected; then end the body.
+
+    Raises:
+        RequestAborted: the client left before the response began. If it leaves later, only the exchange notes it.
+    """
+    try:
+        await while_connected(receive, work, keep_alive)
+        # After `while_connected`: a server may report a response's end as a disconnect.
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    except RequestAborted:
+        if not exchange.status:
+            raise
+        exchange.status = CLIENT_CLOSED
+
+
+class ByteStream(Response):
+    """Response that sends the parts of a generator on arrival, and closes the generator when the client leaves.
+
+    The status is sent with the first part, so that an earlier failure gets its own status. A later failure cuts the
+    connection, so that the client does not take a partial answer for a whole one. For HEAD nothing is read beyond the
+    first part.
+    """
+
+    def __init__(
+        self, parts: AsyncGenerator[bytes, None], exchange: Exchange, media_type: str, headers: dict[str, str]
+    ) -> None:
+        super().__init__(media_type=media_type, headers=headers)
+        if "content-length" not in headers:
+            del self.headers["content-length"]
+        self._parts = parts
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, as an ASGI application."""
+        await send_body(self._exchange, receive, send, self._run(send))
+
+    async def _run(self, send: Send) -> None:
+        async with aclosing(self._parts) as parts:
+            first = await anext(parts, b"")
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if self._exchange.method == "HEAD":
+                return
+            await send_part(send, first)
+            async for part in parts:
+                await send_part(send, part)
+
+
+class EventStream(Response):
+    """Response that runs a generation and sends its deltas as events.
+
+    The status is sent with the first delta, at the latest after `header_wait_s`, so that an early failure gets its own
+    status. A later failure is sent as one error event. After `keep_alive_s` without an event a comment is sent.
+    `[DONE]` is sent only after success. A disconnect at any moment aborts the sequences.
+
+    One task waits for deltas without a time limit and writes the events. The response's task waits for that task and
+    sends the comments. Invariant: one part is sent at a time.
+    """
+
+    def __init__(
+        self,
+        service: CompletionService,
+        prepared: PreparedCompletion,
+        exchange: Exchange,
+        header_wait_s: float,
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._prepared = prepared
+        self._exchange = exchange
+        self._header_wait_s = header_wait_s
+        self._keep_alive_s = keep_alive_s
+        options = prepared.body.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._usage_on_every_chunk = options is not None and options.continuous_usage_stats
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response, as an ASGI application.
+
+        Raises:
+            ServingError: the generation failed before the response began.
+        """
+        sender = _Sender(send, self._start_message, self._header_wait_s, self._keep_alive_s)
+        await send_body(self._exchange, receive, send, self._run(sender), sender.keep_alive)
+
+    async def _run(self, sender: _Sender) -> None:
+        async with self._service.start(self._prepared) as deltas:
+            try:
+                async for item in deltas:
+                    opening = self._written(self._prepared.format.opening(item.index))
+                    self._prepared.progress.add(item)
+                    await sender.send(opening + self._written(self._prepared.format.chunks(item)))
+                if self._include_usage:
+                    await sender.send(event(self._prepared.format.usage_chunk(self._prepared.progress.usage())))
+                await sender.send(DONE)
+            except Exception as error:
+                if not sender.has_begun:
+                    raise
+                # The status has been sent, so the error is an event of the stream.
+                await sender.send(event(fail(self._exchange, error).body))
+
+    def _written(self, chunks: Sequence[JsonObject]) -> bytes:
+        return b"".join(event(self._with_usage(chunk)) for chunk in chunks)
+
+    def _with_usage(self, chunk: JsonObject) -> JsonObject:
+        """Add `usage` to a chunk: the counts with `continuous_usage_stats`, null with `include_usage` alone."""
+        if self._usage_on_every_chunk:
+            chunk["usage"] = self._prepared.progress.usage()
+        elif self._include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _start_message(self) -> Message:
+        message: Message = {"type": "http.response.start", "status": 200, "headers": []}
+        headers = MutableHeaders(scope=message)
+        headers["content-type"] = CONTENT_TYPE
+        headers["cache-control"] = "no-cache"
+        headers["x-accel-buffering"] = "no"
+        if self._prepared.progress.replica_id is not None:
+            headers["x-model-replica"] = self._prepared.progress.replica_id
+        return message
+
+
+class _Sender:
+    """Sender of a stream's parts: it sends the headers before the first part, and a comment after a long silence.
+
+    Invariant: one part is sent at a time, in the order of the calls.
+    """
+
+    def __init__(
+        self, send: Send, start_message: Callable[[], Message], header_wait_s: float, keep_alive_s: float
+    ) -> None:
+        self._send = send
+        self._start_message = start_message
+        self._keep_alive_s = keep_alive_s
+        self._max_silence_s = header_wait_s
+        self._now = asyncio.get_running_loop().time
+        self._sent_s = self._now()
+        self._sending = asyncio.Lock()
+        self.has_begun = False
+
+    async def send(self, data: bytes) -> None:
+        """Send a part of the body, and the headers before the first part.
+
+        Raises:
+            RequestAborted: the client left.
+        """
+        async with self._sending:
+            if not self.has_begun:
+                self.has_begun, self._max_silence_s = True, self._keep_alive_s
+                await self._send(self._start_message())
+            await send_part(self._send, data)
+            self._sent_s = self._now()
+
+    async def keep_alive(self) -> float:
+        """Send a comment if nothing has been sent for too long; return the seconds until the next check.
+
+        Raises:
+            RequestAborted: the client left.
+        """
+        left_s = self._sent_s + self._max_silence_s - self._now()
+        if left_s > 0:
+            return min(left_s, self._keep_alive_s)
+        # A send that is still blocked on a slow client needs no comment behind it.
+        if not self._sending.locked():
+            await self.send(KEEP_ALIVE)
+        return self._keep_alive_s
+
+
+def event(payload: JsonObject) -> bytes:
+    """Return an event with a JSON object as its data."""
+    return b"data: " + to_json(payload) + b"\n\n"

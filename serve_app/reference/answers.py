@@ -1,0 +1,164 @@
+"""Schemas of the answers about the server: its model, tokenizer, version, health and load."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from serve_app.openai.reply.schema import described
+
+
+@described
+class ModelObject(TypedDict):
+    """Served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    """Start of the process that answers, unix seconds."""
+    owned_by: Literal["headway"]
+    root: str
+    """Directory or hub id of the model."""
+    parent: None
+    max_model_len: int
+    """Most tokens, prompt and output, of one sequence."""
+
+
+@described
+class ModelList(TypedDict):
+    """List of the served models."""
+
+    object: Literal["list"]
+    data: list[ModelObject]
+
+
+@described
+class TokenizeReply(TypedDict):
+    """Token ids of a prompt or of messages."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+    """Tokens as the vocabulary spells them, with `return_token_strs`."""
+
+
+@described
+class DetokenizeReply(TypedDict):
+    """Text of token ids."""
+
+    prompt: str
+
+
+@described
+class Welcome(TypedDict):
+    """Name of the server, its model, and its addresses."""
+
+    name: Literal["headway"]
+    version: str
+    model: str
+    links: dict[str, str]
+    """Path of each page, by its subject."""
+
+
+@described
+class EngineVersion(TypedDict):
+    """Name and version of the inference engine, and of the libraries that it runs on."""
+
+    name: Literal["headway"]
+    version: str
+    torch: str
+    transformers: str
+
+
+@described
+class VersionReply(TypedDict):
+    """Version of the server."""
+
+    version: str
+    engine: EngineVersion
+
+
+@described
+class LiveReply(TypedDict):
+    """Answer of a live process."""
+
+    status: Literal["live"]
+
+
+@described
+class ReadyReply(TypedDict):
+    """Answer of a server that would serve a request now."""
+
+    status: Literal["ready"]
+
+
+@described
+class CountByBand(TypedDict):
+    """Number for each band."""
+
+    interactive: int
+    standard: int
+    batch: int
+
+
+@described
+class ReplicaLoad(TypedDict):
+    """Last known load of a replica."""
+
+    replica_id: str
+    node_id: str
+    pid: int
+    age_s: float
+    """Seconds since the load was taken."""
+    num_in_flight: int
+    num_slots: int
+    num_running: int
+    num_running_by_band: CountByBand
+    num_waiting: int
+    num_waiting_by_band: CountByBand
+    waiting_tokens: int
+    outstanding_tokens: int
+    num_blocks: int
+    num_free_blocks: int
+    kv_usage: float
+    """Share of the blocks that sequences hold, 0 to 1."""
+    generated_tokens_per_s: float
+    is_draining: bool
+
+
+@described
+class WaitingWork(TypedDict):
+    """Work that waits in a queue, as autoscaling sees it."""
+
+    tokens: float
+    due_s: float
+    """Seconds until the work should be done."""
+
+
+@described
+class AutoscalingState(TypedDict):
+    """Bounds on the number of replicas; after the first decision also the decision and its inputs."""
+
+    min_replicas: int
+    max_replicas: int
+    target_drain_s: float
+    downscale_delay_s: float
+    desired_replicas: NotRequired[int]
+    needed_replicas: NotRequired[int]
+    num_replicas: NotRequired[int]
+    drain_s: NotRequired[float | None]
+    num_requests: NotRequired[int]
+    num_running: NotRequired[int]
+    waiting: NotRequired[list[WaitingWork]]
+    replica_tokens_per_s: NotRequired[float]
+    served_tokens_per_s: NotRequired[float]
+
+
+@described
+class LoadReply(TypedDict):
+    """Load table of the process that answers."""
+
+    replicas: list[ReplicaLoad]
+    autoscaling: AutoscalingState | None

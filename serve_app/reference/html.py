@@ -1,0 +1,137 @@
+"""Pages of the API reference as HTML; they load nothing from other places."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
+
+from serve_app.openai.reply.format import JsonObject
+from serve_app.reference.document import EVENT_DATA, LINE
+
+_BOUNDS = {
+    "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
+    "maximum": "≤ {}",
+    "maxLength": "at most {} characters",
+    "maxItems": "at most {} items",
+    "pattern": "matches {}",
+}
+_MAX_SHOWN_LIMIT = 2**53
+"""Bounds beyond it are those of 64-bit numbers, which no reader needs."""
+_NO_EFFECT = "Accepted with these values alone; has no effect."
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row of a table of fields."""
+
+    name: str
+    kind: Markup
+    """Type and bounds; names of other schemas are links."""
+    is_required: bool
+    default: str
+    description: Markup
+
+
+def welcome_page(model_name: str, version: str, url: str, links: Mapping[str, str]) -> str:
+    """Return the page that says what this server is; `url` is its address, without a path."""
+    return _environment().get_template("welcome.html").render(model=model_name, version=version, url=url, links=links)
+
+
+def reference_page(document: JsonObject) -> str:
+    """Return the documentation of an OpenAPI document."""
+    operations = [
+        {"method": method.upper(), "path": path, **operation}
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
+    groups = {
+        tag["name"]: [operation for operation in operations if tag["name"] in operation["tags"]]
+        for tag in document["tags"]
+    }
+    return (
+        _environment()
+        .get_template("reference.html")
+        .render(
+            info=document["info"],
+            groups=groups,
+            schemas=document["components"]["schemas"],
+            failures=document["components"]["responses"],
+            events=EVENT_DATA,
+            line=LINE,
+        )
+    )
+
+
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("serve_app.reference"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"kind": _kind, "rows": _rows, "prose": _prose, "unused": _unused}
+    return environment
+
+
+def _rows(schema: JsonObject) -> Iterator[Row]:
+    """Yield the fields of an object that have an effect."""
+    for name, field in schema.get("properties", {}).items():
+        if field.get("description") == _NO_EFFECT:
+            continue
+        default = field.get("default")
+        yield Row(
+            name,
+            _kind(field),
+            name in schema.get("required", ()),
+            "" if default is None else json.dumps(default),
+            _prose(field.get("description", "")),
+        )
+
+
+def _unused(schema: JsonObject) -> list[str]:
+    """Return the names of the fields that are accepted without effect."""
+    fields = schema.get("properties", {}).items()
+    return [name for name, field in fields if field.get("description") == _NO_EFFECT]
+
+
+def _kind(schema: JsonObject) -> Markup:
+    """Return a schema's type and bounds in a few words."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return Markup('<a href="#{0}">{0}</a>').format(name)
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return Markup(" or ").join(map(_kind, _without_null(schema[union])))
+    if "const" in schema:
+        return Markup("<code>{}</code>").format(json.dumps(schema["const"]))
+    if "enum" in schema:
+        return Markup(", ").join(Markup("<code>{}</code>").format(json.dumps(value)) for value in schema["enum"])
+    name = schema.get("type", "any value")
+    bounds = [words.format(schema[key]) for key, words in _BOUNDS.items() if _is_shown(schema.get(key))]
+    if 1 in (schema.get("minLength"), schema.get("minItems")):
+        bounds.append("not empty")
+    if name == "array":
+        return Markup("list{} of ({})").format(_listed(bounds), _kind(schema["items"]))
+    return escape(name) + _listed(bounds)
+
+
+def _without_null(options: list[JsonObject]) -> list[JsonObject]:
+    return [option for option in options if option != {"type": "null"}] or options
+
+
+def _is_shown(bound: Any) -> bool:
+    return bound is not None and (isinstance(bound, str) or abs(bound) < _MAX_SHOWN_LIMIT)
+
+
+def _listed(bounds: list[str]) -> Markup:
+    return Markup("".join(f", {escape(bound)}" for bound in bounds))
+
+
+def _prose(text: str) -> Markup:
+    """Return a sentence with the parts between backticks as code."""
+    parts = text.split("`")
+    shown = [Markup("<code>{}</code>").format(part) if place % 2 else escape(part) for place, part in enumerate(parts)]
+    return Markup("").join(shown)

@@ -1,0 +1,159 @@
+"""Linear layers: packed and compiled ones against float64, those of 8-bit weights against what these stand for."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from replicas.errors import ModelLoadError
+from replicas.model.layers.linear import (
+    CppLinear,
+    Int8Linear,
+    PackedLinear,
+    can_multiply,
+    can_pack,
+    choose_linears,
+    join_linears,
+    pack,
+    plain_linear,
+    replace_linears,
+    unpack,
+)
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+PACKED_DTYPES = [dtype for dtype in TOLERANCES if can_pack(dtype)]
+PACKED_SHAPES = [(64, 64), (192, 48), (33, 70), (1, 576)]
+# The last is more panels than three threads take one by one.
+SHAPES = [(4, 32), (64, 64), (192, 96), (41, 576), (1732, 64)]
+compiled = pytest.mark.usefixtures("kernels_in_threads")
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8).to(dtype)
+
+
+def weight_and_bias(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    return numbers(*shape, dtype=dtype), numbers(shape[0], dtype=dtype, seed=1) if has_bias else None
+
+
+def check_product(layer: nn.Module, inputs: Tensor, weight: Tensor, bias: Tensor | None, tolerance: float) -> None:
+    """Compare the layer's outputs with the product by definition, in float64."""
+    exact = functional.linear(inputs.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(layer(inputs).double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+@pytest.mark.parametrize("shape", PACKED_SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_packed_equals_the_product_by_definition(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(shape, has_bias, dtype)
+    layer = PackedLinear(weight, bias)
+    for num_rows in (0, 1, 3, 33, 200):
+        check_product(layer, numbers(1, num_rows, shape[1], dtype=dtype, seed=2), weight, bias, TOLERANCES[dtype])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_compiled_equals_the_product_by_definition(shape: tuple[int, int], has_bias: bool, dtype: torch.dtype) -> None:
+    weight, bias = weight_and_bias(shape, has_bias, dtype)
+    layer = CppLinear(weight, bias)
+    for num_rows in (0, 1, 2, 3, 4, 5, 7, 13, 16, 23, 32, 33, 96, 97, 700, 1100):
+        check_product(layer, numbers(1, num_rows, shape[1], dtype=dtype, seed=2), weight, bias, TOLERANCES[dtype])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_int8_equals_the_product_of_what_it_stands_for(
+    shape: tuple[int, int], has_bias: bool, dtype: torch.dtype
+) -> None:
+    weight, bias = weight_and_bias(shape, has_bias, dtype)
+    layer = Int8Linear(weight, bias)
+    restored = layer.numbers.double() * layer.scales.double()[:, None]
+    assert ((restored - weight.double()).abs() <= 0.501 * layer.scales[:, None]).all()
+    for num_rows in (0, 1, 4, 33, 600):
+        inputs = numbers(num_rows, shape[1], dtype=dtype, seed=2)
+        check_product(layer, inputs, restored, bias, max(TOLERANCES[dtype], 1e-3))
+
+
+@pytest.mark.parametrize("dtype", PACKED_DTYPES)
+def test_a_packed_weight_can_be_read(dtype: torch.dtype) -> None:
+    weight = numbers(33, 70, dtype=dtype)
+    assert torch.equal(PackedLinear(weight, None).weight, weight)
+
+
+def test_a_format_that_cannot_be_packed_is_left_plain() -> None:
+    assert not can_pack(torch.float16)
+    assert choose_linears(torch.float16, False, "none") is plain_linear
+
+
+def test_joined_layers_give_their_outputs_side_by_side() -> None:
+    parts = [nn.Linear(12, size) for size in (5, 7, 2)]
+    inputs = torch.randn(3, 12)
+    joined = join_linears(parts, plain_linear)
+    torch.testing.assert_close(joined(inputs), torch.cat([part(inputs) for part in parts], dim=1))
+
+
+@compiled
+@pytest.mark.parametrize("kind", [CppLinear, Int8Linear])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_row_has_nothing_to_do_with_the_others(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    layer = kind(numbers(64, 96, dtype=dtype), None)
+    inputs = numbers(60, 96, dtype=dtype, seed=1)
+    outputs = layer(inputs)
+    for first, last in ((7, 8), (10, 12), (20, 53)):
+        assert torch.equal(layer(inputs[first:last]), outputs[first:last])
+    inputs[3] = torch.nan
+    inputs[4, 5] = torch.inf
+    poisoned = layer(inputs)
+    assert not poisoned[3:5].isfinite().any()
+    assert torch.equal(poisoned[5:], outputs[5:]) and torch.equal(poisoned[:3], outputs[:3])
+
+
+@compiled
+def test_int8_of_an_empty_row_is_zero() -> None:
+    layer = Int8Linear(torch.zeros(8, 32), torch.ones(8))
+    assert torch.equal(layer(torch.randn(2, 32)), torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("kind", [PackedLinear, CppLinear])
+def test_a_tied_head_is_replaced_and_the_embedding_stays(kind: type[nn.Module]) -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(24, 32), "inner": nn.Linear(32, 32), "head": nn.Linear(32, 24)})
+    embedding = model["head"].weight = model["embedding"].weight
+    replace_linears(model, choose_linears(torch.float32, True, "none") if kind is CppLinear else kind)
+    assert [type(module) for module in model.values()] == [nn.Embedding, kind, kind]
+    assert model["embedding"].weight is embedding and torch.equal(model["head"].weight, embedding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(4, 32), (32, 64), (33, 96), (64, 32)])
+def test_what_is_packed_can_be_unpacked(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = (numbers(*shape, dtype=torch.float32) * 100).to(dtype)
+    packed = pack(weight)
+    assert packed.is_contiguous() and packed.numel() == -(-shape[0] // 32) * 32 * shape[1]
+    assert torch.equal(unpack(packed, shape[0]), weight)
+
+
+@compiled
+def test_int8_sums_of_many_inputs_do_not_overflow() -> None:
+    layer = Int8Linear(torch.ones(3, 8192), None)
+    inputs = torch.ones(5, 8192)
+    torch.testing.assert_close(layer(inputs), torch.full((5, 3), 8192.0), rtol=1e-3, atol=0)
+
+
+@compiled
+def test_shapes_that_the_kernels_do_not_take_are_left_to_others() -> None:
+    assert can_multiply(torch.empty(22, 64)) and not can_multiply(torch.empty(24, 80))
+    model = nn.ModuleDict({"odd": nn.Linear(22, 22), "even": nn.Linear(32, 32)})
+    replace_linears(model, choose_linears(torch.float32, True, "int8"))
+    assert isinstance(model["even"], Int8Linear) and not isinstance(model["odd"], Int8Linear)
+
+
+def test_int8_without_kernels_and_unknown_kinds_are_refused() -> None:
+    with pytest.raises(ModelLoadError, match="int8"):
+        choose_linears(torch.float32, False, "int8")
+    with pytest.raises(ModelLoadError, match="int4"):
+        choose_linears(torch.float32, True, "int4")

@@ -1,0 +1,88 @@
+"""Checks of a checkpoint by its files alone."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from replicas.errors import ModelLoadError
+from replicas.model.loading.checks import check_config, check_weights
+from replicas.model.loading.config import read_config
+from testkit.model.tiny_checkpoints import write_checkpoint
+
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+def edit(**fields: object) -> Damage:
+    def write(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(shutil.rmtree, "there is no such directory", id="no-directory"),
+        pytest.param(edit(model_type="nonesuch"), "model type `nonesuch`", id="architecture"),
+        pytest.param(edit(num_attention_heads=5), "not a multiple of the number of attention heads", id="sizes"),
+    ],
+)
+def test_a_config_that_transformers_cannot_use_is_refused(copied: Path, damage: Damage, reason: str) -> None:
+    damage(copied)
+    with pytest.raises(ModelLoadError, match=reason):
+        read_config(str(copied))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(lambda model: (model / "config.json").unlink(), "has no config.json", id="none"),
+        pytest.param(lambda model: (model / "config.json").write_text("{"), "is not a config", id="broken"),
+        pytest.param(edit(quantization_config={"quant_method": "gptq"}), r"is quantized \(gptq\)", id="quantized"),
+    ],
+)
+def test_a_broken_or_quantized_config_is_refused(copied: Path, damage: Damage, reason: str) -> None:
+    damage(copied)
+    with pytest.raises(ModelLoadError, match=reason):
+        check_config(copied)
+
+
+def truncate(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        pytest.param(lambda model: (model / "model.safetensors").unlink(), "there is no model.safetensors", id="none"),
+        pytest.param(truncate, "is truncated or damaged", id="truncated"),
+        pytest.param(
+            lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
+            "pytorch_model.bin cannot be read", id="other-format",
+        ),
+        pytest.param(
+            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-2"}}'),
+            "there is no part-2", id="a-part",
+        ),
+    ],
+)  # fmt: skip
+def test_weights_that_cannot_be_read_are_refused(copied: Path, damage: Damage, reason: str) -> None:
+    damage(copied)
+    with pytest.raises(ModelLoadError, match=reason):
+        check_weights(copied, 4, 0, 2**40)
+
+
+def test_weights_that_do_not_fit_are_refused(copied: Path) -> None:
+    check_weights(copied, 2, 1000, 2**30)
+    with pytest.raises(ModelLoadError, match=r"needs .* GiB .* of KV cache\); 1\.0 GiB of memory are free"):
+        check_weights(copied, 2, 2**30, 2**30)

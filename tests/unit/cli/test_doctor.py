@@ -1,0 +1,83 @@
+"""`headway doctor`: its checks, and the exit code that they lead to."""
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli.machine_checks import Check, Status, folder_check, machine_checks, port_check
+from serve_app.cli.main import app
+from serve_app.cli.model_checks import device_check, memory_checks
+from serve_app.config import HeadwayConfig
+
+DEMO = Path(HeadwayConfig().model_path)
+ON_CPU: dict[str, Any] = {
+    "is_gpu": False,
+    "gpu_memory_bytes": 0,
+    "dtype": "bfloat16",
+    "value_bytes": 2,
+    "model": {"kv_bytes_per_token": 2**20, "max_model_len": 100},
+}
+
+
+def by_name(checks: list[Check]) -> dict[str, Check]:
+    return {check.name: check for check in checks}
+
+
+def test_this_machine_is_described() -> None:
+    found = by_name(list(machine_checks(8000)))
+    assert "cores" in found["processor"].found and "torch" in found["versions"].found
+    assert all(check.advice for check in found.values() if check.status is not Status.OK)
+
+
+def test_a_taken_port_and_a_full_disk_are_warned_of(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port_check(port).status is Status.WARN
+    assert port_check(port).status is Status.OK
+    assert folder_check("x", tmp_path / "not" / "yet", 1).status is Status.OK
+    assert folder_check("x", tmp_path, 10**18).status is Status.WARN
+
+
+@pytest.mark.parametrize(
+    ("changes", "cache", "whole"),
+    [
+        ({}, Status.OK, Status.OK),
+        ({"model": {"kv_bytes_per_token": 2**20, "max_model_len": 1000}}, Status.WARN, Status.OK),
+        ({"value_bytes": 10**9}, Status.OK, Status.FAIL),
+        ({"is_gpu": True, "gpu_memory_bytes": 10**9}, Status.OK, Status.OK),
+        ({"is_gpu": True, "gpu_memory_bytes": 10**6}, Status.WARN, Status.FAIL),
+    ],
+)
+def test_a_models_memory_is_compared_with_the_machines(changes: dict[str, Any], cache: Status, whole: Status) -> None:
+    found = by_name(list(memory_checks(DEMO, ON_CPU | changes)))
+    assert (found["KV cache"].status, found["model's memory"].status) == (cache, whole)
+
+
+def test_a_gpu_that_torch_does_not_find_is_warned_of() -> None:
+    on_cpu, on_gpu = ON_CPU | {"device": "cpu"}, ON_CPU | {"device": "H200", "is_gpu": True}
+    assert device_check(on_cpu, has_driver=True).status is Status.WARN
+    assert device_check(on_cpu, has_driver=False).status is Status.OK
+    assert device_check(on_gpu, has_driver=True).status is Status.OK
+
+
+def test_weights_that_are_not_whole_fail(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:-1])
+    [check] = memory_checks(tmp_path, ON_CPU)
+    assert check.status is Status.FAIL and "truncated" in check.found
+
+
+@pytest.mark.deep
+def test_the_whole_command_reports_kernels_and_failures() -> None:
+    """It imports torch in a process of its own."""
+    good = CliRunner().invoke(app, ["doctor", "--model", "headway-demo", "--json"])
+    names = {check["name"]: check for check in json.loads(good.stdout)}
+    assert names["layers in C++"]["status"] == names["attention in C++"]["status"] == "ok"
+    assert "requests of" in names["KV cache"]["found"]
+    bad = CliRunner().invoke(app, ["doctor", "--model", "/no/such", "--url", "http://127.0.0.1:1"])
+    assert bad.exit_code == 1 and "/no/such" in bad.stdout and "cannot reach http://127.0.0.1:1" in bad.stdout

@@ -1,0 +1,35 @@
+"""The log file of `headway serve`: private, few, and the place of all that other processes print."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from serve_app.cli.serve_log import new_log_file
+from testkit.limits import LIMIT_S
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_the_log_is_private_and_old_ones_go(tmp_path):
+    folder = tmp_path / "logs"
+    paths = [new_log_file(folder, 8000 + number) for number in range(12)]
+    assert len(list(folder.iterdir())) == 10
+    assert not paths[0].exists() and paths[-1].exists()
+    assert paths[-1].stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_children_print_goes_to_the_log_alone(tmp_path):
+    path = tmp_path / "log"
+    code = (
+        "import os, subprocess, sys, pathlib\n"
+        "from serve_app.cli.serve_log import output_to\n"
+        f"with output_to(pathlib.Path({str(path)!r})) as terminal:\n"
+        "    subprocess.run(['sh', '-c', 'echo child; echo problem >&2'], check=True)\n"
+        "    print('ours')\n"
+        "    print('for the reader', file=terminal.out)\n"
+        "print('afterwards')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (done.stdout, done.stderr) == ("for the reader\nafterwards\n", "")
+    assert sorted(path.read_text().split()) == ["child", "ours", "problem"]

@@ -1,0 +1,116 @@
+"""Steps, refusals, and tokens that were computed in vain, by cause, are counted."""
+
+import pytest
+
+from replicas.errors import Overloaded
+from testkit.engine.shadow_runner import World, config, request
+
+
+def by_label(world: World, name: str, label: str) -> dict[str, float]:
+    """Return the values of a metric by the value of one of its labels."""
+    metrics = world.engine.metrics().metrics
+    return {dict(metric.labels)[label]: metric.value for metric in metrics if metric.name == name}
+
+
+def wasted(world: World) -> dict[str, float]:
+    """Return the wasted tokens by cause."""
+    return by_label(world, "headway:wasted_tokens", "cause")
+
+
+def num_computed(world: World) -> int:
+    """Tokens that the device computed, all in all."""
+    return sum(batch.num_tokens for batch in world.runner.batches)
+
+
+def prompt_of(number: int, length: int) -> tuple[int, ...]:
+    """Return a prompt that shares no beginning with that of another number."""
+    return (number % 97, number // 97, *range(2, length))
+
+
+def test_nothing_is_wasted_where_nothing_goes_wrong() -> None:
+    world = World(config())
+    world.run(*(request(str(number), prompt_of(number, 20)) for number in range(5)))
+    assert wasted(world) == {"preempt": 0, "fairness": 0, "abort": 0, "expired": 0, "surplus": 0}
+
+
+def test_what_a_preempted_sequence_computes_again_is_wasted() -> None:
+    """Two sequences of at most 7 blocks share 8: the later one gives way, and nothing is cached."""
+    world = World(config(num_blocks=8, max_model_len=28, enable_prefix_caching=False))
+    world.run(*(request(str(number), prompt_of(number, 12), max_tokens=16) for number in range(2)))
+    assert wasted(world)["preempt"] == num_computed(world) - 2 * (12 + 16 - 1) > 0
+
+
+def test_cached_tokens_of_a_preempted_sequence_are_not_wasted() -> None:
+    amounts = []
+    for enable_prefix_caching in (False, True):
+        world = World(config(num_blocks=12, max_model_len=40, enable_prefix_caching=enable_prefix_caching))
+        world.run(*(request(str(number), prompt_of(number, 16), max_tokens=20) for number in range(2)))
+        amounts.append(wasted(world)["preempt"])
+    without, kept = amounts
+    assert 0 < kept < without
+
+
+def test_an_aborted_request_wasted_what_was_computed_for_it() -> None:
+    world = World(config())
+    world.add(request("leaves", prompt_of(1, 20), max_tokens=50))
+    world.step(6)
+    world.engine.abort("leaves")
+    assert wasted(world) == {"preempt": 0, "fairness": 0, "abort": num_computed(world), "expired": 0, "surplus": 0}
+    assert num_computed(world) == 20 + 5
+
+
+def test_what_an_aborted_request_found_in_the_cache_cost_nothing() -> None:
+    world = World(config())
+    world.run(request("before", prompt_of(1, 21), max_tokens=1))
+    world.add(request("leaves", (*prompt_of(1, 20), 50, 51, 52, 53), max_tokens=50))
+    world.step()
+    world.engine.abort("leaves")
+    assert wasted(world)["abort"] == 4
+
+
+@pytest.mark.parametrize("is_first_aborted", [False, True])
+def test_what_never_ran_or_has_ended_wastes_nothing(is_first_aborted: bool) -> None:
+    world = World(config(max_num_seqs=1))
+    world.add(request("runs", prompt_of(1, 8), max_tokens=2), request("waits", prompt_of(2, 8), max_tokens=2))
+    if is_first_aborted:
+        world.engine.abort("waits")
+    world.run()
+    for name in ("runs", "waits", "unknown"):
+        world.engine.abort(name)
+    assert wasted(world)["abort"] == 0
+
+
+def test_tokens_of_a_request_past_its_deadline_are_wasted() -> None:
+    world = World(config(), step_s=1.0)
+    world.run(request("late", prompt_of(1, 10), max_tokens=50, deadline_unix_s=world.clock.unix(world.clock.now + 5.5)))
+    assert wasted(world) == {"preempt": 0, "fairness": 0, "abort": 0, "expired": num_computed(world), "surplus": 0}
+    assert num_computed(world) == 10 + 5
+
+
+def test_refusals_are_counted_by_limit() -> None:
+    world = World(config(max_num_seqs=1, max_queued_requests=2, max_queued_tokens=100))
+    world.add(request("runs", max_tokens=20))
+    world.step()
+    world.add(request("waits", max_tokens=20))
+    with pytest.raises(Overloaded):
+        world.add(request("too long", max_tokens=90))
+    world.add(request("waits, too", max_tokens=20))
+    for number in range(2):
+        with pytest.raises(Overloaded):
+            world.add(request(f"one too many {number}", max_tokens=20))
+    assert by_label(world, "headway:engine_refusals", "reason") == {
+        "max_num_queued_reqs": 2,
+        "max_num_queued_tokens": 1,
+    }
+    assert not by_label(world, "vllm:admission_rejections", "reason"), "the client was not refused"
+
+
+def test_steps_count_what_padding_would_have_cost_and_the_slots_used():
+    world = World(config(max_num_seqs=8, max_num_batched_tokens=32))
+    world.run(request("long", tuple(range(1, 21)), max_tokens=1), request("short", (1, 2, 3, 4), max_tokens=3))
+    histograms = {histogram.name: histogram for histogram in world.engine.metrics().histograms}
+    efficiency = histograms["headway:step_padding_efficiency"]
+    utilization = histograms["headway:batch_utilization"]
+    assert sum(efficiency.counts) == sum(utilization.counts) == len(world.runner.batches) == 3
+    assert efficiency.sum == pytest.approx(24 / 40 + 1 + 1), "a rectangle of both prompts, then one token a step"
+    assert utilization.sum == pytest.approx(2 / 8 + 1 / 8 + 1 / 8)
