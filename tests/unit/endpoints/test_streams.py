@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -68,8 +69,10 @@ async def test_stock_client_outlasts_its_own_read_time_out(make_api: MakeApi) ->
 @pytest.mark.parametrize("header", ["x-stainless-read-timeout", "x-stainless-timeout"])
 async def test_client_without_patience_gets_no_flood_of_comments(make_api: MakeApi, header: str) -> None:
     api = make_api(ttft_s=1.2)
+    started_s = time.monotonic()
     response = await api.http.post("/v1/completions", json=body(), headers={header: "0.000001"})
-    assert response.text.count(": keep-alive") == 2
+    elapsed_s = time.monotonic() - started_s
+    assert 1 <= response.text.count(": keep-alive") <= elapsed_s / 0.5
     assert events(response.text)[-1] == "[DONE]"
 
 
