@@ -120,11 +120,11 @@ class ServerClient:
                 if response.is_error:
                     response.read()
                     raise _refusal(response)
-                for line in response.iter_lines():
-                    if line == "data: [DONE]":
+                for line in _lines(response):
+                    if line == b"data: [DONE]":
                         return
-                    if line.startswith("data: "):
-                        yield _chunk(line.removeprefix("data: "))
+                    if line.startswith(b"data: "):
+                        yield _chunk(line.removeprefix(b"data: ").decode(errors="replace"))
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         raise ServerError("the server has broken off its answer", may_pass=True)
@@ -177,6 +177,20 @@ def connected(url: str, api_key: str | None) -> Iterator[ServerClient]:
         fail(str(error))
     finally:
         client.close()
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Yield the lines of a response.
+
+    A line ends with a line feed, and with nothing else: `httpx` splits at U+2028 and others too, which texts contain.
+    """
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line.removesuffix(b"\r")
+    if rest:
+        yield rest
 
 
 def _chunk(text: str) -> JsonObject:

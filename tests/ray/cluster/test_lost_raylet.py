@@ -1,17 +1,30 @@
 """A raylet is killed: the streams of its model replica go on elsewhere, and a new raylet takes its place."""
 
+import time
+
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients, Stream
 from tests.ray.cluster.conftest import LONG, NUM_SLOTS, body
 
-NUM_TOKENS = 2500
+STREAM_S = 5.0
+"""Least seconds of a stream, longer than the end of a raylet takes."""
+_SAMPLE = 500
+"""Tokens of the stream that measures the machine's speed."""
 
 
-def start(served: Raylets, clients: Clients) -> list[Stream]:
+def long_enough(clients: Clients) -> int:
+    """Return the number of tokens of a stream that takes at least `STREAM_S` on this machine."""
+    started_s = time.monotonic()
+    stream = clients.open(body(_SAMPLE))
+    wait_for(lambda: stream.is_over, "the sample has ended")
+    return max(_SAMPLE, min(LONG, int(_SAMPLE * STREAM_S / (time.monotonic() - started_s))))
+
+
+def start(served: Raylets, clients: Clients, num_tokens: int) -> list[Stream]:
     """As many streams as the replica that stays has slots."""
     prompts = [f"{index} the quick brown fox" for index in range(NUM_SLOTS)]
-    return served.open_in_turn(clients, [body(NUM_TOKENS, prompt=prompt) for prompt in prompts])
+    return served.open_in_turn(clients, [body(num_tokens, prompt=prompt) for prompt in prompts])
 
 
 def wait_for_all(streams: list[Stream]) -> None:
@@ -22,11 +35,12 @@ def wait_for_all(streams: list[Stream]) -> None:
 
 
 def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Raylets, clients: Clients):
-    undisturbed = start(served, clients)
+    num_tokens = long_enough(clients)
+    undisturbed = start(served, clients, num_tokens)
     wait_for_all(undisturbed)
 
     node_ids = {replica_id: served.node_of(replica_id) for replica_id in served.num_running()}
-    streams = start(served, clients)
+    streams = start(served, clients, num_tokens)
     wait_for(lambda: all(stream.num_characters > 50 for stream in streams), "every stream is in mid-decode")
     victim = streams[0].replica_id
     assert victim is not None

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from replicas.errors import ServingError
 from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, ServerClient, ServerError, UrlOption
 from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
+from testkit.http.scripted_dispatcher import ScriptedToken
 from testkit.limits import LIMIT_S
 
 BODY = {"model": MODEL, "prompt": "the quick", "max_tokens": 12}
@@ -68,6 +69,11 @@ def text_of(url: str, body: JsonObject) -> tuple[str, str | None]:
 async def test_a_stream_gives_the_whole_answer(api: Api) -> None:
     text, error = await ask(api)
     assert error is None and text and REPLY.startswith(text)
+
+
+async def test_line_separators_within_a_text_end_no_event(make_api: MakeApi) -> None:
+    script = [ScriptedToken(number + 20, text) for number, text in enumerate("a\u2028b\x85c\x0cd\re\u2029f\x1c")]
+    assert await ask(make_api(script=script)) == ("".join(token.text for token in script), None)
 
 
 async def test_an_error_within_a_stream_is_raised(make_api: MakeApi) -> None:
