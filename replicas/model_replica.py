@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass
 from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
+from replicas.engine.constraint import ConstraintCompiler
 from replicas.engine.engine import Engine
 from replicas.engine.output_processor import DecoderFactory
+from replicas.grammar import GrammarCompiler
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.loader import load_model
 from replicas.model.loading.tokenizer import make_decoder
@@ -41,6 +43,8 @@ class Backend:
     device: str
     kernels: str = ""
     """Kernels that compute attention; empty: not known."""
+    constraints: ConstraintCompiler | None = None
+    """Compiler of grammars; None: outputs cannot have one."""
 
 
 def load_torch_backend(options: ReplicaOptions) -> Backend:
@@ -55,7 +59,9 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
     warm_up(runner, options.limits)
     return Backend(
         runner=runner,
-        decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
+        decoders=lambda request: make_decoder(
+            loaded.tokenizer, request.prompt_token_ids, request.params.skip_special_tokens
+        ),
         num_blocks=runner.num_blocks,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
@@ -63,6 +69,9 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         kernels=runner.kernels,
+        constraints=None
+        if loaded.tokenizer is None
+        else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
     )
 
 
@@ -105,13 +114,14 @@ class ModelReplica:
             options.streams.max_stream_chunks_per_s or default_chunks_per_s,
             align_when_throttled=is_on_cpu,
         )
+        self._constraints = backend.constraints
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
 
     def start(self) -> AsyncEngine:
         """Start the engine on the running event loop, and return it. Called once."""
-        engine = AsyncEngine(self._engine, self._coalescing)
+        engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints)
         engine.start()
         return engine
 

@@ -65,6 +65,15 @@ class SamplingParams:
     """Number k of likeliest tokens to return log probabilities for, beside the chosen token's. None: none at all."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. A request with it reuses no cached prefix."""
+    grammar: str | None = None
+    """Grammar of the output, as llguidance writes it: Lark, or JSON with a list of grammars. None: any output."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if not every output is allowed."""
+        return self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)

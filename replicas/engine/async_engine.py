@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from replicas.clock import Clock
 from replicas.cpu_scheduling import use_normal_scheduling
+from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
-from replicas.errors import EngineDead, ReplicaLost, ServingError
+from replicas.errors import EngineDead, InvalidRequest, ReplicaLost, ServingError
 from replicas.protocol import (
     Band,
     EngineMetrics,
@@ -140,9 +141,16 @@ class AsyncEngine:
         Every stream that is read to its end has a finish reason, even if the engine dies.
     """
 
-    def __init__(self, engine: Engine, coalescing: Coalescing, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        coalescing: Coalescing,
+        clock: Clock | None = None,
+        constraints: ConstraintCompiler | None = None,
+    ) -> None:
         """Prepare the engine thread. Called on the event loop that will read the streams."""
         self._engine = engine
+        self._constraints = constraints
         self._coalescing = coalescing
         self._clock = clock or Clock()
         self._loop = asyncio.get_running_loop()
@@ -163,6 +171,11 @@ class AsyncEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. The last has a finish reason, and an `error` if the request failed."""
+        try:
+            constraint = await self._constraint_of(request)
+        except ServingError as error:
+            yield _refusal(request, error)
+            return
         if self._death is not None:
             # Not EngineDead: this request was not in the engine when it died, so it cannot be the cause.
             yield _refusal(request, ReplicaLost(f"no new requests after {self._death}", has_died=False))
@@ -173,7 +186,7 @@ class AsyncEngine:
         mailbox = self._mailboxes[stream_id] = self._mailbox_for(request)
         self._num_by_band[request.band] += 1
         self._is_idle.clear()
-        self._inbox.put(partial(self._add, replace(request, request_id=stream_id)))
+        self._inbox.put(partial(self._add, replace(request, request_id=stream_id), constraint))
         is_finished = False
         try:
             while not is_finished:
@@ -202,7 +215,10 @@ class AsyncEngine:
 
     def metrics(self) -> EngineMetrics:
         """Return all of the engine's metrics; values of two successive steps may be mixed."""
-        return self._engine.metrics()
+        metrics = self._engine.metrics()
+        if self._constraints is None:
+            return metrics
+        return replace(metrics, metrics=(*metrics.metrics, *self._constraints.metrics()))
 
     def check_alive(self) -> None:
         """Raise the error that ended the engine, if one did.
@@ -226,6 +242,14 @@ class AsyncEngine:
         self._inbox.put(self._request_stop)
         await asyncio.to_thread(self._thread.join, _STOP_LIMIT_S)
         self._die(EngineDead("the engine was stopped"))
+
+    async def _constraint_of(self, request: GenerateRequest) -> Constraint | None:
+        """Compile the request's constraint in a thread, so that no step and no stream waits for it."""
+        if not request.params.is_constrained:
+            return None
+        if self._constraints is None:
+            raise InvalidRequest("this replica's model has no tokenizer, so its output cannot have a grammar", "grammar")
+        return await asyncio.to_thread(self._constraints.constraint_of, request)
 
     def _mailbox_for(self, request: GenerateRequest) -> Mailbox:
         num_tokens, own_interval_s = len(request.output_token_ids), request.delta_interval_s
@@ -262,9 +286,9 @@ class AsyncEngine:
             self._stats = self._engine.stats()
         return True
 
-    def _add(self, request: GenerateRequest) -> None:
+    def _add(self, request: GenerateRequest, constraint: Constraint | None) -> None:
         try:
-            self._engine.add(request)
+            self._engine.add(request, constraint)
         except ServingError as error:
             self._post([_refusal(request, error)])
 

@@ -73,6 +73,11 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items)
 
     @property
+    def is_constrained(self) -> bool:
+        """True if the next token of some item is constrained, and so depends on the tokens before it."""
+        return any(item.samples and item.sequence.constraint is not None for item in self.items)
+
+    @property
     def needs_sync(self) -> bool:
         """True if the host must know a token sampled here before the next step, as penalties depend on it."""
         return any(item.samples and item.sequence.has_penalties for item in self.items)
@@ -120,8 +125,19 @@ class CollectedStep:
 class LaunchedStep(Protocol):
     """Step that the device is computing or has computed."""
 
+    def sample(self) -> None:
+        """Launch the sampling that depends on the tokens of earlier steps: that of constrained sequences.
+
+        Called once, when the results of all earlier steps have been applied. The device computes the step meanwhile.
+
+        Raises:
+            Exception: the batch failed; steps launched before are not affected.
+        """
+
     def collect(self) -> list[ItemResult]:
-        """Wait for the step and return one result per item, in order. Called once, in the order of the launches.
+        """Wait for the step and return one result per item, in order.
+
+        Called once, after `sample`, in the order of the launches.
 
         Raises:
             Exception: the whole batch failed; the results of this step and of all launched after it are invalid.
@@ -133,6 +149,8 @@ class ModelRunner(Protocol):
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Begin to compute all scheduled tokens, write their KV, and sample for the items that sample.
+
+        If the batch is constrained, the sampling is left to the launched step's `sample`.
 
         Steps take effect in the order of their launches. The last token of an item may be the one that the previous
         step samples, even if that step has not been collected. Running an item again writes the same KV.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from replicas.clock import Clock
 from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
+from replicas.engine.constraint import Constraint
 from replicas.engine.config import EngineConfig
 from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
@@ -66,8 +67,8 @@ class Engine:
         """True if a request waits or runs, or a step is in flight."""
         return bool(self._output_processors) or len(self._pipeline) > 0
 
-    def add(self, request: GenerateRequest) -> None:
-        """Accept a request.
+    def add(self, request: GenerateRequest, constraint: Constraint | None = None) -> None:
+        """Accept a request, with its constraint if it has one.
 
         Raises:
             InvalidRequest: the request could never be served here, or its id is in use.
@@ -84,7 +85,7 @@ class Engine:
         now = self._clock.monotonic()
         deadline_s = None if request.deadline_unix_s is None else self._clock.from_unix(request.deadline_unix_s)
         arrival_s = now if request.arrival_unix_s is None else min(now, self._clock.from_unix(request.arrival_unix_s))
-        sequence = Sequence(request, arrival_s, deadline_s, self._num_added)
+        sequence = Sequence(request, arrival_s, deadline_s, self._num_added, constraint)
         self._output_processors[request.request_id] = OutputProcessor(
             sequence, self._decoders, self._config.eos_token_ids
         )

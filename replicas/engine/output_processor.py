@@ -109,6 +109,9 @@ class OutputProcessor:
         sequence.append(result.token_id)
         try:
             text, stop = self._read(result.token_id)
+        except SequenceFailed as error:
+            sequence.undo_append()
+            return self.fail(error)
         except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
             sequence.undo_append()
             return self.fail(_undecodable(error))
@@ -127,9 +130,22 @@ class OutputProcessor:
             text = detokenizer.push(token_id, sequence.num_output_tokens > sequence.request.params.min_tokens)
             if detokenizer.stop_string is not None:
                 stop = Stop(FinishReason.STOP, detokenizer.stop_string)
+            elif self._completes_constraint(token_id):
+                stop = Stop(FinishReason.STOP)
             elif not sequence.can_sample:
                 stop = Stop(FinishReason.LENGTH)
         return (text + detokenizer.finish() if stop else text), stop
+
+    def _completes_constraint(self, token_id: int) -> bool:
+        """Give the token to the sequence's constraint, if it has one; return True if no other token may follow."""
+        constraint = self.sequence.constraint
+        if constraint is None:
+            return False
+        try:
+            constraint.accept(token_id)
+        except ValueError as error:
+            raise SequenceFailed(f"the output left its grammar: {error}") from error
+        return constraint.is_complete
 
     def _stop_at(self, token_id: int) -> Stop | None:
         """Return the end of the sequence if its newest token is a stop token or EOS."""

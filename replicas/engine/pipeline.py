@@ -28,6 +28,9 @@ class _FailedStep:
 
     error: Exception
 
+    def sample(self) -> None:
+        """Do nothing: there is no step."""
+
     def collect(self) -> list[ItemResult]:
         """Raise the error of the launch."""
         raise self.error
@@ -94,9 +97,19 @@ class Pipeline:
 
     def _collect_due(self, has_launched: bool) -> Iterator[CollectedStep]:
         while self._in_flight:
-            if has_launched and len(self._in_flight) == 1 and self._in_flight[0].may_wait:
-                return
+            if has_launched and len(self._in_flight) == 1:
+                self._sample()
+                if self._in_flight[0].may_wait:
+                    return
             yield self._collect(self._in_flight.popleft())
+
+    def _sample(self) -> None:
+        """Launch the rest of the only step in flight. All tokens before it are known now."""
+        step = self._in_flight[0]
+        try:
+            step.launched.sample()
+        except Exception as error:  # Raised when the step is collected, as an error of its launch.
+            self._in_flight[0] = _StepInFlight(step.scheduled, _FailedStep(error), may_wait=False)
 
     def _collect(self, step: _StepInFlight) -> CollectedStep:
         scheduled = step.scheduled
@@ -138,6 +151,8 @@ class Pipeline:
 
     def _run_alone(self, item: ScheduledSequence, cause: Exception) -> ItemResult:
         try:
-            return self._runner.launch(ScheduledBatch((item,))).collect()[0]
+            step = self._runner.launch(ScheduledBatch((item,)))
+            step.sample()
+            return step.collect()[0]
         except Exception as error:
             return ItemResult(error=f"{type(error).__name__} while computing the sequence: {error} ({cause})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+from replicas.engine.constraint import Constraint
 from replicas.protocol import Band, GenerateRequest, PositionLogprobs
 
 
@@ -29,14 +30,23 @@ class Sequence:
     """
 
     def __init__(
-        self, request: GenerateRequest, arrival_s: float, deadline_s: float | None, arrival_index: int
+        self,
+        request: GenerateRequest,
+        arrival_s: float,
+        deadline_s: float | None,
+        arrival_index: int,
+        constraint: Constraint | None = None,
     ) -> None:
-        """`arrival_s` and `deadline_s` are monotonic; `arrival_index` counts sequences in order of arrival."""
+        """Make the sequence; `constraint` has accepted the output that the request brings.
+
+        `arrival_s` and `deadline_s` are monotonic; `arrival_index` counts sequences in order of arrival.
+        """
         self.request = request
         self.request_id = request.request_id
         self.arrival_s = arrival_s
         self.deadline_s = deadline_s
         self.arrival_index = arrival_index
+        self.constraint = constraint
         self.is_promoted = request.is_promoted
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)

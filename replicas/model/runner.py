@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,15 +16,18 @@ from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.batch.inputs import BatchInputs, InputPlan, LastSampledTokens, wants_prompt_logprobs
-from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
+from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
-from replicas.model.sampling.sampler import PendingTokens, Sampler
+from replicas.model.sampling.masks import MaskThreads, PendingMasks
+from replicas.model.sampling.sampler import PendingTokens, SampledTokens, Sampler
 from replicas.protocol import PositionLogprobs
 
 # Prompt tokens scored per forward pass. It bounds the memory of their logits.
 _MAX_SCORED_TOKENS = 256
+# Threads that fill token masks. A mask takes 5 to 100 us, so a few threads are enough for any batch.
+_MAX_MASK_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +62,50 @@ class PendingPart:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchStep:
-    """Launched step. `collect` waits for its results."""
+class ForwardPart:
+    """Launched forward pass over the batch's items at `indices`, before the sampling."""
 
-    num_items: int
-    parts: list[PendingPart]
-    to_host: DeviceToHostBuffer
+    indices: list[int]
+    sampler: Sampler | None
+    """Sampler of one token per item; None: no item samples."""
+    logits: Tensor  # [len(indices), vocab_size]
+    greedy: SampledTokens | None
+    on_device: DeviceBuffer
+    masks: PendingMasks | None
+    scores: tuple[PendingScores, ...] = ()
+
+    def sample(self, to_host: DeviceToHostBuffer) -> PendingPart:
+        """Launch the sampling, after the masks of constrained items have been filled."""
+        tokens = None
+        if self.sampler is not None:
+            masks = None if self.masks is None else self.masks.place(self.logits.device)
+            tokens = self.sampler.launch(self.logits, self.greedy, self.on_device, to_host, masks)
+        return PendingPart(self.indices, tokens, self.scores)
+
+
+class TorchStep:
+    """Launched step: `sample` launches the sampling of constrained sequences, `collect` waits for the results."""
+
+    def __init__(self, num_items: int, to_host: DeviceToHostBuffer, sample: Callable[[], list[PendingPart]]) -> None:
+        self._num_items = num_items
+        self._to_host = to_host
+        self._launch_sampling = sample
+        self._parts: list[PendingPart] | None = None
+
+    def sample(self) -> None:
+        """Launch the sampling, unless that is done."""
+        if self._parts is None:
+            self._parts = self._launch_sampling()
 
     def collect(self) -> list[ItemResult]:
         """Wait for the step and return one result per item."""
-        self.to_host.wait()
-        results = [ItemResult()] * self.num_items
-        for part in self.parts:
-            sampled = part.tokens.read(self.to_host) if part.tokens else [ItemResult()] * len(part.indices)
+        assert self._parts is not None
+        self._to_host.wait()
+        results = [ItemResult()] * self._num_items
+        for part in self._parts:
+            sampled = part.tokens.read(self._to_host) if part.tokens else [ItemResult()] * len(part.indices)
             for index, result in zip(part.indices, sampled, strict=True):
-                results[index] = part.with_scores(result, self.to_host)
+                results[index] = part.with_scores(result, self._to_host)
         return results
 
 
@@ -95,6 +130,7 @@ class TorchModelRunner:
         self.kernels: str = getattr(attention, "kernels", "")
         """Kernels that compute attention."""
         self._decode_graphs = decode_graphs
+        self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, os.cpu_count() or 1))
         self._last_sampled = LastSampledTokens.none(loaded.device)
 
     @property
@@ -114,7 +150,9 @@ class TorchModelRunner:
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         """Launch `batch`, wait for it and return one result per item."""
-        return self.launch(batch).collect()
+        step = self.launch(batch)
+        step.sample()
+        return step.collect()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> TorchStep:
@@ -125,44 +163,58 @@ class TorchModelRunner:
         """
         to_host = DeviceToHostBuffer()
         shared = [index for index, item in enumerate(batch.items) if not wants_prompt_logprobs(item)]
-        parts: list[PendingPart] = []
+        parts: list[ForwardPart] = []
         if shared:
             parts.append(self._launch_shared([batch.items[index] for index in shared], shared, to_host))
         for index, item in enumerate(batch.items):
             if wants_prompt_logprobs(item):
                 parts.append(self._launch_scored(item, index, to_host))
+        step = TorchStep(len(batch.items), to_host, partial(self._sample, batch, parts, to_host))
+        if not batch.is_constrained:
+            step.sample()
+        return step
+
+    @torch.inference_mode()
+    def _sample(
+        self, batch: ScheduledBatch, parts: list[ForwardPart], to_host: DeviceToHostBuffer
+    ) -> list[PendingPart]:
+        """Launch the sampling of a step, the last that was launched."""
+        sampled = [part.sample(to_host) for part in parts]
         to_host.close(self._loaded.device)
-        self._last_sampled = _last_sampled_tokens(parts, batch, self._loaded.device)
-        return TorchStep(len(batch.items), parts, to_host)
+        self._last_sampled = _last_sampled_tokens(sampled, batch, self._loaded.device)
+        return sampled
 
     def _launch_shared(
         self, items: list[ScheduledSequence], indices: list[int], to_host: DeviceToHostBuffer
-    ) -> PendingPart:
+    ) -> ForwardPart:
         """Launch one forward pass over items that sample one token or none."""
         sampling = [index for index, item in zip(indices, items, strict=True) if item.samples]
         if self._decode_graphs is not None and self._decode_graphs.can_run(items):
-            return PendingPart(sampling, self._decode(items, self._decode_graphs, to_host), ())
+            return self._decode(items, sampling, self._decode_graphs)
         return self._forward(items, sampling, to_host)
 
     def _decode(
-        self, items: list[ScheduledSequence], decode_graphs: DecodeGraphRunner, to_host: DeviceToHostBuffer
-    ) -> PendingTokens:
+        self, items: list[ScheduledSequence], indices: list[int], decode_graphs: DecodeGraphRunner
+    ) -> ForwardPart:
         to_device = HostToDeviceBuffer()
         sampler = Sampler(items, self._loaded.eos_token_ids, self._loaded.vocab_size, to_device)
         sent = decode_graphs.send(items, self._last_sampled, to_device)
         on_device = to_device.send(self._loaded.device)
+        masks = self._masks.masks_of(items)
         outputs = decode_graphs.run(sent, on_device).first(len(items))
-        return sampler.launch(outputs.logits, outputs.greedy, on_device, to_host)
+        return ForwardPart(indices, sampler, outputs.logits, outputs.greedy, on_device, masks)
 
-    def _launch_scored(self, item: ScheduledSequence, index: int, to_host: DeviceToHostBuffer) -> PendingPart:
+    def _launch_scored(self, item: ScheduledSequence, index: int, to_host: DeviceToHostBuffer) -> ForwardPart:
         """Launch an item whose prompt log probabilities are wanted, one piece after the other."""
         starts = range(item.start, item.end, _MAX_SCORED_TOKENS)
         pieces = [item.part(start, min(_MAX_SCORED_TOKENS, item.end - start)) for start in starts]
         parts = [self._forward([piece], [index], to_host) for piece in pieces]
-        return replace(parts[-1], scores=tuple(scores for part in parts for scores in part.scores))
+        scores = tuple(scores for part in parts for scores in part.scores)
+        # The copy frees the logits of the piece's other rows.
+        return replace(parts[-1], scores=scores, logits=parts[-1].logits.clone())
 
-    def _forward(self, items: list[ScheduledSequence], indices: list[int], to_host: DeviceToHostBuffer) -> PendingPart:
-        """Launch one forward pass, sampling and scoring. All its host data goes to the device in one copy."""
+    def _forward(self, items: list[ScheduledSequence], indices: list[int], to_host: DeviceToHostBuffer) -> ForwardPart:
+        """Launch one forward pass and its scoring. The host's data, but the masks, goes to the device in one copy."""
         to_device = HostToDeviceBuffer()
         inputs = InputPlan(items, self._cache.block_size, self._last_sampled, to_device)
         sampling = [item for item in items if item.samples]
@@ -170,17 +222,16 @@ class TorchModelRunner:
         targets = _targets(items[0]) if wants_prompt_logprobs(items[0]) else []
         target_span = to_device.ints(targets)
         on_device = to_device.send(self._loaded.device)
+        masks = self._masks.masks_of(sampling)
         logits = self._logits(inputs.place(on_device))
         scores: tuple[PendingScores, ...] = ()
         if targets:
             max_top = items[0].sequence.request.params.prompt_logprobs or 0
             launched = launch_logprobs(logits[: len(targets)], on_device.ints(target_span), max_top, to_host)
             scores = (PendingScores(targets, max_top, launched),)
-        tokens = None
-        if sampling:
-            # With a scored prompt every row has logits, and the last row samples the next token.
-            tokens = sampler.launch(logits[-len(sampling) :], None, on_device, to_host)
-        return PendingPart(indices, tokens, scores)
+        # With a scored prompt every row has logits, and the last row samples the next token.
+        rows = logits[len(logits) - len(sampling) :]
+        return ForwardPart(indices, sampler if sampling else None, rows, None, on_device, masks, scores)
 
     def _logits(self, inputs: BatchInputs) -> Tensor:
         """Return logits [num_rows, vocab_size] of the rows that the items need, in the model's dtype."""

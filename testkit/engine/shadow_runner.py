@@ -5,13 +5,13 @@ A `World` is an engine over these fakes, with the outcome of every request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from replicas.clock import Clock
 from replicas.engine.batch import IncrementalDecoder, ItemResult, LaunchedStep, ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.sequence import Sequence
+from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.protocol import (
     Band,
     FinishReason,
@@ -22,7 +22,7 @@ from replicas.protocol import (
     TokenDelta,
     TokenLogprob,
 )
-from testkit.engine.timed_runner import FinishedStep
+from testkit.engine.scripted_constraint import ScriptedCompiler, ScriptedConstraint
 
 IDENTITY = ReplicaIdentity("replica-0", "node-0", 1)
 VOCABULARY = 97
@@ -85,13 +85,18 @@ class ShadowRunner:
         self._sampled: dict[Sequence, int] = {}
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        results = self.execute(batch)
+        step = ShadowStep(self, batch, self.execute(batch))
+        if not batch.is_constrained:
+            step.sample()
+        return step
+
+    def sampled(self, batch: ScheduledBatch, results: list[ItemResult]) -> None:
+        """Keep the tokens of a step on the device, for the next one."""
         self._sampled = {
             item.sequence: result.token_id
             for item, result in zip(batch.items, results, strict=True)
             if result.token_id is not None
         }
-        return FinishedStep(results)
 
     def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
         self.batches.append(batch)
@@ -123,6 +128,41 @@ class ShadowRunner:
             assert self._slots.get(slot) == prefix, f"stale read of {slot} by {sequence.request_id} at {position}"
         sampled = next_token(prefix) if item.samples else None
         return ItemResult(token_id=sampled, prompt_logprobs=tuple(prompt_logprobs))
+
+
+class ShadowStep:
+    """Launched step of a shadow runner; `sample` fits the tokens of constrained sequences to their constraints."""
+
+    def __init__(self, runner: ShadowRunner, batch: ScheduledBatch, results: list[ItemResult]) -> None:
+        self._runner = runner
+        self._batch = batch
+        self._results = results
+        self._is_sampled = False
+
+    def sample(self) -> None:
+        if not self._is_sampled:
+            self._results = [self._fitting(*pair) for pair in zip(self._batch.items, self._results, strict=True)]
+            self._runner.sampled(self._batch, self._results)
+            self._is_sampled = True
+
+    def collect(self) -> list[ItemResult]:
+        assert self._is_sampled
+        return self._results
+
+    def _fitting(self, item: ScheduledSequence, result: ItemResult) -> ItemResult:
+        sequence, constraint = item.sequence, item.sequence.constraint
+        if constraint is None or result.token_id is None or sequence.status is SequenceStatus.FINISHED:
+            return result
+        assert isinstance(constraint, ScriptedConstraint)
+        assert constraint.accepted == sequence.token_ids[sequence.num_prompt_tokens :], "an output token is not known"
+        assert sequence.num_awaited_tokens == item.samples, "the tokens of an earlier step are awaited"
+        return replace(result, token_id=fitting(constraint, result.token_id))
+
+
+def fitting(constraint: ScriptedConstraint, token_id: int) -> int:
+    """Return the allowed token that stands for `token_id`."""
+    allowed = constraint.allowed()
+    return allowed[token_id % len(allowed)]
 
 
 class LetterDecoder:
@@ -181,7 +221,8 @@ class World:
 
     def add(self, *requests: GenerateRequest) -> None:
         for request in requests:
-            self.engine.add(request)
+            constraint = None if request.params.grammar is None else ScriptedCompiler().constraint_of(request)
+            self.engine.add(request, constraint)
             self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
 
     def step(self, num_steps: int = 1) -> None:

@@ -70,6 +70,9 @@ class FinishedStep:
 
     results: list[ItemResult]
 
+    def sample(self) -> None:
+        """Do nothing: the results are known."""
+
     def collect(self) -> list[ItemResult]:
         """Return one result per item, in order."""
         return self.results
@@ -81,6 +84,9 @@ class TimedStep:
 
     results: list[ItemResult]
     wait: Callable[[], None]
+
+    def sample(self) -> None:
+        """Do nothing: the results are known."""
 
     def collect(self) -> list[ItemResult]:
         """Wait until the step's time has passed; return one result per item, in order."""

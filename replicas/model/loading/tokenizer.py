@@ -40,6 +40,7 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, special_token_ids: frozenset[int], prompt: Items[int]) -> None:
+        """Make a decoder for the output behind `prompt`; `special_token_ids` are the tokens without text."""
         self._tokenizer = tokenizer
         self._special_token_ids = special_token_ids
         self._context = self._end_of_text(prompt)
@@ -89,15 +90,16 @@ class StreamDecoder:
         return token_id not in self._special_token_ids and self._tokenizer.id_to_token(token_id) is not None
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def make_decoder(tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = ()) -> IncrementalDecoder:
+def make_decoder(
+    tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = (), skip_special_tokens: bool = True
+) -> IncrementalDecoder:
     """Return a decoder for the output after `prompt_token_ids`; without a tokenizer, one that gives no text."""
     if tokenizer is None:
         return SilentDecoder()
-    return StreamDecoder(
-        tokenizer.backend_tokenizer,
-        frozenset(id for id, token in tokenizer.added_tokens_decoder.items() if token.special),
-        prompt_token_ids,
+    without_text = (
+        id for id, token in tokenizer.added_tokens_decoder.items() if token.special and skip_special_tokens
     )
+    return StreamDecoder(tokenizer.backend_tokenizer, frozenset(without_text), prompt_token_ids)

@@ -173,7 +173,8 @@ def _sample_sorted(
     """
     weights = torch.exp((values - values[:, :1]).double() / sampling.temperature)
     rank = torch.arange(values.shape[1], device=values.device)
-    eligible = (weights >= sampling.min_p) & (rank < sampling.top_k)
+    # Forbidden tokens have weight 0. If one is among the candidates, all tokens that are allowed are, too.
+    eligible = (weights > 0) & (weights >= sampling.min_p) & (rank < sampling.top_k)
     weights = weights * eligible
     cumulative = weights.cumsum(dim=-1)
     # top-p is a share of the weight that min-p and top-k left.

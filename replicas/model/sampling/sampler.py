@@ -11,6 +11,7 @@ from torch import Tensor
 from replicas.engine.batch import ItemResult, ScheduledSequence
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor
 from replicas.model.sampling.logits_processors import LogitsProcessors
+from replicas.model.sampling.masks import RowMasks
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.multinomial import (
     SentSamplingTensors,
@@ -55,6 +56,7 @@ class Sampler:
         to_device: HostToDeviceBuffer,
     ) -> None:
         """Plan the sampling of one token per item. The numbers for the device are added to `to_device`."""
+        self._items = items
         self._logits_processors = LogitsProcessors(items, eos_token_ids, vocab_size, to_device)
         self._params = [item.sequence.request.params for item in items]
         random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
@@ -70,7 +72,12 @@ class Sampler:
         return self._logits_processors.is_empty and self._truncated is None and self._full is None
 
     def launch(
-        self, logits: Tensor, greedy: SampledTokens | None, on_device: DeviceBuffer, to_host: DeviceToHostBuffer
+        self,
+        logits: Tensor,
+        greedy: SampledTokens | None,
+        on_device: DeviceBuffer,
+        to_host: DeviceToHostBuffer,
+        masks: RowMasks | None = None,
     ) -> PendingTokens:
         """Launch the choice of tokens, without waiting for the device.
 
@@ -79,19 +86,22 @@ class Sampler:
             greedy: the greedy choice, if it was computed already, else None.
             on_device: the numbers that the sampler sent.
             to_host: buffer that receives the tokens.
+            masks: the tokens that constrained rows may take.
         """
-        if greedy is None or not self.is_greedy:
-            greedy = self._choose(logits, on_device)
+        if greedy is None or masks is not None or not self.is_greedy:
+            greedy = self._choose(logits, on_device, masks)
         logprobs = None
         if self._scored_span is not None:
             rows = on_device.ints(self._scored_span)
             max_top = max(self._params[row].logprobs or 0 for row in self._scored)
             logprobs = launch_logprobs(logits[rows], greedy.tokens[rows], max_top, to_host)
         pending = to_host.add(torch.stack([greedy.tokens, greedy.is_finite.long()]))
-        return PendingTokens(greedy.tokens, pending, self._params, self._scored, logprobs)
+        return PendingTokens(greedy.tokens, pending, self._items, self._scored, logprobs)
 
-    def _choose(self, logits: Tensor, on_device: DeviceBuffer) -> SampledTokens:
+    def _choose(self, logits: Tensor, on_device: DeviceBuffer, masks: RowMasks | None) -> SampledTokens:
         processed = self._logits_processors.apply(logits.float(), on_device)
+        if masks is not None:
+            processed = masks.apply(processed)
         sampled = sample_greedy(processed)
         for sampling, sample in ((self._full, sample_full), (self._truncated, sample_truncated)):
             if sampling is not None:
@@ -115,7 +125,7 @@ class PendingTokens:
 
     tokens: Tensor  # [num_rows] int64, on the device
     _pending: PendingTensor
-    _params: list[SamplingParams]
+    _items: Items[ScheduledSequence]
     _scored: list[int]
     _logprobs: PendingLogprobs | None
 
@@ -123,13 +133,21 @@ class PendingTokens:
         """Return one result per row, after `to_host.wait()`."""
         tokens, finite = to_host[self._pending].tolist()
         results = [
-            ItemResult(token_id=token) if is_finite else ItemResult(error="the model's logits are not finite numbers")
-            for token, is_finite in zip(tokens, finite, strict=True)
+            ItemResult(token_id=token) if is_finite else ItemResult(error=_fault(item))
+            for item, token, is_finite in zip(self._items, tokens, finite, strict=True)
         ]
         if self._logprobs is not None:
             chosen = [tokens[row] for row in self._scored]
-            wanted = [self._params[row].logprobs or 0 for row in self._scored]
+            wanted = [self._items[row].sequence.request.params.logprobs or 0 for row in self._scored]
             for row, logprobs in zip(self._scored, self._logprobs.read(to_host, chosen, wanted), strict=True):
                 if finite[row]:
                     results[row] = ItemResult(token_id=tokens[row], logprobs=logprobs)
         return results
+
+
+def _fault(item: ScheduledSequence) -> str:
+    """Return the reason why a row has no finite logit."""
+    constraint = item.sequence.constraint
+    if constraint is None:
+        return "the model's logits are not finite numbers"
+    return constraint.error or "no token satisfies both the grammar and the request's other parameters"

@@ -29,9 +29,13 @@ class _Step:
     """A launched step of a device that works in order."""
 
     runner: PipelinedRunner
-    results: list[ItemResult]
+    launched: LaunchedStep
     slots: set[tuple[int, int]]
     fails: bool = False
+
+    def sample(self) -> None:
+        assert list(self.runner.pending) == [self], "the steps before are collected"
+        self.launched.sample()
 
     def collect(self) -> list[ItemResult]:
         assert self.runner.pending.popleft() is self, "steps are collected in order"
@@ -39,7 +43,7 @@ class _Step:
             for step in (self, *self.runner.pending):
                 self.runner.spoil(step.slots)
             raise self.runner.failure()
-        return self.results
+        return self.launched.collect()
 
 
 class PipelinedRunner(ShadowRunner):
@@ -72,9 +76,9 @@ class PipelinedRunner(ShadowRunner):
         if fails and self.rng.random() < 0.5:
             raise self.failure()
         self.num_overlapping += bool(self.pending)
-        results = super().launch(batch).collect()
+        launched = super().launch(batch)
         slots = {slot for item in batch.items for slot in self._slots_of(item)}
-        self.pending.append(_Step(self, results, slots, fails))
+        self.pending.append(_Step(self, launched, slots, fails))
         return self.pending[-1]
 
     def spoil(self, slots: set[tuple[int, int]]) -> None:
@@ -110,6 +114,7 @@ def anything(rng: random.Random, world: World, number: int) -> GenerateRequest:
         ignore_eos=rng.random() < 0.3,
         repetition_penalty=1.1 if rng.random() < 0.1 else 1.0,
         frequency_penalty=0.5 if rng.random() < 0.05 else 0.0,
+        grammar=f"{rng.randint(1, 9)} {rng.randint(1, 30)}" if rng.random() < 0.3 else None,
     )  # fmt: skip
 
 

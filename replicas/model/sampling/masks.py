@@ -1,0 +1,96 @@
+"""Token masks of constrained sequences, which threads fill while the device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import SequenceStatus
+from replicas.model.batch.transfers import begin_copy
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """Masks of some rows of the logits, on their device."""
+
+    rows: Tensor  # [num_masks] int64: the constrained rows
+    bits: Tensor  # [num_masks, mask_bytes] uint8: one bit for each token id, the lowest bit of a byte first
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return a copy of `logits` [num_rows, vocab_size] float32, -inf for each token that a mask forbids."""
+        positions = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = (self.bits[:, :, None] >> positions) & 1  # [num_masks, mask_bytes, 8]
+        forbidden = bits.view(len(self.rows), -1)[:, : logits.shape[1]] == 0
+        if len(self.rows) == len(logits):
+            return logits.masked_fill(forbidden, float("-inf"))
+        logits = logits.clone()
+        logits[self.rows] = logits[self.rows].masked_fill(forbidden, float("-inf"))
+        return logits
+
+
+class MaskThreads:
+    """Threads that fill token masks. Constraints release the GIL, so the threads run at the same time."""
+
+    def __init__(self, vocab_size: int, num_threads: int) -> None:
+        self._mask_bytes = -(-vocab_size // 32) * 4
+        self._num_threads = num_threads
+        self._executor = ThreadPoolExecutor(num_threads, "masks")
+
+    def masks_of(self, items: Items[ScheduledSequence]) -> PendingMasks | None:
+        """Return the masks of the items that are constrained, all of which sample; None if no item is.
+
+        They are filled from now on, or from `place` on if a token before them is not known yet.
+        """
+        rows = [row for row, item in enumerate(items) if item.sequence.constraint is not None]
+        if not rows:
+            return None
+        masks = PendingMasks(self, items, rows)
+        if all(items[row].sequence.num_awaited_tokens == 0 for row in rows):
+            masks.start()
+        return masks
+
+    def fill(self, items: Items[ScheduledSequence]) -> tuple[np.ndarray, list[Future[None]]]:
+        """Begin to fill masks [num_items, mask_bytes] uint8 of constrained items; return them with the threads' work."""
+        masks = np.full((len(items), self._mask_bytes), 0xFF, np.uint8)
+        share = -(-len(items) // self._num_threads)
+        parts = [range(first, min(first + share, len(items))) for first in range(0, len(items), share)]
+        return masks, [self._executor.submit(_fill, masks, items, part) for part in parts]
+
+
+class PendingMasks:
+    """Masks of a step's constrained rows, before they are on the device."""
+
+    def __init__(self, threads: MaskThreads, items: Items[ScheduledSequence], rows: list[int]) -> None:
+        self._threads = threads
+        self._items = items
+        self._rows = rows
+        self._filling: tuple[np.ndarray, list[Future[None]]] | None = None
+
+    def start(self) -> None:
+        """Begin to fill the masks. All tokens of the sequences are known."""
+        self._filling = self._threads.fill([self._items[row] for row in self._rows])
+
+    def place(self, device: torch.device) -> RowMasks:
+        """Wait until the masks are filled, and begin to copy them to `device`."""
+        if self._filling is None:
+            self.start()
+        assert self._filling is not None
+        masks, work = self._filling
+        for part in work:
+            part.result()
+        rows = begin_copy(torch.tensor(self._rows), device)
+        return RowMasks(rows, begin_copy(torch.from_numpy(masks), device))
+
+
+def _fill(masks: np.ndarray, items: Items[ScheduledSequence], rows: range) -> None:
+    for row in rows:
+        sequence = items[row].sequence
+        # A sequence that has ended since the step was scheduled needs no mask: its token is dropped.
+        if sequence.constraint is not None and sequence.status is not SequenceStatus.FINISHED:
+            sequence.constraint.fill_mask(masks[row].data)
