@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from copy import copy
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import InvalidRequest, SequenceFailed
@@ -16,6 +20,9 @@ from replicas.protocol import GenerateRequest, Metric, MetricKind
 
 MAX_GRAMMAR_BYTES = 262_144
 """Longest grammar, bytes of UTF-8."""
+
+_WHITESPACE = r"( |\n {0,16}|\n\t{0,8})"
+"""One space, or a line break with indentation; there need not be any."""
 
 _CACHE_SIZE = 512
 """Number of compiled grammars that a compiler keeps."""
@@ -142,6 +149,69 @@ class GrammarCompiler:
             while len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return matcher
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedPart:
+    """Part of a text that must meet a JSON Schema, between two markers."""
+
+    trigger: str
+    """Text that must begin such a part; `begin` starts with it."""
+    begin: str
+    schema: dict[str, Any]
+    end: str
+
+
+def schema_options(*, has_whitespace: bool = True, takes_any_of: bool = False) -> dict[str, Any]:
+    """Return the entry of a JSON Schema that holds llguidance's options.
+
+    Whitespace between JSON's tokens is bounded, so that a model cannot write it for ever. With `takes_any_of` a `oneOf`
+    is enforced like an `anyOf` where its alternatives may overlap.
+    """
+    whitespace = {"whitespace_pattern": _WHITESPACE} if has_whitespace else {"whitespace_flexible": False}
+    return {"x-guidance": {**whitespace, "coerce_one_of": takes_any_of, "lenient": False}}
+
+
+def json_schema_fault(schema: dict[str, Any]) -> str | None:
+    """Return the reason why a JSON Schema has no grammar; None: it has one."""
+    try:
+        grammar = json_schema_grammar(schema)
+    except ValueError as error:
+        return _first_line(str(error))
+    return _first_line(LLMatcher.validate_grammar(grammar, limits=_LIMITS)) or None
+
+
+def json_schema_grammar(schema: dict[str, Any]) -> str:
+    """Return the grammar of the JSON texts that meet a schema."""
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+
+
+def regex_grammar(regex: str) -> str:
+    """Return the grammar of the texts that match a regular expression from beginning to end."""
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """Return the grammar of a choice between texts."""
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+
+
+def lark_grammar(text: str, param: str) -> str:
+    """Return a grammar in Lark's syntax, from Lark or GBNF.
+
+    Raises:
+        InvalidRequest: it is neither; the error names `param`.
+    """
+    try:
+        return str(any_to_lark(text))
+    except (GbnfToLarkError, ValueError) as error:
+        raise InvalidRequest(f"`{param}` is neither Lark nor GBNF: {_first_line(str(error))}", param) from None
+
+
+def structural_tag_grammar(parts: Sequence[MarkedPart]) -> str:
+    """Return the grammar of free text with marked parts."""
+    tags = [StructTag(trigger=part.trigger, begin=part.begin, grammar=part.schema, end=part.end) for part in parts]
+    return str(StructTag.to_grammar(tags, assume_special=False))
 
 
 def _first_line(message: str) -> str:

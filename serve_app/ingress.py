@@ -36,8 +36,8 @@ from serve_app.http.settings import IngressSettings
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
-from serve_app.openai.service import CompletionService, KnownModel
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
+from serve_app.openai.service import CompletionService, KnownModel, ModelText
+from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
 from serve_app.rate_limits import KeyLimiter
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
@@ -65,18 +65,18 @@ def create_api(
     key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
     authenticator = Authenticator(key_file, clock.monotonic)
     workers = WorkerThreads(settings.num_tokenizer_threads)
-    tokenizer = PromptTokenizer.load(settings.model, workers)
+    text = ModelText.load(settings.model, workers)
     bodies = BodyReader(settings, workers)
     defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)
     model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)
     metrics = metrics or HttpMetrics(settings.served_model_name)
-    service = CompletionService(dispatcher, model, tokenizer, settings.limits, rng or random.Random())
+    service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random())
     prompts = PromptBatchMaker(service, model.name)
     answered_at_once = {
         **CompletionEndpoints(settings, bodies, service).routes(),
         **SyncPromptEndpoints(bodies, prompts, settings, clock).routes(),
     }
-    routes = dict(ModelEndpoints(bodies, model, tokenizer, clock.unix()).routes())
+    routes = dict(ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes())
     if jobs is not None:
         requests = JobRequests(bodies, jobs)
         routes |= {

@@ -77,6 +77,12 @@ class HttpMetrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
+        self._not_enforced = Counter(
+            "headway:unenforced_keywords",
+            "Keywords of requests' JSON Schemas that no grammar enforces; x-headway-not-enforced names them.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
         for reason in _REFUSAL_REASONS:
             self._refusals.labels(model_name, reason)
 
@@ -96,6 +102,10 @@ class HttpMetrics:
     def refused(self, reason: str) -> None:
         """Count a request refused for lack of room; `reason` is that of the error."""
         self._refusals.labels(self._model_name, reason).inc()
+
+    def not_enforced(self, num_keywords: int) -> None:
+        """Count the keywords of a request's JSON Schema that its grammar does not enforce."""
+        self._not_enforced.inc(num_keywords)
 
 
 class RouterMetrics:

@@ -248,7 +248,9 @@ class AsyncEngine:
         if not request.params.is_constrained:
             return None
         if self._constraints is None:
-            raise InvalidRequest("this replica's model has no tokenizer, so its output cannot have a grammar", "grammar")
+            raise InvalidRequest(
+                "this replica's model has no tokenizer, so its output cannot have a grammar", "grammar"
+            )
         return await asyncio.to_thread(self._constraints.constraint_of, request)
 
     def _mailbox_for(self, request: GenerateRequest) -> Mailbox:

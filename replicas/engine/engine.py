@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from replicas.clock import Clock
 from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
 from replicas.engine.block_manager import BlockManager
-from replicas.engine.constraint import Constraint
 from replicas.engine.config import EngineConfig
+from replicas.engine.constraint import Constraint
 from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler

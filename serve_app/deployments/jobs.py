@@ -86,15 +86,15 @@ class Jobs:
 
 async def _completions(config: HeadwayConfig, dispatcher: "Dispatcher", clock: Clock) -> "CompletionService":
     from serve_app.openai.request.sampling_defaults import SamplingDefaults
-    from serve_app.openai.service import CompletionService, KnownModel
-    from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
+    from serve_app.openai.service import CompletionService, KnownModel, ModelText
+    from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
 
     settings = config.ingress_settings()
     workers = WorkerThreads(settings.num_tokenizer_threads)
-    tokenizer = await asyncio.to_thread(PromptTokenizer.load, config.model_path, workers)
+    text = await asyncio.to_thread(ModelText.load, config.model_path, workers)
     defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
     known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
-    return CompletionService(dispatcher, known, tokenizer, settings.limits, random.Random())
+    return CompletionService(dispatcher, known, text, settings.limits, random.Random())
 
 
 def _open_database(config: HeadwayConfig) -> "Database":

@@ -9,6 +9,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,6 +37,7 @@ Routes = Mapping[str, Callable[[Request], Awaitable[Response]]]
 
 _SCOPE_KEY = "headway.exchange"
 _PRINTABLE = re.compile(r"[\x20-\x7e]{1,128}")
+_MAX_LISTED_CHARS = 2048
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
 """Routes that are polled all the time: logged at debug level only, and not in the HTTP metrics, as in vLLM. There the
@@ -223,6 +225,8 @@ class ExchangeMiddleware:
                     headers["x-request-id"] = exchange.request_id
                 headers["openai-processing-ms"] = str(round((exchange.headers_s - exchange.started_s) * 1000))
                 headers.update(_rate_limit_headers(exchange))
+                if exchange.prepared is not None and exchange.prepared.not_enforced:
+                    headers["x-headway-not-enforced"] = _listed(exchange.prepared.not_enforced)
             elif message["type"] == "http.response.body":
                 if exchange.method == "HEAD":
                     message = {**message, "body": b""}
@@ -233,6 +237,8 @@ class ExchangeMiddleware:
 
     def _close(self, exchange: Exchange, scope: Scope) -> None:
         now_s = self._clock.monotonic()
+        if exchange.prepared is not None:
+            self._metrics.not_enforced(len(exchange.prepared.not_enforced))
         if exchange.key_use is not None:
             if exchange.prepared is not None:
                 exchange.key_use.charge(exchange.prepared.progress.completion_tokens)
@@ -268,6 +274,17 @@ def _counting_receive(exchange: Exchange, receive: Receive) -> Receive:
         return message
 
     return counting_receive
+
+
+def _listed(places: Sequence[str]) -> str:
+    """Return JSON pointers as a header's value: percent-encoded, with the number of those that have no room in it."""
+    value = ""
+    for index, place in enumerate(places):
+        item = quote(place, safe="/~$")
+        if len(value) + len(item) > _MAX_LISTED_CHARS:
+            return f"{value} and {len(places) - index} more"
+        value += f", {item}" if value else item
+    return value
 
 
 def _log_level(exchange: Exchange) -> int:

@@ -1,4 +1,5 @@
 """OpenAI's API on the engine's types, without HTTP.
 
-Read `service.py` first. May import `replicas.errors`, `replicas.protocol`, `router.dispatch`, `router.types`.
+Read `service.py` first. May import `replicas.errors`, `replicas.grammar`, `replicas.protocol`, `router.dispatch`,
+`router.types`.
 """

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from replicas.errors import ServingError
+from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from router.dispatch import Dispatcher
 from router.types import Headroom
@@ -33,7 +34,8 @@ from serve_app.openai.request.validation import (
     completion_requests,
     refuse_unusable_prompts,
 )
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
 
 
 class KnownModel:
@@ -87,6 +89,20 @@ class KnownModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelText:
+    """Text side of the served model: its tokenizer, and the grammars of its outputs."""
+
+    tokenizer: PromptTokenizer
+    grammars: GrammarChecker
+
+    @classmethod
+    def load(cls, model: str, workers: WorkerThreads) -> ModelText:
+        """Load the tokenizer of `model`, a directory or hub id, whose work `workers` do."""
+        tokenizer = PromptTokenizer.load(model, workers)
+        return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast)))
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedCompletion:
     """Valid request that is ready to start, with the format of its reply."""
 
@@ -96,6 +112,8 @@ class PreparedCompletion:
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
     progress: Progress
+    not_enforced: tuple[str, ...] = ()
+    """JSON pointers to the keywords of the output's JSON Schema that are not enforced."""
 
 
 class CompletionService:
@@ -105,13 +123,14 @@ class CompletionService:
         self,
         dispatcher: Dispatcher,
         model: KnownModel,
-        tokenizer: PromptTokenizer,
+        text: ModelText,
         limits: RequestLimits,
         rng: random.Random,
     ) -> None:
         self._dispatcher = dispatcher
         self._model = model
-        self._tokenizer = tokenizer
+        self._tokenizer = text.tokenizer
+        self._grammars = text.grammars
         self._limits = limits
         self._rng = rng
 
@@ -144,12 +163,14 @@ class CompletionService:
         self.check_chat(body)
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
+        grammar = await self._grammars.grammar_of(body)
         prompt = await self._tokenizer.encode_chat(body.messages, max_prompt_tokens=card.max_model_len)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
-        requests = chat_requests(body, prompt, caller, card, self._rng)
+        requests = _constrained(chat_requests(body, prompt, caller, card, self._rng), grammar)
         head = self._head(caller, card, requests)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text)
-        return PreparedCompletion(head.id, body, requests, reply_format, self._progress([len(prompt.token_ids)], body))
+        progress = self._progress([len(prompt.token_ids)], body)
+        return PreparedCompletion(head.id, body, requests, reply_format, progress, _not_enforced(grammar))
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.
@@ -161,15 +182,16 @@ class CompletionService:
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         refuse_unusable_prompts(body.prompt, card)
+        grammar = await self._grammars.grammar_of(body)
         prompts = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=card.max_model_len)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
-        requests = completion_requests(body, prompts, caller, card, self._rng)
+        requests = _constrained(completion_requests(body, prompts, caller, card, self._rng), grammar)
         if body.echo:
             prompts = [await self._with_text(prompt) for prompt in prompts]
         head = self._head(caller, card, requests)
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        return PreparedCompletion(head.id, body, requests, reply_format, self._progress(lengths, body))
+        progress = self._progress([len(prompt.token_ids) for prompt in prompts], body)
+        return PreparedCompletion(head.id, body, requests, reply_format, progress, _not_enforced(grammar))
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
         """Return the room that flow control has left for the completion's tenant in its band."""
@@ -190,7 +212,10 @@ class CompletionService:
             async for item in arriving:
                 prepared.progress.add(item)
                 deltas[item.index].append(item.delta)
-        return prepared.format.full_reply([merge(parts) for parts in deltas], prepared.progress.usage())
+        reply = prepared.format.full_reply([merge(parts) for parts in deltas], prepared.progress.usage())
+        if prepared.not_enforced:
+            reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
+        return reply
 
     async def _with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
         if prompt.text is not None:
@@ -208,3 +233,14 @@ class CompletionService:
             system_fingerprint=fingerprint_of(card),
             service_tier=tier_of(requests[0].band),
         )
+
+
+def _constrained(requests: tuple[GenerateRequest, ...], grammar: OutputGrammar | None) -> tuple[GenerateRequest, ...]:
+    """Return the requests with the grammar of their outputs."""
+    if grammar is None:
+        return requests
+    return tuple(replace(each, params=replace(each.params, grammar=grammar.grammar)) for each in requests)
+
+
+def _not_enforced(grammar: OutputGrammar | None) -> tuple[str, ...]:
+    return () if grammar is None else grammar.not_enforced

@@ -35,8 +35,8 @@ from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics, RouterMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
-from serve_app.openai.service import CompletionService, KnownModel
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
+from serve_app.openai.service import CompletionService, KnownModel, ModelText
+from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
 from testkit.http.api import serving
 
 _POLL_PERIOD_S = 0.2
@@ -121,10 +121,10 @@ async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir:
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
-    tokenizer = PromptTokenizer.load(settings.model, WorkerThreads(1))
+    text = ModelText.load(settings.model, WorkerThreads(1))
     runtime = JobsRuntime(
         JobsContext(database, files, job_settings),
-        CompletionService(routing.dispatcher, known, tokenizer, settings.limits, random.Random(0)),
+        CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0)),
         LineCapacity(routing.dispatcher.load, routing.queue),
         BacklogView(Clock()),
         random.Random(0),

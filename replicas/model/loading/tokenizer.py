@@ -99,7 +99,5 @@ def make_decoder(
     """Return a decoder for the output after `prompt_token_ids`; without a tokenizer, one that gives no text."""
     if tokenizer is None:
         return SilentDecoder()
-    without_text = (
-        id for id, token in tokenizer.added_tokens_decoder.items() if token.special and skip_special_tokens
-    )
+    without_text = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special and skip_special_tokens)
     return StreamDecoder(tokenizer.backend_tokenizer, frozenset(without_text), prompt_token_ids)

@@ -56,7 +56,7 @@ class MaskThreads:
         return masks
 
     def fill(self, items: Items[ScheduledSequence]) -> tuple[np.ndarray, list[Future[None]]]:
-        """Begin to fill masks [num_items, mask_bytes] uint8 of constrained items; return them with the threads' work."""
+        """Begin to fill masks [num_items, mask_bytes] uint8; return them and the work of the threads."""
         masks = np.full((len(items), self._mask_bytes), 0xFF, np.uint8)
         share = -(-len(items) // self._num_threads)
         parts = [range(first, min(first + share, len(items))) for first in range(0, len(items), share)]

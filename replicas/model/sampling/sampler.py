@@ -11,8 +11,8 @@ from torch import Tensor
 from replicas.engine.batch import ItemResult, ScheduledSequence
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer, PendingTensor
 from replicas.model.sampling.logits_processors import LogitsProcessors
-from replicas.model.sampling.masks import RowMasks
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
+from replicas.model.sampling.masks import RowMasks
 from replicas.model.sampling.multinomial import (
     SentSamplingTensors,
     is_truncated,
@@ -21,7 +21,6 @@ from replicas.model.sampling.multinomial import (
     send_sampling_tensors,
     uniform,
 )
-from replicas.protocol import SamplingParams
 
 # Lower temperatures are greedy: other tokens would have weight 0 in float32, or the division would overflow.
 _GREEDY_TEMPERATURE = 1e-5

@@ -124,6 +124,8 @@ class ChatCompletion(ReplyHeadFields):
     usage: UsageObject
     prompt_token_ids: NotRequired[list[int]]
     """Token ids of the prompt, with `return_token_ids`."""
+    warnings: NotRequired[list[str]]
+    """Keywords of the request's JSON Schema that are not enforced."""
 
 
 @described
@@ -190,6 +192,7 @@ class TextCompletion(ReplyHeadFields):
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: UsageObject
+    warnings: NotRequired[list[str]]
 
 
 @described

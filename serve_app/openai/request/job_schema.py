@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from serve_app.openai.request.schema import INVALID, StrictBody
+from serve_app.openai.request.body import INVALID, StrictBody
 
 MAX_WINDOW_S = 30 * 86_400
 """Longest completion window, seconds."""

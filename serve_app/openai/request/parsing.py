@@ -12,7 +12,8 @@ from pydantic_core import ErrorDetails, from_json
 
 from replicas.errors import InvalidRequest
 from serve_app.errors import shortened, shown
-from serve_app.openai.request.schema import CONFLICT, INVALID, UNSUPPORTED, IgnoredValues, without_ignored
+from serve_app.openai.request.body import CONFLICT, INVALID, UNSUPPORTED
+from serve_app.openai.request.schema import IgnoredValues, without_ignored
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
@@ -36,9 +37,13 @@ REASONS: Mapping[str, str] = {
     "string_too_long": "has {length} characters; at most {max_length} are accepted",
     "string_too_short": "has {length} characters; it must have at least {min_length}",
     "string_type": "must be a string",
+    "too_long": "has {length} items; at most {max_length} are accepted",
     "too_short": "has {length} items; it must have at least {min_length}",
 }
 """Reason that a client reads for each of pydantic's error types that the schemas can have."""
+
+_REPLACED = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")}
+"""Fields that vLLM had, and those that took their place."""
 
 _MAX_NAMES = 10
 """Most fields that one error names."""
@@ -121,6 +126,9 @@ def _listed(expected: object) -> str:
 
 
 def _refusal(names: list[str], ignored: IgnoredValues) -> InvalidRequest:
+    if names[0] in _REPLACED:
+        message = f"`{names[0]}` was replaced by `{_REPLACED[names[0]]}`"
+        return InvalidRequest(message, names[0], "unsupported_parameter")
     known = [name for name in names if name in ignored]
     listed = ", ".join(f"`{shortened(name)}`" for name in names[:_MAX_NAMES])
     if len(names) > _MAX_NAMES:
@@ -132,8 +140,12 @@ def _refusal(names: list[str], ignored: IgnoredValues) -> InvalidRequest:
 
 
 def _path(location: Sequence[int | str]) -> str:
-    """Return a field's location in OpenAI's notation, such as `messages[0].content`."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{shortened(part)}" for part in location)
+    """Return a field's location in OpenAI's notation, such as `messages[0].content`; tags of unions are left out."""
+    path = "".join(
+        f"[{part}]" if isinstance(part, int) else f".{shortened(part)}"
+        for part in location
+        if not (isinstance(part, str) and part.startswith("<"))
+    )
     return path.removeprefix(".")
 
 

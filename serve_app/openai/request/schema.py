@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     ValidationInfo,
@@ -26,17 +24,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serve_app.errors import shown
+from serve_app.openai.request.body import CONFLICT, INVALID, UNSUPPORTED, NonEmptyText, StrictBody
+from serve_app.openai.request.formats import ResponseFormat, StructuredOutputs
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-
-UNSUPPORTED = "unsupported"
-"""Type of a schema error for a value that OpenAI's API has and this server does not support."""
-
-INVALID = "invalid"
-"""Type of a schema error whose message follows the field's name and ends with the value, where that is a plain one."""
-
-CONFLICT = "conflict"
-"""Type of a schema error between fields; `param` in its context is the field that the client should change."""
 
 Prompt = str | list[int]
 """Prompt as text or as token ids."""
@@ -58,15 +49,9 @@ COMMON_IGNORED: IgnoredValues = {
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
 }
 
 CHAT_IGNORED: IgnoredValues = {
@@ -204,7 +189,6 @@ def _no_longer_than(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-NonEmptyText = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
 PromptInput = (
     NonEmptyText
@@ -226,27 +210,6 @@ LogitBiases = Annotated[
     _no_longer_than(1024),
 ]
 TokenIds = Annotated[list[int], PlainValidator(_checked_token_ids, json_schema_input_type=list[TokenId])]
-
-
-class StrictBody(BaseModel):
-    """Base of the bodies: strict types, no unknown fields, and null for "not given"."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, fields: object) -> object:
-        """Return the fields that are not null, and the first unknown field even if null: pydantic reports each one."""
-        if not isinstance(fields, dict):
-            return fields
-        first_unknown = next((name for name in fields if name not in cls.model_fields), None)
-        return {
-            name: value
-            for name, value in fields.items()
-            if (value is not None and name in cls.model_fields) or name == first_unknown
-        }
 
 
 class StreamOptions(StrictBody):
@@ -281,14 +244,18 @@ class GenerationBody(StrictBody):
     """Seed of the sampling; choice i of a prompt uses `seed` + i."""
     min_tokens: int = Field(0, ge=0, le=MAX_INT64)
     """Output tokens before which nothing ends a choice."""
-    stop: StopStrings = []
+    stop: StopStrings = Field(default_factory=list)
     """Strings before which the text ends."""
-    stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = []
+    stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = Field(default_factory=list)
     """Tokens that end a choice."""
     ignore_eos: bool = False
     """Whether a choice goes on behind the model's end token."""
-    logit_bias: LogitBiases = {}
+    logit_bias: LogitBiases = Field(default_factory=dict)
     """Bias of single tokens, -100 to 100, by token id."""
+    response_format: ResponseFormat | None = None
+    """Form of the output: any text, a JSON object, or JSON of a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """Constraint of the output, as in vLLM."""
     return_token_ids: bool = False
     """Whether the reply has the token ids of prompt and output."""
     priority: int | None = Field(None, ge=0, le=2)
@@ -303,6 +270,14 @@ class GenerationBody(StrictBody):
     """Requests of one key prefer one replica."""
     metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
     """Metadata of the SDKs; accepted and not stored."""
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> GenerationBody:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise PydanticCustomError(
+                CONFLICT, "is given beside `response_format`; send one of them", {"param": "structured_outputs"}
+            )
+        return self
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationBody:

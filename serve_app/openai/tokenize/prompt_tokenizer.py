@@ -29,8 +29,8 @@ class WorkerThreads:
     Work that holds the GIL throughout a call into C still blocks the event loop.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, "tokenizer")
+    def __init__(self, num_threads: int, name: str = "tokenizer") -> None:
+        self._executor = ThreadPoolExecutor(num_threads, name)
 
     async def run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run `work` in a thread and return its result.
@@ -53,7 +53,7 @@ class PromptTokenizer:
         # A tokenizer file may switch on truncation and padding; both would silently change prompts.
         backend.no_truncation()
         backend.no_padding()
-        self._templates = tokenizer
+        self.fast = self._templates = tokenizer
         self._tokenizer = backend
         self._name = name
         self._workers = workers

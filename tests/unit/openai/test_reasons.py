@@ -28,8 +28,8 @@ ERRORS_OF_SCHEMA = {
     "str": {"string_type"},
 }
 NO_ERRORS = {
-    "any", "default", "definitions", "definition-ref", "function-after", "function-before", "function-plain",
-    "model-field", "model-fields", "no-info", "nullable", "with-info",
+    "any", "call", "custom-error", "default", "definitions", "definition-ref", "function-after", "function-before", "function-plain",
+    "model-field", "model-fields", "no-info", "nullable", "tagged-union", "with-info",
 }  # fmt: skip
 """Schemas that pass on the errors of those within, or have errors of ours alone."""
 ERROR_OF_LIMIT = {

@@ -130,7 +130,7 @@ async def test_missing_field_is_named(api: Api, param: str) -> None:
     [
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
+        {"guided_json": {}},
         {"functions": [{"name": "f"}]},
         {"store": True},
         {"modalities": ["text", "audio"]},

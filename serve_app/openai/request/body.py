@@ -1,0 +1,40 @@
+"""Base of the request bodies, and the types of errors that their validators raise."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+UNSUPPORTED = "unsupported"
+"""Type of a schema error for a value that OpenAI's API has and this server does not support."""
+
+INVALID = "invalid"
+"""Type of a schema error whose message follows the field's name and ends with the value, where that is a plain one."""
+
+CONFLICT = "conflict"
+"""Type of a schema error between fields; `param` in its context is the field that the client should change."""
+
+NonEmptyText = Annotated[str, Field(min_length=1)]
+
+
+class StrictBody(BaseModel):
+    """Base of the bodies: strict types, no unknown fields, and null for "not given"."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: object) -> object:
+        """Return the fields that are not null, and the first unknown field even if null: pydantic reports each one."""
+        if not isinstance(fields, dict):
+            return fields
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first_unknown = next((name for name in fields if name not in known), None)
+        return {
+            name: value
+            for name, value in fields.items()
+            if (value is not None and name in known) or name == first_unknown
+        }

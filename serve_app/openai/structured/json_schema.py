@@ -1,0 +1,142 @@
+"""JSON Schemas as far as a grammar can enforce them, with the places of the keywords that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+from replicas.errors import InvalidRequest
+from replicas.grammar import json_schema_fault, schema_options
+from serve_app.errors import shortened
+
+Schema = dict[str, Any]
+
+MAX_DEPTH = 64
+"""Deepest nesting of a schema."""
+MAX_MULTIPLE = 10_000
+"""Largest common multiple of all `multipleOf` of a schema; the automaton of a number has as many states."""
+
+_NOT_ENFORCED = frozenset({
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
+    "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
+})  # fmt: skip
+"""Keywords that no grammar here expresses."""
+
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "additionalItems")
+_MAX_NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class EnforceableSchema:
+    """Schema that has a grammar."""
+
+    schema: Schema
+    """The schema, with llguidance's options for its grammar."""
+    not_enforced: tuple[str, ...] = ()
+    """JSON pointers to the keywords that were left out."""
+
+
+def enforceable_schema(
+    schema: Schema | bool, param: str, *, is_strict: bool = False, has_whitespace: bool = True
+) -> EnforceableSchema:
+    """Return `schema` as far as it can be enforced.
+
+    Raises:
+        InvalidRequest: it has no grammar, or, if `is_strict`, none that enforces it wholly. The error names `param`.
+    """
+    if schema is False:
+        raise InvalidRequest(f"`{param}` is false; no output meets it", param)
+    reduction = _Reduction(param)
+    reduced = reduction.of({} if schema is True else schema, "", 0)
+    reduced |= schema_options(has_whitespace=has_whitespace)
+    fault = json_schema_fault(reduced)
+    if fault is not None and "oneOf" in fault:  # Two alternatives may hold at once, which a grammar cannot forbid.
+        reduction.not_enforced += reduction.one_ofs
+        reduced |= schema_options(has_whitespace=has_whitespace, takes_any_of=True)
+        fault = json_schema_fault(reduced)
+    if fault is not None:
+        raise InvalidRequest(f"`{param}` cannot be enforced: {fault}", param)
+    if is_strict and reduction.not_enforced:
+        listed = ", ".join(f"`{shortened(place)}`" for place in reduction.not_enforced[:_MAX_NAMED])
+        message = f"`{param}` is strict and has keywords that cannot be enforced: {listed}"
+        raise InvalidRequest(message, param, "unsupported_parameter")
+    return EnforceableSchema(reduced, tuple(reduction.not_enforced))
+
+
+class _Reduction:
+    """Reduction of one schema to what can be enforced."""
+
+    def __init__(self, param: str) -> None:
+        self._param = param
+        self._multiple = 1
+        self.not_enforced: list[str] = []
+        self.one_ofs: list[str] = []
+
+    def of(self, schema: Schema, place: str, depth: int) -> Schema:
+        """Return `schema`, which stands at the JSON pointer `place`, without what cannot be enforced.
+
+        Raises:
+            InvalidRequest: the schema is nested too deeply.
+        """
+        if depth > MAX_DEPTH:
+            raise InvalidRequest(f"`{self._param}` is nested more than {MAX_DEPTH} deep", self._param)
+        reduced: Schema = {}
+        for keyword, value in schema.items():
+            here = f"{place}/{_escaped(keyword)}"
+            if keyword == "x-guidance" or (keyword == "uniqueItems" and value is False):
+                continue
+            if not self._is_enforceable(keyword, value):
+                self.not_enforced.append(here)
+                continue
+            if keyword == "oneOf":
+                self.one_ofs.append(here)
+            reduced[keyword] = self._value(keyword, value, here, depth + 1)
+        return reduced
+
+    def _value(self, keyword: str, value: Any, place: str, depth: int) -> Any:
+        """Return a keyword's value; schemas in it are reduced."""
+        if keyword in _SCHEMA_MAPS and isinstance(value, Mapping):
+            return {name: self._any(each, f"{place}/{_escaped(name)}", depth) for name, each in value.items()}
+        if keyword in _SCHEMA_LISTS or keyword in _SCHEMAS:
+            if isinstance(value, list):
+                return [self._any(each, f"{place}/{index}", depth) for index, each in enumerate(value)]
+            return self._any(value, place, depth)
+        return value
+
+    def _any(self, value: Any, place: str, depth: int) -> Any:
+        return self.of(value, place, depth) if isinstance(value, dict) else value
+
+    def _is_enforceable(self, keyword: str, value: Any) -> bool:
+        if keyword in _NOT_ENFORCED or keyword == "uniqueItems":
+            return False
+        if keyword in ("format", "pattern") and isinstance(value, str):
+            return _has_grammar(keyword, value)
+        if keyword != "multipleOf" or not isinstance(value, int | float):
+            return True
+        multiple = lcm(self._multiple, _num_remainders(value))
+        if multiple <= MAX_MULTIPLE:
+            self._multiple = multiple
+        return multiple <= MAX_MULTIPLE
+
+
+@lru_cache(maxsize=1024)
+def _has_grammar(keyword: str, value: str) -> bool:
+    """Return True if strings with this format or pattern have a grammar."""
+    return json_schema_fault({"type": "string", keyword: value}) is None
+
+
+def _num_remainders(divisor: float) -> int:
+    """Return the number of remainders of a division by `divisor`, in units of its last decimal place."""
+    if not 0 < divisor < 10**12:
+        return 1 if divisor <= 0 else MAX_MULTIPLE + 1
+    return int(f"{divisor:.12f}".rstrip("0").replace(".", "")) or MAX_MULTIPLE + 1
+
+
+def _escaped(name: str) -> str:
+    """Return a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,156 @@
+"""Grammar of an output, from `response_format` or `structured_outputs`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from functools import partial
+
+from pydantic import ValidationError
+
+from replicas.errors import InvalidRequest
+from replicas.grammar import (
+    GrammarCompiler,
+    MarkedPart,
+    choice_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+    structural_tag_grammar,
+)
+from replicas.protocol import Metric
+from serve_app.openai.request.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTag, StructuredOutputs
+from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.structured.json_schema import Schema, enforceable_schema
+from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+
+MAX_COMPILATION_S = 10.0
+"""Longest wait for a grammar's compilation, seconds."""
+
+_NUM_THREADS = 2
+_ANY_OBJECT: Schema = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGrammar:
+    """Grammar of an output."""
+
+    grammar: str
+    """Grammar as llguidance writes it."""
+    param: str
+    """Field of the request that asks for it."""
+    not_enforced: tuple[str, ...] = ()
+    """JSON pointers to the keywords of the request's JSON Schema that the grammar does not enforce."""
+
+
+class GrammarChecker:
+    """Checker of the grammars that bodies ask for; it compiles them in threads of its own.
+
+    A compilation cannot be ended. One that takes too long is refused, and occupies its thread until it ends.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._threads = WorkerThreads(_NUM_THREADS, "grammars")
+
+    async def grammar_of(self, body: GenerationBody) -> OutputGrammar | None:
+        """Return the grammar that a body asks for, which can be compiled; None if it asks for none.
+
+        Raises:
+            InvalidRequest: there is no such grammar, or its compilation takes too long.
+        """
+        if body.response_format is None and body.structured_outputs is None:
+            return None
+        try:
+            async with asyncio.timeout(MAX_COMPILATION_S):
+                return await self._threads.run(partial(self._checked, body))
+        except TimeoutError:
+            message = f"the output's grammar takes more than {MAX_COMPILATION_S:g} s to compile; make it simpler"
+            raise InvalidRequest(message, _param(body)) from None
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the metrics of the compiler."""
+        return self._compiler.metrics()
+
+    def _checked(self, body: GenerationBody) -> OutputGrammar | None:
+        found = output_grammar(body)
+        if found is not None:
+            self._compiler.check(found.grammar, found.param)
+        return found
+
+
+def _param(body: GenerationBody) -> str:
+    return "response_format" if body.structured_outputs is None else "structured_outputs"
+
+
+def output_grammar(body: GenerationBody) -> OutputGrammar | None:
+    """Return the grammar that a body asks for; None if it asks for none.
+
+    Raises:
+        InvalidRequest: there is no such grammar; the error names the field.
+    """
+    if body.structured_outputs is not None:
+        return _of_structured_outputs(body.structured_outputs)
+    match body.response_format:
+        case JsonObjectFormat():
+            return _of_schema(_ANY_OBJECT, "response_format")
+        case JsonSchemaFormat(json_schema=wanted):
+            return _of_schema(wanted.schema_, "response_format.json_schema.schema", is_strict=wanted.strict)
+        case StructuralTag() as tag:
+            return _of_structural_tag(tag, "response_format")
+        case _:
+            return None
+
+
+def _of_structured_outputs(wanted: StructuredOutputs) -> OutputGrammar:
+    has_whitespace = not wanted.disable_any_whitespace
+    if wanted.json_ is not None:
+        param = "structured_outputs.json"
+        return _of_schema(_schema_of(wanted.json_, param), param, has_whitespace=has_whitespace)
+    if wanted.json_object:
+        return _of_schema(_ANY_OBJECT, "structured_outputs.json_object", has_whitespace=has_whitespace)
+    if wanted.regex is not None:
+        return OutputGrammar(regex_grammar(wanted.regex), "structured_outputs.regex")
+    if wanted.choice is not None:
+        return OutputGrammar(choice_grammar(wanted.choice), "structured_outputs.choice")
+    if wanted.grammar is not None:
+        return OutputGrammar(lark_grammar(wanted.grammar, "structured_outputs.grammar"), "structured_outputs.grammar")
+    assert wanted.structural_tag is not None
+    param = "structured_outputs.structural_tag"
+    try:
+        return _of_structural_tag(StructuralTag.model_validate_json(wanted.structural_tag), param)
+    except ValidationError as error:
+        reason = error.errors(include_url=False)[0]
+        message = f"`{param}` is no structural tag: {'.'.join(map(str, reason['loc']))} {reason['msg']}"
+        raise InvalidRequest(message, param) from None
+
+
+def _of_schema(
+    schema: Schema | bool, param: str, *, is_strict: bool = False, has_whitespace: bool = True
+) -> OutputGrammar:
+    found = enforceable_schema(schema, param, is_strict=is_strict, has_whitespace=has_whitespace)
+    return OutputGrammar(json_schema_grammar(found.schema), param, found.not_enforced)
+
+
+def _of_structural_tag(tag: StructuralTag, param: str) -> OutputGrammar:
+    tags, not_enforced = [], []
+    for index, structure in enumerate(tag.structures):
+        trigger = max((each for each in tag.triggers if structure.begin.startswith(each)), key=len)
+        found = enforceable_schema(structure.schema_, f"{param}.structures[{index}].schema")
+        tags.append(MarkedPart(trigger, structure.begin, found.schema, structure.end))
+        not_enforced += [f"/structures/{index}/schema{pointer}" for pointer in found.not_enforced]
+    return OutputGrammar(structural_tag_grammar(tags), param, tuple(not_enforced))
+
+
+def _schema_of(value: Schema | str, param: str) -> Schema | bool:
+    """Return a schema that may be given as its text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        schema = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"`{param}` is not valid JSON: {error}", param) from None
+    if not isinstance(schema, dict | bool):
+        raise InvalidRequest(f"`{param}` must be a JSON Schema, an object", param)
+    return schema
