@@ -174,21 +174,19 @@ def schema_options(*, has_whitespace: bool = True, takes_any_of: bool = False) -
 
 def json_schema_fault(schema: dict[str, Any]) -> str | None:
     """Return the reason why a JSON Schema has no grammar; None: it has one."""
-    try:
-        grammar = json_schema_grammar(schema)
-    except ValueError as error:
-        return _first_line(str(error))
-    return _first_line(LLMatcher.validate_grammar(grammar, limits=_LIMITS)) or None
+    fault = LLMatcher.validate_grammar(json_schema_grammar(schema), limits=_LIMITS)
+    return _first_line(fault) or None
 
 
 def json_schema_grammar(schema: dict[str, Any]) -> str:
-    """Return the grammar of the JSON texts that meet a schema."""
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    """Return the grammar, in Lark's syntax, of the JSON texts that meet a schema."""
+    return f"start: %json {json.dumps(schema)}"
 
 
 def regex_grammar(regex: str) -> str:
     """Return the grammar of the texts that match a regular expression from beginning to end."""
-    return LLMatcher.grammar_from_regex(regex)
+    (grammar,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
+    return str(grammar["lark_grammar"])
 
 
 def choice_grammar(texts: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. A request with it reuses no cached prefix."""
     grammar: str | None = None
-    """Grammar of the output, as llguidance writes it: Lark, or JSON with a list of grammars. None: any output."""
+    """Grammar of the output in llguidance's variant of Lark; None: any output."""
     skip_special_tokens: bool = True
     """Whether special tokens have no text."""
 

@@ -37,7 +37,7 @@ class OutputGrammar:
     """Grammar of an output."""
 
     grammar: str
-    """Grammar as llguidance writes it."""
+    """Grammar in llguidance's variant of Lark."""
     param: str
     """Field of the request that asks for it."""
     not_enforced: tuple[str, ...] = ()
