@@ -65,7 +65,7 @@ def create_api(
     key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
     authenticator = Authenticator(key_file, clock.monotonic)
     workers = WorkerThreads(settings.num_tokenizer_threads)
-    text = ModelText.load(settings.model, workers)
+    text = ModelText.load(settings.model, workers, settings.tool_call_parser)
     bodies = BodyReader(settings, workers)
     defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)
     model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)

@@ -83,6 +83,10 @@ class HttpMetrics:
             ["model_name"],
             registry=self.registry,
         ).labels(model_name)
+        self._malformed_calls = Counter(
+            "headway:malformed_tool_calls", "Tool calls that were malformed or cut off.", ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)  # fmt: skip
         for reason in _REFUSAL_REASONS:
             self._refusals.labels(model_name, reason)
 
@@ -102,6 +106,10 @@ class HttpMetrics:
     def refused(self, reason: str) -> None:
         """Count a request refused for lack of room; `reason` is that of the error."""
         self._refusals.labels(self._model_name, reason).inc()
+
+    def malformed_calls(self, num_calls: int) -> None:
+        """Count tool calls that a model began and did not write as its family does; they are text of the answer."""
+        self._malformed_calls.inc(num_calls)
 
     def not_enforced(self, num_keywords: int) -> None:
         """Count the keywords of a request's JSON Schema that its grammar does not enforce."""

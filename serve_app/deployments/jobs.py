@@ -91,7 +91,7 @@ async def _completions(config: HeadwayConfig, dispatcher: "Dispatcher", clock: C
 
     settings = config.ingress_settings()
     workers = WorkerThreads(settings.num_tokenizer_threads)
-    text = await asyncio.to_thread(ModelText.load, config.model_path, workers)
+    text = await asyncio.to_thread(ModelText.load, config.model_path, workers, settings.tool_call_parser)
     defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
     known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
     return CompletionService(dispatcher, known, text, settings.limits, random.Random())

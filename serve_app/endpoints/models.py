@@ -11,7 +11,7 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.schema import TOKENIZE_IGNORED, DetokenizeBody, TokenizeBody
 from serve_app.openai.request.validation import check_model, check_num_tokens, check_token_ids
 from serve_app.openai.service import KnownModel
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
+from serve_app.openai.tokenize.prompt_tokenizer import ChatTurns, PromptTokenizer
 
 
 class ModelEndpoints:
@@ -74,9 +74,8 @@ class ModelEndpoints:
         """Return the token ids; they may exceed `max_model_len`, but a text that certainly does is refused."""
         if body.messages is not None:
             prompt = await self._tokenizer.encode_chat(
-                body.messages,
+                ChatTurns.of(body),
                 max_prompt_tokens=max_model_len,
-                add_generation_prompt=body.add_generation_prompt,
                 add_special_tokens=body.add_special_tokens is True,
             )
         else:

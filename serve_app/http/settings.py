@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from replicas.settings import check_bounds, setting
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.openai.tools.families import family_named
 
 _LOOPBACK = "loopback"
 _LOOPBACK_ORIGIN = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
@@ -74,6 +75,9 @@ class IngressSettings:
     """Longest time for the arrival of a request body, seconds; then 408. For a file the time grows with its size."""
     num_tokenizer_threads: int = setting(2, ge=1)
     """Threads of an ingress that parse large bodies, render chat templates and tokenize; work beyond them waits."""
+    tool_call_parser: str | None = setting(None)
+    """Family of the chat template, which decides the form of tool calls and reasoning: a name in docs/tools.md, such as
+    hermes or llama3_json, as vLLM has them. None: the family is found from the template."""
     max_header_wait_s: float = 5.0
     """Longest wait of a stream's status for its first delta, seconds, so that an early failure gets its own status.
     Half a client's read time-out replaces a longer wait, but no less than half a second."""
@@ -97,6 +101,8 @@ class IngressSettings:
     def __post_init__(self) -> None:
         check_bounds(self)
         AllowedOrigins.parse(self.allowed_origins)
+        if self.tool_call_parser is not None:
+            family_named(self.tool_call_parser)
 
     @property
     def origins(self) -> AllowedOrigins:

@@ -174,7 +174,7 @@ class EventStream(Response):
                     self._prepared.progress.add(item)
                     await sender.send(opening + self._written(self._prepared.format.chunks(item)))
                 if self._include_usage:
-                    await sender.send(event(self._prepared.format.usage_chunk(self._prepared.progress.usage())))
+                    await sender.send(event(self._prepared.format.usage_chunk(self._prepared.usage())))
                 await sender.send(DONE)
             except Exception as error:
                 if not sender.has_begun:
@@ -188,7 +188,7 @@ class EventStream(Response):
     def _with_usage(self, chunk: JsonObject) -> JsonObject:
         """Add `usage` to a chunk: the counts with `continuous_usage_stats`, null with `include_usage` alone."""
         if self._usage_on_every_chunk:
-            chunk["usage"] = self._prepared.progress.usage()
+            chunk["usage"] = self._prepared.usage()
         elif self._include_usage:
             chunk["usage"] = None
         return chunk

@@ -6,6 +6,8 @@ import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from replicas.errors import ServingError
 from replicas.grammar import GrammarCompiler
@@ -34,8 +36,11 @@ from serve_app.openai.request.validation import (
     completion_requests,
     refuse_unusable_prompts,
 )
-from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar
-from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer, WorkerThreads
+from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
+from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
+from serve_app.openai.tokenize.prompt_tokenizer import ChatTurns, PromptTokenizer, WorkerThreads
+from serve_app.openai.tools.grammar import Thinking, thinking_of
+from serve_app.openai.tools.parser import OutputParser
 
 
 class KnownModel:
@@ -96,9 +101,12 @@ class ModelText:
     grammars: GrammarChecker
 
     @classmethod
-    def load(cls, model: str, workers: WorkerThreads) -> ModelText:
-        """Load the tokenizer of `model`, a directory or hub id, whose work `workers` do."""
-        tokenizer = PromptTokenizer.load(model, workers)
+    def load(cls, model: str, workers: WorkerThreads, tool_call_parser: str | None = None) -> ModelText:
+        """Load the tokenizer of `model`, a directory or hub id, whose work `workers` do.
+
+        `tool_call_parser` names the family of its chat template; None: it is found.
+        """
+        tokenizer = PromptTokenizer.load(model, workers, tool_call_parser)
         return cls(tokenizer, GrammarChecker(GrammarCompiler(tokenizer.fast)))
 
 
@@ -113,7 +121,11 @@ class PreparedCompletion:
     format: ReplyFormat
     progress: Progress
     not_enforced: tuple[str, ...] = ()
-    """JSON pointers to the keywords of the output's JSON Schema that are not enforced."""
+    """JSON pointers to the keywords of the request's JSON Schemas that are not enforced."""
+
+    def usage(self) -> JsonObject:
+        """Return OpenAI's usage object."""
+        return self.progress.usage() | self.format.usage_details()
 
 
 class CompletionService:
@@ -163,12 +175,16 @@ class CompletionService:
         self.check_chat(body)
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
-        grammar = await self._grammars.grammar_of(body)
-        prompt = await self._tokenizer.encode_chat(body.messages, max_prompt_tokens=card.max_model_len)
+        turns = ChatTurns.of(body)
+        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=card.max_model_len)
+        grammar = await self._chat_grammar(body, prompt.text or "")
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
         requests = _constrained(chat_requests(body, prompt, caller, card, self._rng), grammar)
         head = self._head(caller, card, requests)
-        reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text)
+        make_parser = self._parser_factory(body, prompt.text or "", is_bound=grammar is not None)
+        if make_parser is not None and self._tokenizer.has_special_markers:
+            requests = tuple(_with_params(each, skip_special_tokens=False) for each in requests)
+        reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
         progress = self._progress([len(prompt.token_ids)], body)
         return PreparedCompletion(head.id, body, requests, reply_format, progress, _not_enforced(grammar))
 
@@ -182,7 +198,9 @@ class CompletionService:
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         refuse_unusable_prompts(body.prompt, card)
-        grammar = await self._grammars.grammar_of(body)
+        grammar = None
+        if body.has_constraint:
+            grammar = await self._grammars.checked(partial(output_grammar, body))
         prompts = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=card.max_model_len)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
         requests = _constrained(completion_requests(body, prompts, caller, card, self._rng), grammar)
@@ -212,10 +230,25 @@ class CompletionService:
             async for item in arriving:
                 prepared.progress.add(item)
                 deltas[item.index].append(item.delta)
-        reply = prepared.format.full_reply([merge(parts) for parts in deltas], prepared.progress.usage())
+        reply = prepared.format.full_reply([merge(parts) for parts in deltas], prepared.usage())
         if prepared.not_enforced:
             reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
         return reply
+
+    async def _chat_grammar(self, body: ChatBody, prompt: str) -> OutputGrammar | None:
+        if not (body.offered_tools or body.has_constraint):
+            return None
+        dialect = ChatDialect(self._tokenizer.family, self._tokenizer.marker)
+        return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt))
+
+    def _parser_factory(self, body: ChatBody, prompt: str, is_bound: bool) -> Callable[[], OutputParser] | None:
+        """Return the factory of the choices' parsers; None if outputs have neither calls nor reasoning."""
+        family, tools = self._tokenizer.family, callable_tools(body)
+        if not tools and family.reasoning is None:
+            return None
+        starts_in_reasoning = thinking_of(family, prompt) is Thinking.OPEN
+        # Calls that a grammar binds are valid, so they may be shown before they are whole.
+        return partial(OutputParser, family, tools, self._rng, starts_in_reasoning, whole_calls=not is_bound)
 
     async def _with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
         if prompt.text is not None:
@@ -239,7 +272,11 @@ def _constrained(requests: tuple[GenerateRequest, ...], grammar: OutputGrammar |
     """Return the requests with the grammar of their outputs."""
     if grammar is None:
         return requests
-    return tuple(replace(each, params=replace(each.params, grammar=grammar.grammar)) for each in requests)
+    return tuple(_with_params(each, grammar=grammar.grammar) for each in requests)
+
+
+def _with_params(request: GenerateRequest, **changes: Any) -> GenerateRequest:
+    return replace(request, params=replace(request.params, **changes))
 
 
 def _not_enforced(grammar: OutputGrammar | None) -> tuple[str, ...]:

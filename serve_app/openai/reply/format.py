@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
+from serve_app.openai.reply.chat_choice import ChatChoice
 from serve_app.openai.reply.fan_in import IndexedDelta
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
+from serve_app.openai.tools.parser import OutputParser
 
 JsonObject = dict[str, Any]
 
@@ -104,9 +106,19 @@ class Progress:
 
 
 class ChatFormat:
-    """Format of one chat completion's reply."""
+    """Format of one chat completion's reply; calls and reasoning are parsed out of the text."""
 
-    def __init__(self, head: ReplyHead, body: ChatBody, prompt_token_ids: Sequence[int], token_text: TokenText) -> None:
+    def __init__(
+        self,
+        head: ReplyHead,
+        body: ChatBody,
+        prompt_token_ids: Sequence[int],
+        token_text: TokenText,
+        make_parser: Callable[[], OutputParser] | None = None,
+    ) -> None:
+        """Create the format; without a parser all text is the answer."""
+        self._choices = [ChatChoice(make_parser, body.include_reasoning, token_text) for _ in range(body.n)]
+        self._has_parser = make_parser is not None
         self._head = head
         self._body = body
         self._prompt_token_ids = prompt_token_ids
@@ -125,16 +137,30 @@ class ChatFormat:
 
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return a delta's chunks: content, then the finish reason."""
-        delta, chunks = item.delta, []
-        if delta.text or delta.logprobs or (self._body.return_token_ids and delta.token_ids):
-            content = self._chunk(item.index, {"content": delta.text})
-            content["choices"][0] |= self._tokens_of(delta)
-            chunks.append(content)
+        delta, choice = item.delta, self._choices[item.index]
+        parts = choice.read(delta)
+        if not parts and (delta.logprobs or (self._body.return_token_ids and delta.token_ids)):
+            parts = [{"content": ""}]
+        chunks = [self._chunk(item.index, part) for part in parts]
+        if chunks:
+            chunks[0]["choices"][0] |= self._tokens_of(delta)
         if delta.finish_reason is not None:
             last = self._chunk(item.index, {})
-            last["choices"][0] |= _ending(delta)
+            last["choices"][0] |= choice.ending(delta)
             chunks.append(last)
         return chunks
+
+    def usage_details(self) -> JsonObject:
+        """Return the part of the usage object that is about reasoning; empty for a model that does not reason."""
+        if not self._has_parser:
+            return {}
+        num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
+        return {"completion_tokens_details": {"reasoning_tokens": num_tokens}}
+
+    @property
+    def num_malformed_calls(self) -> int:
+        """Number of calls that were malformed or cut off."""
+        return sum(choice.num_malformed_calls for choice in self._choices)
 
     def usage_chunk(self, usage: JsonObject) -> JsonObject:
         """Return the last chunk of a stream with usage; it has no choices."""
@@ -145,11 +171,11 @@ class ChatFormat:
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": choice.message(delta),
                 **self._tokens_of(delta),
-                **_ending(delta),
+                **choice.ending(delta),
             }
-            for index, delta in enumerate(deltas)
+            for index, (choice, delta) in enumerate(zip(self._choices, deltas, strict=True))
         ]
         reply = self._head.fields("chat.completion") | {"choices": choices, "usage": usage}
         if self._body.return_token_ids:
@@ -198,6 +224,13 @@ class CompletionFormat:
     def opening(self, index: int) -> list[JsonObject]:
         """Return no chunk: a text completion has no role."""
         return []
+
+    num_malformed_calls = 0
+    """Number of malformed calls: a text completion has none."""
+
+    def usage_details(self) -> JsonObject:
+        """Return nothing: a text completion has no reasoning."""
+        return {}
 
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return one chunk for a delta, or none while there is nothing to show."""
@@ -309,9 +342,3 @@ def fingerprint_of(card: ModelCard) -> str:
 def shown_logprob(logprob: float) -> float:
     """Return a log probability that JSON can express, at least `MIN_LOGPROB`."""
     return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
-
-
-def _ending(delta: TokenDelta) -> JsonObject:
-    """Return a choice's finish reason and the stop string or token that ended the choice (vLLM's `stop_reason`)."""
-    assert delta.finish_reason is not None
-    return {"finish_reason": delta.finish_reason.value, "stop_reason": delta.stop_reason}

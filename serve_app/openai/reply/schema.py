@@ -14,6 +14,7 @@ described = with_config(ConfigDict(extra="forbid", use_attribute_docstrings=True
 """Decorator of a described object: it has no other fields, and its docstrings are its description."""
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 ReplyTier = Literal["priority", "default", "flex"]
 
 _TIER = "Band in which the request ran: `priority` is interactive, `default` standard, `flex` batch."
@@ -47,6 +48,13 @@ class CachedTokens(TypedDict):
 
 
 @described
+class ReasoningTokens(TypedDict):
+    """Details about output tokens."""
+
+    reasoning_tokens: int
+
+
+@described
 class UsageObject(TypedDict):
     """Token counts of a request."""
 
@@ -54,6 +62,8 @@ class UsageObject(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ReasoningTokens]
+    """Details for chats of models that reason."""
 
 
 @described
@@ -82,12 +92,55 @@ class ChatLogprobs(TypedDict):
 
 
 @described
+class CalledFunctionObject(TypedDict):
+    """Function that the model calls."""
+
+    name: str
+    arguments: str
+    """Text of a JSON object."""
+
+
+@described
+class ToolCallObject(TypedDict):
+    """Call of a function."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionObject
+
+
+@described
+class FunctionDelta(TypedDict):
+    """Part of a called function: its name, then pieces of its arguments."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+@described
+class ToolCallDelta(TypedDict):
+    """Part of a call: id, type and name come first."""
+
+    index: int
+    """Place among the choice's calls."""
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
+@described
 class AssistantMessage(TypedDict):
     """Turn of the model."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Text of the answer; null beside calls without text."""
     refusal: None
+    reasoning_content: NotRequired[str]
+    """Text that the model thought before its answer."""
+    reasoning: NotRequired[str]
+    """The same under vLLM's newer name."""
+    tool_calls: NotRequired[list[ToolCallObject]]
 
 
 @described
@@ -97,7 +150,7 @@ class ChatChoice(TypedDict):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     """Stop string or token id that ended the choice; null: another reason did."""
     token_ids: NotRequired[list[int]]
@@ -134,6 +187,9 @@ class ChatDelta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 @described
@@ -143,7 +199,7 @@ class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: NotRequired[int | str | None]
     token_ids: NotRequired[list[int]]
 

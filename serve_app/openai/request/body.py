@@ -12,6 +12,9 @@ UNSUPPORTED = "unsupported"
 INVALID = "invalid"
 """Type of a schema error whose message follows the field's name and ends with the value, where that is a plain one."""
 
+MISSING = "missing"
+"""Type of a schema error for a field that is not given."""
+
 CONFLICT = "conflict"
 """Type of a schema error between fields; `param` in its context is the field that the client should change."""
 

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from replicas.errors import InvalidRequest
 from serve_app.errors import shortened, shown
-from serve_app.openai.request.body import CONFLICT, INVALID, UNSUPPORTED
+from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED
 from serve_app.openai.request.schema import IgnoredValues, without_ignored
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -96,7 +96,7 @@ def invalid_request(errors: Sequence[ErrorDetails]) -> InvalidRequest:
     error = errors[0]
     context = error.get("ctx", {})
     param = context.get("param") or _path(error["loc"])
-    if error["type"] == "missing":
+    if error["type"] == MISSING:
         return InvalidRequest(f"`{param}` is missing", param, "missing_required_parameter")
     if error["type"] == "extra_forbidden":
         return InvalidRequest(f"`{param}` is not supported", param, "unsupported_parameter")

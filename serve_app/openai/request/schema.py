@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -24,8 +25,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serve_app.errors import shown
-from serve_app.openai.request.body import CONFLICT, INVALID, UNSUPPORTED, NonEmptyText, StrictBody
-from serve_app.openai.request.formats import ResponseFormat, StructuredOutputs
+from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED, NonEmptyText, StrictBody
+from serve_app.openai.request.formats import ResponseFormat, StructuredOutputs, TextFormat
+from serve_app.openai.request.tools import FunctionTool, NamedToolChoice, ToolCall, ToolChoice, Tools
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
@@ -51,13 +53,10 @@ COMMON_IGNORED: IgnoredValues = {
     "logits_processors": ([],),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
-    "parallel_tool_calls": (True, False),
 }
 
 CHAT_IGNORED: IgnoredValues = {
     **COMMON_IGNORED,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -65,41 +64,29 @@ CHAT_IGNORED: IgnoredValues = {
     "prediction": (),
     "moderation": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "best_of": (1,),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
 }
 
 COMPLETION_IGNORED: IgnoredValues = {
     **COMMON_IGNORED,
+    "parallel_tool_calls": (True, False),
     "suffix": ("",),
     "prompt_embeds": (),
     "add_special_tokens": (True,),
 }
 
-TOKENIZE_IGNORED: IgnoredValues = {
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "tools": ([],),
-}
+TOKENIZE_IGNORED: IgnoredValues = {"chat_template": ()}
 
 MESSAGE_IGNORED: IgnoredValues = {
     "refusal": (),
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "tool_calls": ([],),
-    "tool_call_id": (),
-    "reasoning": (),
-    "reasoning_content": (),
 }
 """Fields of the SDKs' message objects, which clients send back with a reply as history."""
 
@@ -129,6 +116,9 @@ def _joined_text(content: object) -> object:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "refusal" and part.keys() == {"type", "refusal"} and isinstance(part["refusal"], str):
+            texts.append(part["refusal"])
+            continue
         if kind != "text":
             raise PydanticCustomError(
                 UNSUPPORTED, "has a part of type {kind}; only text parts are supported", {"kind": shown(kind)}
@@ -159,11 +149,32 @@ def _as_prompts(value: object) -> list[Prompt]:
 
 
 def _served_role(role: object) -> object:
-    if role in ("tool", "function"):
+    if role == "function":
         raise PydanticCustomError(
             UNSUPPORTED, "is {role}; messages of this role are not supported", {"role": shown(role)}
         )
     return role
+
+
+def _only_of_assistant(calls: list[ToolCall], info: ValidationInfo) -> list[ToolCall]:
+    if calls and info.data.get("role", "assistant") != "assistant":
+        raise PydanticCustomError(INVALID, "is only for messages of the role assistant")
+    return calls
+
+
+def _of_tool(call_id: str | None, info: ValidationInfo) -> str | None:
+    is_result = info.data.get("role") == "tool"
+    if is_result and call_id is None:
+        raise PydanticCustomError(MISSING, "is missing")
+    if not is_result and call_id is not None:
+        raise PydanticCustomError(INVALID, "is only for messages of the role tool")
+    return call_id
+
+
+def _needed_content(content: str | None, info: ValidationInfo) -> str | None:
+    if content is None and not info.data.get("tool_calls"):
+        raise PydanticCustomError(MISSING, "is missing")
+    return content
 
 
 def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
@@ -271,6 +282,13 @@ class GenerationBody(StrictBody):
     metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
     """Metadata of the SDKs; accepted and not stored."""
 
+    @property
+    def has_constraint(self) -> bool:
+        """True if not every text is a valid output."""
+        return self.structured_outputs is not None or not (
+            self.response_format is None or isinstance(self.response_format, TextFormat)
+        )
+
     @model_validator(mode="after")
     def _has_one_constraint(self) -> GenerationBody:
         if self.structured_outputs is not None and self.response_format is not None:
@@ -286,6 +304,13 @@ class GenerationBody(StrictBody):
         return self
 
 
+class RefusalPart(StrictBody):
+    """Part of a message's content, a refusal of the model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class TextPart(StrictBody):
     """Part of a message's content."""
 
@@ -296,31 +321,94 @@ class TextPart(StrictBody):
 class ChatMessage(StrictBody):
     """One turn of a conversation."""
 
-    role: Annotated[Literal["system", "developer", "user", "assistant"], BeforeValidator(_served_role)]
-    content: Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart])]
+    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_served_role)]
+    tool_calls: Annotated[list[ToolCall], AfterValidator(_only_of_assistant)] = Field(default_factory=list)
+    """Calls of the model's turn."""
+    tool_call_id: Annotated[NonEmptyText | None, AfterValidator(_of_tool)] = Field(None, validate_default=True)
+    """Call whose result the message is."""
+    content: Annotated[
+        str | None,
+        BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart | RefusalPart]),
+        AfterValidator(_needed_content),
+    ] = Field(None, validate_default=True)
+    """Text of the message. Only the model's own turn with calls may have none."""
     name: str | None = None
+    reasoning_content: str | None = None
+    """Reasoning of the model's turn, for templates that show it."""
+    reasoning: str | None = None
+    """The same under vLLM's name."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_ignored_fields(cls, fields: object) -> object:
         return without_ignored(fields, MESSAGE_IGNORED) if isinstance(fields, dict) else fields
 
+    def turn(self) -> dict[str, Any]:
+        """Return the message as chat templates know it."""
+        turn = self.model_dump(exclude_none=True)
+        if not self.tool_calls:
+            del turn["tool_calls"]
+        if self.reasoning is not None:
+            turn.setdefault("reasoning_content", turn.pop("reasoning"))
+        return turn
+
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
 
 
-class ChatBody(GenerationBody):
+class Conversation(StrictBody):
+    """Fields that decide how a conversation is rendered."""
+
+    tools: Tools = Field(default_factory=list)
+    """Functions that the model may call."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the chat template, such as `enable_thinking`."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt begins the model's turn. None: true, unless `continue_final_message` is."""
+    continue_final_message: bool = False
+    """Whether the output continues the last message."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """Effort of the reasoning, for chat templates that know it; `none` switches it off."""
+
+    @model_validator(mode="after")
+    def _ends_in_one_way(self) -> Conversation:
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "is true beside `continue_final_message`; send one of them"
+            raise PydanticCustomError(CONFLICT, message, {"param": "add_generation_prompt"})
+        return self
+
+    @property
+    def offered_tools(self) -> list[FunctionTool]:
+        """Tools that the model may call."""
+        return self.tools
+
+    @property
+    def begins_turn(self) -> bool:
+        """True if the prompt begins the model's turn."""
+        given = self.add_generation_prompt
+        return not self.continue_final_message if given is None else given
+
+
+class ChatBody(GenerationBody, Conversation):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     """Most output tokens of a choice; without it, the rest of the context. `max_tokens` is its old name."""
+    tool_choice: ToolChoice | None = None
+    """Whether the model may call functions (`auto`, the default with `tools`), must (`required`, or a named one), or
+    may not (`none`)."""
+    parallel_tool_calls: bool = True
+    """Whether one answer may have several calls."""
+    include_reasoning: bool = True
+    """Whether the reply has the reasoning."""
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatBody:
+        self._check_tool_choice()
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError(CONFLICT, "is only for requests with `logprobs` true", {"param": "top_logprobs"})
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -330,6 +418,25 @@ class ChatBody(GenerationBody):
                 {"new": self.max_completion_tokens, "old": self.max_tokens, "param": "max_completion_tokens"},
             )
         return self
+
+    def _check_tool_choice(self) -> None:
+        if self.tool_choice in (None, "none", "auto"):
+            return
+        if not self.tools:
+            raise PydanticCustomError(CONFLICT, "is only for requests with `tools`", {"param": "tool_choice"})
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            if name not in [tool.function.name for tool in self.tools]:
+                raise PydanticCustomError(
+                    CONFLICT,
+                    "is {name}, which is none of `tools`",
+                    {"name": name, "param": "tool_choice.function.name"},
+                )
+
+    @property
+    def offered_tools(self) -> list[FunctionTool]:
+        """Tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
 
 class CompletionBody(GenerationBody):
@@ -353,13 +460,12 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TokenizeBody(StrictBody):
+class TokenizeBody(Conversation):
     """Body of POST /tokenize, as in vLLM."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_generation_prompt: bool = True
     add_special_tokens: bool | None = None
     """None: true for a prompt, false for messages, whose template writes the special tokens itself."""
     return_token_strs: bool = False

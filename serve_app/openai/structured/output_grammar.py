@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,34 +55,28 @@ class GrammarChecker:
         self._compiler = compiler
         self._threads = WorkerThreads(_NUM_THREADS, "grammars")
 
-    async def grammar_of(self, body: GenerationBody) -> OutputGrammar | None:
-        """Return the grammar that a body asks for, which can be compiled; None if it asks for none.
+    async def checked(self, make: Callable[[], OutputGrammar | None]) -> OutputGrammar | None:
+        """Return the grammar that `make` returns, which can be compiled; None if it returns none.
 
         Raises:
-            InvalidRequest: there is no such grammar, or its compilation takes too long.
+            InvalidRequest: as `make` raises, or the grammar cannot be compiled, or not in time.
         """
-        if body.response_format is None and body.structured_outputs is None:
-            return None
         try:
             async with asyncio.timeout(MAX_COMPILATION_S):
-                return await self._threads.run(partial(self._checked, body))
+                return await self._threads.run(partial(self._checked, make))
         except TimeoutError:
-            message = f"the output's grammar takes more than {MAX_COMPILATION_S:g} s to compile; make it simpler"
-            raise InvalidRequest(message, _param(body)) from None
+            message = f"the grammar of the output takes more than {MAX_COMPILATION_S:g} s to compile; make it simpler"
+            raise InvalidRequest(message) from None
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the metrics of the compiler."""
         return self._compiler.metrics()
 
-    def _checked(self, body: GenerationBody) -> OutputGrammar | None:
-        found = output_grammar(body)
+    def _checked(self, make: Callable[[], OutputGrammar | None]) -> OutputGrammar | None:
+        found = make()
         if found is not None:
             self._compiler.check(found.grammar, found.param)
         return found
-
-
-def _param(body: GenerationBody) -> str:
-    return "response_format" if body.structured_outputs is None else "structured_outputs"
 
 
 def output_grammar(body: GenerationBody) -> OutputGrammar | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
@@ -15,10 +16,22 @@ from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import InvalidRequest
 from replicas.tokenizer_files import load_tokenizer
-from serve_app.openai.request.schema import ChatMessage, EncodedPrompt, Prompt
+from serve_app.errors import shortened
+from serve_app.openai.request.schema import ChatBody, ChatMessage, EncodedPrompt, Prompt, TokenizeBody
 from serve_app.openai.request.validation import prompt_too_long
+from serve_app.openai.tools.detection import adapted, detect, probed
+from serve_app.openai.tools.families import ChatFamily, ToolList, family_named
+from serve_app.openai.tools.messages import prompt_messages
+from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
 
 ResultT = TypeVar("ResultT")
+
+_RESERVED = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
+"""Variables of a chat template, and arguments of its rendering, that a request cannot set."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -41,6 +54,48 @@ class WorkerThreads:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTurns:
+    """Conversation to render with a chat template."""
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[dict[str, Any]] = ()
+    """Tools in OpenAI's form."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+    add_generation_prompt: bool = True
+    """Whether the text ends where the assistant's turn begins."""
+    continue_final_message: bool = False
+    """Whether the text ends within the last message."""
+
+    @classmethod
+    def of(cls, body: ChatBody | TokenizeBody) -> ChatTurns:
+        """Return the conversation of a body.
+
+        Raises:
+            InvalidRequest: a variable of the template has a name that the server sets.
+        """
+        for name in sorted(_RESERVED & body.chat_template_kwargs.keys()):
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"`{param}` is set by the server", param)
+        return cls(
+            body.messages or (),
+            [tool.model_dump(exclude_none=True, exclude_defaults=True) for tool in body.offered_tools],
+            {**_reasoning_variables(body.reasoning_effort), **body.chat_template_kwargs},
+            body.begins_turn,
+            body.continue_final_message,
+        )
+
+
+def _reasoning_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates know the effort of the reasoning."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False}
+    return {"reasoning_effort": effort, "enable_thinking": True, "thinking": True}
+
+
 class PromptTokenizer:
     """Tokenizer of messages and texts, which works in worker threads.
 
@@ -48,7 +103,14 @@ class PromptTokenizer:
     The chat template is the only code of a model that runs, in transformers' Jinja sandbox.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, workers: WorkerThreads) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, name: str, workers: WorkerThreads, tool_call_parser: str | None = None
+    ) -> None:
+        """Create the tokenizer; `tool_call_parser` names the family of the chat template. None: it is found.
+
+        Raises:
+            ValueError: there is no family of this name.
+        """
         backend: Tokenizer = tokenizer.backend_tokenizer
         # A tokenizer file may switch on truncation and padding; both would silently change prompts.
         backend.no_truncation()
@@ -60,23 +122,28 @@ class PromptTokenizer:
         self._max_token_chars = max(map(len, backend.get_vocab()))
         self._knows_developer = "developer" in str(tokenizer.chat_template)
         self.token_text = TokenText(backend)
+        added = {token.content: (token_id, token.special) for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self.family = self._family_of(tool_call_parser, added)
+        """Family of the chat template: the form of calls and reasoning."""
+        self.marker = marker_of(special_token_ids(added))
+        """Function that writes the family's markers in a grammar."""
+        special = [content for content, (_, is_special) in added.items() if is_special]
+        self.has_special_markers = any(token in marker for marker in self.family.markers for token in special)
+        """True if special tokens are among the family's markers, so that outputs must be decoded with them."""
 
     @classmethod
-    def load(cls, model: str, workers: WorkerThreads) -> PromptTokenizer:
+    def load(cls, model: str, workers: WorkerThreads, tool_call_parser: str | None = None) -> PromptTokenizer:
         """Load the tokenizer of `model`, a directory or hub id."""
-        return cls(load_tokenizer(model), model, workers)
+        return cls(load_tokenizer(model), model, workers, tool_call_parser)
 
     async def encode_chat(
         self,
-        messages: Sequence[ChatMessage],
+        turns: ChatTurns,
         *,
         max_prompt_tokens: int | None = None,
-        add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
     ) -> EncodedPrompt:
-        """Render messages with the model's chat template and encode them.
-
-        With `add_generation_prompt` the text ends where the assistant's turn begins.
+        """Render a conversation with the model's chat template and encode it.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses the messages, or their text
@@ -84,7 +151,7 @@ class PromptTokenizer:
         """
 
         def encode() -> EncodedPrompt:
-            text = self._render(messages, add_generation_prompt)
+            text = self._render(turns)
             self._refuse_oversized(text, "messages", max_prompt_tokens)
             return self._encode(text, add_special_tokens)
 
@@ -122,19 +189,38 @@ class PromptTokenizer:
             lambda: [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids],
         )
 
-    def _render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> str:
+    def _family_of(self, name: str | None, added: Mapping[str, tuple[int, bool]]) -> ChatFamily:
+        """Return the family of the chat template, adapted to what the template renders."""
+        template = str(self._templates.chat_template or "")
+        family = detect(template, added) if name is None else adapted(family_named(name), template, added)
+        if not template:
+            return family
+        return probed(family, lambda turns: self._apply_template(turns, add_generation_prompt=True))
+
+    def _render(self, turns: ChatTurns) -> str:
         if not self._templates.chat_template:
             raise InvalidRequest(f"model `{self._name}` has no chat template; use /v1/completions", "messages")
-        turns = [message.model_dump(exclude_none=True) for message in messages]
-        for turn in turns:
-            if turn["role"] == "developer" and not self._knows_developer:
-                turn["role"] = "system"
+        messages = [message.turn() for message in turns.messages]
+        for message in messages:
+            if message["role"] == "developer" and not self._knows_developer:
+                message["role"] = "system"
+        prompt = prompt_messages(self.family, messages, turns.tools)
+        is_listed = bool(turns.tools) and self.family.tool_list is ToolList.TEMPLATE
         try:
-            return str(
-                self._templates.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return self._apply_template(
+                prompt,
+                tools=list(turns.tools) if is_listed else None,
+                add_generation_prompt=turns.add_generation_prompt,
+                continue_final_message=turns.continue_final_message,
+                **turns.variables,
             )
-        except TemplateError as error:
-            raise InvalidRequest(f"the model's chat template refuses the messages: {error}", "messages") from None
+        except Exception as error:  # A template is a program of the model: it may raise anything.
+            reason = error if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
+            refusal = f"the model's chat template refuses the messages: {shortened(str(reason))}"
+            raise InvalidRequest(refusal, "messages") from None
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        return str(self._templates.apply_chat_template(messages, tokenize=False, **variables))
 
     def _encode(self, text: str, add_special_tokens: bool) -> EncodedPrompt:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

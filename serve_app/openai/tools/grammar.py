@@ -32,6 +32,8 @@ class CallRule:
     """True if the answer is one call or several and nothing else; False if text is free until a call begins."""
     parallel: bool = True
     """True if there may be several calls."""
+    answer: str | None = None
+    """Lark grammar of an answer without calls; None: free text. An answer with calls has then no text."""
 
 
 def thinking_of(family: ChatFamily, prompt: str) -> Thinking:
@@ -64,6 +66,9 @@ def call_grammar(
     thought = _thought(lark, family, thinking)
     if rule.is_required:
         return lark.grammar(f"{thought} {_calls(lark, family, tools, rule.parallel)}")
+    if rule.answer is not None:
+        answer = f"{_answer_begin(lark, family)} {lark.rule(_nested(rule.answer))}"
+        return lark.grammar(f"{thought} ({_calls(lark, family, tools, rule.parallel)} | {answer})")
     return lark.grammar(f"{thought} {_free(lark, family, tools, rule.parallel, thinking)}")
 
 
@@ -73,8 +78,16 @@ def answer_grammar(family: ChatFamily, grammar: str, marker: Marker, thinking: T
     if reasoning is None or (thinking is Thinking.NONE and not reasoning.answer_begin):
         return grammar
     lark = Lark(marker)
-    answer = lark.rule(f"%lark {{\n{grammar}\n}}")
-    return lark.grammar(f"{_thought(lark, family, thinking)} {lark.text(reasoning.answer_begin)} {answer}")
+    answer = lark.rule(_nested(grammar))
+    return lark.grammar(f"{_thought(lark, family, thinking)} {_answer_begin(lark, family)} {answer}")
+
+
+def _nested(grammar: str) -> str:
+    return f"%lark {{\n{grammar}\n}}"
+
+
+def _answer_begin(lark: Lark, family: ChatFamily) -> str:
+    return lark.text(family.reasoning.answer_begin) if family.reasoning else ""
 
 
 def _thought(lark: Lark, family: ChatFamily, thinking: Thinking) -> str:

@@ -48,6 +48,11 @@ class OutputParser:
         self._is_running = True
 
     @property
+    def reasoning_end(self) -> str | None:
+        """Marker at the end of the reasoning; None if the model does not reason."""
+        return None if self._family.reasoning is None else self._family.reasoning.end
+
+    @property
     def num_malformed(self) -> int:
         """Number of calls that were malformed or cut off."""
         return self._sink.num_malformed

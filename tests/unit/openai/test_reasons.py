@@ -28,8 +28,8 @@ ERRORS_OF_SCHEMA = {
     "str": {"string_type"},
 }
 NO_ERRORS = {
-    "any", "call", "custom-error", "default", "definitions", "definition-ref", "function-after", "function-before", "function-plain",
-    "model-field", "model-fields", "no-info", "nullable", "tagged-union", "with-info",
+    "any", "call", "custom-error", "default", "definitions", "definition-ref", "function-after", "function-before",
+    "function-plain", "model-field", "model-fields", "no-info", "nullable", "tagged-union", "with-info",
 }  # fmt: skip
 """Schemas that pass on the errors of those within, or have errors of ours alone."""
 ERROR_OF_LIMIT = {
@@ -103,7 +103,14 @@ def test_a_refusal_is_a_sentence_with_field_limit_and_value(fields: dict[str, An
     ("message", "expected"),
     [
         ([], "`messages` has 0 items; it must have at least 1"),
-        ([{"role": "tool", "content": "a"}], '`messages[0].role` is "tool"; messages of this role are not supported'),
+        ([{"role": "function", "content": "a"}],
+         '`messages[0].role` is "function"; messages of this role are not supported'),
+        ([{"role": "tool", "content": "a"}], "`messages[0].tool_call_id` is missing"),
+        ([{"role": "user", "content": "a", "tool_call_id": "c"}],
+         '`messages[0].tool_call_id` is only for messages of the role tool; got "c"'),
+        ([{"role": "user"}], "`messages[0].content` is missing"),
+        ([{"role": "user", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}],
+         "`messages[0].tool_calls` is only for messages of the role assistant"),
         ([{"role": "user", "content": [{"type": "image_url"}]}],
          '`messages[0].content` has a part of type "image_url"; only text parts are supported'),
         ([{"role": "user", "content": 5}], "`messages[0].content` must be a string; got 5"),

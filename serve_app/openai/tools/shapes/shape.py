@@ -13,7 +13,7 @@ from serve_app.openai.tools.shapes.reader import Reader, Wait
 Marker = Callable[[str], str]
 """Function that writes text as a Lark expression, in which special tokens are what the tokenizer makes of them."""
 
-_JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True}
 
 
 class CallShape(Protocol):
