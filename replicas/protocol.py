@@ -67,6 +67,10 @@ class SamplingParams:
     """The same for each prompt token but the first. A request with it reuses no cached prefix."""
     grammar: str | None = None
     """Grammar of the output in llguidance's variant of Lark; None: any output."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be sampled; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens whose last token is never sampled behind the others."""
     skip_special_tokens: bool = True
     """Whether special tokens have no text."""
 

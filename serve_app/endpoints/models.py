@@ -33,6 +33,7 @@ class ModelEndpoints:
             "GET /v1/models/{model_id:path}": self.model,
             "POST /tokenize": self.tokenize,
             "POST /detokenize": self.detokenize,
+            "GET /tokenizer_info": self.tokenizer_info,
         }
 
     async def models(self, request: Request) -> Response:
@@ -69,6 +70,10 @@ class ModelEndpoints:
         check_num_tokens("tokens", body.tokens, card.max_model_len)
         check_token_ids("tokens", body.tokens, card.vocab_size)
         return json_response({"prompt": await self._tokenizer.decode(body.tokens)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Answer GET /tokenizer_info: the tokenizer, its chat template and the template's family, as vLLM and more."""
+        return json_response(self._tokenizer.info())
 
     async def _token_ids(self, body: TokenizeBody, max_model_len: int) -> tuple[int, ...]:
         """Return the token ids; they may exceed `max_model_len`, but a text that certainly does is refused."""

@@ -35,6 +35,7 @@ from serve_app.openai.request.validation import (
     check_model,
     completion_requests,
     refuse_unusable_prompts,
+    truncated,
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
@@ -155,6 +156,7 @@ class CompletionService:
         check_model(body.model, self._model.names)
         check_counts(body, 1, self._limits)
         check_at_most("top_logprobs", body.top_logprobs or 0, self._limits.max_logprobs)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self._limits.max_logprobs)
 
     def check_completion(self, body: CompletionBody) -> None:
         """Check the body of a text completion as far as possible without tokenizing it.
@@ -165,6 +167,7 @@ class CompletionService:
         check_model(body.model, self._model.names)
         check_counts(body, len(body.prompt), self._limits)
         check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self._limits.max_logprobs)
 
     async def chat(self, body: ChatBody, caller: Caller) -> PreparedCompletion:
         """Prepare a chat completion: render, tokenize and validate its messages.
@@ -176,12 +179,14 @@ class CompletionService:
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         turns = ChatTurns.of(body)
-        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=card.max_model_len)
-        grammar = await self._chat_grammar(body, prompt.text or "")
+        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=_max_prompt_tokens(body, card))
+        text = prompt.text or ""
+        prompt = truncated(prompt, body, body.max_completion_tokens or body.max_tokens, card)
+        grammar = await self._chat_grammar(body, text)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
-        requests = _constrained(chat_requests(body, prompt, caller, card, self._rng), grammar)
+        requests = await self._constrained(body, chat_requests(body, prompt, caller, card, self._rng), grammar)
         head = self._head(caller, card, requests)
-        make_parser = self._parser_factory(body, prompt.text or "", is_bound=grammar is not None)
+        make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
         if make_parser is not None and self._tokenizer.has_special_markers:
             requests = tuple(_with_params(each, skip_special_tokens=False) for each in requests)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
@@ -197,13 +202,14 @@ class CompletionService:
         self.check_completion(body)
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
-        refuse_unusable_prompts(body.prompt, card)
+        refuse_unusable_prompts(body.prompt, card, keeps_end=body.truncate_prompt_tokens is not None)
         grammar = None
         if body.has_constraint:
             grammar = await self._grammars.checked(partial(output_grammar, body))
-        prompts = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=card.max_model_len)
+        encoded = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=_max_prompt_tokens(body, card))
+        prompts = [truncated(prompt, body, body.max_tokens, card) for prompt in encoded]
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
-        requests = _constrained(completion_requests(body, prompts, caller, card, self._rng), grammar)
+        requests = await self._constrained(body, completion_requests(body, prompts, caller, card, self._rng), grammar)
         if body.echo:
             prompts = [await self._with_text(prompt) for prompt in prompts]
         head = self._head(caller, card, requests)
@@ -234,6 +240,16 @@ class CompletionService:
         if prepared.not_enforced:
             reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
         return reply
+
+    async def _constrained(
+        self, body: GenerationBody, requests: tuple[GenerateRequest, ...], grammar: OutputGrammar | None
+    ) -> tuple[GenerateRequest, ...]:
+        """Return the requests with the grammar of their outputs, and the tokens of the words not to be written."""
+        bad_words = await self._tokenizer.word_tokens(body.bad_words) if body.bad_words else ()
+        if grammar is None and not bad_words:
+            return requests
+        text = None if grammar is None else grammar.grammar
+        return tuple(_with_params(each, grammar=text, bad_words=bad_words) for each in requests)
 
     async def _chat_grammar(self, body: ChatBody, prompt: str) -> OutputGrammar | None:
         if not (body.offered_tools or body.has_constraint):
@@ -268,11 +284,9 @@ class CompletionService:
         )
 
 
-def _constrained(requests: tuple[GenerateRequest, ...], grammar: OutputGrammar | None) -> tuple[GenerateRequest, ...]:
-    """Return the requests with the grammar of their outputs."""
-    if grammar is None:
-        return requests
-    return tuple(_with_params(each, grammar=grammar.grammar) for each in requests)
+def _max_prompt_tokens(body: GenerationBody, card: ModelCard) -> int | None:
+    """Return the most tokens of a prompt; None if a longer one is truncated."""
+    return card.max_model_len if body.truncate_prompt_tokens is None else None
 
 
 def _with_params(request: GenerateRequest, **changes: Any) -> GenerateRequest:

@@ -45,6 +45,24 @@ class TokenizeReply(TypedDict):
 
 
 @described
+class TokenizerInfo(TypedDict):
+    """Facts about the tokenizer."""
+
+    tokenizer_class: str
+    vocab_size: int
+    """Number of tokens, added ones included."""
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    additional_special_tokens: list[str]
+    """All tokens that are declared special."""
+    chat_template: str | None
+    tool_call_parser: str
+    """Family of the chat template: the form of tool calls and reasoning."""
+
+
+@described
 class DetokenizeReply(TypedDict):
     """Text of token ids."""
 

@@ -35,7 +35,7 @@ _GENERATE = _READ_BODY | {404, 429, 499, 502, 503, 504}
 _SUBMIT = _READ_BODY | {404, 409, 429, 503}
 _FIND = frozenset({404, 503})
 _POLL_HEADERS = ("retry-after",)
-_COMPLETION_HEADERS = ("x-model-replica", "x-ratelimit")
+_COMPLETION_HEADERS = ("x-model-replica", "x-headway-not-enforced", "x-ratelimit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +190,9 @@ _MODELS = {
         _json(answers.DetokenizeReply),
         failures=_READ_BODY | {404, 503},
         body=(Fields(DetokenizeBody, {}),),
+    ),
+    "GET /tokenizer_info": Operation(
+        "Model", "Describe the tokenizer and the chat template.", _json(answers.TokenizerInfo), failures=frozenset()
     ),
 }
 

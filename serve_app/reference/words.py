@@ -64,6 +64,7 @@ ANSWER_HEADERS: Mapping[str, str] = {
     "x-request-id": "Id of the request in logs: the client's own `x-request-id`, or one that the server made.",
     "openai-processing-ms": "Time from the request's arrival to the answer's headers, milliseconds.",
     "x-model-replica": "Replica that served the request.",
+    "x-headway-not-enforced": "Keywords of the request's JSON Schemas that are not enforced, as JSON pointers.",
     "x-ratelimit-limit-requests": "Most requests that may wait in the request's band.",
     "x-ratelimit-limit-tokens": "Most tokens that may wait in the request's band.",
     "x-ratelimit-remaining-requests": "Requests that may still wait in the request's band.",

@@ -1,6 +1,7 @@
 """Services for the tests of this folder: one for each test, or one of a module, and clients."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +39,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def service(checkpoint: Path) -> AsyncIterator[Service]:
+    async with serving(checkpoint) as served:
+        yield served
+
+
+@asynccontextmanager
+async def serving(checkpoint: Path, kv_cache_bytes: int = 2**20) -> AsyncIterator[Service]:
     options = ReplicaOptions(
         ModelOptions(str(checkpoint), dtype="float32", num_threads=1),
-        RunnerOptions(kv_cache_bytes=2**20),
+        RunnerOptions(kv_cache_bytes=kv_cache_bytes),
         EngineLimits(max_num_seqs=16, max_num_batched_tokens=64, max_queued_requests=4096),
         StreamOptions(coalesce_interval_s=0.002),
     )

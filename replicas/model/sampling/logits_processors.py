@@ -1,4 +1,4 @@
-"""Logits processors: penalties, logit bias and forbidden stop tokens; they change only the logits concerned."""
+"""Logits processors: penalties, logit bias and forbidden tokens; they change only the logits concerned."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LogitsProcessors:
     1. Repetition penalty: divides positive logits, and multiplies other logits, of tokens in the prompt or output.
     2. Presence and frequency penalties: subtracted for tokens in the output, once and once per occurrence.
     3. Logit bias: added.
-    4. Stop tokens: forbidden before `min_tokens`.
+    4. Stop tokens before `min_tokens`, and the last tokens of bad words: forbidden.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class LogitsProcessors:
             self._penalize_repetition(repetition, row, item.sequence)
             self._add_offsets(added, row, item.sequence)
             self._forbid_stops(forbidden, row, item, eos_token_ids)
+            self._forbid_bad_words(forbidden, row, item.sequence)
         self._repetition = repetition.send(to_device)
         self._added = added.send(to_device)
         self._forbidden = forbidden.send(to_device)
@@ -124,6 +125,16 @@ class LogitsProcessors:
             return
         stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         token_ids = self._known(stops)
+        entries.add(row, token_ids, [float("-inf")] * len(token_ids))
+
+    def _forbid_bad_words(self, entries: _Entries, row: int, sequence: Sequence) -> None:
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        last = {
+            word[-1]
+            for word in sequence.request.params.bad_words
+            if len(word) == 1 or output[1 - len(word) :] == list(word[:-1])
+        }
+        token_ids = self._known(last)
         entries.add(row, token_ids, [float("-inf")] * len(token_ids))
 
     def _known(self, token_ids: Iterable[int]) -> list[int]:

@@ -1,17 +1,18 @@
-"""Token masks of constrained sequences, which threads fill while the device computes."""
+"""Token masks of sequences that may not take every token; threads fill them while the device computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
-from replicas.engine.sequence import SequenceStatus
+from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.model.batch.transfers import begin_copy
 
 
@@ -43,11 +44,11 @@ class MaskThreads:
         self._executor = ThreadPoolExecutor(num_threads, "masks")
 
     def masks_of(self, items: Items[ScheduledSequence]) -> PendingMasks | None:
-        """Return the masks of the items that are constrained, all of which sample; None if no item is.
+        """Return the masks of the items that may not take every token, all of which sample; None if there are none.
 
         They are filled from now on, or from `place` on if a token before them is not known yet.
         """
-        rows = [row for row, item in enumerate(items) if item.sequence.constraint is not None]
+        rows = [row for row, item in enumerate(items) if _has_mask(item.sequence)]
         if not rows:
             return None
         masks = PendingMasks(self, items, rows)
@@ -92,5 +93,21 @@ def _fill(masks: np.ndarray, items: Items[ScheduledSequence], rows: range) -> No
     for row in rows:
         sequence = items[row].sequence
         # A sequence that has ended since the step was scheduled needs no mask: its token is dropped.
-        if sequence.constraint is not None and sequence.status is not SequenceStatus.FINISHED:
+        if sequence.status is SequenceStatus.FINISHED:
+            continue
+        if sequence.constraint is not None:
             sequence.constraint.fill_mask(masks[row].data)
+        if sequence.request.params.allowed_token_ids:
+            masks[row] &= _bits(sequence.request.params.allowed_token_ids, masks.shape[1])
+
+
+def _has_mask(sequence: Sequence) -> bool:
+    return sequence.constraint is not None or bool(sequence.request.params.allowed_token_ids)
+
+
+@lru_cache(maxsize=64)
+def _bits(token_ids: tuple[int, ...], mask_bytes: int) -> np.ndarray:
+    """Return a mask [mask_bytes] uint8 with the bits of these tokens."""
+    bits = np.zeros(mask_bytes * 8, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little")

@@ -146,7 +146,8 @@ class PendingTokens:
 
 def _fault(item: ScheduledSequence) -> str:
     """Return the reason why a row has no finite logit."""
-    constraint = item.sequence.constraint
-    if constraint is None:
+    constraint, params = item.sequence.constraint, item.sequence.request.params
+    if constraint is None and not (params.allowed_token_ids or params.bad_words):
         return "the model's logits are not finite numbers"
-    return constraint.error or "no token satisfies both the grammar and the request's other parameters"
+    reason = None if constraint is None else constraint.error
+    return reason or "no token satisfies all of grammar, allowed_token_ids, bad_words, min_tokens and stop_token_ids"

@@ -12,7 +12,7 @@ from typing import Any
 from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
 from serve_app.openai.reply.chat_choice import ChatChoice
 from serve_app.openai.reply.fan_in import IndexedDelta
-from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt
+from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
 from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 from serve_app.openai.tools.parser import OutputParser
 
@@ -123,6 +123,7 @@ class ChatFormat:
         self._body = body
         self._prompt_token_ids = prompt_token_ids
         self._token_text = token_text
+        self._name_of = _namer(body, token_text)
         self._started: set[int] = set()
 
     def opening(self, index: int) -> list[JsonObject]:
@@ -180,6 +181,8 @@ class ChatFormat:
         reply = self._head.fields("chat.completion") | {"choices": choices, "usage": usage}
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = list(self._prompt_token_ids)
+        if self._body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = _prompt_logprobs(deltas[0], self._body.prompt_logprobs, self._token_text)
         return reply
 
     def _chunk(self, index: int, message: JsonObject) -> JsonObject:
@@ -200,7 +203,7 @@ class ChatFormat:
 
     def _token(self, token: TokenLogprob) -> JsonObject:
         return {
-            "token": self._token_text.name_of(token.token_id),
+            "token": self._name_of(token.token_id),
             "bytes": list(self._token_text.bytes_of(token.token_id)),
             "logprob": shown_logprob(token.logprob),
         }
@@ -261,6 +264,7 @@ class _Choice:
         self._index = index
         self._offsets = _TextOffsets(token_text, (prompt.text or "") if body.echo else "")
         self._token_text = token_text
+        self._name_of = _namer(body, token_text)
         self.has_started = False
 
     def render(self, delta: TokenDelta) -> JsonObject:
@@ -275,6 +279,8 @@ class _Choice:
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(delta, self._body.prompt_logprobs, self._token_text)
         if self._body.return_token_ids:
             if is_first:
                 choice["prompt_token_ids"] = list(self._prompt.token_ids)
@@ -287,13 +293,13 @@ class _Choice:
         lists: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if is_first and self._body.echo:
             self._append(lists, self._prompt.token_ids[0], None)
-        for position in (*delta.prompt_logprobs, *delta.logprobs):
+        for position in (*(delta.prompt_logprobs if self._body.echo else ()), *delta.logprobs):
             self._append(lists, position.chosen.token_id, position)
         return lists
 
     def _append(self, lists: JsonObject, token_id: int, position: PositionLogprobs | None) -> None:
         """Append one token's entries; `position` is None for a prompt's first token, which has no probability."""
-        name_of = self._token_text.name_of
+        name_of = self._name_of
         lists["tokens"].append(name_of(token_id))
         lists["text_offset"].append(self._offsets.add(token_id))
         lists["token_logprobs"].append(None if position is None else shown_logprob(position.chosen.logprob))
@@ -301,7 +307,7 @@ class _Choice:
             lists["top_logprobs"].append(None)
             return
         # The chosen token is listed even if it is not among the likeliest ones.
-        tokens = (*position.top, position.chosen)
+        tokens = (*position.top[: self._body.logprobs], position.chosen)
         lists["top_logprobs"].append({name_of(token.token_id): shown_logprob(token.logprob) for token in tokens})
 
 
@@ -337,6 +343,29 @@ def fingerprint_of(card: ModelCard) -> str:
     """Return a name for the configuration on which the output of a seed depends."""
     decisive = (card.model_id, card.dtype, card.device, card.max_model_len, card.vocab_size)
     return f"fp_{hashlib.sha256(repr(decisive).encode()).hexdigest()[:10]}"
+
+
+def _namer(body: GenerationBody, token_text: TokenText) -> Callable[[int], str]:
+    """Return the function that names the tokens of log probabilities."""
+    return "token_id:{}".format if body.return_tokens_as_token_ids else token_text.name_of
+
+
+def _prompt_logprobs(delta: TokenDelta, num_top: int, token_text: TokenText) -> list[JsonObject | None]:
+    """Return vLLM's list of a prompt's log probabilities: null for the first token, then one map for each."""
+    return [None, *(_ranked(position, num_top, token_text) for position in delta.prompt_logprobs)]
+
+
+def _ranked(position: PositionLogprobs, num_top: int, token_text: TokenText) -> JsonObject:
+    ranks: dict[TokenLogprob, int | None] = {position.chosen: None}
+    ranks |= {token: rank for rank, token in enumerate(position.top[:num_top], start=1)}
+    return {
+        str(token.token_id): {
+            "logprob": shown_logprob(token.logprob),
+            "rank": rank,
+            "decoded_token": token_text.name_of(token.token_id),
+        }
+        for token, rank in ranks.items()
+    }
 
 
 def shown_logprob(logprob: float) -> float:

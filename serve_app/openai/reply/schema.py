@@ -178,7 +178,9 @@ class ChatCompletion(ReplyHeadFields):
     prompt_token_ids: NotRequired[list[int]]
     """Token ids of the prompt, with `return_token_ids`."""
     warnings: NotRequired[list[str]]
-    """Keywords of the request's JSON Schema that are not enforced."""
+    """Keywords of the request's JSON Schemas that are not enforced."""
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
+    """Log probabilities of the prompt's tokens, with `prompt_logprobs`: by token id, null for the first token."""
 
 
 @described
@@ -226,6 +228,16 @@ class TextLogprobs(TypedDict):
 
 
 @described
+class RankedLogprob(TypedDict):
+    """Log probability of a token of the prompt."""
+
+    logprob: float
+    rank: int | None
+    """Rank among all tokens at the position, from 1; null: it is below those that were asked for."""
+    decoded_token: str
+
+
+@described
 class TextChoice(TypedDict):
     """Choice of a text completion; in a stream a part of it."""
 
@@ -239,6 +251,7 @@ class TextChoice(TypedDict):
     """Stop string or token id that ended the choice; given with the finish reason."""
     prompt_token_ids: NotRequired[list[int]]
     token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
 
 
 @described

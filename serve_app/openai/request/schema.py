@@ -43,13 +43,8 @@ COMMON_IGNORED: IgnoredValues = {
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "include_stop_str_in_output": (False,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
@@ -263,6 +258,18 @@ class GenerationBody(StrictBody):
     """Whether a choice goes on behind the model's end token."""
     logit_bias: LogitBiases = Field(default_factory=dict)
     """Bias of single tokens, -100 to 100, by token id."""
+    allowed_token_ids: Annotated[TokenIds, _no_longer_than(65_536)] = Field(default_factory=list)
+    """The only tokens that the output may have; empty: all."""
+    bad_words: Annotated[list[NonEmptyText], _no_longer_than(1024)] = Field(default_factory=list)
+    """Words that the output does not have."""
+    skip_special_tokens: bool = True
+    """Whether special tokens have no text."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT64)
+    """Last tokens of a prompt that are kept; -1 keeps as many as the context holds beside `max_tokens`."""
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
+    """Likeliest tokens at each position of the prompt, whose log probabilities are in the reply."""
+    return_tokens_as_token_ids: bool = False
+    """Whether log probabilities name tokens by id, such as `token_id:15`."""
     response_format: ResponseFormat | None = None
     """Form of the output: any text, a JSON object, or JSON of a schema."""
     structured_outputs: StructuredOutputs | None = None
@@ -299,6 +306,12 @@ class GenerationBody(StrictBody):
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError(CONFLICT, "is not available in streams", {"param": "prompt_logprobs"})
+        if self.truncate_prompt_tokens == 0:
+            raise PydanticCustomError(
+                CONFLICT, "is 0; it must be at least 1, or -1", {"param": "truncate_prompt_tokens"}
+            )
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(CONFLICT, "is only for requests with `stream` true", {"param": "stream_options"})
         return self

@@ -57,6 +57,7 @@ def chat_requests(
     params = replace(
         _sampling_params(body, card, max_tokens=default if given is None else given),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
     )
     return _requests(body, [prompt], [params], caller, rng)
 
@@ -78,21 +79,21 @@ def completion_requests(
         num_free = card.max_model_len - len(prompt.token_ids)
         max_tokens = min(default, num_free) if body.max_tokens is None else body.max_tokens
         # With `max_tokens` 0 the engine only accepts a request that asks for the prompt's log probabilities.
-        prompt_logprobs = None
+        wanted = [] if body.prompt_logprobs is None else [body.prompt_logprobs]
         if body.echo and (body.logprobs is not None or max_tokens == 0):
-            prompt_logprobs = body.logprobs or 0
+            wanted.append(body.logprobs or 0)
         params.append(
             replace(
                 _sampling_params(body, card, max_tokens=max_tokens),
                 logprobs=body.logprobs,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=max(wanted, default=None),
             )
         )
     return _requests(body, prompts, params, caller, rng)
 
 
-def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
-    """Refuse invalid prompts as far as this needs no tokenizer.
+def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard, keeps_end: bool = False) -> None:
+    """Refuse invalid prompts as far as this needs no tokenizer. With `keeps_end` a long prompt is truncated later.
 
     Raises:
         InvalidRequest: a prompt is empty, or its token ids are too many or not in the vocabulary.
@@ -100,11 +101,25 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard) -> None:
     for prompt in prompts:
         if not prompt:
             raise InvalidRequest("`prompt` is empty; it must have at least one token", "prompt")
-        if not isinstance(prompt, str) and len(prompt) > card.max_model_len:
+        if not (isinstance(prompt, str) or keeps_end) and len(prompt) > card.max_model_len:
             raise prompt_too_long(len(prompt), card.max_model_len, "prompt")
     for prompt in prompts:
         if not isinstance(prompt, str):
             check_token_ids("prompt", prompt, card.vocab_size)
+
+
+def truncated(prompt: EncodedPrompt, body: GenerationBody, max_tokens: int | None, card: ModelCard) -> EncodedPrompt:
+    """Return the prompt's last tokens, as many as the body keeps; its text is then not known.
+
+    Raises:
+        InvalidRequest: the body keeps more tokens than the context holds.
+    """
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    check_at_most("truncate_prompt_tokens", limit, card.max_model_len)
+    kept = max(1, card.max_model_len - (max_tokens or 1)) if limit == -1 else limit
+    return prompt if len(prompt.token_ids) <= kept else EncodedPrompt(prompt.token_ids[-kept:], None)
 
 
 def check_model(model: str | None, names: Sequence[str]) -> None:
@@ -184,6 +199,7 @@ def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> 
         message = f"`min_tokens` is {body.min_tokens}; at most {max_tokens} tokens can be generated"
         raise InvalidRequest(message, "min_tokens")
     check_token_ids("stop_token_ids", body.stop_token_ids, card.vocab_size)
+    check_token_ids("allowed_token_ids", body.allowed_token_ids, card.vocab_size)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -198,6 +214,8 @@ def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> 
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         logit_bias=_logit_bias(body, card),
+        allowed_token_ids=tuple(body.allowed_token_ids),
+        skip_special_tokens=body.skip_special_tokens,
     )
 
 

@@ -174,6 +174,12 @@ class PromptTokenizer:
 
         return await self._workers.run(lambda: [encode(prompt) for prompt in prompts])
 
+    async def word_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Return the token ids of words, at the beginning of a text and behind a space."""
+        texts = [f"{space}{word.lstrip()}" for word in words for space in ("", " ")]
+        encoded = await self.encode_prompts(texts, add_special_tokens=False)
+        return tuple(dict.fromkeys(prompt.token_ids for prompt in encoded if prompt.token_ids))
+
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
 
@@ -188,6 +194,23 @@ class PromptTokenizer:
         return await self._workers.run(
             lambda: [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids],
         )
+
+    def info(self) -> dict[str, Any]:
+        """Return the facts about the tokenizer that clients may need."""
+        fast = self.fast
+        return {
+            "tokenizer_class": type(fast).__name__,
+            "vocab_size": len(fast),
+            "bos_token": fast.bos_token,
+            "eos_token": fast.eos_token,
+            "pad_token": fast.pad_token,
+            "unk_token": fast.unk_token,
+            "additional_special_tokens": sorted(
+                token.content for token in fast.added_tokens_decoder.values() if token.special
+            ),
+            "chat_template": None if fast.chat_template is None else str(fast.chat_template),
+            "tool_call_parser": self.family.name,
+        }
 
     def _family_of(self, name: str | None, added: Mapping[str, tuple[int, bool]]) -> ChatFamily:
         """Return the family of the chat template, adapted to what the template renders."""
