@@ -100,6 +100,8 @@ class GenerateRequest:
     """Output length that the ingress predicts from the tenant's earlier requests; None: `max_tokens`."""
     affinity_key: str | None = None
     """Key whose requests prefer one replica (OpenAI's `prompt_cache_key`)."""
+    cache_salt: str | None = None
+    """Salt of the prefix cache: requests with different salts share no block. None: no salt."""
     output_token_ids: tuple[int, ...] = ()
     """Output that other replicas have already generated. Generation continues behind it, as on one replica."""
     is_promoted: bool = False

@@ -100,7 +100,7 @@ class BlockManager:
         first, last = num_computed_before // block_size, sequence.num_computed_tokens // block_size
         if first == last:
             return
-        extend_hashes(sequence.block_hashes, sequence.token_ids, block_size)
+        self._extend_hashes(sequence)
         for index in range(first, last):
             block, block_hash = sequence.block_table[index], sequence.block_hashes[index]
             # Another block with the same tokens may be published already. Then this block stays private.
@@ -110,7 +110,7 @@ class BlockManager:
 
     def hashes_completed(self, sequence: Sequence, start: int, end: int) -> list[bytes]:
         """Return the hashes of the full blocks that computing positions [start, end) completes."""
-        extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size)
+        self._extend_hashes(sequence)
         return sequence.block_hashes[start // self._config.block_size : end // self._config.block_size]
 
     def free(self, sequence: Sequence) -> None:
@@ -140,11 +140,15 @@ class BlockManager:
             block: block_hash for block, block_hash in enumerate(self._hash_of) if block_hash is not None
         }
 
+    def _extend_hashes(self, sequence: Sequence) -> None:
+        salt = sequence.request.cache_salt
+        extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size, salt)
+
     def _reusable_hashes(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the full blocks before the sequence's last known token, if it may reuse blocks."""
         if not self._config.enable_prefix_caching or sequence.request.params.prompt_logprobs is not None:
             return []
-        extend_hashes(sequence.block_hashes, sequence.token_ids, self._config.block_size)
+        self._extend_hashes(sequence)
         return sequence.block_hashes[: (len(sequence.token_ids) - 1) // self._config.block_size]
 
     def _hits(self, sequence: Sequence) -> list[int]:

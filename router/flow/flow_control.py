@@ -188,7 +188,8 @@ class FlowController:
         """Hash the prompt of a group once. Do nothing without a replica: its block size is not known."""
         views = self.table.views()
         if views and not group.block_hashes:
-            extend_hashes(group.block_hashes, request.prompt_token_ids, views[0].stats.block_size)
+            block_size = views[0].stats.block_size
+            extend_hashes(group.block_hashes, request.prompt_token_ids, block_size, request.cache_salt)
 
     async def _wait(self, pending: _PendingPlacement, started_s: float) -> Placement:
         limit_s, deadline_s = self._limits.max_queue_wait_s, pending.queued.deadline_s

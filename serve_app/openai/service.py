@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -184,7 +185,8 @@ class CompletionService:
         prompt = truncated(prompt, body, body.max_completion_tokens or body.max_tokens, card)
         grammar = await self._chat_grammar(body, text)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
-        requests = await self._constrained(body, chat_requests(body, prompt, caller, card, self._rng), grammar)
+        requests = self._salted(body, caller, chat_requests(body, prompt, caller, card, self._rng))
+        requests = await self._constrained(body, requests, grammar)
         head = self._head(caller, card, requests)
         make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
         if make_parser is not None and self._tokenizer.has_special_markers:
@@ -209,7 +211,8 @@ class CompletionService:
         encoded = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=_max_prompt_tokens(body, card))
         prompts = [truncated(prompt, body, body.max_tokens, card) for prompt in encoded]
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
-        requests = await self._constrained(body, completion_requests(body, prompts, caller, card, self._rng), grammar)
+        requests = self._salted(body, caller, completion_requests(body, prompts, caller, card, self._rng))
+        requests = await self._constrained(body, requests, grammar)
         if body.echo:
             prompts = [await self._with_text(prompt) for prompt in prompts]
         head = self._head(caller, card, requests)
@@ -250,6 +253,14 @@ class CompletionService:
             return requests
         text = None if grammar is None else grammar.grammar
         return tuple(_with_params(each, grammar=text, bad_words=bad_words) for each in requests)
+
+    def _salted(
+        self, body: GenerationBody, caller: Caller, requests: tuple[GenerateRequest, ...]
+    ) -> tuple[GenerateRequest, ...]:
+        """Return the requests with their salt of the prefix cache: the tenant, in its scope, and the client's own."""
+        scope = caller.principal.tenant if self._limits.prefix_cache_scope == "tenant" else None
+        salt = None if scope is None and body.cache_salt is None else json.dumps([scope, body.cache_salt])
+        return tuple(replace(each, cache_salt=salt) for each in requests)
 
     async def _chat_grammar(self, body: ChatBody, prompt: str) -> OutputGrammar | None:
         if not (body.offered_tools or body.has_constraint):

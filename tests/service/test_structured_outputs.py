@@ -120,7 +120,9 @@ async def test_only_allowed_tokens_are_sampled_and_bad_words_never(service: Serv
     allowed = await post(service, "completions", allowed_token_ids=[70, 71, 72], **body)
     assert set(allowed.json()["choices"][0]["token_ids"]) <= {70, 71, 72}
     free = await post(service, "completions", temperature=0, **body)
-    (word,) = (await service.http.post("/tokenize", json={"prompt": " lazy", "add_special_tokens": False})).json()["tokens"]
+    (word,) = (await service.http.post("/tokenize", json={"prompt": " lazy", "add_special_tokens": False})).json()[
+        "tokens"
+    ]
     bound = await post(service, "completions", temperature=0, bad_words=["lazy"], logit_bias={str(word): 100}, **body)
     biased = await post(service, "completions", temperature=0, logit_bias={str(word): 100}, **body)
     tokens = [each.json()["choices"][0]["token_ids"] for each in (free, bound, biased)]

@@ -157,7 +157,7 @@ def test_every_setting_reaches_its_part(part):
         "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "generation_config": "vllm", "allowed_origins": "null",
-        "tool_call_parser": "hermes",
+        "tool_call_parser": "hermes", "prefix_cache_scope": "shared",
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
     config = HeadwayConfig.model_validate(values)

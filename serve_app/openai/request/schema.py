@@ -286,6 +286,8 @@ class GenerationBody(StrictBody):
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     """Requests of one key prefer one replica."""
+    cache_salt: Annotated[NonEmptyText, Field(max_length=512)] | None = None
+    """Requests with different salts share no block of the prefix cache, as in vLLM."""
     metadata: Annotated[dict[str, str], _no_longer_than(1024)] | None = None
     """Metadata of the SDKs; accepted and not stored."""
 

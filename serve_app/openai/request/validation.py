@@ -38,6 +38,10 @@ class RequestLimits:
     """Source of temperature, top_p, top_k, min_p and repetition_penalty where a request does not give them. auto: the
     model's generation_config.json, and the API's defaults for what is missing there; vllm: the API's defaults."""
 
+    prefix_cache_scope: Literal["tenant", "shared"] = setting("tenant")
+    """Requests that share the prefix cache. tenant: those of one tenant, so that neither TTFT nor `cached_tokens`
+    tells a tenant what another one asked; shared: all. A request's `cache_salt` divides them further."""
+
     def __post_init__(self) -> None:
         check_bounds(self)
 

@@ -3,12 +3,14 @@
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from replicas.protocol import Band
 from serve_app.auth import ANONYMOUS, Authenticator, Principal
+from serve_app.openai.request.validation import RequestLimits
 from testkit.http.api import MODEL, MakeApi, refusal
 from testkit.http.scripted_dispatcher import key_digest
 from testkit.limits import LIMIT_S
@@ -141,3 +143,20 @@ async def test_only_listed_hosts_are_answered(make_api: MakeApi, host: str, is_a
 
 async def test_every_host_is_answered_by_default(make_api: MakeApi) -> None:
     assert (await make_api().http.get("/v1/models", headers={"host": "anything.test"})).is_success
+
+
+async def test_tenants_share_no_prefix_cache_unless_the_scope_is_shared(make_api: MakeApi, tmp_path: Path) -> None:
+    keys = tmp_path / "two.yaml"
+    keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("one", "two")))
+
+    async def salts(**settings: Any) -> list[str | None]:
+        api = make_api(settings={"api_key_file": str(keys), **settings})
+        for key, own in (("one", None), ("two", None), ("two", "s"), ("two", "s")):
+            client = api.openai.with_options(api_key=key)
+            await client.completions.create(model=MODEL, prompt="hi", extra_body={"cache_salt": own})
+        return [request.cache_salt for request in api.replica.started]
+
+    one, two, own, again = await salts()
+    assert len({one, two, own}) == 3 and own == again and None not in (one, two, own)
+    one, two, own, again = await salts(limits=RequestLimits(prefix_cache_scope="shared"))
+    assert one is two is None and own == again is not None

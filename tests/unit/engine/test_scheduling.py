@@ -290,3 +290,11 @@ def test_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
 def test_contradicting_limits_name_both_values(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(**changes)
+
+
+def test_requests_with_different_salts_share_no_block() -> None:
+    world, prompt = World(config()), tuple(range(1, 40))
+    for number, salt in enumerate([None, "a", "b", "a"]):
+        world.run(replace(request(f"r{number}", prompt), cache_salt=salt))
+    cached = [world.outcomes[f"r{number}"].last.usage.cached_tokens for number in range(4)]
+    assert cached == [0, 0, 0, 36]
