@@ -61,9 +61,9 @@ class ReplicaView:
     def num_fair_places(self, band: Band, tenant: str | None) -> int:
         """Return the number of slots of `band` that other tenants would give up to `tenant` for its fair share.
 
-        None stands for a tenant without a request here. While a slot is free, nobody gives one up. Only this ingress's
-        requests are known by tenant. Those of other ingresses keep their slots, but while no request waits on the
-        replica it takes one of a new tenant: the engine knows all tenants, and decides.
+        None stands for a tenant without a request here. While a slot is free, no tenant gives one up. Only this
+        ingress's requests are known by tenant. Those of other ingresses keep their slots. While no request waits on
+        the replica, a new tenant still gets one of them: the engine knows all tenants and decides.
         """
         if self.stats.is_draining or self.num_free_slots(band) > 0:
             return 0

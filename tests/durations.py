@@ -75,7 +75,11 @@ class ModuleDurations:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--module-durations", type=float, default=_SLOW_S, metavar="SECONDS", help="show modules that took so long"
+        "--module-durations",
+        type=float,
+        default=_SLOW_S,
+        metavar="SECONDS",
+        help="show modules that took at least this long",
     )
 
 

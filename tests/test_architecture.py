@@ -249,7 +249,7 @@ def test_a_process_imports_its_own_deployment_alone(deployment: str) -> None:
     import_without((), [deployment], f"found = set({unwanted!r}) & set(sys.modules); assert not found, found")
 
 
-def test_building_the_application_imports_no_library_of_one_process() -> None:
+def test_building_the_application_imports_no_heavy_library() -> None:
     import_without((), ["serve_app.app"], f"found = set({HEAVY!r}) & set(sys.modules); assert not found, found")
 
 

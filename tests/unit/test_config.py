@@ -131,7 +131,7 @@ def test_the_documentation_is_what_the_code_says():
     assert told == page(), "python -m serve_app.config_page > docs/configuration.md"
 
 
-def test_a_field_is_accepted_under_its_former_name_with_a_warning():
+def test_a_former_field_name_is_accepted_with_a_warning():
     with pytest.warns(FutureWarning, match="max_deltas_per_s is called max_stream_chunks_per_s now"):
         config = HeadwayConfig.model_validate({"max_deltas_per_s": "40"})
     assert config.replica_options().streams.max_stream_chunks_per_s == 40
@@ -139,7 +139,7 @@ def test_a_field_is_accepted_under_its_former_name_with_a_warning():
         HeadwayConfig.model_validate({"max_deltas_per_s": 40, "max_stream_chunks_per_s": 50})
 
 
-def test_a_removed_field_is_accepted_with_a_warning_where_it_says_what_happens_anyway():
+def test_a_removed_field_with_a_note_is_accepted_with_a_warning():
     with pytest.warns(FutureWarning, match="routing_policy is always least_tokens now"):
         HeadwayConfig.model_validate({"routing_policy": "least_tokens"})
     with pytest.warns(FutureWarning, match="num_bound_early is always 0 now"):

@@ -132,7 +132,7 @@ def test_aborts_and_late_arrivals_change_nobody_elses_tokens(loaded: LoadedModel
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 32, 64, 100, 256, 1024])
-def test_buckets_are_few_and_waste_at_most_a_fifth_of_large_batches(max_num_seqs: int) -> None:
+def test_buckets_are_few_and_waste_at_most_a_fifth(max_num_seqs: int) -> None:
     sizes = bucket_sizes(max_num_seqs)
     assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes)) and len(sizes) <= 40
     for size, following in itertools.pairwise(sizes):

@@ -109,7 +109,7 @@ def test_every_draw_is_the_inverse_of_the_distribution_function(params: Sampling
 
 @pytest.mark.parametrize("spread", [0.1, 1.5, 3.0])
 def test_large_vocabulary_is_truncated_exactly(spread: float) -> None:
-    """Whether 256, some thousands or all of the tokens must be looked at, the token is the same."""
+    """The token is the same after a look at 256, some thousands or all of the tokens."""
     logits = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(11)) * spread
     params = SamplingParams(max_tokens=8, top_p=0.9)
     found = sample(logits.expand(50, -1), [sequence(replace(params, seed=seed)) for seed in range(50)])

@@ -34,7 +34,7 @@ def wait_for_all(streams: list[Stream]) -> None:
     assert all(stream.is_done for stream in streams)
 
 
-def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Raylets, clients: Clients):
+def test_streams_of_a_killed_raylet_continue_elsewhere(served: Raylets, clients: Clients):
     num_tokens = long_enough(clients)
     undisturbed = start(served, clients, num_tokens)
     wait_for_all(undisturbed)

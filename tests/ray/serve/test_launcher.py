@@ -48,7 +48,7 @@ def test_what_only_a_replica_finds_out_ends_make_with_its_reason(checkpoint, tmp
 
 
 @pytest.mark.deep
-def test_a_signal_to_the_group_lets_a_stream_finish_and_leaves_no_process(checkpoint, tmp_path):
+def test_a_group_signal_lets_a_stream_finish_and_ends_all(checkpoint, tmp_path):
     lines: list[str] = []
     has_begun = threading.Event()
 

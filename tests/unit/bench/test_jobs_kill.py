@@ -1,4 +1,4 @@
-"""The judge of `bench.jobs.kill` sees what was lost, doubled or told twice."""
+"""The judge of `bench.jobs.kill` sees lost lines, doubled lines and repeated webhooks."""
 
 import random
 from collections import Counter

@@ -9,15 +9,15 @@ import pytest
 
 from replicas.protocol import Band
 from serve_app.auth import ANONYMOUS, Authenticator, Principal
+from serve_app.key_file import digest_of
 from testkit.http.api import MODEL, MakeApi, refusal
-from testkit.http.scripted_dispatcher import key_digest
 from testkit.limits import LIMIT_S
 
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> str:
     path = tmp_path / "keys.yaml"
-    path.write_text(f"{key_digest('secret')}:\n  tenant: acme\n  ceiling: interactive\n")
+    path.write_text(f"{digest_of('secret')}:\n  tenant: acme\n  ceiling: interactive\n")
     return str(path)
 
 
@@ -78,9 +78,9 @@ async def test_a_revoked_key_is_refused_while_the_server_runs(make_api: MakeApi,
 
 def test_json_is_yaml_too(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    path.write_text(f'{{"{key_digest("k")}": {{"tenant": "acme", "ceiling": "batch"}}}}')
+    path.write_text(f'{{"{digest_of("k")}": {{"tenant": "acme", "ceiling": "batch"}}}}')
     authenticator = Authenticator(path, time.monotonic)
-    assert authenticator.authenticate({"authorization": "bearer k"}) == Principal("acme", Band.BATCH, key_digest("k"))
+    assert authenticator.authenticate({"authorization": "bearer k"}) == Principal("acme", Band.BATCH, digest_of("k"))
 
 
 def test_without_a_file_everybody_is_anonymous() -> None:

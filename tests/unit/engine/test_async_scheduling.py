@@ -206,7 +206,7 @@ def test_an_end_by_length_is_known_ahead_and_costs_nothing() -> None:
     assert sum(wasted(ahead).values()) == 0
 
 
-def test_an_end_by_token_costs_one_surplus_token_that_nobody_sees() -> None:
+def test_an_end_by_token_hides_one_surplus_token() -> None:
     asked = request("r", (1, 2, 3), max_tokens=100)
     eos = frozenset({alone(asked).token_ids[5]})
     world = PipelinedWorld(config(eos_token_ids=eos))
@@ -245,7 +245,7 @@ def test_time_on_the_device_is_counted_once_where_steps_overlap() -> None:
     assert world.engine.stats().generated_tokens_per_s == pytest.approx(10.0, rel=0.1)
 
 
-def test_an_engine_without_work_generates_nothing_and_keeps_its_speed() -> None:
+def test_an_idle_engine_keeps_its_measured_speed() -> None:
     world = PipelinedWorld(config(max_num_seqs=1), step_s=0.1)
     world.run(request("r", (1, 2, 3), max_tokens=40))
     assert world.engine.stats().generated_tokens_per_s == 0.0

@@ -105,7 +105,7 @@ def test_refusals_are_counted_by_limit() -> None:
     assert not by_label(world, "vllm:admission_rejections", "reason"), "the client was not refused"
 
 
-def test_steps_count_what_padding_would_have_cost_and_the_slots_used():
+def test_steps_count_padded_tokens_and_used_slots():
     world = World(config(max_num_seqs=8, max_num_batched_tokens=32))
     world.run(request("long", tuple(range(1, 21)), max_tokens=1), request("short", (1, 2, 3, 4), max_tokens=3))
     histograms = {histogram.name: histogram for histogram in world.engine.metrics().histograms}

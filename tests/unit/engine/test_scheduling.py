@@ -96,7 +96,7 @@ def test_urgent_request_takes_blocks_from_lower_bands_only() -> None:
     world.run()
 
 
-def test_suspect_runs_alone_at_once_and_the_others_resume_unchanged() -> None:
+def test_suspect_runs_alone_and_the_others_resume_unchanged() -> None:
     world = World(config())
     world.add(*(request(f"r{number}", prompt(8, number), max_tokens=20) for number in range(3)))
     world.step(3)
@@ -176,7 +176,7 @@ def test_promoted_request_without_a_slot_may_be_passed() -> None:
     world.run()
 
 
-def test_long_decodes_of_a_band_are_service_to_it_and_promote_nobody() -> None:
+def test_long_decodes_count_as_service_and_promote_nothing() -> None:
     world = World(config(max_num_seqs=2, promote_after_s=5.0))
     world.add(*(request(f"batch{number}", prompt(4, number), max_tokens=80, band=Band.BATCH) for number in range(3)))
     for _ in range(20):
@@ -268,7 +268,7 @@ def test_request_that_can_never_fit_is_refused_on_arrival() -> None:
     assert e.value.code == "context_length_exceeded"
 
 
-def test_draining_engine_finishes_what_it_has_and_takes_nothing_new() -> None:
+def test_draining_engine_finishes_and_takes_nothing_new() -> None:
     world = World(config())
     world.add(request("accepted"))
     world.engine.drain()

@@ -1,4 +1,4 @@
-"""Fair shares of the slots between tenants of a band: who gives way, how far, how often, and what it costs."""
+"""Fair shares of the slots between tenants of a band: victims, shares, number of preemptions and their cost."""
 
 import random
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_a_second_flood_gets_half_of_the_slots_and_no_more() -> None:
     world.run()
 
 
-def test_the_tenant_with_most_slots_gives_way_with_its_latest_sequence() -> None:
+def test_the_tenant_with_most_slots_is_preempted() -> None:
     world = roomy()
     flood(world, 6, "most")
     flood(world, 2, "few")
@@ -166,7 +166,7 @@ class WatchedWorld(World):
 
 
 @pytest.mark.random_worlds(300, per_call=50)
-def test_random_tenants_give_way_seldom_and_every_answer_is_right(seeds: Seeds) -> None:
+def test_random_tenants_are_preempted_seldom_and_exactly(seeds: Seeds) -> None:
     num_given_way = 0
     for seed in seeds:
         rng = random.Random(seed)

@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from replicas.protocol import Band, GenerateRequest
+from serve_app.key_file import digest_of
 from testkit.http.api import MODEL, Api, MakeApi
-from testkit.http.scripted_dispatcher import key_digest
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -70,7 +70,7 @@ async def test_key_decides_the_tenant_and_the_most_urgent_band(
 ) -> None:
     """The body's `user` is of no account with a key, not even with one whose tenant is named `anonymous`."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}: {{tenant: {tenant}, {ceiling}}}\n")
+    keys.write_text(f"{digest_of('k')}: {{tenant: {tenant}, {ceiling}}}\n")
     api = make_api(settings={"api_key_file": str(keys)})
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 1, "priority": 0, "user": "someone"}
     response = await api.post("/v1/completions", body, authorization="Bearer k")

@@ -78,7 +78,7 @@ async def test_a_stream_goes_on_behind_a_death(make_world: MakeWorld, after_s: f
     assert sum(world.observer.migrations.values()) == 1
 
 
-async def test_the_prompts_scores_are_not_asked_for_again_behind_output(make_world: MakeWorld):
+async def test_a_retry_behind_output_omits_prompt_logprobs(make_world: MakeWorld):
     world = make_world(FakeReplica("a"), FakeReplica("b"), is_polled=True)
     (await read_through(world, SCORED, [1.5])).check(SCORED)
     [_, second] = received(world)
@@ -94,7 +94,7 @@ async def test_scores_given_before_a_death_are_not_repeated(make_world: MakeWorl
     assert world.observer.migrations == {"restarted": 1}
 
 
-async def test_a_request_with_two_deaths_runs_alone_on_its_third_replica(make_world: MakeWorld):
+async def test_a_request_runs_alone_after_two_replica_deaths(make_world: MakeWorld):
     world = make_world(*map(FakeReplica, "abcd"), is_polled=True)
     (await read_through(world, LONG, [0.3, 0.5])).check(LONG)
     assert [request.is_isolated for request in received(world)] == [False, False, True]
@@ -166,7 +166,7 @@ async def test_a_death_moves_every_stream_of_the_replica(make_world: MakeWorld):
     assert world.observer.migrations["resumed"] > 5
 
 
-async def test_a_draining_replica_finishes_its_requests_and_gets_no_new_one(make_world: MakeWorld):
+async def test_a_draining_replica_finishes_and_gets_no_request(make_world: MakeWorld):
     old = FakeReplica("old", num_slots=1)
     world = make_world(old, FakeReplica("new"), known=[old.stats()])
     first = asyncio.create_task(read(world.stream(LONG)))
@@ -185,7 +185,7 @@ async def test_a_request_refused_by_a_draining_replica_goes_elsewhere(make_world
     assert not any(request.is_isolated for request in world.replicas[1].started)
 
 
-async def test_a_refusing_replica_gives_the_request_back_until_it_has_room(make_world: MakeWorld):
+async def test_a_refused_request_waits_until_the_replica_has_room(make_world: MakeWorld):
     """Others fill the replica, which the ingress cannot know; the request waits for the next report."""
     replica = FakeReplica("a", num_slots=1, max_waiting=0)
     world = make_world(replica, known=[stats("a", slots=1)], is_polled=True)
@@ -222,7 +222,7 @@ async def test_requests_are_held_while_no_replica_runs(make_world: MakeWorld):
     (await reading).check(LONG)
 
 
-async def test_a_refused_request_keeps_its_place_and_its_tenant_pays_nothing(make_world: MakeWorld):
+async def test_a_refused_request_keeps_its_place_at_no_cost(make_world: MakeWorld):
     """`first` was refused before `second` of another tenant is served."""
     replica = FakeReplica("a", num_slots=1, death=Overloaded("full"))
     world = make_world(replica, known=[stats("a", slots=1)])

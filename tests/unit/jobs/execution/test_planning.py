@@ -35,7 +35,7 @@ def planned(batches: list[OpenBatch], room: dict[Band, int] | int, **running: in
     return {want.batch.id: want.num_lines for want in plan(batches, NEVER, lambda band: rooms[band], num_running)}
 
 
-def test_the_most_urgent_band_takes_what_it_can_and_leaves_the_rest():
+def test_the_most_urgent_band_plans_first():
     batches = [open_batch("job", 2, band=Band.INTERACTIVE), open_batch("batch")]
     assert planned(batches, 5) == {"job": 2, "batch": 3}
     assert planned(batches, {Band.INTERACTIVE: 5, Band.STANDARD: 1, Band.BATCH: 0}) == {"job": 2}

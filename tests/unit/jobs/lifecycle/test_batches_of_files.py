@@ -1,4 +1,4 @@
-"""Whole files: what is wrong is told line by line, nothing of a bad file runs, and results are written once."""
+"""Whole files: each bad line has its error, no line of a bad file runs, and results are written once."""
 
 import json
 from collections import Counter
@@ -159,7 +159,7 @@ async def test_a_file_whose_bytes_are_gone_fails_its_batch(world):
     assert [error.code for error in (await world.go_on(batch_id)).errors] == ["file_not_found"]
 
 
-async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(world):
+async def test_an_interrupted_validation_starts_again(world):
     batch_id = await world.start(file_of(*(line(f"{index}") for index in range(450))))
     failing = _FailingFiles(world.files.files, after_parts=8)
     batch = await world.claim(OWNER, BatchStatus.VALIDATING)
@@ -204,7 +204,7 @@ async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
     assert len(await world.write(lambda c: list_lines(c, "acme", batch_id, -1, 10))) == 2
 
 
-async def test_a_file_of_more_lines_than_its_tenant_may_have_waiting_fails(world):
+async def test_a_file_over_the_limit_of_waiting_lines_fails(world):
     world.settings = replace(world.settings, max_unfinished_lines=4)
     await world.submit(new_batch(2))
     record = await world.validate(file_of(line("a"), line("b"), line("c")))

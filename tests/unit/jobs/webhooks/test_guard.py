@@ -112,7 +112,7 @@ REFUSED_URLS = [
 
 
 @pytest.mark.parametrize("url", REFUSED_URLS)
-def test_a_url_that_can_be_seen_to_be_forbidden_is_refused_at_once(url: str) -> None:
+def test_a_plainly_forbidden_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         guard(FakeNames()).check(url)
     assert caught.value.param == "callback_url"
@@ -193,7 +193,7 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
     assert len(receiver.requests) == 1
 
 
-async def test_the_next_address_is_tried_where_one_cannot_be_connected_to() -> None:
+async def test_the_next_address_is_tried_after_a_refused_connection() -> None:
     names = FakeNames(good_test=[["127.0.0.3", ALLOWED]])
     client = WebhookClient(WebhookSigner(new_secret()), guard(names, "127.0.0.0/8"))
     async with receiving(status(200)) as receiver:
@@ -217,7 +217,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, key
 
 
-async def test_tls_is_verified_for_the_name_and_connections_are_not_shared(certificate: tuple[Path, Path]) -> None:
+async def test_tls_verifies_the_name_and_shares_no_connection(certificate: tuple[Path, Path]) -> None:
     server_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_tls.load_cert_chain(*certificate)
     seen: list[str | None] = []

@@ -123,7 +123,7 @@ def test_a_signature_tells_when_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "secret", "whsec_AAAA", "whsec_!" + "A" * 40, "A" * 44])
-def test_a_secret_that_receivers_would_read_differently_is_refused(secret: str) -> None:
+def test_a_secret_with_two_readings_is_refused(secret: str) -> None:
     with pytest.raises(ValueError, match="at least 24 bytes") as caught:
         WebhookSigner(secret)
     assert "AAAA" not in str(caught.value)
@@ -219,7 +219,7 @@ class MemoryOutbox:
 
 
 class Hosts:
-    """Posts to hosts that fail as often as told, and do not answer before they are let."""
+    """Hosts that fail a given number of times, and answer no sooner than the test lets them."""
 
     def __init__(self, num_failures: int = 0, error: Exception | None = None, slow: Sequence[str] = ()) -> None:
         self.posted: list[Delivery] = []

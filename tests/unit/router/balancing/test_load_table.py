@@ -135,7 +135,7 @@ def test_a_token_stays_outstanding_until_the_end():
 
 @pytest.mark.parametrize("seed", range(50))
 def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
-    """Real requests on the replicas, ours and those of others. Every report counts both."""
+    """Requests of this ingress and of others on the replicas. Every report counts both."""
     rng = random.Random(seed)
     clock = FakeClock()
     table = LoadTable(clock, max_replicas=5)

@@ -66,7 +66,7 @@ def test_a_prefix_in_use_is_kept():
     assert index.num_blocks_held(chain("system", "prompt")) == {"a": 2}
 
 
-def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had(index: PrefixIndex):
+def test_forgetting_a_replica_leaves_the_others_unchanged(index: PrefixIndex):
     index.add("a", chain("1", "2"))
     index.add("b", chain("1"))
     index.forget("a")
@@ -77,7 +77,7 @@ def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had(index: P
     index.forget("never seen")
 
 
-def test_forgetting_a_replica_again_for_each_of_its_streams_costs_nothing():
+def test_forgetting_a_replica_again_costs_nothing():
     index = PrefixIndex(max_blocks=50_000)
     index.add("others", [number.to_bytes(4) for number in range(50_000)])
     started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Admission: refusals by predicted wait and by limits, the room that clients are told of, and expected output."""
+"""Admission: refusals by predicted wait and by limits, the reported headroom, and expected output."""
 
 import asyncio
 from contextlib import suppress
@@ -44,7 +44,7 @@ async def test_a_full_band_refuses_by_tokens_too():
     assert flow.ask(max_tokens=50)
 
 
-async def test_the_predicted_wait_is_work_of_the_band_and_above_by_rate():
+async def test_predicted_wait_is_work_at_or_above_the_band_by_rate():
     flow = Flow()
     assert flow.controller.admission.wait_s(Band.BATCH, "t") is None
     flow.report(stats("a", rate=10.0, waiting=(0, 0, 1)), stats("b", rate=30.0, waiting=(0, 0, 1)))
@@ -85,7 +85,7 @@ async def test_a_predicted_wait_beyond_the_bands_limit_is_refused():
     assert flow.ask(Band.INTERACTIVE)
 
 
-async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
+async def test_arriving_urgent_work_counts_in_the_predicted_wait():
     flow = Flow(stats(slots=2, rate=40.0, running=(1, 0, 0)))
     await flow.ask_one(Band.INTERACTIVE, max_tokens=97)
     await flow.ask_many(2, Band.STANDARD, max_tokens=47)
@@ -172,7 +172,7 @@ async def test_headroom_is_what_the_tenant_itself_may_still_send():
     assert left == {"flood": 0, "idle": 4}
 
 
-async def test_headroom_is_the_limit_of_the_band_less_the_waiting_requests():
+async def test_headroom_is_the_band_limit_less_waiting_requests():
     flow = Flow(max_requests=3, max_tokens=100)
     assert flow.controller.admission.headroom(Band.STANDARD, "t") == EMPTY
     flow.report(stats(slots=1, rate=2.0, running=(1, 0, 0)))
@@ -253,7 +253,7 @@ def learnt(*lengths: int, quantile: float = 0.7, **by_tenant: int) -> OutputLeng
         "unknown band", "tenant", "other tenant", "cannot stop", "can stop by a string", "window",
     ],
 )  # fmt: skip
-def test_expected_output_is_a_quantile_of_the_tenants_last_requests(lengths, asked, expected):
+def test_expected_output_is_a_quantile_of_recent_requests(lengths, asked, expected):
     assert lengths.expect(request(**{"max_tokens": 100, **asked})) == expected
 
 

@@ -71,7 +71,7 @@ def test_a_replica_that_others_fill_has_one_place():
 
 
 @pytest.mark.parametrize(("band", "num_blocks"), [(INTERACTIVE, 10), (STANDARD, 7), (BATCH, 2)])
-def test_a_request_needs_blocks_that_are_free_or_held_by_lower_bands(band, num_blocks):
+def test_a_request_needs_free_or_preemptible_blocks(band, num_blocks):
     of = view(by_band=(0, 1, 0), of=stats(free_blocks=2, held=(0, 3, 5)))
     for count, fits in ((num_blocks, True), (num_blocks + 1, False)):
         assert LATE.has_blocks(of, request(prompt=(1,) * (BLOCK_SIZE * count), band=band), NONE) is fits

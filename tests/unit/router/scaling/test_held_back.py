@@ -80,7 +80,7 @@ def test_it_asks_for_replicas_and_others_are_told():
     assert scaled.gossip.own == IngressReport("jobs", (PendingWork(64_000, 128.0),), num_requests=1, desired_replicas=5)
 
 
-def test_a_batch_with_all_the_time_in_the_world_keeps_one_replica():
+def test_a_batch_without_a_near_deadline_keeps_one_replica():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     scaled.lines.waiting = [BacklogWork(Band.BATCH, 1_000_000, None)]
