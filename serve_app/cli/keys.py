@@ -12,7 +12,7 @@ import typer
 from filelock import Timeout
 
 from replicas.protocol import Band
-from serve_app.cli.generation import Band as BandName
+from serve_app.cli.generation import BandName
 from serve_app.cli.terminal import fail, print_table, stderr
 from serve_app.key_file import KeyOwner, changed_owners, digest_of, new_key, read_owners
 

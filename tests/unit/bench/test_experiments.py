@@ -1,5 +1,7 @@
 """Figures of the routing experiments, computed from hand-made observations."""
 
+import asyncio
+
 import pytest
 
 from bench.record import ratio
@@ -11,8 +13,10 @@ from bench.routing.offer import Seen, tokens_computed
 from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
 from bench.routing.report import Bar, read_options
+from bench.routing.tenants import NUM_CLIENTS, measure
 from serve_app.benchmark.rows import Row
 from testkit.engine.timed_runner import StepTimes
+from testkit.router.simulated_time import SimulatedLoop
 from tests.unit.bench.rows import offered, row
 
 
@@ -170,3 +174,11 @@ def test_the_oracle_prefers_urgent_work_at_the_first_free_slot():
 @pytest.mark.parametrize(("num_tokens", "gap_s"), [(11, 0.01), (1, 0.0)])
 def test_the_oracle_tells_how_far_apart_tokens_are(num_tokens: int, gap_s: float):
     assert run_oracle([Arrival(0.0, 1, 10, num_tokens)], STEP, 1, 1, 512).gap_s == pytest.approx(gap_s)
+
+
+def test_an_idle_tenant_is_served_at_once_beside_a_flood() -> None:
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        figures = runner.run(measure(NUM_CLIENTS, warm_up_s=3.0, measured_s=4.0))
+    assert figures["idle_refused"] == 0 and figures["idle_requests"] > 1
+    assert figures["idle_ttft_p99_ms"] < 400, "simulated time: at most two steps with a whole prefill"
+    assert 0 < figures["wasted_share_fairness"] < 0.05

@@ -15,8 +15,8 @@ from replicas.errors import NoReplicaAvailable
 from serve_app.cli.main import app
 from serve_app.jobs.api.records import BatchError, BatchStatus, FileRecord, RequestCounts
 from serve_app.key_file import digest_of
-from testkit.http.api import Api, MakeApi, serving, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import Api, MakeApi, serving
+from testkit.limits import LIMIT_S, until
 
 OUTPUT = b'{"custom_id": "a", "response": {"status_code": 200}}\n'
 

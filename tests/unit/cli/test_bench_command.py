@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 from serve_app.benchmark.rows import read_rows
 from serve_app.cli.main import app
 from serve_app.key_file import digest_of
-from testkit.http.api import MakeApi, serving, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import MakeApi, serving
+from testkit.limits import LIMIT_S, until
 
 # A process that runs in the background may have inherited a SIGINT that is ignored.
 COMMAND = (

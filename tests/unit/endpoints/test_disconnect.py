@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from testkit.http.api import MODEL, Api, MakeApi, serving, until
+from testkit.http.api import MODEL, Api, MakeApi, serving
+from testkit.limits import until
 
 
 def body(**fields: Any) -> dict[str, Any]:

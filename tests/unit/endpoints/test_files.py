@@ -11,8 +11,9 @@ import pytest
 
 from replicas.errors import NoReplicaAvailable
 from serve_app.jobs.api.records import FileRecord
-from testkit.http.api import Api, MakeApi, refusal, serving, until
+from testkit.http.api import Api, MakeApi, refusal, serving
 from testkit.http.scripted_dispatcher import write_keys
+from testkit.limits import until
 
 LINES = b'{"custom_id": "a"}\n' * 3
 BOUNDARY = "XX"

@@ -11,9 +11,9 @@ import pytest
 from replicas.errors import NoReplicaAvailable
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, LineStatus
-from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal, serving, stored_reply, until
+from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal, serving, stored_reply
 from testkit.http.scripted_dispatcher import write_keys
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": MODEL, "prompt": "the quick"}

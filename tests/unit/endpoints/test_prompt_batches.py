@@ -11,8 +11,8 @@ from replicas.errors import Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
 from serve_app.openai.request.validation import RequestLimits
-from testkit.http.api import MODEL, Api, MakeApi, refusal, serving, stored_reply, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import MODEL, Api, MakeApi, refusal, serving, stored_reply
+from testkit.limits import LIMIT_S, until
 
 PROMPTS = ["the quick", "brown fox", "hello"]
 LINE_REPLY = stored_reply(" there")

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from replicas.errors import ReplicaLost, RequestAborted
-from testkit.http.api import MODEL, Api, MakeApi, events, serving, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import MODEL, Api, MakeApi, events, serving
+from testkit.limits import LIMIT_S, until
 
 IMPATIENT = {"x-stainless-read-timeout": "0.1"}
 

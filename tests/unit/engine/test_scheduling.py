@@ -7,11 +7,7 @@ import pytest
 from replicas.engine.config import KVPressurePolicy
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, FinishReason
-from testkit.engine.shadow_runner import World, config, continuation, request
-
-
-def prompt(num_tokens: int, first: int = 1) -> tuple[int, ...]:
-    return tuple(first + index % 50 for index in range(num_tokens))
+from testkit.engine.shadow_runner import World, config, continuation, prompt, request
 
 
 def test_long_prompt_is_computed_in_chunks_of_the_token_budget() -> None:

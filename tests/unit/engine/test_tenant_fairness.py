@@ -9,12 +9,8 @@ from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.sequence import Sequence
 from replicas.protocol import Band, GenerateRequest
 from testkit.engine.random_worlds import play, random_config, random_request
-from testkit.engine.shadow_runner import World, config, continuation, request
+from testkit.engine.shadow_runner import World, config, continuation, prompt, request
 from tests.seeds import Seeds
-
-
-def prompt(num_tokens: int, first: int = 1) -> tuple[int, ...]:
-    return tuple(first + index % 50 for index in range(num_tokens))
 
 
 def flood(world: World, count: int, tenant: str = "flood", band: Band = Band.STANDARD, max_tokens: int = 60) -> None:

@@ -30,9 +30,9 @@ from serve_app.jobs.api.records import (
 )
 from serve_app.jobs.client import ServeJobs, answers_service_calls
 from testkit.jobs.database_worlds import new_batch
-from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process, until
+from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 TENANT = "acme"
 

@@ -31,9 +31,9 @@ from serve_app.jobs.api.records import (
     UnknownFile,
 )
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, body, new_batch
-from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process, until
+from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 TENANT = "acme"
 NOW = 1_000_000.0

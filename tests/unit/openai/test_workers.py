@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
-from testkit.http.api import until
+from testkit.limits import until
 
 
 class Work:

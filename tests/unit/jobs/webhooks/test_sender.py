@@ -31,9 +31,8 @@ from serve_app.jobs.webhooks.sender import (
 )
 from serve_app.jobs.webhooks.signing import WebhookSigner, load_or_create_secret, new_secret
 from testkit.jobs.database_worlds import SetTime
-from testkit.jobs.jobs_process import until
 from testkit.jobs.webhook_receivers import Answer, endless_body, endless_headers, receiving, silence, status
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 
 def batch(status: BatchStatus, kind: BatchKind = BatchKind.FILE, counts: RequestCounts | None = None) -> BatchRecord:
