@@ -126,7 +126,7 @@ def test_each_setting_is_declared_once():
     assert {where for (where,) in classes.values()} == {"HeadwayConfig"} | {part.__name__ for part in PARTS}
 
 
-def test_the_documentation_is_what_the_code_says():
+def test_docs_configuration_is_generated_from_the_code():
     told = (ROOT / "docs" / "configuration.md").read_text()
     assert told == page(), "python -m serve_app.config_page > docs/configuration.md"
 
@@ -196,7 +196,7 @@ def test_replicas_are_given_what_follows_from_other_settings():
 
 
 @pytest.mark.parametrize("num_ingress_replicas", [1, 4])
-def test_serve_refuses_later_than_we_do(num_ingress_replicas):
+def test_serve_refuses_later_than_the_engine(num_ingress_replicas):
     config = HeadwayConfig.model_validate(
         {"max_num_seqs": 4, "max_queued_requests": 10, "num_replicas": 3, "num_ingress_replicas": num_ingress_replicas}
     )

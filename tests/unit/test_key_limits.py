@@ -36,7 +36,7 @@ def test_requests_of_a_minute_are_spread_over_it(clock: FakeClock) -> None:
         use.begin()
 
 
-def test_output_beyond_the_tokens_of_a_minute_is_made_up_for(clock: FakeClock) -> None:
+def test_output_beyond_the_tokens_of_a_minute_is_paid_back(clock: FakeClock) -> None:
     use = limiter(clock).use_of("k", KeyLimits(tokens_per_minute=600))
     assert use is not None
     use.begin()

@@ -87,7 +87,7 @@ def test_resolution_bounds_what_is_kept_and_keeps_the_rate() -> None:
     assert coarse.per_s(200.0) == pytest.approx(fine.per_s(200.0), rel=0.01)
 
 
-def test_rounding_errors_do_not_outlive_what_was_added() -> None:
+def test_rounding_errors_leave_with_the_amounts() -> None:
     rate = SlidingRate(window_s=1.0)
     for second in range(1000):
         rate.add(0.1 * second, float(second))

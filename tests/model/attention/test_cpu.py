@@ -113,7 +113,7 @@ def test_unsupported_head_sizes_go_to_another_backend() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_other_threads_run_meanwhile() -> None:
+def test_kernel_lets_other_threads_run() -> None:
     case = Case(((0, 3000),), heads=(8, 1), sizes=(64, 64), scale=0.125)
     thread = threading.Thread(target=attention_outputs, args=(case, CppAttention, CPU))
     started_s = last_s = time.perf_counter()

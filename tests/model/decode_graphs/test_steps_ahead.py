@@ -104,7 +104,7 @@ def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedMod
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_and_late_arrivals_change_nobody_elses_tokens(loaded: LoadedModel, seed: int) -> None:
+def test_aborts_and_late_arrivals_leave_other_tokens_unchanged(loaded: LoadedModel, seed: int) -> None:
     rng = random.Random(seed)
     requests = requests_with() + [
         replace(request, request_id=f"late-{number}") for number, request in enumerate(requests_with())

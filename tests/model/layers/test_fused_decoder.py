@@ -57,7 +57,7 @@ def with_random_biases(path: Path) -> Path:
     return path
 
 
-def test_exactly_the_family_is_fused() -> None:
+def test_only_the_supported_family_is_fused() -> None:
     assert [architecture for architecture in ARCHITECTURES if can_fuse(random_model(architecture))] == FAMILY
 
 

@@ -34,7 +34,7 @@ class PlainRMSNorm(nn.Module):
         return hidden * scale * (self.weight + self.offset)
 
 
-def test_only_what_computes_the_same_is_replaced() -> None:
+def test_only_equivalent_layers_are_replaced() -> None:
     model = nn.ModuleDict({"plain": PlainRMSNorm(), "shifted": PlainRMSNorm(offset=1.0), "other": nn.LayerNorm(16)})
     plain = model["plain"]
     replace_norms(model, TorchLayerOps())

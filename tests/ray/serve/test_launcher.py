@@ -42,7 +42,7 @@ def test_a_model_without_weights_ends_make_before_ray_starts(checkpoint, tmp_pat
 
 
 @pytest.mark.deep
-def test_what_only_a_replica_finds_out_ends_make_with_its_reason(checkpoint, tmp_path):
+def test_a_failing_replica_ends_make_with_its_reason(checkpoint, tmp_path):
     errors = errors_of(tmp_path, f"MODEL={checkpoint}", "ARGS=kv_cache_bytes=1KiB")
     assert "the application did not start: kv_cache_bytes is 1024" in "".join(errors.splitlines()[-5:])
 

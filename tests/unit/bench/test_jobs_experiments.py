@@ -60,7 +60,7 @@ def test_submission_has_an_absolute_and_a_relative_bound() -> None:
     assert not any(bar.is_kept for bar in submit.judge({"here": None, "there": quick}))
 
 
-def test_calls_count_where_the_host_left_us_the_processors() -> None:
+def test_calls_count_while_the_host_left_the_processors_free() -> None:
     calls = [Call("submit", "here", 202, sent_unix_s, 0.01, 0.0) for sent_unix_s in (10.2, 10.9, 11.5, 12.3, 13.1)]
     looks = [Seen(11.0, 0.5), Seen(12.0, 7.0), Seen(13.0, 0.0)]
     assert [call.sent_unix_s for call in submit.undisturbed_of(calls, looks)] == [10.2, 10.9, 12.3]  # 13.1: not known

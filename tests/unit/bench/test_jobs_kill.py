@@ -48,7 +48,7 @@ def test_a_run_in_which_nothing_was_lost_keeps_every_promise():
         ({"kills": []}, {"processes killed", "kinds of process killed"}),
     ],
 )
-def test_what_went_wrong_is_seen(changes, names):
+def test_each_broken_promise_is_found(changes, names):
     assert broken(good(**changes)) == names
 
 

@@ -196,7 +196,7 @@ def test_percentiles_are_interpolated():
     assert percentiles([7.0], (50, 99)) == [7.0, 7.0]
 
 
-def test_nothing_to_tell_is_none_not_zero():
+def test_missing_figures_are_none_and_not_zero():
     assert summarize(LoadSpec(streams=(CHAT,)), [row()], 1.0)["all"]["ttft_ms"] is None
 
 

@@ -81,7 +81,7 @@ async def test_submit_and_wait_saves_the_results(shell: Shell, requests_file: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "requests.jsonl"]
 
 
-async def test_status_and_cancel_tell_how_far_it_is(shell: Shell, requests_file: Path) -> None:
+async def test_status_and_cancel_print_the_progress(shell: Shell, requests_file: Path) -> None:
     await shell.run("submit", str(requests_file))
     assert "validating" in (await shell.run("status", "batch_0")).stdout
     assert "cancelling" in (await shell.run("cancel", "batch_0")).stdout
@@ -118,7 +118,7 @@ async def test_wait_outlasts_a_server_that_is_busy(shell: Shell, requests_file: 
     assert num_asked == 3
 
 
-async def test_refusals_and_absent_servers_are_told_in_a_line(shell: Shell, requests_file: Path) -> None:
+async def test_refusals_and_absent_servers_print_one_line(shell: Shell, requests_file: Path) -> None:
     for arguments, what in (
         (("status", "batch_none"), "there is no batch"),
         (("submit", str(requests_file), "--window", "never"), "completion_window"),

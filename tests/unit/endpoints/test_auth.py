@@ -53,7 +53,7 @@ async def test_without_a_key_nothing_is_served(
     assert response.json()["error"]["type"] == "authentication_error"
 
 
-async def test_missing_key_is_told_before_a_malformed_header(make_api: MakeApi, key_file: str) -> None:
+async def test_missing_key_is_reported_before_a_malformed_header(make_api: MakeApi, key_file: str) -> None:
     api = make_api(settings={"api_key_file": key_file})
     malformed = {"idempotency-key": "two words", "x-headway-priority": "soon", "request-timeout-ms": "-"}
     for path in ("/v1/jobs", "/generate", "/v1/batches", "/v1/batch/async", "/v1/completions"):
@@ -76,7 +76,7 @@ async def test_a_revoked_key_is_refused_while_the_server_runs(make_api: MakeApi,
             await asyncio.sleep(0.05)
 
 
-def test_json_is_yaml_too(tmp_path: Path) -> None:
+def test_the_key_file_may_be_json(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text(f'{{"{digest_of("k")}": {{"tenant": "acme", "ceiling": "batch"}}}}')
     authenticator = Authenticator(path, time.monotonic)

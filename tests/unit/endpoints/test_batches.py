@@ -77,7 +77,7 @@ async def test_windows_of_other_lengths_are_taken(api: Api, window: str, shown: 
     assert (batch.completion_window, api.jobs.new[batch.id].window_s) == (shown, window_s)
 
 
-async def test_batch_tells_every_moment_its_counts_and_its_files(api: Api) -> None:
+async def test_batch_has_its_times_counts_and_files(api: Api) -> None:
     batch = await new_batch(api)
     now = batch.created_at
     api.jobs.change(

@@ -44,7 +44,7 @@ async def test_stream_has_role_first_then_reason_then_usage(api: Api) -> None:
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
 
 
-async def test_stream_tells_no_usage_unless_asked(api: Api) -> None:
+async def test_stream_has_no_usage_unless_asked(api: Api) -> None:
     assert "usage" not in (await api.chat(stream=True, max_tokens=3)).text
 
 

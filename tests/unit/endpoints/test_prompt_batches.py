@@ -68,7 +68,7 @@ async def test_sequence_that_fails_fails_alone(make_api: MakeApi) -> None:
     assert batch["outputs"][1]["error"]["code"] == "internal_error"
 
 
-async def test_overload_of_all_is_told_by_the_status(make_api: MakeApi) -> None:
+async def test_overload_of_every_prompt_is_a_429(make_api: MakeApi) -> None:
     response = await sync(make_api(fail_at=0, error=Overloaded("full", 3.0)), PROMPTS)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert response.json()["error"]["code"] == "server_overloaded"
@@ -95,7 +95,7 @@ async def test_unforeseen_failure_is_logged_and_not_shown(make_api: MakeApi, cap
         ({"messages": []}, "messages", "not supported"),
     ],
 )
-async def test_what_all_prompts_share_is_checked_first(
+async def test_shared_fields_are_checked_before_the_prompts(
     api: Api, path: str, fields: dict[str, Any], param: str, what: str
 ) -> None:
     response = await api.post(path, {"prompts": ["a"], **fields})

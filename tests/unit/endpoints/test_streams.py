@@ -145,7 +145,7 @@ async def test_one_failing_choice_ends_all_at_once(make_api: MakeApi, stream: bo
     assert len(api.replica.aborted) == 3
 
 
-async def test_request_that_someone_else_cancels_is_answered(make_api: MakeApi) -> None:
+async def test_request_cancelled_elsewhere_is_answered(make_api: MakeApi) -> None:
     api = make_api(fail_at=3, error=RequestAborted("cancelled by id"))
     assert (await api.complete()).status_code == 499
     failure = json.loads(events((await api.complete(stream=True)).text)[-1])

@@ -260,7 +260,7 @@ async def test_death_of_the_engine_answers_every_waiting_request() -> None:
 
 
 @pytest.mark.parametrize(("num_done", "waiting_and_running"), [(0, (1, 0)), (1, (0, 1))])
-async def test_stats_tell_how_long_a_step_has_hung(num_done: int, waiting_and_running: tuple[int, int]) -> None:
+async def test_stats_report_the_duration_of_a_hung_step(num_done: int, waiting_and_running: tuple[int, int]) -> None:
     async with gated() as (engine, runner):
         stream = asyncio.create_task(collect(engine, request(max_tokens=2)))
         await asyncio.to_thread(runner.entered.acquire)

@@ -182,7 +182,7 @@ def play_with_deadlines(rng: random.Random, world: World) -> int:
 
 @pytest.mark.parametrize(("make_world", "eos_token_ids"), [(World, frozenset()), (PipelinedWorld, EOS)])
 @pytest.mark.random_worlds(40, per_call=10)
-def test_every_computed_token_was_of_use_or_is_wasted(
+def test_every_computed_token_is_useful_or_counted_as_wasted(
     make_world: type[World], eos_token_ids: frozenset[int], seeds: Seeds
 ) -> None:
     for seed in seeds:

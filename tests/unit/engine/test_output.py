@@ -103,7 +103,7 @@ def test_stop_string_ends_the_sequence_at_the_source() -> None:
 
 
 @pytest.mark.parametrize("num_had", [1, 3, 4, 7])
-def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
+def test_resumed_output_continues_that_of_another_replica(num_had: int) -> None:
     world = World(config())
     world.run(request("whole", max_tokens=20))
     whole = world.outcomes["whole"]

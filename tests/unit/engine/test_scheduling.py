@@ -146,7 +146,7 @@ def test_starved_band_gets_one_sequence_in_and_keeps_its_slot() -> None:
     assert first_token_s["batch1"] - first_token_s["batch0"] >= 10, "the clock restarts after a promotion"
 
 
-def test_request_that_comes_promoted_is_first_and_keeps_its_slot() -> None:
+def test_promoted_request_runs_first_and_keeps_its_slot() -> None:
     world = World(config(max_num_seqs=1))
     world.add(request("running", prompt(4, 1), max_tokens=3, band=Band.INTERACTIVE))
     world.step()

@@ -102,7 +102,7 @@ def test_lower_bands_are_preempted_before_the_same_band() -> None:
     world.run()
 
 
-def test_a_sequence_that_gave_way_keeps_its_slot_for_a_while() -> None:
+def test_a_resumed_sequence_keeps_its_slot_for_some_steps() -> None:
     world = World(config(num_blocks=400, max_num_seqs=2, fairness_rest_steps=20))
     flood(world, 2, max_tokens=90)
     first_token: dict[str, int] = {}
@@ -115,7 +115,7 @@ def test_a_sequence_that_gave_way_keeps_its_slot_for_a_while() -> None:
     world.run()
 
 
-def test_resuming_after_giving_way_costs_less_than_a_block() -> None:
+def test_resuming_after_preemption_costs_less_than_a_block() -> None:
     world = roomy()
     flood(world, 8)
     world.add(request("idle", prompt(9, 40), 5, tenant="idle"))
@@ -180,7 +180,7 @@ def test_random_tenants_are_preempted_seldom_and_exactly(seeds: Seeds) -> None:
 
 @pytest.mark.parametrize("policy", list(KVPressurePolicy))
 @pytest.mark.parametrize("seed", range(3))
-def test_waste_for_fairness_is_bounded_by_the_rest(policy: KVPressurePolicy, seed: int) -> None:
+def test_waste_for_fairness_is_bounded_by_the_rest_steps(policy: KVPressurePolicy, seed: int) -> None:
     """Without a prefix cache a resumed sequence is computed whole: the worst case."""
     rng = random.Random(seed)
     rest = 16

@@ -152,7 +152,7 @@ PASSING: dict[str, list[ServingError]] = {
 
 
 @pytest.mark.parametrize("name", PASSING)
-async def test_what_passes_is_tried_again_and_shows_nowhere(process, completions, name):
+async def test_a_passing_error_is_retried_and_left_out_of_the_result(process, completions, name):
     completions.errors["prompt 0"] = list(PASSING[name])
     record = await ended(process, await submit(process, new_batch(1, BatchKind.JOB)))
     assert (record.status, record.counts) == (BatchStatus.COMPLETED, RequestCounts(1, 1, 0))
@@ -209,7 +209,7 @@ async def test_a_late_batch_expires_with_what_was_done(database_url, files, comp
         assert {one["error"]["code"] for one in results(files, record.error_file_id)} == {"batch_expired"}
 
 
-async def test_what_a_killed_process_held_is_done_by_the_next_one(database_url, files, completions):
+async def test_the_next_process_finishes_the_lines_of_a_killed_one(database_url, files, completions):
     completions.gate.clear()
     async with jobs_process(database_url, files, completions, settings=QUICK, is_killed=True) as process:
         batch = await submit_file(process, files, 12)
@@ -222,7 +222,7 @@ async def test_what_a_killed_process_held_is_done_by_the_next_one(database_url, 
         assert [answer["custom_id"] for answer in answers] == [f"id-{index}" for index in range(12)]
 
 
-async def test_a_process_that_stops_in_good_order_gives_back_at_once(database_url, files, completions):
+async def test_a_stopping_process_gives_its_lines_back_at_once(database_url, files, completions):
     completions.gate.clear()
     async with jobs_process(database_url, files, completions) as process:
         batch = await submit(process, new_batch(3))

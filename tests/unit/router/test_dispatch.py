@@ -49,7 +49,7 @@ async def test_samples_of_one_prompt_share_a_replica_with_room(make_world: MakeW
     assert sorted(len(replica.started) for replica in world.replicas) == [0, 0, 6]
 
 
-async def test_replicas_are_told_the_expected_output(make_world: MakeWorld):
+async def test_requests_carry_the_expected_output(make_world: MakeWorld):
     world = make_world(FakeReplica("a"))
     for number in range(2):
         await read(world.stream(request(str(number), max_tokens=5)))

@@ -72,7 +72,7 @@ async def test_a_replica_lost_before_any_output_is_replaced(make_world: MakeWorl
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 2, 5])
 @pytest.mark.parametrize("after_s", [0.15, 0.45, 0.95, 2.05])
-async def test_a_stream_goes_on_behind_a_death(make_world: MakeWorld, after_s: float, tokens_per_delta: int):
+async def test_a_stream_continues_after_a_replicas_death(make_world: MakeWorld, after_s: float, tokens_per_delta: int):
     world = make_world(*(FakeReplica(name, tokens_per_delta=tokens_per_delta) for name in "ab"), is_polled=True)
     (await read_through(world, SCORED, [min(after_s, 3.5 / tokens_per_delta)])).check(SCORED)
     assert sum(world.observer.migrations.values()) == 1
@@ -199,7 +199,7 @@ async def test_a_refused_request_waits_until_the_replica_has_room(make_world: Ma
 
 
 @pytest.mark.parametrize("in_delta", [False, True])
-async def test_a_refusal_that_tells_no_load_does_not_use_up_the_moves(make_world: MakeWorld, in_delta: bool):
+async def test_a_refusal_without_stats_does_not_count_as_a_move(make_world: MakeWorld, in_delta: bool):
     """As when Serve's own limit refuses: the table still shows room."""
     replica = FakeReplica("a", death=Overloaded("too many calls"), fails_in_delta=in_delta)
     world = make_world(replica, known=[stats("a")])

@@ -63,7 +63,7 @@ async def test_a_silent_owner_loses_its_lines_and_its_results(world, owners):
     assert len(ended.counted) == 2 and ended.final_batch_ids == [batch_id]
 
 
-async def test_an_owner_that_was_buried_gets_no_lines(world, owners):
+async def test_an_owner_declared_dead_gets_no_lines(world, owners):
     batch_id = await submit(world, 2)
     await world.write(lambda c: reap_owner(c, "a"))
     assert await world.lease("a", batch_id) == []
@@ -131,7 +131,7 @@ async def test_open_batches_come_by_band_then_by_deadline(world, owners):
     assert {part.band for part in waiting} == {Band.STANDARD, Band.BATCH}
 
 
-async def test_of_each_tenant_only_some_batches_are_looked_at(world):
+async def test_only_some_batches_of_each_tenant_are_read(world):
     for number in range(5):
         await submit(world, 1, tenant="eager")
         if number == 4:

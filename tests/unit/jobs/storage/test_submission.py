@@ -123,7 +123,7 @@ async def test_a_file_that_a_batch_reads_is_kept(world):
         await world.write(lambda c: forget_file(c, "acme", "file-1", world.now))
 
 
-async def test_an_expired_file_is_gone_and_its_bytes_are_doomed(world):
+async def test_an_expired_file_is_gone_and_its_bytes_will_be_deleted(world):
     await world.write(lambda c: add_file(c, a_file(expires_unix_s=world.now + 5)))
     await world.write(lambda c: get_file(c, "acme", "file-1", world.now))
     world.now += 5

@@ -83,7 +83,7 @@ def test_a_request_counts_as_soon_as_it_is_sent():
     assert view.num_free_slots(Band.STANDARD) == 4, "an urgent request takes the slots of lower bands"
 
 
-def test_own_counts_outlive_the_entry(table: LoadTable):
+def test_own_counts_survive_a_forgotten_replica(table: LoadTable):
     first, second = (table.begin("a", Band.STANDARD, 10, 5) for _ in range(2))
     table.record(stats())
     assert only(table).num_in_flight == 2
@@ -96,7 +96,7 @@ def test_own_counts_outlive_the_entry(table: LoadTable):
     assert (only(table).num_in_flight, only(table).outstanding_tokens) == (0, 0)
 
 
-def test_load_of_others_is_the_reported_load_beyond_our_own(table: LoadTable):
+def test_load_of_other_ingresses_is_reported_load_less_own(table: LoadTable):
     ours = table.begin("a", Band.STANDARD, 10, 90)
     table.record(stats(running=(1, 2, 0), waiting=(0, 0, 3), outstanding=500))
     assert (only(table).num_by_band, only(table).outstanding_tokens) == ((1, 2, 3), 500)

@@ -253,7 +253,7 @@ async def test_a_starved_band_looks_ahead_before_urgent_work():
     assert starved.is_promoted
 
 
-async def test_a_starved_band_is_served_once_and_heard_of():
+async def test_a_starved_band_is_served_once_and_observed():
     flow = Flow(stats(slots=1), promote_after_s=30.0)
     asked = await flow.ask_many(1, Band.INTERACTIVE) + await flow.ask_many(50, Band.STANDARD)
     for _ in range(95):

@@ -242,7 +242,7 @@ def test_equal_requests_are_predicted_exactly(line: Line):
     assert line.queue.num_tokens_before(Band.STANDARD, "c") == tokens_before(line, "c") == 3 * 300 + 200
 
 
-def test_a_request_that_comes_back_stands_where_it_stood():
+def test_a_returned_request_keeps_its_position():
     line = Line(max_requests=3)
     first, second, third = line.add(), line.add(), line.add()
     assert line.dispatch_next() is first

@@ -59,7 +59,7 @@ def scaler() -> Scaler:
 @pytest.mark.parametrize(
     ("num_tokens", "needed"), [(0, 1), (200, 1), (201, 2), (1000, 5), (1001, 6), (2000, 10), (10**6, 10)]
 )
-def test_as_many_as_drain_the_waiting_work_within_the_target(num_tokens, needed):
+def test_replicas_drain_the_waiting_work_within_the_target(num_tokens, needed):
     decision = Scaler().decide(PendingWork(num_tokens, SETTINGS.target_drain_s))
     assert (decision.desired_replicas, decision.drain_s) == (needed, num_tokens / SPEED)
 
@@ -206,7 +206,7 @@ def test_fast_filling_slots_scale_up_before_a_queue_forms(scaler: Scaler):
     assert desired == math.ceil((20 + 520 / 3) / 100)
 
 
-def test_full_slots_that_are_kept_up_with_ask_for_nothing(scaler: Scaler):
+def test_full_slots_without_growing_work_do_not_scale_up(scaler: Scaler):
     for _ in range(50):
         decision = scaler.autoscaler.decide(filling(16, 600, served=80.0))
         scaler.clock.now += 1
@@ -232,7 +232,7 @@ def test_a_new_ingress_gives_no_replica_back_early(scaler: Scaler):
     assert scaler.desired(after_s=1, num_replicas=6) == 1
 
 
-def test_to_zero_when_idle_and_back_with_the_first_request():
+def test_zero_replicas_when_idle_and_one_on_the_first_request():
     scaler = Scaler(replace(SETTINGS, min_replicas=0))
     assert scaler.desired(after_s=10_000, num_replicas=0, num_requests=0) == 1, "none was seen yet"
     assert scaler.desired() == 1

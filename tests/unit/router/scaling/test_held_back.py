@@ -66,12 +66,12 @@ class Scaled:
         (Band.INTERACTIVE, 160.0, 2.0),
     ],
 )
-def test_it_is_due_as_far_as_its_band_and_deadline_need(band, left_s, due_s):
+def test_backlog_work_is_due_by_its_band_and_deadline(band, left_s, due_s):
     waiting = BacklogWork(band, 500, None if left_s is None else NOW + left_s)
     assert work_in_backlog([waiting, waiting], SETTINGS, NOW) == (PendingWork(1000, due_s),)
 
 
-def test_it_asks_for_replicas_and_others_are_told():
+def test_backlog_work_asks_for_replicas_in_the_gossip():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     assert scaled.desired() == 1
@@ -91,7 +91,7 @@ def test_a_batch_without_a_near_deadline_keeps_one_replica():
     assert scaled.desired() == 0
 
 
-async def test_it_wakes_a_deployment_that_has_gone_to_zero():
+async def test_backlog_work_wakes_a_deployment_at_zero_replicas():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     scaled.desired()
