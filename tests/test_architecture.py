@@ -223,7 +223,7 @@ PURE = [module for module in IN_PRODUCT if is_in(module, STDLIB_ONLY) and not is
 def test_pure_modules_import_only_the_standard_library() -> None:
     known = (*sys.stdlib_module_names, *PRODUCT)
     foreign = [(module, name) for module in PURE for name in IMPORTS[module] if name.split(".")[0] not in known]
-    assert not foreign, f"neither the standard library nor ours: {foreign}"
+    assert not foreign, f"neither of the standard library nor of this project: {foreign}"
 
 
 def test_pure_modules_import_without_ray_or_torch() -> None:

@@ -127,8 +127,8 @@ def test_each_setting_is_declared_once():
 
 
 def test_docs_configuration_is_generated_from_the_code():
-    told = (ROOT / "docs" / "configuration.md").read_text()
-    assert told == page(), "python -m serve_app.config_page > docs/configuration.md"
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == page(), "python -m serve_app.config_page > docs/configuration.md"
 
 
 def test_a_former_field_name_is_accepted_with_a_warning():

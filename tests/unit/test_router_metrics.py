@@ -74,8 +74,8 @@ def test_series_are_zero_before_their_first_event(page: Page) -> None:
 
 def test_metrics_of_both_routers_share_their_families() -> None:
     jobs, http = CollectorRegistry(), HttpMetrics("m")
-    theirs, ours = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
-    for metrics, num_waits in ((ours, 1), (theirs, 2)):
+    of_jobs, of_ingress = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
+    for metrics, num_waits in ((of_ingress, 1), (of_jobs, 2)):
         for _ in range(num_waits):
             metrics.waited(Band.BATCH, Outcome.DISPATCHED, 0.3)
     # As they come from another process.

@@ -79,9 +79,9 @@ def check_same(outputs: list[TokenDelta], expected: list[TokenDelta]) -> None:
             (some.error, some.token_ids, some.text, some.finish_reason, some.stop_reason) for some in (output, other)
         )
         assert found == wanted and output.error is None
-        ours, theirs = ((*some.logprobs, *some.prompt_logprobs) for some in (output, other))
-        assert (len(output.logprobs), len(ours)) == (len(other.logprobs), len(theirs))
-        for one, two in zip(ours, theirs, strict=True):
+        one_scores, two_scores = ((*some.logprobs, *some.prompt_logprobs) for some in (output, other))
+        assert (len(output.logprobs), len(one_scores)) == (len(other.logprobs), len(two_scores))
+        for one, two in zip(one_scores, two_scores, strict=True):
             assert (one.chosen.token_id, len(one.top)) == (two.chosen.token_id, len(two.top))
             assert one.chosen.logprob == pytest.approx(two.chosen.logprob, abs=1e-3)
 

@@ -125,7 +125,7 @@ def test_redeploying_a_config_file_lets_streams_finish(cluster, checkpoint, tmp_
         states = cluster.model_replicas()
         return bool(states) and states.get(first) != "RUNNING"
 
-    wait_for(is_stopping, "the old replica is told to stop", START_LIMIT_S)
+    wait_for(is_stopping, "the old replica is stopping", START_LIMIT_S)
     assert any(stream.is_alive() for stream in streams)
     second = wait_for(lambda: _serving_replica(cluster), "a new replica serves", START_LIMIT_S)
     assert second != first
