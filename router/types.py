@@ -84,7 +84,7 @@ class ReplicaView:
     def is_filled_by_other_ingresses(self, band: Band) -> bool:
         """Return True if requests of `band` run on the replica and none is of this ingress.
 
-        The ingress whose request ends refills the slot before other ingresses learn that it is free, so it may keep
+        When a request ends, its ingress refills the slot before other ingresses learn of it, so one ingress may keep
         every slot.
         """
         has_running = self.stats.num_running_by_band[band] > 0

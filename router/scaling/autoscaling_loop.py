@@ -143,8 +143,8 @@ class IngressLoad:
 class AutoscalingLoop:
     """Loop that decides every 0.1 s from the known load, and polls the replicas when their load must be fresh.
 
-    While requests wait and fewer replicas are known than desired, it polls every 0.1 s, so that a new replica gets
-    requests at once. A changed decision is sent to the replicas at once, with a poll. If there is no replica, and
+    It polls every 0.1 s while requests wait and fewer replicas are known than desired: a new replica then gets requests
+    at once. A changed decision is sent to the replicas at once, with a poll. If there is no replica, and
     requests wait or no replica was ever seen, it has one started.
     """
 

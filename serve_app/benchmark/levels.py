@@ -16,7 +16,7 @@ from serve_app.benchmark.workload import RequestFactory
 
 DEFAULT_NUM_REQUESTS = 100
 DEFAULT_ROUNDS = 8
-"""Requests for each one of those that are open together, where nothing limits their number."""
+"""Requests of a level without a limit, for each request that is open at the same time."""
 
 
 class Arrivals(Enum):
