@@ -1,4 +1,4 @@
-"""The folders are the architecture: each says in its `__init__` what it may import, and nothing goes up or round.
+"""The folders are the architecture: the `__init__` of each lists its allowed imports, and imports form no cycle.
 
 A folder's docstring ends with "May import" and names in backticks; a name covers the folders within it, and a folder
 may import those within itself. Modules directly in a top package stand for themselves. The product knows no test kit,

@@ -1,4 +1,4 @@
-"""A candidate is refused for any fault: numbers that differ, are none or of another kind, and whatever it raises."""
+"""A candidate is refused for any fault: wrong numbers, NaN, another shape or dtype, or an exception."""
 
 from collections.abc import Iterator
 

@@ -96,7 +96,7 @@ def outputs(loaded: LoadedModel, lengths: Iterable[int] = LENGTHS) -> list[tuple
 
 
 def check_bits(loaded: LoadedModel, lengths: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that all layers run at once, and that the results are those of the layers one by one."""
+    """Check that one call runs all layers, with the same results as one call for each layer."""
     assert isinstance(loaded.model.model, CppDecoder)
     found = outputs(loaded, lengths)
 

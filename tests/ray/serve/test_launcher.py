@@ -1,4 +1,4 @@
-"""`make serve` as a program: one that cannot start says why and ends, one that is stopped finishes its requests."""
+"""`make serve` as a program: it ends with a reason if it cannot start, and finishes its requests if it is stopped."""
 
 import os
 import signal

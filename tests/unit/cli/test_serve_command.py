@@ -33,7 +33,7 @@ def test_loopback_addresses_are_recognised(host: str, expected: bool) -> None:
 
 
 def warning_of(*arguments: str) -> str:
-    """Return the warnings that the command prints before it finds that its port is taken."""
+    """Return the warnings that the command prints before it fails at a taken port."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()

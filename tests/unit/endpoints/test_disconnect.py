@@ -1,4 +1,4 @@
-"""A client that leaves, at whatever moment, leaves nothing running; over real connections."""
+"""A client that disconnects, at any moment, leaves no sequence running; over real connections."""
 
 import asyncio
 import random

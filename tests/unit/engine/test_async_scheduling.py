@@ -43,9 +43,9 @@ class _Step:
 
 
 class PipelinedRunner(ShadowRunner):
-    """A shadow runner that knows what is launched and not collected, and may fail now and then.
+    """Shadow runner that knows its launched and uncollected steps, and may fail at random.
 
-    A step that fails spoils the KV that it and the steps launched after it write.
+    A failed step makes its KV, and the KV of the steps launched after it, invalid.
     """
 
     def __init__(self, block_size: int, step_s: float = 0.0, clock: FakeClock | None = None) -> None:
@@ -57,7 +57,7 @@ class PipelinedRunner(ShadowRunner):
         self._num_sound_launches = 0
 
     def failure(self) -> RuntimeError:
-        """Return an error to raise; after it no step fails for a while, so that the other items succeed one by one."""
+        """Return an error to raise. The next steps succeed, so the other items of the batch can run one by one."""
         self._num_sound_launches = _MAX_ITEMS + 1
         return RuntimeError("the device failed")
 

@@ -69,7 +69,7 @@ def test_shown_text_is_the_text_up_to_the_first_stop_string(seed: int) -> None:
     if not ends:
         assert "".join(shown) == text and stop is None
     else:
-        # The first to be complete, and among those complete at once the one that starts first.
+        # The first complete stop string ends the text; of several complete at once, the first to start.
         assert "".join(shown) == text[: min(ends)[1]]
 
 

@@ -141,7 +141,7 @@ def crowded(rng: random.Random, world: World, number: int) -> GenerateRequest:
 
 
 class WatchedWorld(World):
-    """World that checks after each step that no sequence gave way too soon after it last did."""
+    """World that checks after each step that no sequence was preempted again within its rest steps."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)

@@ -108,7 +108,7 @@ class Handle:
 
 
 class Response:
-    """A call under way. Only `cancel` ends it: the task that awaits it may be cancelled without that."""
+    """Call under way. Only `cancel` ends it. A cancelled waiter does not."""
 
     def __init__(self, work: Awaitable[Any] | None) -> None:
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ LOST = [
     grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata()),
     asyncio.CancelledError(),
 ]
-"""Errors of calls that a process does not live to answer, or that it gives up as it stops."""
+"""Errors of calls to a process that dies or stops before its answer."""
 
 
 async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:

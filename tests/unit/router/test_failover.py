@@ -260,7 +260,7 @@ async def test_a_vanished_replica_gets_nothing_until_it_reports(make_world: Make
 
 
 class DyingAfterwards(FakeReplica):
-    """Replica that gives all of a request, and dies before it has said that the stream is over."""
+    """Replica that yields the last delta of a request and dies before the end of the stream."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(super().generate(request)) as deltas:

@@ -65,7 +65,7 @@ async def test_tenants_keys_are_their_own(world):
 async def test_a_batch_submitted_twice_is_accepted_once(world):
     service, new = service_of(world), new_batch(10, idempotency_key="k", body_digest="d")
     first = await service.submit(new, "batch_x")
-    # Neither a second one under the id nor that there is no room for one makes any difference.
+    # Another key under the same id, or a full queue, changes nothing.
     assert await service.submit(replace(new, idempotency_key=None), "batch_x") == first
     assert await service.submit(new, "batch_x") == first
     page = await service.batches("acme", BatchKind.PROMPTS, PageRequest(10))

@@ -1,4 +1,4 @@
-"""Addresses of webhooks: those that only this machine or its network can reach are refused, whatever names say."""
+"""Addresses of webhooks: an address of this machine or its network is refused under any name."""
 
 import ssl
 import subprocess

@@ -182,7 +182,7 @@ def test_delays_double_up_to_four_hours_and_end_after_72() -> None:
 
 
 class MemoryOutbox:
-    """An outbox that may be away, and that forgets nothing."""
+    """Outbox in memory whose calls may fail for a while."""
 
     def __init__(self, *pending: Delivery) -> None:
         self.pending = {each.id: each for each in pending}

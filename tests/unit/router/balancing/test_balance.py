@@ -21,7 +21,7 @@ MakePolicy = Callable[[random.Random], RoutingPolicy]
 
 @dataclass
 class Sizes:
-    """Of one request: what is known of it, and what only the replica finds out."""
+    """Sizes of one request: its prompt, its predicted output, and its real output, known to the replica alone."""
 
     prompt: tuple[int, ...]
     expected_output_tokens: int
@@ -41,7 +41,7 @@ def skewed_length(rng: random.Random) -> int:
 
 @dataclass
 class Fleet:
-    """Replicas that work off their tokens one request after the other, and the true work that each has left."""
+    """Replicas that compute one request after the other, with the true number of tokens left on each."""
 
     policy: RoutingPolicy
     num_replicas: int = 4
