@@ -19,8 +19,8 @@ BandName = Literal["interactive", "standard", "batch"]
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Name of the model; not needed if the server has one model.")
 ]
-TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Randomness; 0: always the likeliest token.")]
-TopPOption = Annotated[float | None, typer.Option(min=0, max=1, help="Share of the likeliest tokens to draw from.")]
+TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Randomness; 0: always the most probable token.")]
+TopPOption = Annotated[float | None, typer.Option(min=0, max=1, help="Share of the most probable tokens to draw from.")]
 SeedOption = Annotated[int | None, typer.Option(help="Seed of the random numbers.")]
 MaxTokensOption = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
 BandOption = Annotated[BandName | None, typer.Option("--band", help="Priority. Default: standard.", show_default=False)]

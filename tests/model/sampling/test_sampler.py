@@ -53,7 +53,7 @@ def expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def expected_draws(logits: Tensor, params: SamplingParams, seeds: Iterable[int]) -> list[int]:
-    """Return the token that each seed's uniform number points at; truncation sorts the tokens, likeliest first."""
+    """Return the token that each seed's uniform number points at; truncation sorts the tokens, most probable first."""
     probabilities = expected_probabilities(logits, params)
     is_sorted = params != replace(params, top_k=None, top_p=1.0, min_p=0.0)
     order = probabilities.argsort(descending=True, stable=True) if is_sorted else torch.arange(len(logits))

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
+from serve_app.cli.private_cluster import free_port
 from serve_app.cli.serve import is_loopback
 from serve_app.config import HeadwayConfig
 
@@ -81,8 +82,8 @@ def test_a_taken_port_is_refused() -> None:
 
 
 def error_of(*arguments: str) -> str:
-    """Return the text that the command prints when it refuses to start."""
-    result = CliRunner().invoke(app, ["serve", *arguments])
+    """Return the text that the command prints when it refuses to start. Its default port may be taken here."""
+    result = CliRunner().invoke(app, ["serve", "--port", str(free_port("127.0.0.1")), *arguments])
     assert result.exit_code == 2
     return result.stderr
 

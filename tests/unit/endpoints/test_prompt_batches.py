@@ -177,8 +177,8 @@ async def test_silence_in_a_stream_is_broken_with_the_progress(make_api: MakeApi
             seen = [json.loads(await anext(lines)) for _ in range(5)]
             gate.set()
             seen += [json.loads(line) async for line in lines]
-    beats = [line for line in seen[1:5] if "index" not in line]
-    assert beats and {(beat["status"], beat["num_prompts"]) for beat in beats} == {("processing", 2)}
+    progress = [line for line in seen[1:5] if "index" not in line]
+    assert progress and {(line["status"], line["num_prompts"]) for line in progress} == {("processing", 2)}
     assert seen[-1]["status"] == "completed"
 
 

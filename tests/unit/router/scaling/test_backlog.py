@@ -1,4 +1,4 @@
-"""Work that an ingress has yet to put in line counts as if it waited there."""
+"""Backlog outside flow control counts in autoscaling as if it waited in the queue."""
 
 import asyncio
 from collections.abc import Sequence
