@@ -32,7 +32,7 @@ class Bare:
 
 def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="hwb-", dir="/tmp"))
-    # The last two are those of a private cluster of ours.
+    # The last two are also the settings of Headway's private cluster.
     variables = {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5", "RAY_raylet_report_resources_period_milliseconds": "500"}
     os.environ.update(private_ray_environment(folder) | variables)
     import ray  # here, since the import reads the environment

@@ -1,7 +1,7 @@
 """Files of the product that one request crosses: `python -m bench.files_crossed`.
 
-Serves the demo model in this process, over HTTP, without Ray. Then it sends one chat request and one batch of one line,
-and lists the files in which a function is called between the request and its answer, in any thread.
+Serves the demo model in this process, over HTTP, without Ray. Then it sends one chat request and one batch of one line.
+It traces the calls of all threads from each request to its answer, and lists the files of the called functions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Most chunks a second that the load generator reads: `python -m bench.load_ceiling`.
 
-A trivial server in a process of its own streams chunks as fast as it can, each in a write of its own, to 32 streams.
+A trivial server in its own process sends chunks to 32 streams as fast as it can, with one write for each chunk.
 They are read by the client of `headway bench` (aiohttp) and, for comparison, by httpx. The two processes share the
 machine; chunks per second of processor time are those of the reading process alone.
 """

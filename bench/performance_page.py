@@ -177,7 +177,7 @@ _METHOD_HEADINGS = (
     "urgent requests' latency p50 s",
 )  # fmt: skip
 _BUDGET_HEADINGS = ("tokens of a step", "calm p50 / p99 ms", "beside a prefill p50 / p99 ms", "prefill's slowdown")
-_STEP_HEADINGS = ("sequences x tokens", "transformers' layers, ms", "ours, ms", "ours with `int8`, ms")
+_STEP_HEADINGS = ("sequences x tokens", "transformers' layers, ms", "Headway, ms", "Headway with `int8`, ms")
 _BAR_HEADINGS = ("figure", "value", "wanted")
 
 SECTIONS = (

@@ -1,6 +1,6 @@
 """Times of a start and a stop: `python -m bench.start_stop [MODEL]`, beside a bare Serve application.
 
-The bare application has one replica, whose constructor imports torch, on a cluster with the same options as ours. It
+The bare application has one replica, whose constructor imports torch, on a cluster with Headway's options. It
 starts and stops with Ray's and Serve's public functions. The two take turns. A start lasts from the start of the
 process to the first answer; a stop lasts from SIGTERM to the end of the process. A start computes most of the time, so
 on a busy machine its processor time tells more than its duration.
@@ -30,7 +30,7 @@ from testkit.serving.served import answers, wait_for
 _IDLE_S = 3.0
 _TIMES = ("start_s", "start_cpu_s", "stop_s")
 _BARE = "bench.bare_serve"
-_OURS = "serve_app.cli.main"
+_HEADWAY = "serve_app.cli.main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ def main() -> None:
     for _ in range(options.turns):
         port = free_port("127.0.0.1")
         turns["bare"].append(_turn([_BARE, str(port)], f"http://127.0.0.1:{port}/"))
-        ours = [_OURS, "serve", "--port", str(port), *options.model]
-        turns["headway"].append(_turn(ours, f"http://127.0.0.1:{port}/health/ready"))
+        command = [_HEADWAY, "serve", "--port", str(port), *options.model]
+        turns["headway"].append(_turn(command, f"http://127.0.0.1:{port}/health/ready"))
     for name, each in turns.items():
         _show(name, each)
     figures = {name: [_figures(turn) for turn in each] for name, each in turns.items()}

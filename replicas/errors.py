@@ -70,8 +70,8 @@ class UnknownModel(ServingError):
 class Overloaded(ServingError):
     """Refusal because a queue is full; room is expected after `retry_after_s`, 1 to 60 seconds.
 
-    `reason` names the limit. `code` is `server_overloaded`, `slow_down` if the limit is the request's own deadline, or
-    `rate_limit_exceeded` if it is a limit of the client's own tenant or key.
+    `reason` names the limit. `code` is `slow_down` for the request's own deadline, `rate_limit_exceeded` for a limit of
+    the client's tenant or key, and `server_overloaded` for any other limit.
     """
 
     kind = ErrorKind.OVERLOADED

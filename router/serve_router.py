@@ -26,6 +26,8 @@ from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, Replica
 from router.scaling.ingress_reports import IngressGossip, PollReply
 
 _WAKE_S = 1.0
+_CALL_LIMIT_S = 2.0
+"""Limit of every call but `generate`, seconds."""
 HANDLE_ERRORS = (RayError, RayServeException, grpc.aio.AioRpcError)
 """Errors that a handle call may raise; the last only where Serve carries calls over gRPC (the throughput profile)."""
 
@@ -56,14 +58,12 @@ class ServeReplicaClient:
     of replicas. The client then reports it as draining, and its end does not count as a death.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], gossip: IngressGossip, poll_timeout_s: float = 2.0) -> None:
-        """`poll_timeout_s` bounds every call but `generate`, seconds."""
+    def __init__(self, handle: DeploymentHandle[Any], gossip: IngressGossip) -> None:
         self._handle = handle
         self._gossip = gossip
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
         self._poll = handle.options(method_name="poll")
-        self._poll_timeout_s = poll_timeout_s
         self._num_streams: Counter[str] = Counter()
         self._missed: set[str] = set()
         """Replicas with open streams of this client that answered an earlier poll but not the last one."""
@@ -126,7 +126,7 @@ class ServeReplicaClient:
             if not await self.poll_stats():
                 raise NoReplicaAvailable("no model replica is running yet", code="model_loading")
         try:
-            async with asyncio.timeout(self._poll_timeout_s):
+            async with asyncio.timeout(_CALL_LIMIT_S):
                 card: ModelCard = await in_own_context(self._describe.remote)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
@@ -148,7 +148,7 @@ class ServeReplicaClient:
     async def _poll_one(self, replica_id: str) -> PollReply | None:
         """Return the poll reply of one replica, or of another one in its place; None if there is no reply in time."""
         with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
-            async with asyncio.timeout(self._poll_timeout_s):
+            async with asyncio.timeout(_CALL_LIMIT_S):
                 reply: PollReply = await in_own_context(self._poll.remote, self._gossip.own, ranking=[replica_id])
                 return reply
         return None
@@ -161,11 +161,11 @@ class ServeReplicaClient:
         """
         try:
             response = self._handle.broadcast(method_name, *args)
-            replies = await response.results_async(timeout_s=self._poll_timeout_s, return_exceptions=True)
+            replies = await response.results_async(timeout_s=_CALL_LIMIT_S, return_exceptions=True)
         except DeploymentUnavailableError:
             return []  # Serve raises this when no replica is running.
         except TimeoutError:
-            raise ReplicaLost(f"a model replica did not answer `{method_name}` in {self._poll_timeout_s} s") from None
+            raise ReplicaLost(f"a model replica did not answer `{method_name}` in {_CALL_LIMIT_S} s") from None
         except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return [reply for reply in replies if not isinstance(reply, BaseException)]

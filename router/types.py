@@ -61,9 +61,9 @@ class ReplicaView:
     def num_fair_places(self, band: Band, tenant: str | None) -> int:
         """Return the number of slots of `band` that other tenants would give up to `tenant` for its fair share.
 
-        None stands for a tenant without a request here. While a slot is free, nobody gives one up. Only this ingress's
-        requests are known by tenant. Those of other ingresses keep their slots, but while no request waits on the
-        replica it takes one of a new tenant: the engine knows all tenants, and decides.
+        None stands for a tenant without a request here. While a slot is free, no tenant gives one up. Only this
+        ingress's requests are known by tenant. Those of other ingresses keep their slots. While no request waits on
+        the replica, a new tenant still gets one of them: the engine knows all tenants and decides.
         """
         if self.stats.is_draining or self.num_free_slots(band) > 0:
             return 0
@@ -84,7 +84,7 @@ class ReplicaView:
     def is_filled_by_other_ingresses(self, band: Band) -> bool:
         """Return True if requests of `band` run on the replica and none is of this ingress.
 
-        The ingress whose request ends refills the slot before other ingresses learn that it is free, so it may keep
+        When a request ends, its ingress refills the slot before other ingresses learn of it, so one ingress may keep
         every slot.
         """
         has_running = self.stats.num_running_by_band[band] > 0

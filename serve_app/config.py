@@ -299,8 +299,8 @@ class HeadwayConfig(_SettingsOfParts):
     def max_queued_requests_per_replica(self) -> int:
         """Most sequences that wait in an engine; a replica returns further ones to their ingress.
 
-        The bound covers what every ingress may send before it hears of the others' requests, the jobs process as one
-        more ingress, and preempted sequences.
+        In each band, every ingress and the jobs process may fill all slots before it learns of the others' requests. As
+        many more sequences may be preempted ones.
         """
         return self._max_num_seqs * (self.num_ingress_replicas + 2) * len(Band)
 

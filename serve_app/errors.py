@@ -87,8 +87,8 @@ def is_expected(error: BaseException) -> bool:
 def _unwrapped(error: BaseException) -> ServingError | None:
     """Return the ServingError that `error` is or contains, or None.
 
-    Ray re-raises an error of a replica as an instance of a generated subclass, which never ran the constructor of
-    ServingError, has the remote traceback as its text and keeps the original in `cause`.
+    Ray re-raises an error of a replica as an instance of a generated subclass, without a call of the constructor. Its
+    text is the remote traceback, and `cause` is the original error.
     """
     cause = getattr(error, "cause", None)
     if isinstance(cause, ServingError):

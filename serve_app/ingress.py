@@ -50,7 +50,6 @@ def create_api(
     metrics: HttpMetrics | None = None,
     gate: Gate | None = None,
     rng: random.Random | None = None,
-    clock: Clock | None = None,
 ) -> FastAPI:
     """Create the application; load the tokenizer and the key file.
 
@@ -61,7 +60,7 @@ def create_api(
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
     """
-    clock, dispatcher, jobs = clock or Clock(), backends.dispatcher, backends.jobs
+    clock, dispatcher, jobs = Clock(), backends.dispatcher, backends.jobs
     key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
     authenticator = Authenticator(key_file, clock.monotonic)
     workers = WorkerThreads(settings.num_tokenizer_threads)

@@ -69,7 +69,7 @@ def read_owners(path: Path) -> dict[str, KeyOwner]:
 def changed_owners(path: Path) -> Iterator[dict[str, KeyOwner]]:
     """Give the owners in a file for a change, and write them back atomically; a new file is for its owner only.
 
-    A file lock keeps other processes out meanwhile. An exception leaves the file as it was.
+    A file lock keeps other processes out until the context ends. An exception leaves the file as it was.
 
     Raises:
         ValueError, OSError: the file cannot be read or written, or is locked for too long (`filelock.Timeout`).

@@ -14,13 +14,13 @@ _MODEL = "tests/model/"
 
 
 class ModuleSharing(LoadScopeScheduling):
-    """Scheduler that gives each process one module at a time, as long as there is one that it may run.
+    """Scheduler that gives each process one module at a time, of the modules that the process may run.
 
-    1. Modules that start Ray run in the process named `ray`, one after the other: two clusters that start together
-       on two cores keep each other from it.
+    1. Modules that start Ray run in the process named `ray`, one after the other: on two cores, two clusters that start
+       together exceed Ray's time limits.
     2. Modules of kernels in Triton's interpreter run in the process named `interpreter`, which runs no other tests of
        models: the interpreter takes the place of the compiler for a whole process.
-    3. A process begins with what no other may run. All else goes to any, in order.
+    3. A process begins with the modules that only it may run. All other modules go to any process, in order.
 
     Where no process has one of these names, as with `--numprocesses`, the first one takes its place.
     """

@@ -1,6 +1,6 @@
-"""Seconds of each test module, at the end of a run: of processors, and of the clock.
+"""Processor and wall seconds of each slow test module, at the end of a run.
 
-`--module-durations=0` shows every module; as it is, those that took long.
+`--module-durations=0` shows every module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Cost:
     """Processor and wall seconds."""
 
     cpu_s: float
-    """Of this process and of those that it has started and waited for, user and system."""
+    """User and system time of this process, and of the child processes that it has waited for."""
     wall_s: float
 
     def __add__(self, other: Cost) -> Cost:
@@ -40,7 +40,7 @@ class Cost:
 
 
 class ModuleDurations:
-    """Measures each phase of each test where it runs, and adds up by module where the reports arrive."""
+    """Plugin that measures each phase of each test in its process, and adds up by module in the main process."""
 
     def __init__(self, shown_s: float) -> None:
         self._shown_s = shown_s
@@ -75,7 +75,11 @@ class ModuleDurations:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--module-durations", type=float, default=_SLOW_S, metavar="SECONDS", help="show modules that took so long"
+        "--module-durations",
+        type=float,
+        default=_SLOW_S,
+        metavar="SECONDS",
+        help="show modules that took at least this long",
     )
 
 

@@ -1,4 +1,4 @@
-"""The folders are the architecture: each says in its `__init__` what it may import, and nothing goes up or round.
+"""The folders are the architecture: the `__init__` of each lists its allowed imports, and imports form no cycle.
 
 A folder's docstring ends with "May import" and names in backticks; a name covers the folders within it, and a folder
 may import those within itself. Modules directly in a top package stand for themselves. The product knows no test kit,
@@ -225,7 +225,7 @@ PURE = [module for module in IN_PRODUCT if is_in(module, STDLIB_ONLY) and not is
 def test_pure_modules_import_only_the_standard_library() -> None:
     known = (*sys.stdlib_module_names, *PRODUCT)
     foreign = [(module, name) for module in PURE for name in IMPORTS[module] if name.split(".")[0] not in known]
-    assert not foreign, f"neither the standard library nor ours: {foreign}"
+    assert not foreign, f"neither of the standard library nor of this project: {foreign}"
 
 
 def test_pure_modules_import_without_ray_or_torch() -> None:
@@ -251,7 +251,7 @@ def test_a_process_imports_its_own_deployment_alone(deployment: str) -> None:
     import_without((), [deployment], f"found = set({unwanted!r}) & set(sys.modules); assert not found, found")
 
 
-def test_building_the_application_imports_no_library_of_one_process() -> None:
+def test_building_the_application_imports_no_heavy_library() -> None:
     import_without((), ["serve_app.app"], f"found = set({HEAVY!r}) & set(sys.modules); assert not found, found")
 
 

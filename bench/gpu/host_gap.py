@@ -1,8 +1,8 @@
 """Time that the device waits for the host between decodes, with and without async scheduling and CUDA graphs.
 
-A step's gap is the time between its end on the device and that of the step before, less the time that the device needs
-for it. That time is measured with the next steps already in the device's queue. The profiler's busy share is a second
-measure of the same and slows the host down a little.
+A step's gap = time from the end of the previous step on the device to its own end - its time on the device. The latter
+is measured with the next steps already in the device's queue. The profiler's busy share is a second measure of the
+same. It slows the host down a little.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ CONTEXT = 1024
 BATCH_SIZES = (1, 64, 256)
 BLOCK_SIZE = 16
 NUM_REPETITIONS = 20
+_COPIED_BYTES = 4 * 2**30
 SHAPES: dict[str, PretrainedConfig] = {
     "Qwen2.5-0.5B": Qwen2Config(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -63,11 +64,11 @@ class DecodeTime:
         return f"{self.shape:13} {self.attention:7} {batch:>10} {self.step_ms:8.2f} ms, {share}{attention}"
 
 
-def copy_bandwidth(device: torch.device, num_bytes: int = 4 * 2**30) -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes per second, read and written, of a copy within the device's memory."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * num_bytes / (_median_ms(lambda: target.copy_(source)) / 1000)
+    return 2 * _COPIED_BYTES / (_median_ms(lambda: target.copy_(source)) / 1000)
 
 
 def measure_decodes(device: str, bandwidth: float) -> list[DecodeTime]:

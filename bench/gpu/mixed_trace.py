@@ -50,10 +50,10 @@ class TraceOutcome:
 def measure_trace(make_model: Callable[[], LoadedModel], make_peer: Callable[[], Any]) -> list[TraceOutcome]:
     """Measure the engines one after another, each alone on the device; a failure is recorded as `fault`."""
     trace = mixed_requests(256, longest_prompt=768, longest_output=512)
-    return [*_measure_ours(make_model, trace), *_measure_peers(make_peer, trace)]
+    return [*_measure_headway(make_model, trace), *_measure_peers(make_peer, trace)]
 
 
-def _measure_ours(make_model: Callable[[], LoadedModel], trace: list[PeerRequest]) -> list[TraceOutcome]:
+def _measure_headway(make_model: Callable[[], LoadedModel], trace: list[PeerRequest]) -> list[TraceOutcome]:
     runner = warm_runner(make_model(), _LIMITS, RunnerOptions(gpu_memory_utilization=0.5))
     serve_headway(runner, trace[:CONCURRENCY], is_async=True)
     return [

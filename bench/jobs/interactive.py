@@ -112,7 +112,7 @@ def judge(scale: Scale, figures: dict[str, Any]) -> list[Bar]:
         *latency_bars(scale.name, "a batch", figures, scale.max_ttft_ratio, scale.max_gap_ratio),
         Bar(f"{prefix}interactive requests failed", figures["num_interactive_failed"], 0),
         Bar(f"{prefix}the batch lasted to the end", float(figures["lasted"]), 1, is_lower_bound=True),
-        Bar(f"{prefix}lines done meanwhile", num_after - num_before, 1, is_lower_bound=True),
+        Bar(f"{prefix}lines done beside it", num_after - num_before, 1, is_lower_bound=True),
     ]
 
 

@@ -147,13 +147,13 @@ def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
         Bar("batch completed", float(seen.batch["status"] == "completed"), 1, True),
         Bar("lines in no file", len(expected - counts.keys()), 0),
         Bar("lines more than once", sum(number > 1 for number in counts.values()), 0),
-        Bar("lines that nobody asked for", len(counts.keys() - expected), 0),
+        Bar("lines that are not in the input", len(counts.keys() - expected), 0),
         Bar("lines that failed", len(seen.errors), 0),
         Bar("lines that the counts miss", abs(scale.num_lines - num_done(seen.batch)), 0),
         Bar("jobs accepted", len(seen.jobs), 1, True),
         Bar("jobs lost or failed", len(wrong_jobs), 0),
-        Bar("ends that no webhook told", len(unreported), 0),
-        Bar("ends told under two ids", len(two_ids), 0),
+        Bar("ends without a webhook", len(unreported), 0),
+        Bar("ends with two webhook ids", len(two_ids), 0),
     ]
     return {
         "kills": [asdict(kill) for kill in seen.kills],

@@ -154,7 +154,7 @@ def judge(figures: dict[str, Any]) -> list[Bar]:
         ),
         Bar("interactive requests failed", figures["num_interactive_failed"], 0),
         Bar("the backlog stood to the end of the batch", float(figures["lasted"]), 1, is_lower_bound=True),
-        Bar("requests of the backlog done meanwhile", figures["num_backlog_done"], 1, is_lower_bound=True),
+        Bar("requests of the backlog done beside it", figures["num_backlog_done"], 1, is_lower_bound=True),
     ]  # fmt: skip
 
 

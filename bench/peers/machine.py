@@ -35,7 +35,7 @@ class _Ticks:
 
 
 class ProcessorMeter:
-    """Meter of CPU time since it was last asked, or made."""
+    """Meter of CPU time since its last reading, or since its construction."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids

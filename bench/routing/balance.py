@@ -36,9 +36,9 @@ from testkit.engine.timed_runner import STEP_TIMES
 from testkit.serving.served import Served
 
 NUM_REPLICAS = 4
-OURS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_two, bound when it comes"
+LEAST_TOKENS, LEAST_LOADED, RAY_DEFAULT = "least_tokens", "least_requests", "power_of_two, bound when it comes"
 _SETTINGS: dict[str, dict[str, object]] = {
-    OURS: {},
+    LEAST_TOKENS: {},
     LEAST_LOADED: {"baseline_policy": "least_requests"},
     RAY_DEFAULT: {"baseline_policy": "power_of_two", "max_queued_per_replica": 1000},
 }
@@ -57,11 +57,11 @@ class Scale:
     skewed_per_s: float = 7.0
     num_skewed: int = 3
     """Number of skewed traces, each with its own seed."""
-    with_prefixes: tuple[str, ...] = (OURS, LEAST_LOADED)
-    with_skewed: tuple[str, ...] = (OURS, RAY_DEFAULT)
+    with_prefixes: tuple[str, ...] = (LEAST_TOKENS, LEAST_LOADED)
+    with_skewed: tuple[str, ...] = (LEAST_TOKENS, RAY_DEFAULT)
 
 
-QUICK = Scale(num_at_once=40, trace_s=5.0, num_skewed=1, with_prefixes=(OURS,), with_skewed=(OURS,))
+QUICK = Scale(num_at_once=40, trace_s=5.0, num_skewed=1, with_prefixes=(LEAST_TOKENS,), with_skewed=(LEAST_TOKENS,))
 
 
 def main() -> int:
@@ -92,17 +92,17 @@ def main() -> int:
 
 
 def _judge(at_once: dict[str, Any], prefix: dict[str, dict[str, Any]], skewed: dict[str, Any]) -> list[Bar]:
-    ours, least_loaded = prefix[OURS], prefix.get(LEAST_LOADED, {})
+    own, least_loaded = prefix[LEAST_TOKENS], prefix.get(LEAST_LOADED, {})
     p99 = skewed["ttft_p99_s"]
-    hit_rates, ttfts = ((ours[key], least_loaded.get(key)) for key in ("hit_rate", "ttft_p50_s"))
+    hit_rates, ttfts = ((own[key], least_loaded.get(key)) for key in ("hit_rate", "ttft_p50_s"))
     return [
         Bar("at once: tokens given to replicas, max / mean", at_once["given_max_over_mean"], 1.15),
         Bar("at once: outstanding tokens in /load, max / mean", at_once["load_max_over_mean"], 1.15),
-        Bar("prefixes: hit rate, ours / least loaded", ratio(*hit_rates), 1.0, True),
-        Bar("prefixes: TTFT p50, ours / least loaded", ratio(*ttfts), 1.0),
-        Bar("prefixes: requests on the hottest replica, max / mean", ours["hot_spot"], 1.5),
-        Bar("skewed: TTFT p99, ours / oracle", ratio(p99[OURS], p99["oracle"]), 1.2),
-        Bar("skewed: TTFT p99, ours / power of two choices", ratio(p99[OURS], p99.get(RAY_DEFAULT)), 1.0),
+        Bar("prefixes: hit rate, Headway / least loaded", ratio(*hit_rates), 1.0, True),
+        Bar("prefixes: TTFT p50, Headway / least loaded", ratio(*ttfts), 1.0),
+        Bar("prefixes: requests on the hottest replica, max / mean", own["hot_spot"], 1.5),
+        Bar("skewed: TTFT p99, Headway / oracle", ratio(p99[LEAST_TOKENS], p99["oracle"]), 1.2),
+        Bar("skewed: TTFT p99, Headway / power of two choices", ratio(p99[LEAST_TOKENS], p99.get(RAY_DEFAULT)), 1.0),
     ]
 
 
@@ -191,7 +191,9 @@ def compare_skewed(skewed: dict[str, list[Offered]], idle_ttft_s: float, options
     ]
     fleet = (NUM_REPLICAS, _NUM_SLOTS, _BUDGET)
     nominal = [run_oracle(arrivals, step_times, *fleet) for arrivals in traces]
-    gap_s = percentile([gap_s for offered in skewed[OURS] for row in offered.rows for gap_s in row.inter_token_s], 50)
+    gap_s = percentile(
+        [gap_s for offered in skewed[LEAST_TOKENS] for row in offered.rows for gap_s in row.inter_token_s], 50
+    )
     step_overhead_s = max(0.0, gap_s - statistics.median(run.gap_s for run in nominal))
     slower = replace(step_times, base_s=step_times.base_s + step_overhead_s)
     overhead_s = max(0.0, idle_ttft_s - run_oracle([_IDLE_ARRIVAL], step_times, *fleet).ttft_s[0])

@@ -2,8 +2,8 @@
 
 One engine of 32 slots behind flow control, in simulated time: a step takes the time of a real device (`slow-gpu`). The
 tenant `idle` sends short requests now and then, first alone. Then the tenant `flood` has 102 clients in the same band,
-each of which sends a request of 1,500 output tokens, reads it, sends the next, and comes back after a refusal when it
-is told to. `--checkout` measures other code, from a directory, in the same way and puts its figures beside.
+each of which sends a request of 1,500 output tokens, reads it and sends the next. A refused client waits for the time
+that the refusal names. `--checkout` measures other code, from a directory, in the same way and puts its figures beside.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Replica:
         return [self.engine.metrics()]
 
     async def describe(self) -> ModelCard:
-        """Refuse: nobody asks."""
+        """Refuse: no caller of this client needs the model card."""
         raise NotImplementedError
 
 

@@ -37,8 +37,8 @@ class Scheduler:
        sequence gives way at most once in `fairness_rest_steps`. A tenant at its share gives no way and takes no slot
        back, so two tenants never take slots from each other in turn.
     5. A sequence that must run alone preempts all others, and none is admitted beside it.
-    6. A band that has tokens to prefill, but for which nothing was computed for `promote_after_s`, has its most urgent
-       sequence promoted to the front of all bands. A promoted sequence takes the next free slot. It preempts no
+    6. If a band has tokens to prefill, and none of its tokens was computed for `promote_after_s`, its most urgent
+       sequence is promoted to the front of all bands. A promoted sequence takes the next free slot. It preempts no
        sequence for a slot, others may pass it by preempting, and it is not preempted for a slot. Then the band's clock
        restarts.
 

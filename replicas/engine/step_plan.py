@@ -114,8 +114,8 @@ class StepPlan:
 class LatencyController:
     """Controller of the token budget, which keeps the time of steps with decodes near `target_itl_ms`.
 
-    1. A step that took more than 1.2 times the target multiplies the budget by target / duration, but at least by 0.5,
-       so that one stall of the machine does not undo what was learnt.
+    1. A step that took more than 1.2 times the target multiplies the budget by target / duration. The factor is at
+       least 0.5, so one stall of the machine does not undo the earlier adjustments.
     2. A step that used its whole budget and took less than 0.8 times the target adds a 64th of
        `max_num_batched_tokens`. A step that used less does not show the cost of more tokens.
     3. In between, nothing changes. A step without decodes delays no running stream: it is neither limited nor counted.

@@ -13,8 +13,8 @@ from replicas.protocol import Band
 class TenantSlots:
     """Slots that each tenant's running sequences hold, by the band they are scheduled in.
 
-    The share of a tenant in a band is the slots that more urgent bands leave, divided by the number of tenants that run
-    or wait in the band, rounded down, and at least one.
+    A tenant's share in a band = slots left by more urgent bands / tenants that run or wait in the band. It is rounded
+    down, and at least one.
 
     Invariant: a tenant is listed in a band if and only if it holds a slot there.
     """

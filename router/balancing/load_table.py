@@ -82,7 +82,7 @@ class LoadTable:
         self._entries[stats.replica_id] = _Entry(
             stats,
             self._clock(),
-            tuple(max(0, running + waiting - ours) for running, waiting, ours in reported),
+            tuple(max(0, running + waiting - sent) for running, waiting, sent in reported),
             max(0, stats.outstanding_tokens - own.outstanding_tokens),
         )
 

@@ -23,17 +23,19 @@ _NUM_LENGTHS = 64
 class Admission:
     """Admission control of one ingress: refuses requests when a band is full or when they would start too late.
 
-    Predicted wait = tokens that will be dispatched before the request / tokens per second left for the band. Before it
-    are all tokens that wait in more urgent bands, and of its own band those that the fair order between tenants puts
-    before it. So an idle tenant's request is among the next, however much another tenant has waiting. If other tenants
-    give up a slot to it, nothing of its band is before it. Left for the band is the speed of all replicas under load,
-    less the tokens per second lately requested in more urgent bands (the mean wait in a queue with preemptive
-    priorities: Conway, Maxwell and Miller, Theory of Scheduling, 1967). Refused requests count as requested: they are
-    sent again, and are served before any less urgent work.
+    Predicted wait = tokens before the request / speed for its band.
 
-    A refused client is asked to retry after the predicted wait, but at most `_WINDOW_S` after the present queue would
-    be done if nothing more urgent arrived. The load cannot be predicted for longer, and clients that return long after
-    an overload would prolong it.
+    1. The tokens before the request are all waiting tokens of more urgent bands, and those tokens of its own band that
+       come first in the fair order between tenants. So the request of an idle tenant is among the next, even beside a
+       long queue of another tenant. If other tenants give up a slot to the request, no token of its band is before it.
+    2. The speed for the band is the speed of all replicas under load, less the tokens per second lately requested in
+       more urgent bands. This is the mean wait in a queue with preemptive priorities (Conway, Maxwell and Miller,
+       Theory of Scheduling, 1967). Refused requests count as requested: clients send them again, and they are served
+       before any less urgent work.
+
+    The retry time of a refused client is the predicted wait. It is at most the time in which the present queue would be
+    done without more urgent arrivals, plus `_WINDOW_S`. The load cannot be predicted for longer, and clients that
+    return long after an overload would prolong it.
     """
 
     def __init__(self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable) -> None:

@@ -29,10 +29,10 @@ class FlowLimits:
     max_queue_wait_s: float = setting(600.0, gt=0)
     """Longest time that a request waits for a replica, seconds; then 504, or 503 if there is no replica at all."""
     lookahead: int = 0
-    """Requests of any band that a replica is given beyond its slots. They bridge the time between the end of one
-    request and the arrival of the next, in which the engine would otherwise start a less urgent request and preempt it
-    again. They apply only to a replica that has less urgent work, and to a single replica. Otherwise a request waits
-    here for the first free slot of any replica."""
+    """Requests of any band that a replica is given beyond its slots. When a request ends, the next one is
+    already there. Without it the engine would start a less urgent request, and preempt it soon. The setting applies
+    only to a replica that has less urgent work, and to a single replica. Otherwise a request waits here for the first
+    free slot of any replica."""
     batch_lookahead: float = 0.125
     """Batch requests that a replica is given beyond its slots, as a share of the slots and at least one."""
 
@@ -59,11 +59,11 @@ class _PendingPlacement:
 class FlowController:
     """Flow controller of one ingress: decides when each request is dispatched; its policies choose the replica.
 
-    Late binding: a request is given to a replica only when one has room, so that a more urgent one that arrives
-    later is served first. Room for a band counts slots and blocks held by lower bands, since the engine preempts.
-    After each change (`notify`), the queue is walked in order and each request that finds room is dispatched. A request
-    without room holds back the requests behind it in its band. It does not hold back other tenants that have less than
-    their fair share of a replica's slots: they take the slots of tenants that have more.
+    Late binding: a request waits here until a replica has room, so a later, more urgent request is served first. Room
+    for a band counts slots and blocks held by lower bands, since the engine preempts. After each change (`notify`), the
+    queue is walked in order and each request that finds room is dispatched. A request without room holds back the
+    requests behind it in its band. It does not hold back other tenants that have less than their fair share of a
+    replica's slots: they take the slots of tenants that have more.
 
     Its parts: `admission` accepts requests by their predicted wait and by the output that `lengths` predicts; `queue`
     orders them, and callers only read it; a `SlotPolicy` selects the replicas of `table` with room and a
@@ -151,8 +151,8 @@ class FlowController:
     def refused(self, placement: Placement, request: GenerateRequest) -> None:
         """Note that the replica refused the request and computed none of its prompt. Called before `settle`.
 
-        The replica gets no request until its next report, so that this request and the ones behind it do not go
-        straight back to it.
+        The replica gets no request until its next report. Otherwise this request and the next ones would go straight
+        back to it.
         """
         self.table.forget(placement.in_flight.replica_id)
         self.account.refused(placement, request)

@@ -35,9 +35,8 @@ class LateBinding:
 
     1. A replica has a place for each slot that is free or held by a lower band, since the engine preempts.
     2. It has `lookahead` more places if it has less urgent requests, a starved band asks, or it is the only replica.
-       They bridge the time between the end of a request and the arrival of the next, in which the engine would
-       otherwise start a less urgent request and preempt it again. In all other cases a request waits in the ingress for
-       the first free slot of any replica.
+       When a request ends, the next one is already there. Without it the engine would start a less urgent request, and
+       preempt it soon. In all other cases a request waits in the ingress for the first free slot of any replica.
     3. For batch requests it has at least `batch_lookahead` more places, as a share of its slots and at least one.
     4. A starved band counts as the most urgent one, with the places of 2.: its promoted request is first in the
        replica's queue, so it may be sent before a slot is free.
@@ -47,8 +46,8 @@ class LateBinding:
        what never fits), the request's band is starved (the engine keeps freed blocks for a promoted request), or 5.
        holds.
     7. A replica without a place has room for a tenant below its fair share of the band's slots, until all tenants with
-       requests there can have their shares: the engine preempts those beyond. The request must be there to take the
-       slot. Blocks of the slots that it may take count as free.
+       requests there can have their shares. The request must be on the replica to take a slot: the engine then preempts
+       a tenant beyond its share. The blocks of such slots count as free.
     """
 
     lookahead: int = 0

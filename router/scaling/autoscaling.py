@@ -99,8 +99,8 @@ class Autoscaler:
 
     Urgent work is all work but batch work.
 
-    1. A replica's speed is the lower median of the measured speeds, which are of steps with at least as much work as
-       they could take. If no replica has one, it is the last known speed; before any, `replica_tokens_per_s`.
+    1. A replica's speed is the lower median of the measured speeds of saturated steps. If no replica has a measured
+       speed, it is the last known one; before the first, `replica_tokens_per_s`.
     2. Waiting work is due in `target_drain_s`. Batch work is due in 0.8 of the time to its deadline, or in
        `batch_drain_s` if it has none.
     3. Needed for waiting work: for each time at which some of it is due, all tokens due until then, divided by the

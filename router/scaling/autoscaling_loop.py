@@ -10,6 +10,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -142,8 +143,8 @@ class IngressLoad:
 class AutoscalingLoop:
     """Loop that decides every 0.1 s from the known load, and polls the replicas when their load must be fresh.
 
-    While requests wait and fewer replicas are known than desired, it polls every 0.1 s, so that a new replica gets
-    requests at once. A changed decision is sent to the replicas at once, with a poll. If there is no replica, and
+    It polls every 0.1 s while requests wait and fewer replicas are known than desired: a new replica then gets requests
+    at once. A changed decision is sent to the replicas at once, with a poll. If there is no replica, and
     requests wait or no replica was ever seen, it has one started.
     """
 
@@ -214,25 +215,31 @@ class AutoscalingLoop:
 def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[PendingWork, ...]:
     """Return the work that waits in flow control; batch work with similar deadlines is one entry, with the earliest."""
     urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
-    by_due: dict[float, int] = {settings.target_drain_s: urgent} if urgent else {}
-    for waiting in queue.waiting(Band.BATCH):
-        left_s = None if waiting.deadline_s is None else waiting.deadline_s - now
-        due_s = _batch_due_s(left_s, settings)
-        by_due[due_s] = by_due.get(due_s, 0) + waiting.expected_tokens
-    return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
+    batch = [
+        (_batch_due_s(waiting.deadline_s, now, settings), waiting.expected_tokens)
+        for waiting in queue.waiting(Band.BATCH)
+    ]
+    return _work_by_due([*([(settings.target_drain_s, urgent)] if urgent else []), *batch])
 
 
 def work_in_backlog(
     waiting: Iterable[BacklogWork], settings: AutoscalingSettings, now_unix_s: float
 ) -> tuple[PendingWork, ...]:
     """Return the work that waits outside flow control; batch work is due by its deadline, other work at the target."""
-    by_due: dict[float, int] = {}
-    for work in waiting:
-        due_s = settings.target_drain_s
-        if work.band is Band.BATCH:
-            left_s = None if work.deadline_unix_s is None else work.deadline_unix_s - now_unix_s
-            due_s = _batch_due_s(left_s, settings)
-        by_due[due_s] = by_due.get(due_s, 0) + work.tokens
+
+    def due_s(work: BacklogWork) -> float:
+        if work.band is not Band.BATCH:
+            return settings.target_drain_s
+        return _batch_due_s(work.deadline_unix_s, now_unix_s, settings)
+
+    return _work_by_due((due_s(work), work.tokens) for work in waiting)
+
+
+def _work_by_due(waiting: Iterable[tuple[float, int]]) -> tuple[PendingWork, ...]:
+    """Return the sums of the tokens that are due at the same time; each pair is a time and a number of tokens."""
+    by_due = Counter[float]()
+    for due_s, tokens in waiting:
+        by_due[due_s] += tokens
     return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
 
 
@@ -258,12 +265,12 @@ def urgent_outstanding(work: Iterable[PendingWork], views: Iterable[ReplicaView]
     return num_tokens
 
 
-def _batch_due_s(left_s: float | None, settings: AutoscalingSettings) -> float:
+def _batch_due_s(deadline_s: float | None, now_s: float, settings: AutoscalingSettings) -> float:
     """Return the seconds until batch work is due, rounded down to a power of two so that a long queue has few entries.
 
-    Never less than `target_drain_s`; `batch_drain_s`, not rounded, without a deadline. `left_s`: time to the deadline.
+    Never less than `target_drain_s`. Work without a deadline is due in `batch_drain_s`, not rounded.
     """
-    if left_s is None:
+    if deadline_s is None:
         return settings.batch_drain_s
-    due_s = max(settings.target_drain_s, _DEADLINE_SHARE * left_s)
+    due_s = max(settings.target_drain_s, _DEADLINE_SHARE * (deadline_s - now_s))
     return max(settings.target_drain_s, 2.0 ** math.floor(math.log2(due_s)))

@@ -1,13 +1,14 @@
-"""Levels of load: so many requests together, so many a second, or those of a trace."""
+"""Levels of load: a number of requests together, a rate, or the requests of a trace."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
 from typing import Protocol
 
-from serve_app.benchmark.arrivals import Arrivals, at_rate, limited
 from serve_app.benchmark.rows import Row
 from serve_app.benchmark.sender import ScheduledRequest, Sending, send_on_time, send_together
 from serve_app.benchmark.trace import TracedRequest
@@ -15,7 +16,14 @@ from serve_app.benchmark.workload import RequestFactory
 
 DEFAULT_NUM_REQUESTS = 100
 DEFAULT_ROUNDS = 8
-"""Requests for each one of those that are open together, where nothing limits their number."""
+"""Requests of a level without a limit, for each request that is open at the same time."""
+
+
+class Arrivals(Enum):
+    """Spacing of requests that are sent at a rate."""
+
+    POISSON = "poisson"
+    CONSTANT = "constant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +154,29 @@ class Replay:
         """Send the trace's requests, or its beginning."""
         traced = offer.factory.traced(self.trace, self.name)
         await _send_on_time(offer, limited(traced, offer.extent.num_requests, offer.extent.duration_s))
+
+
+def at_rate(
+    requests: Iterable[ScheduledRequest], rate_per_s: float, arrivals: Arrivals, rng: random.Random
+) -> Iterator[ScheduledRequest]:
+    """Give requests their times: the first leaves at once."""
+    at_s = 0.0
+    for request in requests:
+        request.row.scheduled_s = at_s
+        yield request
+        at_s += 1 / rate_per_s if arrivals is Arrivals.CONSTANT else rng.expovariate(rate_per_s)
+
+
+def limited(
+    requests: Iterable[ScheduledRequest], num_requests: int | None, duration_s: float | None
+) -> list[ScheduledRequest]:
+    """Return the requests up to a number, and to a time at which they are scheduled."""
+    chosen = []
+    for request in islice(requests, num_requests):
+        if duration_s is not None and request.row.scheduled_s >= duration_s:
+            break
+        chosen.append(request)
+    return chosen
 
 
 async def _send_on_time(offer: Offer, requests: Sequence[ScheduledRequest]) -> None:

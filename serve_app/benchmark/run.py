@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 import aiohttp
 
-from serve_app.benchmark.arrivals import limited
 from serve_app.benchmark.client import READ_BUFFER_BYTES, Client
-from serve_app.benchmark.levels import Extent, Level, LevelRun, Offer
+from serve_app.benchmark.levels import Extent, Level, LevelRun, Offer, limited
 from serve_app.benchmark.prompts import TokenScale
 from serve_app.benchmark.rows import Outcome, Row
 from serve_app.benchmark.sender import send_together

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 from replicas.protocol import Band
-from serve_app.benchmark.lengths import Lengths
 from serve_app.benchmark.prompts import TokenScale, words
 from serve_app.benchmark.rows import Row
 from serve_app.benchmark.sender import ScheduledRequest
@@ -28,6 +28,45 @@ class Endpoint(Enum):
     def path(self) -> str:
         """Path of the endpoint."""
         return "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Distribution of token counts within [low, high]: uniform, or log-normal around a median."""
+
+    low: int
+    high: int
+    median: float | None = None
+    """Median of the log-normal distribution; None: uniform."""
+    sigma: float = 0.0
+    """Deviation of the logarithm."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `N`, `LOW:HIGH` or `LOW:HIGH:MEDIAN:SIGMA`.
+
+        Raises:
+            ValueError: the text has another form, or the numbers contradict each other.
+        """
+        try:
+            low, high, *shape = text.split(":") if ":" in text else (text, text)
+            lengths = cls(int(low), int(high), *(float(number) for number in shape))
+        except (ValueError, TypeError):
+            raise ValueError(f"'{text}' is not of the form N, LOW:HIGH or LOW:HIGH:MEDIAN:SIGMA") from None
+        if len(shape) not in (0, 2):
+            raise ValueError(f"'{text}' has a median but no sigma, such as 16:2048:256:0.6")
+        if not 1 <= lengths.low <= lengths.high:
+            raise ValueError(f"'{text}' must have 1 <= low <= high; it has {lengths.low} and {lengths.high}")
+        if lengths.median is not None and not (lengths.low <= lengths.median <= lengths.high and lengths.sigma >= 0):
+            raise ValueError(f"'{text}' must have low <= median <= high and sigma >= 0")
+        return lengths
+
+    def draw(self, rng: random.Random) -> int:
+        """Draw one count."""
+        if self.median is None:
+            return rng.randint(self.low, self.high)
+        drawn = round(self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0)))
+        return min(self.high, max(self.low, drawn))
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,8 @@ def json_line(fields: Fields) -> str:
 def text_line(fields: Fields) -> str:
     """Return an access line as text; a field that does not apply is left out.
 
-    What a client has chosen is quoted if it has more than plain visible characters, so that it cannot control the
-    terminal or imitate another field.
+    A client's text is quoted if it has more than plain visible characters. So it cannot control the terminal or imitate
+    another field.
     """
     shown = {name: fields.get(source) for source, name in _SHOWN.items()}
     words = [_time_text(fields["time_unix_s"]), *(_word(shown.pop(name)) for name in _WITHOUT_NAMES)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +13,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serve_app.cli.batch_client import BatchClient
-from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, ServerError, UrlOption, connected
+from serve_app.cli.client import DEFAULT_URL, JsonObject, KeyOption, ServerClient, ServerError, UrlOption, connected
 from serve_app.cli.terminal import date_text, print_table, stderr
 
 FINAL = ("completed", "failed", "expired", "cancelled")
 RETRY_LIMIT_S = 120.0
 """Time for which `wait` retries while the server does not answer, seconds; the server may be restarting."""
 _MAX_SHOWN_ERRORS = 10
+_PAGE = 100
 
 BatchArgument = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.")]
 OutputOption = Annotated[Path | None, typer.Option("--output", help="File for the results.", dir_okay=False)]
@@ -117,6 +118,50 @@ def download(
                 raise ServerError(f"batch {batch_id} has no {field}; its status is {batch['status']}", may_pass=False)
             client.download(batch[field], path)
             print(path)
+
+
+class BatchClient:
+    """Client of the files and batches of one server; every failure of the server is a ServerError."""
+
+    def __init__(self, server: ServerClient) -> None:
+        self._server = server
+
+    def upload(self, path: Path) -> JsonObject:
+        """Upload a file, read while it is sent, and return its file object."""
+        with path.open("rb") as content:
+            files = {"file": (path.name, content)}
+            return self._server.json("POST", "/v1/files", data={"purpose": "batch"}, files=files)
+
+    def submit(self, file_id: str, endpoint: str, window: str, metadata: Mapping[str, str]) -> JsonObject:
+        """Create a batch and return it."""
+        body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": window}
+        metadata_field = {"metadata": dict(metadata)} if metadata else {}
+        return self._server.json("POST", "/v1/batches", json=body | metadata_field)
+
+    def batch(self, batch_id: str) -> JsonObject:
+        """Return a batch in its present state."""
+        return self._server.json("GET", f"/v1/batches/{batch_id}")
+
+    def cancel(self, batch_id: str) -> JsonObject:
+        """Start the cancellation of a batch and return it."""
+        return self._server.json("POST", f"/v1/batches/{batch_id}/cancel")
+
+    def latest(self, limit: int) -> list[JsonObject]:
+        """Return the `limit` newest batches, newest first."""
+        return list(islice(self._newest_first(min(limit, _PAGE)), limit))
+
+    def download(self, file_id: str, path: Path) -> None:
+        """Write a file's content to `path`, atomically."""
+        self._server.download(f"/v1/files/{file_id}/content", path)
+
+    def _newest_first(self, page_size: int) -> Iterator[JsonObject]:
+        after: dict[str, str] = {}
+        while True:
+            page = self._server.json("GET", "/v1/batches", params={"limit": page_size, **after})
+            yield from page["data"]
+            if not page["has_more"]:
+                return
+            after = {"after": page["last_id"]}
 
 
 @contextmanager

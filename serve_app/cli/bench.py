@@ -12,12 +12,10 @@ import typer
 from rich.console import Console
 
 from replicas.protocol import Band
-from serve_app.benchmark.arrivals import Arrivals
-from serve_app.benchmark.lengths import Lengths
-from serve_app.benchmark.levels import Concurrency, Extent, Level, Rate, Replay
+from serve_app.benchmark.levels import Arrivals, Concurrency, Extent, Level, Rate, Replay
 from serve_app.benchmark.rows import Targets
 from serve_app.benchmark.trace import band_of, read_trace
-from serve_app.benchmark.workload import Endpoint, Workload
+from serve_app.benchmark.workload import Endpoint, Lengths, Workload
 from serve_app.cli.client import DEFAULT_URL, KeyOption, UrlOption, connected
 from serve_app.cli.terminal import stderr
 

@@ -169,7 +169,7 @@ def connected(url: str, api_key: str | None) -> Iterator[ServerClient]:
     client = ServerClient(url, api_key)
     try:
         yield client
-    except BrokenPipeError:  # The reader of our output has gone; that is no failure of the server.
+    except BrokenPipeError:  # The reader of the output has gone. The server did not fail.
         raise
     except ServerError as error:
         fail(error.message)

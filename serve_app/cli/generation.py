@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,19 +11,19 @@ from unicodedata import category
 
 import typer
 
+from replicas.protocol import Band
 from serve_app.cli.client import JsonObject, ServerClient, ServerError
 
-Band = Literal["interactive", "standard", "batch"]
-_PRIORITY: Mapping[Band, int] = {"interactive": 0, "standard": 1, "batch": 2}
+BandName = Literal["interactive", "standard", "batch"]
 
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Name of the model; not needed if the server has one model.")
 ]
-TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Randomness; 0: always the likeliest token.")]
-TopPOption = Annotated[float | None, typer.Option(min=0, max=1, help="Share of the likeliest tokens to draw from.")]
+TemperatureOption = Annotated[float | None, typer.Option(min=0, help="Randomness; 0: always the most probable token.")]
+TopPOption = Annotated[float | None, typer.Option(min=0, max=1, help="Share of the most probable tokens to draw from.")]
 SeedOption = Annotated[int | None, typer.Option(help="Seed of the random numbers.")]
 MaxTokensOption = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")]
-BandOption = Annotated[Band | None, typer.Option("--band", help="Priority. Default: standard.", show_default=False)]
+BandOption = Annotated[BandName | None, typer.Option("--band", help="Priority. Default: standard.", show_default=False)]
 STOPPED = 130
 """Exit status of a command whose answer Ctrl-C has stopped."""
 
@@ -35,17 +35,16 @@ class Sampling:
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    band: Band | None = None
+    band: BandName | None = None
     max_tokens: int | None = None
 
     def fields(self) -> JsonObject:
         """Return the fields of a request for the options that are given."""
-        priority = None if self.band is None else _PRIORITY[self.band]
         named = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "seed": self.seed,
-            "priority": priority,
+            "priority": None if self.band is None else int(Band[self.band.upper()]),
             "max_tokens": self.max_tokens,
         }
         return {name: value for name, value in named.items() if value is not None}

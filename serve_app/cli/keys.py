@@ -12,7 +12,7 @@ import typer
 from filelock import Timeout
 
 from replicas.protocol import Band
-from serve_app.cli.generation import Band as BandName
+from serve_app.cli.generation import BandName
 from serve_app.cli.terminal import fail, print_table, stderr
 from serve_app.key_file import KeyOwner, changed_owners, digest_of, new_key, read_owners
 
@@ -39,17 +39,17 @@ def create(
         raise typer.BadParameter("--tenant is empty")
     key = new_key()
     created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with _told_errors(), changed_owners(file) as owners:
+    with _reported_errors(), changed_owners(file) as owners:
         owners[digest_of(key)] = KeyOwner(tenant, Band[ceiling.upper()], created, note)
     stderr().print(f"Key of tenant {tenant} for the bands up to {ceiling}, now in {file}. It cannot be shown again:")
     print(key)
-    _tell_servers(file)
+    _print_reload_note(file)
 
 
 @app.command("list")
 def list_keys(file: FileOption = DEFAULT_FILE) -> None:
     """List the owners of the keys, with the first digits of each key's SHA-256."""
-    with _told_errors():
+    with _reported_errors():
         owners = read_owners(file.expanduser())
     rows = [
         (digest[:_SHOWN_DIGITS], owner.tenant, owner.ceiling.name.lower(), owner.created or "-", owner.note or "")
@@ -64,11 +64,11 @@ def revoke(
     file: FileOption = DEFAULT_FILE,
 ) -> None:
     """Revoke a key."""
-    with _told_errors(), changed_owners(file) as owners:
+    with _reported_errors(), changed_owners(file) as owners:
         digest = _digest_named(key, owners)
         owner = owners.pop(digest)
     print(f"Revoked {digest[:_SHOWN_DIGITS]} of tenant {owner.tenant}; {len(owners)} keys are left in {file}.")
-    _tell_servers(file)
+    _print_reload_note(file)
 
 
 def _digest_named(key: str, owners: Mapping[str, KeyOwner]) -> str:
@@ -83,13 +83,13 @@ def _digest_named(key: str, owners: Mapping[str, KeyOwner]) -> str:
     return matching[0]
 
 
-def _tell_servers(file: Path) -> None:
+def _print_reload_note(file: Path) -> None:
     path = file.expanduser().resolve()
     stderr().print(f"[dim]A server with api_key_file={path} notices within a second.[/]")
 
 
 @contextmanager
-def _told_errors() -> Iterator[None]:
+def _reported_errors() -> Iterator[None]:
     """End the command with a message and exit code 1 if the file cannot be used."""
     try:
         yield

@@ -63,7 +63,7 @@ def machine_checks(port: int) -> Iterator[Check]:
 
 
 def folder_check(name: str, folder: Path, least_bytes: int) -> Check:
-    """Check that a folder, or the next one above it that exists, can be written and has room."""
+    """Check that a folder can be written and has room; if it does not exist, check its nearest existing parent."""
     there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(there).free
     found = f"{folder}, {decimal(free)} free"

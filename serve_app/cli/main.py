@@ -23,9 +23,9 @@ _COMMANDS = {
 
 
 class LazyCommands(TyperGroup):
-    """Commands of which only those that are used are imported, so that `headway chat` does not load what serves.
+    """Commands that are imported on first use, so that `headway chat` does not load the server's libraries.
 
-    The types are `Any`, since they are Click's or those of a copy of Click in typer, by typer's version.
+    The types are `Any`: they are Click's in some versions of typer, and typer's own copy of Click's in others.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:

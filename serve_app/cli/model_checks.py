@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,11 @@ from replicas.model.loading.checks import available_memory_bytes, num_weights
 from serve_app.cli.machine_checks import Check, Status
 from serve_app.cli.terminal import stderr
 from serve_app.config import HeadwayConfig
+from serve_app.models.torch_process import run_module
 
 Diagnosis = Mapping[str, Any]
 """Fields of `replicas.model.diagnosis.Diagnosis`."""
+_MODULE = "replicas.model.diagnosis"
 _LIMIT_S = 600.0
 
 
@@ -87,17 +86,12 @@ def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
 def _diagnose(directory: Path | None) -> Diagnosis | Check:
     """Return the diagnosis that the process prints, or a failed check."""
     models = [HeadwayConfig().model_path, *(() if directory is None else (str(directory),))]
-    command = [sys.executable, "-m", "replicas.model.diagnosis", *models]
-    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}
-    advice = "run it alone to see more: " + " ".join(["python", *command[1:]])
     try:
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Check("kernels", Status.FAIL, f"the check took more than {_LIMIT_S:.0f} s", advice)
-    if run.returncode != 0:
-        reason = (run.stderr.strip() or f"exit status {run.returncode}").splitlines()[-1]
-        return Check("kernels", Status.FAIL, reason, advice)
-    diagnosis: Diagnosis = json.loads(run.stdout.splitlines()[-1])
+        line = run_module(_MODULE, *models, limit_s=_LIMIT_S, has_gpu=True)
+    except ModelLoadError as error:
+        advice = f"run it alone to see more: python -m {_MODULE} {' '.join(models)}"
+        return Check("kernels", Status.FAIL, str(error), advice)
+    diagnosis: Diagnosis = json.loads(line)
     return diagnosis
 
 

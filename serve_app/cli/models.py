@@ -71,9 +71,6 @@ def _directory_of(model: str) -> str:
     if Path(model).suffix == ".gguf":
         from serve_app.models.gguf import local_checkpoint
 
-        path = Path(model).expanduser()
-        if not path.is_file():
-            raise ModelLoadError(f"there is no file {path}")
         return local_checkpoint(model)
     from serve_app.models.hub import download
 

@@ -22,7 +22,7 @@ def run_in_own_session(work: Callable[[], int]) -> int:
     """Run `work` in a child process, pass SIGTERM and SIGINT on to it, and return its exit status.
 
     The terminal sends Ctrl-C to all processes of a group, and `kill` may do so too. The processes that `work` starts
-    are in another group: only `work` is told to stop, and can let them finish in order.
+    are in another group. Only `work` gets the signal, so it can let them finish in order.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -42,14 +42,14 @@ def run_in_own_session(work: Callable[[], int]) -> int:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, pass_on)
-    was_told = False
+    has_passed_interrupt = False
     while True:
         ended_id, status = os.waitpid(child_id, os.WNOHANG)
         if ended_id == child_id:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
-        if not was_told and _has_make_been_interrupted():
-            was_told = True
+        if not has_passed_interrupt and _has_make_been_interrupted():
+            has_passed_interrupt = True
             pass_on(signal.SIGINT)
         time.sleep(_POLL_PERIOD_S)
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import shutil
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +14,7 @@ from replicas.model.loading.checks import available_memory_bytes, check_config, 
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
+from serve_app.models.torch_process import run_module
 
 _CHECK_LIMIT_S = 60.0
 _CHECKS = Path("~/.cache/headway/checked")
@@ -54,9 +53,8 @@ def _directory_of(model: str) -> str:
     """Return the directory of a model: a GGUF file is converted and a hub id downloaded, once each."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelLoadError(f"there is no file {path}")
-        print(f"Reading {path.name}; the first time it is converted to safetensors ...", flush=True)
+        if path.is_file():
+            print(f"Reading {path.name}; the first time it is converted to safetensors ...", flush=True)
         return local_checkpoint(model)
     if path.is_dir():
         return str(path)
@@ -85,11 +83,7 @@ def _check_architecture(directory: str) -> None:
     passed = _CHECKS.expanduser() / digest[:24]
     if passed.exists():
         return
-    command = [sys.executable, "-m", "replicas.model.loading.config", directory]
-    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
-    checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_CHECK_LIMIT_S)
-    if checked.returncode != 0:
-        raise ModelLoadError((checked.stderr.strip() or f"exit status {checked.returncode}").splitlines()[-1])
+    run_module("replicas.model.loading.config", directory, limit_s=_CHECK_LIMIT_S)
     with contextlib.suppress(OSError):  # the next start then checks again
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from serve_app.cli.private_cluster import PrivateCluster, private_cluster
 from serve_app.cli.serve_log import Terminal, output_to
 from serve_app.cli.start_report import Report, Steps
 from serve_app.config import HeadwayConfig
+from serve_app.key_file import digest_of
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TENANT = "default"
@@ -53,8 +53,8 @@ class _Stopped(BaseException):
 class Server:
     """Server in this process, with a Ray cluster of its own.
 
-    A signal raises `_Stopped` wherever this process is. Libraries may swallow that or turn it into another exception,
-    so the server also notes it, and looks at the note between its steps.
+    A signal raises `_Stopped` in the main thread. Libraries may swallow that or turn it into another exception, so the
+    signal also sets a flag, which the server checks between its steps.
     """
 
     def __init__(self, config: HeadwayConfig, front: Front, log_path: Path) -> None:
@@ -62,7 +62,7 @@ class Server:
         self._front = front
         self._log_path = log_path
         self._parent_id = os.getppid()
-        self._is_told_to_stop = False
+        self._must_stop = False
 
     def run(self) -> int:
         """Serve until a signal arrives; return the exit status: 0, or 1 if the application or Ray has failed."""
@@ -71,11 +71,11 @@ class Server:
                 self._serve(terminal)
                 reason = "Ray has ended"
             except (SystemExit, KeyboardInterrupt):  # reactions of Ray's own to a signal
-                self._is_told_to_stop = True
+                self._must_stop = True
             except BaseException as error:
                 traceback.print_exc()  # into the log
                 reason = str(error) if isinstance(error, application.ApplicationFailed) else repr(error)
-            if self._is_told_to_stop:
+            if self._must_stop:
                 print("Stopped.", file=self._lines(terminal), flush=True)
                 return 0
             print(f"error: {reason}\nThe log is {self._log_path}", file=terminal.err, flush=True)
@@ -108,7 +108,7 @@ class Server:
             self._wait_for_signal(cluster, lines)
 
     def _wait_for_signal(self, cluster: PrivateCluster, lines: TextIO) -> None:
-        """Wait until the server is told to stop, and let its requests end; return if Ray ends by itself."""
+        """Wait for a signal and let the requests end; return without a signal if Ray ends by itself."""
         limit_s = self._config.graceful_shutdown_timeout_s
         try:
             while cluster.is_alive():
@@ -127,12 +127,12 @@ class Server:
     def _pause(self) -> None:
         """Wait for one poll period, or raise `_Stopped`."""
         if os.getppid() != self._parent_id:
-            self._is_told_to_stop = True
+            self._must_stop = True
         self._check_for_stop()
         time.sleep(_POLL_PERIOD_S)
 
     def _check_for_stop(self) -> None:
-        if self._is_told_to_stop:
+        if self._must_stop:
             raise _Stopped
 
     def _heed_signals(self) -> None:
@@ -140,21 +140,21 @@ class Server:
             signal.signal(signum, self._stop)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
-        """Note the signal and raise `_Stopped`; ignore further signals until they are heeded again."""
-        self._is_told_to_stop = True
+        """Set the flag and raise `_Stopped`; ignore further signals until `_heed_signals`."""
+        self._must_stop = True
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         raise _Stopped
 
 
 def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> HeadwayConfig:
-    """Return the configuration with a key file for the one key of the command line, of which it has the hash alone."""
+    """Return the configuration with a key file that has the hash of the command line's key."""
     if api_key is None:
         return config
     path = folder / "keys.yaml"
     path.touch(mode=0o600)
     owner = {"tenant": _TENANT, "ceiling": "interactive"}
-    path.write_text(json.dumps({hashlib.sha256(api_key.encode()).hexdigest(): owner}))
+    path.write_text(json.dumps({digest_of(api_key): owner}))
     return config.model_copy(update={"api_key_file": str(path)})
 
 

@@ -89,11 +89,11 @@ class FileEndpoints:
     async def _add(self, record: FileRecord) -> None:
         """Record a file whose bytes are in the store; delete the bytes if it has no record.
 
-        A call may fail after its commit, so the record is looked for. If nobody knows, the bytes stay: a record must
-        not outlive them.
+        A call may fail after its commit, so a look at the records follows. If that fails too, the bytes stay: a
+        record must not outlive them.
 
         Raises:
-            ServingError: the file is not recorded, or nobody knows.
+            ServingError: the file has no record, or a look at the records has failed.
         """
         try:
             await self._jobs.service.add_file(record)

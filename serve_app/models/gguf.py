@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from replicas.errors import ModelLoadError
+from serve_app.models.torch_process import run_module
 
 MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
@@ -26,11 +24,13 @@ def local_checkpoint(model: str, cache: Path = MODELS_DIRECTORY) -> str:
     The first call for a file converts it, which takes a while. Concurrent calls on one machine wait for it.
 
     Raises:
-        ModelLoadError: the file cannot be converted.
+        ModelLoadError: the file is missing or cannot be converted.
     """
     path = Path(model).expanduser()
-    if path.suffix != ".gguf" or not path.is_file():
+    if path.suffix != ".gguf":
         return model
+    if not path.is_file():
+        raise ModelLoadError(f"there is no file {path}")
     path = path.resolve()
     stat = path.stat()
     key = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
@@ -55,18 +55,12 @@ def convert_once(file: Path, directory: Path) -> Path:
 
 
 def _convert(file: Path, directory: Path) -> None:
-    """Convert in a process of its own, since this one must not import torch."""
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    command = [sys.executable, "-m", "replicas.model.loading.gguf", str(file), str(temporary)]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     try:
-        subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=_CONVERT_LIMIT_S)
+        run_module("replicas.model.loading.gguf", str(file), str(temporary), limit_s=_CONVERT_LIMIT_S)
         temporary.chmod(0o755)
         temporary.rename(directory)
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip() or f"exit status {error.returncode}").splitlines()[-1]
-        raise ModelLoadError(f"cannot convert {file}: {reason}") from None
-    except subprocess.TimeoutExpired:
-        raise ModelLoadError(f"the conversion of {file} took more than {_CONVERT_LIMIT_S:.0f} s") from None
+    except ModelLoadError as error:
+        raise ModelLoadError(f"cannot convert {file}: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -17,8 +17,8 @@ from serve_app.openai.reply.schema import (
     UsageObject,
     described,
 )
+from serve_app.openai.request.job_schema import BatchEndpoint
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions"]
 JobStatus = Literal["queued", "running", "completed", "failed", "expired", "cancelling", "cancelled"]
 PromptBatchStatus = Literal["pending", "processing", "completed", "failed", "cancelled"]
 
@@ -117,7 +117,7 @@ class BatchObject(TypedDict):
 
     id: str
     object: Literal["batch"]
-    endpoint: Endpoint
+    endpoint: BatchEndpoint
     model: str
     errors: BatchErrors | None
     input_file_id: str | None
@@ -157,7 +157,7 @@ class JobObject(TypedDict):
     id: str
     object: Literal["job"]
     status: JobStatus
-    endpoint: Endpoint
+    endpoint: BatchEndpoint
     service_tier: ReplyTier
     priority: int
     created_at: int

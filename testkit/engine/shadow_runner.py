@@ -257,6 +257,11 @@ def config(**changes: object) -> EngineConfig:
     return EngineConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def prompt(num_tokens: int, first: int = 1) -> tuple[int, ...]:
+    """Return a prompt of this length whose token ids begin with `first` and repeat after 50."""
+    return tuple(first + index % 50 for index in range(num_tokens))
+
+
 def request(
     request_id: str = "r", prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 4, band: Band = Band.STANDARD,
     deadline_unix_s: float | None = None, tenant: str = "anonymous", **params: object,

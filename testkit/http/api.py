@@ -27,7 +27,7 @@ from serve_app.reference.operations import OPERATIONS
 from testkit.http.documented_answers import CheckedApp, DocumentedAnswers
 from testkit.http.memory_jobs import MemoryJobs, memory_access
 from testkit.http.scripted_dispatcher import FakeDispatcher, FakeReplica, ScriptedToken
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 MODEL = "tiny"
 REPLY = "hello wörld 👋, how are you today?"
@@ -199,13 +199,6 @@ async def serving(app: Any) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await task
-
-
-async def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Return once `is_true`; fail after `limit_s`."""
-    async with asyncio.timeout(limit_s):
-        while not is_true():
-            await asyncio.sleep(0.002)
 
 
 def events(text: str) -> list[str]:

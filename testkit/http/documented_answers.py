@@ -42,7 +42,7 @@ class DocumentedAnswers:
         for path in document["paths"]:
             parts = _PARAMETER.sub(lambda found: ".+" if found[0] == _PATH_OF_SEVERAL_PARTS else "[^/]+", path)
             patterns.append((path.count("{"), re.compile(parts), path))
-        # A path without parameters comes before one in which it would be an id.
+        # `/v1/batch/stats` comes before `/v1/batch/{batch_id}`, which would match it too.
         self._paths = [(pattern, path) for _, pattern, path in sorted(patterns, key=lambda entry: entry[0])]
 
     def problems(self, given: Given) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ from replicas.protocol import (
     Usage,
 )
 from router.types import Headroom, ReplicaView
+from serve_app.key_file import digest_of
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,8 @@ class FakeDispatcher:
             raise self.error
 
 
-def key_digest(key: str) -> str:
-    """Return the digest that stands for a key in a key file."""
-    return hashlib.sha256(key.encode()).hexdigest()
-
-
 def write_keys(folder: Path, *tenants: str) -> str:
     """Write a key file in which each tenant's name is its key, and return its path."""
     path = folder / "keys.yaml"
-    path.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in tenants))
+    path.write_text("".join(f"{digest_of(name)}:\n  tenant: {name}\n" for name in tenants))
     return str(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,7 +25,6 @@ from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.service import CompletionService
 from testkit.jobs.database_worlds import MODEL
 from testkit.jobs.memory_files import MemoryFiles
-from testkit.limits import LIMIT_S
 
 
 @dataclass
@@ -125,10 +124,3 @@ def kill(runtime: JobsRuntime) -> None:
 
     runtime._worker.stop = nothing  # type: ignore[method-assign]
     runtime._ownership.stop = nothing  # type: ignore[method-assign]
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    """Return once `is_true`; fail after `LIMIT_S`."""
-    async with asyncio.timeout(LIMIT_S):
-        while not is_true():
-            await asyncio.sleep(0.005)

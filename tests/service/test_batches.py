@@ -146,7 +146,7 @@ def test_another_tenants_ids_are_unknown(client: openai.OpenAI, http: httpx.Clie
     assert http.get(f"/v1/jobs/{job_id}?wait=60").json()["status"] == "completed"
 
 
-def test_job_comes_to_what_the_endpoint_answers(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_job_result_equals_the_endpoints_answer(client: openai.OpenAI, http: httpx.Client) -> None:
     accepted = http.post("/v1/jobs", json=chat_body("a job", priority=1))
     assert (accepted.status_code, accepted.json()["status"]) == (202, "queued")
     job = http.get(f"{accepted.headers['location']}?wait=60").json()
@@ -161,7 +161,7 @@ def test_job_comes_to_what_the_endpoint_answers(client: openai.OpenAI, http: htt
     assert http.get(f"/v1/jobs/{gone['id']}?wait=60").json()["status"] == "cancelled"
 
 
-def test_same_key_and_body_is_the_same_job_and_another_body_409(http: httpx.Client) -> None:
+def test_job_with_a_used_key_is_the_same_or_409(http: httpx.Client) -> None:
     key = {"idempotency-key": uuid.uuid4().hex}
     first = http.post("/v1/jobs", json=chat_body(), headers=key).json()
     again = http.post("/v1/jobs", json=chat_body(), headers=key)

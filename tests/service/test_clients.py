@@ -43,7 +43,7 @@ async def drop(service: Service, rng: random.Random) -> None:
         writer.transport.abort()
 
 
-async def test_connections_dropped_at_random_moments_leave_no_block_and_no_task(service: Service) -> None:
+async def test_dropped_connections_leave_no_block_and_no_task(service: Service) -> None:
     rng = random.Random(4)
     tasks_before = len(asyncio.all_tasks())
     gate = asyncio.Semaphore(NUM_AT_ONCE)

@@ -60,7 +60,7 @@ async def test_prefix_hit_equals_cold_and_is_accounted(service: Service) -> None
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] == 128
 
 
-async def test_seeded_samples_are_the_same_alone_streamed_and_in_company(service: Service) -> None:
+async def test_seeded_samples_are_equal_alone_streamed_and_batched(service: Service) -> None:
     sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "seed": 11}
     (alone,) = await complete(service, PROMPTS[3], **sampling)
     async with asyncio.TaskGroup() as group:

@@ -14,7 +14,7 @@ import pytest
 from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.service.conftest import MODEL, Service, serving
 
-PERSON = {
+PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "minLength": 1, "maxLength": 12},
@@ -24,7 +24,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",

@@ -126,12 +126,12 @@ def test_each_setting_is_declared_once():
     assert {where for (where,) in classes.values()} == {"HeadwayConfig"} | {part.__name__ for part in PARTS}
 
 
-def test_the_documentation_is_what_the_code_says():
-    told = (ROOT / "docs" / "configuration.md").read_text()
-    assert told == page(), "python -m serve_app.config_page > docs/configuration.md"
+def test_docs_configuration_is_generated_from_the_code():
+    written = (ROOT / "docs" / "configuration.md").read_text()
+    assert written == page(), "python -m serve_app.config_page > docs/configuration.md"
 
 
-def test_a_field_is_accepted_under_its_former_name_with_a_warning():
+def test_a_former_field_name_is_accepted_with_a_warning():
     with pytest.warns(FutureWarning, match="max_deltas_per_s is called max_stream_chunks_per_s now"):
         config = HeadwayConfig.model_validate({"max_deltas_per_s": "40"})
     assert config.replica_options().streams.max_stream_chunks_per_s == 40
@@ -139,7 +139,7 @@ def test_a_field_is_accepted_under_its_former_name_with_a_warning():
         HeadwayConfig.model_validate({"max_deltas_per_s": 40, "max_stream_chunks_per_s": 50})
 
 
-def test_a_removed_field_is_accepted_with_a_warning_where_it_says_what_happens_anyway():
+def test_a_removed_field_with_a_note_is_accepted_with_a_warning():
     with pytest.warns(FutureWarning, match="routing_policy is always least_tokens now"):
         HeadwayConfig.model_validate({"routing_policy": "least_tokens"})
     with pytest.warns(FutureWarning, match="num_bound_early is always 0 now"):
@@ -197,7 +197,7 @@ def test_replicas_are_given_what_follows_from_other_settings():
 
 
 @pytest.mark.parametrize("num_ingress_replicas", [1, 4])
-def test_serve_refuses_later_than_we_do(num_ingress_replicas):
+def test_serve_refuses_later_than_the_engine(num_ingress_replicas):
     config = HeadwayConfig.model_validate(
         {"max_num_seqs": 4, "max_queued_requests": 10, "num_replicas": 3, "num_ingress_replicas": num_ingress_replicas}
     )

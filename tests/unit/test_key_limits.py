@@ -36,7 +36,7 @@ def test_requests_of_a_minute_are_spread_over_it(clock: FakeClock) -> None:
         use.begin()
 
 
-def test_output_beyond_the_tokens_of_a_minute_is_made_up_for(clock: FakeClock) -> None:
+def test_output_beyond_the_tokens_of_a_minute_is_paid_back(clock: FakeClock) -> None:
     use = limiter(clock).use_of("k", KeyLimits(tokens_per_minute=600))
     assert use is not None
     use.begin()
@@ -75,7 +75,7 @@ def test_a_refused_request_costs_nothing(clock: FakeClock) -> None:
     assert use.requests() == before and use.num_running == 1
 
 
-def test_each_key_has_limits_of_its_own_and_changed_ones_begin_anew(clock: FakeClock) -> None:
+def test_each_key_has_its_limits_and_changed_limits_start_anew(clock: FakeClock) -> None:
     keys, limits = limiter(clock), KeyLimits(requests_per_minute=1)
     first, second = keys.use_of("a", limits), keys.use_of("b", limits)
     assert first is not None and second is not None

@@ -30,14 +30,14 @@ def test_while_younger_than_the_window_the_rate_is_over_the_age() -> None:
     assert rate.per_s(140.0) == 0.5
 
 
-def test_an_amount_at_the_very_start_is_taken_over_the_resolution() -> None:
+def test_a_first_amount_is_divided_by_the_resolution() -> None:
     rate = SlidingRate(window_s=60.0, start_s=100.0, resolution_s=1.0)
     rate.add(20, 100.0)
 
     assert rate.per_s(100.0) == 20.0
 
 
-def test_of_an_amount_with_a_duration_the_part_in_the_window_counts() -> None:
+def test_an_amount_with_a_duration_counts_inside_the_window() -> None:
     rate = SlidingRate(window_s=3.0)
     for second in range(1, 11):
         rate.add(100, float(second), duration_s=1.0)
@@ -68,7 +68,7 @@ def test_changes_of_a_level_add_up_to_its_slope() -> None:
     assert rate.per_s(4.0) == (50 - 500) / 3.0
 
 
-def test_a_clock_of_step_durations_gives_the_rate_of_the_steps_alone() -> None:
+def test_a_clock_of_step_time_gives_the_rate_of_steps_alone() -> None:
     rate, computing_s = SlidingRate(window_s=2.0, start_s=0.0), 0.0
     for duration_s in [0.5] * 8:
         computing_s += duration_s
@@ -87,7 +87,7 @@ def test_resolution_bounds_what_is_kept_and_keeps_the_rate() -> None:
     assert coarse.per_s(200.0) == pytest.approx(fine.per_s(200.0), rel=0.01)
 
 
-def test_rounding_errors_do_not_outlive_what_was_added() -> None:
+def test_rounding_errors_leave_with_the_amounts() -> None:
     rate = SlidingRate(window_s=1.0)
     for second in range(1000):
         rate.add(0.1 * second, float(second))

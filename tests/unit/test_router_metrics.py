@@ -63,7 +63,7 @@ def test_decisions_are_counted_by_reason(page: Page) -> None:
     assert page.value("headway:router_decisions_total", reason="affinity") == 1
 
 
-def test_what_has_not_happened_yet_is_zero_and_not_missing(page: Page) -> None:
+def test_series_are_zero_before_their_first_event(page: Page) -> None:
     assert all(page.value("headway:router_decisions_total", reason=reason.value) == 0 for reason in Reason)
     assert [page.attained(band.name.lower()) for band in Band] == [[0, 0, 0]] * 3
     for name in ("starvation_promotions", "finished_requests", "finished_tokens", "goodput_tokens"):
@@ -74,8 +74,8 @@ def test_what_has_not_happened_yet_is_zero_and_not_missing(page: Page) -> None:
 
 def test_metrics_of_both_routers_share_their_families() -> None:
     jobs, http = CollectorRegistry(), HttpMetrics("m")
-    theirs, ours = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
-    for metrics, num_waits in ((ours, 1), (theirs, 2)):
+    of_jobs, of_ingress = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
+    for metrics, num_waits in ((of_ingress, 1), (of_jobs, 2)):
         for _ in range(num_waits):
             metrics.waited(Band.BATCH, Outcome.DISPATCHED, 0.3)
     # As they come from another process.

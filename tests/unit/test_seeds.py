@@ -66,6 +66,6 @@ def test_a_failure_names_the_seed_that_plays_it_again(tmp_path: Path) -> None:
     assert "played 2" in again and "played 0" not in again and "1 failed" in again
 
 
-def test_what_is_slow_runs_on_demand(tmp_path: Path) -> None:
+def test_slow_tests_run_on_demand(tmp_path: Path) -> None:
     assert "1 skipped" in run(tmp_path, SLOW)
     assert "1 passed" in run(tmp_path, SLOW, "--deep")

@@ -145,9 +145,9 @@ def _errors(
     num_sequences = max(len(chunks) for chunks in schedule)
     for layer in dict.fromkeys(replace(layer, index=0) for layer in spec.layers):
         for candidate in candidates:
-            ours, reference = (_new_cache(spec, layer, num_sequences * num_blocks, fill) for fill in (torch.nan, 0.0))
+            tested, reference = (_new_cache(spec, layer, num_sequences * num_blocks, fill) for fill in (torch.nan, 0.0))
             for inputs, call in _calls(spec, layer, schedule, num_blocks):
-                contexts: tuple[AttentionContext, ...] = (candidate(ours, inputs), GatherAttention(reference, inputs))
+                contexts: tuple[AttentionContext, ...] = (candidate(tested, inputs), GatherAttention(reference, inputs))
                 output, expected = (context.attend(call).flatten(1) for context in contexts)
                 yield str(layer), relative_error(output, expected)
 

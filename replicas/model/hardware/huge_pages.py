@@ -15,7 +15,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-# From linux/mman.h. Python has it only on systems that have it.
+# From linux/mman.h. Python lacks it on other systems.
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _HUGE_PAGE = 2 * 2**20
 _ALIGNMENT = 64  # a cache line, as torch aligns

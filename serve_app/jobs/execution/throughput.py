@@ -22,9 +22,9 @@ _NEEDED_AT_UNKNOWN_SPEED_S = 300.0
 class ThroughputEstimator:
     """Rate meters of ended lines, in expected tokens per second; waiting lines are counted in expected tokens too.
 
-    A batch is late if all waiting work with its deadline or an earlier one, at the speed of all batches together and
-    with a safety margin, takes longer than the time left. While it is late, its lines run in a more urgent band. It
-    may become punctual again.
+    A batch is late if the waiting work that is due by its deadline takes longer than the time left. The estimate takes
+    the speed of all batches together, with a safety margin. While a batch is late, its lines run in a more urgent band.
+    It may become punctual again.
     """
 
     def __init__(self, clock: Clock) -> None:

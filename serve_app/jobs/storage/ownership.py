@@ -64,7 +64,7 @@ class Ownership:
         return await self._context.database.write(self._reap_dead)
 
     async def stop(self) -> None:
-        """Unregister this process and release what it holds, so that others can take it at once."""
+        """Unregister this process and release its work, which other processes can then take at once."""
         await self._context.database.write(lambda connection: reap_owner(connection, self.id))
 
     def _reap_dead(self, connection: Connection) -> int:

@@ -54,7 +54,7 @@ def test_compiled_equals_attention_by_definition(
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("seed", range(8))
-def test_compiled_equals_attention_by_definition_in_random_shapes(seed: int, dtype: torch.dtype) -> None:
+def test_compiled_kernel_equals_plain_attention_in_random_shapes(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
     num_kv_heads = rng.randint(1, 4)
     sizes = rng.choice([(16, 16), (32, 80), (128, 128), (96, 64), (256, 256)])
@@ -107,13 +107,13 @@ def test_only_blocks_inside_the_window_are_read(backend: AttentionBackend) -> No
         cache[0].keys[owner.block_table[:23]] = torch.nan
 
 
-def test_head_sizes_that_the_kernel_cannot_read_are_left_to_others() -> None:
+def test_unsupported_head_sizes_go_to_another_backend() -> None:
     assert can_attend([Case(sizes=(48, 32)).layer])
     assert not can_attend([Case(sizes=(24, 32)).layer])
 
 
 @pytest.mark.usefixtures("kernels")
-def test_other_threads_run_meanwhile() -> None:
+def test_kernel_lets_other_threads_run() -> None:
     case = Case(((0, 3000),), heads=(8, 1), sizes=(64, 64), scale=0.125)
     thread = threading.Thread(target=attention_outputs, args=(case, CppAttention, CPU))
     started_s = last_s = time.perf_counter()

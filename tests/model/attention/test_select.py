@@ -70,7 +70,7 @@ class Decodes:
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int], AttentionBackend]:
-    """What is chosen for a device of a capability, where Triton's kernels work and tensors are on the CPU."""
+    """Select a backend for a device of this capability, with working Triton kernels and tensors on the CPU."""
     check = select.check_attention
     monkeypatch.setattr(select, "check_attention", lambda spec, *rest: check(replace(spec, device=CPU), *rest))
     monkeypatch.setattr(select, "_triton", lambda spec: Decodes())

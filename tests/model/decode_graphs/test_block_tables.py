@@ -1,4 +1,4 @@
-"""Tables that stay on the device hold every sequence's blocks, whoever came, grew, was preempted and left."""
+"""Tables that stay on the device hold every sequence's blocks through arrival, growth, preemption and end."""
 
 import random
 

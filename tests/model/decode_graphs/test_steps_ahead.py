@@ -79,9 +79,9 @@ def check_same(outputs: list[TokenDelta], expected: list[TokenDelta]) -> None:
             (some.error, some.token_ids, some.text, some.finish_reason, some.stop_reason) for some in (output, other)
         )
         assert found == wanted and output.error is None
-        ours, theirs = ((*some.logprobs, *some.prompt_logprobs) for some in (output, other))
-        assert (len(output.logprobs), len(ours)) == (len(other.logprobs), len(theirs))
-        for one, two in zip(ours, theirs, strict=True):
+        one_scores, two_scores = ((*some.logprobs, *some.prompt_logprobs) for some in (output, other))
+        assert (len(output.logprobs), len(one_scores)) == (len(other.logprobs), len(two_scores))
+        for one, two in zip(one_scores, two_scores, strict=True):
             assert (one.chosen.token_id, len(one.top)) == (two.chosen.token_id, len(two.top))
             assert one.chosen.logprob == pytest.approx(two.chosen.logprob, abs=1e-3)
 
@@ -104,7 +104,7 @@ def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedMod
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_aborts_and_late_arrivals_change_nobody_elses_tokens(loaded: LoadedModel, seed: int) -> None:
+def test_aborts_and_late_arrivals_leave_other_tokens_unchanged(loaded: LoadedModel, seed: int) -> None:
     rng = random.Random(seed)
     requests = requests_with() + [
         replace(request, request_id=f"late-{number}") for number, request in enumerate(requests_with())
@@ -132,7 +132,7 @@ def test_aborts_and_late_arrivals_change_nobody_elses_tokens(loaded: LoadedModel
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 32, 64, 100, 256, 1024])
-def test_buckets_are_few_and_waste_at_most_a_fifth_of_large_batches(max_num_seqs: int) -> None:
+def test_buckets_are_few_and_waste_at_most_a_fifth(max_num_seqs: int) -> None:
     sizes = bucket_sizes(max_num_seqs)
     assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes)) and len(sizes) <= 40
     for size, following in itertools.pairwise(sizes):

@@ -109,7 +109,7 @@ def test_with_compiled_kernels_output_equals_generate(architecture: str) -> None
 @pytest.mark.parametrize(
     ("load_poisoned", "attention"), [(load, GatherAttention), (load_compiled, CppAttention)], ids=["plain", "compiled"]
 )
-def test_sequence_with_nan_fails_alone_and_its_blocks_can_be_reused(
+def test_sequence_with_nan_fails_alone_and_its_blocks_are_reused(
     tmp_path: Path, load_poisoned: Callable[[Path], LoadedModel], attention: AttentionBackend, params: SamplingParams
 ) -> None:
     if attention is CppAttention:

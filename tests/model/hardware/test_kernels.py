@@ -1,6 +1,6 @@
 """The kernels are compiled once, a machine without a compiler is served as well, and threads share their work.
 
-No thread waits for one that lost its processor, and nothing is done twice (phases_check.cpp).
+No thread waits for a preempted one, and no part is computed twice (phases_check.cpp).
 """
 
 import logging
@@ -25,7 +25,7 @@ PHASES_LIMIT_S = 120
 
 
 def counting_compiler(directory: Path) -> str:
-    """Return a compiler that takes a while, notes that it ran, and gives the library compiled before."""
+    """Return a slow compiler that counts its runs and copies the library that was compiled before."""
     directory.mkdir()
     compiler = directory / "compiler"
     library = built_library(DEFAULT_KERNEL_CACHE_DIR)

@@ -1,4 +1,4 @@
-"""A candidate is refused for any fault: numbers that differ, are none or of another kind, and whatever it raises."""
+"""A candidate is refused for any fault: wrong numbers, NaN, another shape or dtype, or an exception."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ def test_a_whole_model_may_differ_by_more() -> None:
     assert find_fault([("it", error)], torch.bfloat16, WHOLE_MODEL) is None
 
 
-def test_what_a_candidate_raises_is_its_fault() -> None:
+def test_an_exception_of_a_candidate_is_its_fault() -> None:
     def errors() -> Iterator[tuple[str, float]]:
         yield "right", 0.0
         raise OSError("no compiler")

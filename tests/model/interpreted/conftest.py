@@ -1,7 +1,7 @@
 """Triton's kernels on CPU tensors, in Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when kernels are defined, and what it says holds for the whole process: these tests run
-in one that was started with it (`make test` does; `TRITON_INTERPRET=1 python -m pytest tests/model/interpreted`).
+Triton reads TRITON_INTERPRET when kernels are defined, once for the whole process. `make test` sets it; else run
+`TRITON_INTERPRET=1 python -m pytest tests/model/interpreted`.
 """
 
 import os

@@ -86,7 +86,7 @@ def test_any_shape(case: Case, num_processors: int) -> None:
     check(case, num_processors)
 
 
-def test_a_plan_of_lasting_tensors_gives_what_was_copied_into_them() -> None:
+def test_a_plan_of_reused_tensors_sees_their_new_values() -> None:
     """As a captured graph is replayed: the tiles' tensors stay, their values and the cache's change."""
     cache = KVCache([AttentionLayer(0, 4, 2, 16, 16, None, None, False)], 8, 16, torch.float32, CPU)
     cache[0].keys.normal_(generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,7 @@ def with_random_biases(path: Path) -> Path:
     return path
 
 
-def test_exactly_the_family_is_fused() -> None:
+def test_only_the_supported_family_is_fused() -> None:
     assert [architecture for architecture in ARCHITECTURES if can_fuse(random_model(architecture))] == FAMILY
 
 
@@ -96,7 +96,7 @@ def outputs(loaded: LoadedModel, lengths: Iterable[int] = LENGTHS) -> list[tuple
 
 
 def check_bits(loaded: LoadedModel, lengths: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that all layers run at once, and that the results are those of the layers one by one."""
+    """Check that one call runs all layers, with the same results as one call for each layer."""
     assert isinstance(loaded.model.model, CppDecoder)
     found = outputs(loaded, lengths)
 

@@ -67,7 +67,7 @@ def test_compiled_equals_the_product_by_definition(shape: tuple[int, int], has_b
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_int8_equals_the_product_of_what_it_stands_for(
+def test_int8_equals_the_product_of_the_dequantized_weights(
     shape: tuple[int, int], has_bias: bool, dtype: torch.dtype
 ) -> None:
     weight, bias = weight_and_bias(shape, has_bias, dtype)
@@ -100,7 +100,7 @@ def test_joined_layers_give_their_outputs_side_by_side() -> None:
 @compiled
 @pytest.mark.parametrize("kind", [CppLinear, Int8Linear])
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_row_has_nothing_to_do_with_the_others(kind: type[nn.Module], dtype: torch.dtype) -> None:
+def test_rows_are_independent(kind: type[nn.Module], dtype: torch.dtype) -> None:
     layer = kind(numbers(64, 96, dtype=dtype), None)
     inputs = numbers(60, 96, dtype=dtype, seed=1)
     outputs = layer(inputs)
@@ -130,7 +130,7 @@ def test_a_tied_head_is_replaced_and_the_embedding_stays(kind: type[nn.Module]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("shape", [(4, 32), (32, 64), (33, 96), (64, 32)])
-def test_what_is_packed_can_be_unpacked(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_packed_weights_can_be_unpacked(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = (numbers(*shape, dtype=torch.float32) * 100).to(dtype)
     packed = pack(weight)
     assert packed.is_contiguous() and packed.numel() == -(-shape[0] // 32) * 32 * shape[1]

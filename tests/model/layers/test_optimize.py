@@ -34,7 +34,7 @@ class PlainRMSNorm(nn.Module):
         return hidden * scale * (self.weight + self.offset)
 
 
-def test_only_what_computes_the_same_is_replaced() -> None:
+def test_only_equivalent_layers_are_replaced() -> None:
     model = nn.ModuleDict({"plain": PlainRMSNorm(), "shifted": PlainRMSNorm(offset=1.0), "other": nn.LayerNorm(16)})
     plain = model["plain"]
     replace_norms(model, TorchLayerOps())
@@ -51,7 +51,7 @@ def test_norms_of_models(architecture: str, num_replaced: int) -> None:
     assert sum(isinstance(module, FusedNorm) for module in model.modules()) == num_replaced
 
 
-# Without the compiler's code generator, which takes a minute: what it would be given is traced, and run as it is.
+# The compiler's code generator takes a minute. The test runs the traced graphs without it.
 @pytest.mark.parametrize(("architecture", "num_kinds"), [("gemma2-window", 2), ("phi3", 1)])
 def test_compiled_layers_equal_generate_with_two_graphs_each(tmp_path: Path, architecture: str, num_kinds: int) -> None:
     torch.compiler.reset()

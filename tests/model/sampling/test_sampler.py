@@ -53,7 +53,7 @@ def expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def expected_draws(logits: Tensor, params: SamplingParams, seeds: Iterable[int]) -> list[int]:
-    """Return the token that each seed's uniform number points at; truncation sorts the tokens, likeliest first."""
+    """Return the token that each seed's uniform number points at; truncation sorts the tokens, most probable first."""
     probabilities = expected_probabilities(logits, params)
     is_sorted = params != replace(params, top_k=None, top_p=1.0, min_p=0.0)
     order = probabilities.argsort(descending=True, stable=True) if is_sorted else torch.arange(len(logits))
@@ -109,7 +109,7 @@ def test_every_draw_is_the_inverse_of_the_distribution_function(params: Sampling
 
 @pytest.mark.parametrize("spread", [0.1, 1.5, 3.0])
 def test_large_vocabulary_is_truncated_exactly(spread: float) -> None:
-    """Whether 256, some thousands or all of the tokens must be looked at, the token is the same."""
+    """The token is the same after a look at 256, some thousands or all of the tokens."""
     logits = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(11)) * spread
     params = SamplingParams(max_tokens=8, top_p=0.9)
     found = sample(logits.expand(50, -1), [sequence(replace(params, seed=seed)) for seed in range(50)])

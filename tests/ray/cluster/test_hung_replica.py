@@ -21,7 +21,7 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_others_are_still_heard_of_and_a_hung_replica_gets_nothing_new(served: Raylets, clients: Clients):
+def test_a_hung_replica_gets_no_new_request(served: Raylets, clients: Clients):
     streams = served.open_in_turn(clients, [body(LONG)] * 4)
     wait_for(lambda: all(stream.texts for stream in streams), "every stream runs")
     hung, well = served.replicas()

@@ -8,7 +8,7 @@ from tests.ray.cluster.conftest import LONG, NUM_REPLICAS, NUM_SLOTS, body
 ALL_SLOTS = NUM_REPLICAS * NUM_SLOTS
 
 
-def test_requests_come_to_both_ingresses_and_each_sees_the_load_of_all(served: Raylets, clients: Clients):
+def test_both_ingresses_get_requests_and_know_all_load(served: Raylets, clients: Clients):
     streams = served.open_in_turn(clients, [body(LONG)] * 4)
     assert {served.ingress_of(stream) for stream in streams} == set(served.ingress_pids())
 
@@ -21,7 +21,7 @@ def test_requests_come_to_both_ingresses_and_each_sees_the_load_of_all(served: R
     wait_for(lambda: (seen := load())[0] == 4 and 0 < seen[1] < 4, "an ingress tells its own requests from others'")
 
 
-def test_interactive_requests_preempt_another_ingresss_batch_work(served: Raylets, clients: Clients):
+def test_interactive_preempts_batch_work_of_another_ingress(served: Raylets, clients: Clients):
     # One request, so through one ingress; a replica takes one batch sequence beyond its slots.
     batch = clients.open(body(LONG, n=NUM_REPLICAS * (NUM_SLOTS + 1), priority=2))
     wait_for(lambda: sum(served.num_running().values()) == ALL_SLOTS, "batch work fills every slot")
@@ -39,7 +39,7 @@ def test_interactive_requests_preempt_another_ingresss_batch_work(served: Raylet
     assert batch.error is None
 
 
-def test_a_tenant_without_a_slot_takes_one_of_another_ingresss_tenant(served: Raylets, clients: Clients):
+def test_a_tenant_takes_a_slot_from_another_ingress(served: Raylets, clients: Clients):
     greedy = clients.open(body(LONG, n=ALL_SLOTS, user="greedy"))
     wait_for(lambda: sum(served.num_running().values()) == ALL_SLOTS, "one tenant holds every slot")
     [other] = set(served.ingress_pids()) - {served.ingress_of(greedy)}

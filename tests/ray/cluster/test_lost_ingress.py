@@ -9,7 +9,7 @@ from testkit.serving.streams import Clients
 from tests.ray.cluster.conftest import LONG, NUM_INGRESSES, NUM_SLOTS, body
 
 
-def test_a_killed_ingress_gives_back_what_its_requests_held_and_is_replaced(served: Raylets, clients: Clients):
+def test_a_killed_ingress_frees_its_slots_and_is_replaced(served: Raylets, clients: Clients):
     [(victim, pid), (other, _)] = served.ingress_pids().items()
     staying, others = served.open_at(clients, other, body(1500))
     lost, more = served.open_at(clients, victim, body(LONG, n=NUM_SLOTS))

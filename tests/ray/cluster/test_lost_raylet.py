@@ -34,7 +34,7 @@ def wait_for_all(streams: list[Stream]) -> None:
     assert all(stream.is_done for stream in streams)
 
 
-def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(served: Raylets, clients: Clients):
+def test_streams_of_a_killed_raylet_continue_elsewhere(served: Raylets, clients: Clients):
     num_tokens = long_enough(clients)
     undisturbed = start(served, clients, num_tokens)
     wait_for_all(undisturbed)
@@ -58,6 +58,6 @@ def test_streams_of_a_killed_raylet_go_on_elsewhere_and_a_new_raylet_gets_work(s
     running = wait_for(lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica")
     [new] = set(running) - {staying}
     assert new != victim and served.node_of(new) == node_id
-    # Enough that one ingress has two, which it spreads; of each other's newest requests ingresses know nothing.
+    # So many that one ingress gets two and spreads them. An ingress does not know the newest requests of the others.
     later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]
     wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves")

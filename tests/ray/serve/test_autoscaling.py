@@ -35,7 +35,7 @@ def autoscaled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 class Load:
-    """Clients that ask again as soon as they have an answer, until told to stop."""
+    """Clients that ask again as soon as they have an answer, until they are stopped."""
 
     def __init__(self, url: str, num_clients: int, max_tokens: int) -> None:
         self.statuses: Counter[int] = Counter()
@@ -114,7 +114,7 @@ def test_replicas_follow_the_work_and_no_request_fails(autoscaled):
     assert not any('"error"' in line for line in lines)
 
 
-def test_the_last_replica_goes_and_the_next_request_waits_for_a_new_one(autoscaled):
+def test_scale_to_zero_then_the_next_request_waits(autoscaled):
     app = autoscaled
     wait_for_replicas(app, 0)
     wait_for(

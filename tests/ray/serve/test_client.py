@@ -34,7 +34,7 @@ def test_a_seed_gives_the_same_text_on_any_replica(client):
     assert len(texts) == 1
 
 
-def test_the_request_id_is_the_clients_own_and_stands_once(client):
+def test_the_clients_request_id_is_returned_once(client):
     reply = client.completions.with_raw_response.create(
         model=MODEL_NAME, prompt="x", max_tokens=1, extra_headers={"x-request-id": "mine-1"}
     )

@@ -99,7 +99,7 @@ def local_config(tmp_path: Path, **args: Any) -> Path:
     return path
 
 
-def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, checkpoint, tmp_path):
+def test_redeploying_a_config_file_lets_streams_finish(cluster, checkpoint, tmp_path):
     arguments = {
         "model": str(checkpoint),
         "dtype": "float32",
@@ -125,7 +125,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
         states = cluster.model_replicas()
         return bool(states) and states.get(first) != "RUNNING"
 
-    wait_for(is_stopping, "the old replica is told to stop", START_LIMIT_S)
+    wait_for(is_stopping, "the old replica is stopping", START_LIMIT_S)
     assert any(stream.is_alive() for stream in streams)
     second = wait_for(lambda: _serving_replica(cluster), "a new replica serves", START_LIMIT_S)
     assert second != first
@@ -138,7 +138,7 @@ def test_a_config_file_deploys_and_a_redeployment_lets_streams_finish(cluster, c
 
 
 def _serving_replica(cluster) -> str | None:
-    """Which replica answers; None while the new ingress knows of none yet, and says so (503)."""
+    """Return the replica that answers; None while the new ingress knows of none and answers 503."""
     try:
         return str(cluster.complete(model=MODEL_NAME).headers["x-model-replica"])
     except httpx.HTTPStatusError as error:

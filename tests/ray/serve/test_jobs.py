@@ -1,4 +1,4 @@
-"""Batches and jobs through `make serve`, whose processes die of SIGKILL meanwhile."""
+"""Batches and jobs through `make serve` survive the SIGKILL of its processes."""
 
 import contextlib
 import io
@@ -95,7 +95,7 @@ def restarted(checkpoint: Path, home: Path, batch_id: str) -> Iterator[Served]:
         yield instance
 
 
-def test_a_new_make_serve_goes_on_and_every_line_is_answered_once(restarted, home, batch_id):
+def test_a_restart_resumes_and_answers_every_line_once(restarted, home, batch_id):
     with client_of(restarted) as client:
         batch = wait_for(
             lambda: (found := looked_up(client, batch_id)) and found.status == "completed" and found, "done"
@@ -124,7 +124,7 @@ def test_an_instance_beside_another_stops_without_a_trace(app, restarted):
     assert app.get("/health/ready") == {"status": "ready"}
 
 
-def test_a_bad_file_fails_and_a_cancelled_batch_keeps_what_was_done(app, client):
+def test_a_bad_file_fails_and_a_cancelled_batch_keeps_output(app, client):
     bad = submit(client, [line(0), line(0), {**line(1), "method": "GET"}])
     failed = wait_for(lambda: (found := client.batches.retrieve(bad)).status == "failed" and found, "it failed")
     assert [(error.code, error.line) for error in failed.errors.data] == [

@@ -1,4 +1,4 @@
-"""`make serve` as a program: one that cannot start says why and ends, one that is stopped finishes its requests."""
+"""`make serve` as a program: it ends with a reason if it cannot start, and finishes its requests if it is stopped."""
 
 import os
 import signal
@@ -42,13 +42,13 @@ def test_a_model_without_weights_ends_make_before_ray_starts(checkpoint, tmp_pat
 
 
 @pytest.mark.deep
-def test_what_only_a_replica_finds_out_ends_make_with_its_reason(checkpoint, tmp_path):
+def test_a_failing_replica_ends_make_with_its_reason(checkpoint, tmp_path):
     errors = errors_of(tmp_path, f"MODEL={checkpoint}", "ARGS=kv_cache_bytes=1KiB")
     assert "the application did not start: kv_cache_bytes is 1024" in "".join(errors.splitlines()[-5:])
 
 
 @pytest.mark.deep
-def test_a_signal_to_the_group_lets_a_stream_finish_and_leaves_no_process(checkpoint, tmp_path):
+def test_a_group_signal_lets_a_stream_finish_and_ends_all(checkpoint, tmp_path):
     lines: list[str] = []
     has_begun = threading.Event()
 

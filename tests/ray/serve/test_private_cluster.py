@@ -37,7 +37,7 @@ def refused_status(port: int) -> grpc.StatusCode:
 
 
 def check_ports(instance: Served) -> set[str]:
-    """Every port is on loopback, or a Serve replica's that asks for the token; returns who listens."""
+    """Check that every port is on loopback or demands the token, and return the listening processes."""
     listening = listening_addresses(psutil.Process(instance.process.pid))
     for process, address, port in listening:
         if not is_loopback(address):

@@ -50,7 +50,7 @@ def test_the_dashboard_lists_ingress_and_replicas_as_running(app):
     assert states == {"Ingress": ["RUNNING"], "Jobs": ["RUNNING"], "Model": ["RUNNING", "RUNNING"]}
 
 
-def test_more_requests_than_slots_are_all_answered_by_both_replicas(app):
+def test_more_requests_than_slots_are_all_answered(app):
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{app.url}/v1", api_key=KEY, max_retries=0, timeout=LIMIT_S) as client:
 

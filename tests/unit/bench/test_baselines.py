@@ -161,7 +161,7 @@ def test_costs_are_those_of_the_device():
     assert costs.prompt_token_s == pytest.approx((steps * 20e-3 + 600 * 0.1e-3) / 600, rel=0.1)
 
 
-def test_continuous_batching_reaches_most_of_what_the_lengths_allow():
+def test_continuous_batching_comes_close_to_the_upper_bound():
     # Long enough that filling and emptying the slots at the ends counts for little.
     trace = make_trace(TraceSpec(num_requests=160, requests_per_s=1000.0, prompt_tokens=(8, 16)))
     continuous = Simulation().continuous(trace)

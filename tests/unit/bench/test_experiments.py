@@ -1,5 +1,7 @@
 """Figures of the routing experiments, computed from hand-made observations."""
 
+import asyncio
+
 import pytest
 
 from bench.record import ratio
@@ -11,8 +13,10 @@ from bench.routing.offer import Seen, tokens_computed
 from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
 from bench.routing.report import Bar, read_options
+from bench.routing.tenants import NUM_CLIENTS, measure
 from serve_app.benchmark.rows import Row
 from testkit.engine.timed_runner import StepTimes
+from testkit.router.simulated_time import SimulatedLoop
 from tests.unit.bench.rows import offered, row
 
 
@@ -71,7 +75,7 @@ def test_backlog_compares_only_what_ran_beside_the_backlog():
     ],
     ids=["waiting", "failed", "nobody"],
 )
-def test_starvation_is_waiting_while_nobody_in_the_band_begins(rows: list[Row], expected_s: float):
+def test_starvation_is_time_without_a_start_in_the_band(rows: list[Row], expected_s: float):
     assert starvation_s(rows) == expected_s
 
 
@@ -87,7 +91,7 @@ def test_a_request_is_good_from_the_attempt_that_was_served(last_sent_s: float, 
 
 
 @pytest.mark.parametrize(("bad_until_s", "expected_s"), [(100.0, 0.0), (106.0, 6.0), (1000.0, None)])
-def test_recovery_is_when_windows_are_good_again_for_good(bad_until_s, expected_s):
+def test_recovery_is_the_first_of_the_final_good_windows(bad_until_s, expected_s):
     scale = Scale(before_s=50.0, overload_s=50.0, after_s=50.0, window_s=2.0)
 
     def at(sent_s: float) -> Row:
@@ -127,7 +131,7 @@ def test_following_a_wave_is_one_reversal_a_period(targets: list[int], expected:
     assert num_reversals(targets) == expected
 
 
-def test_history_tells_each_change_once():
+def test_history_has_each_change_once():
     seen = [look(0.0, 1, "a"), look(1.0, 1, "a"), look(2.0, 2, "a"), look(3.0, 2, "ab")]
     assert [change["at_s"] for change in history(seen, 1000.0)] == [0.0, 2.0, 3.0]
 
@@ -168,5 +172,13 @@ def test_the_oracle_prefers_urgent_work_at_the_first_free_slot():
 
 
 @pytest.mark.parametrize(("num_tokens", "gap_s"), [(11, 0.01), (1, 0.0)])
-def test_the_oracle_tells_how_far_apart_tokens_are(num_tokens: int, gap_s: float):
+def test_the_oracle_reports_the_gap_between_tokens(num_tokens: int, gap_s: float):
     assert run_oracle([Arrival(0.0, 1, 10, num_tokens)], STEP, 1, 1, 512).gap_s == pytest.approx(gap_s)
+
+
+def test_an_idle_tenant_is_served_at_once_beside_a_flood() -> None:
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        figures = runner.run(measure(NUM_CLIENTS, warm_up_s=3.0, measured_s=4.0))
+    assert figures["idle_refused"] == 0 and figures["idle_requests"] > 1
+    assert figures["idle_ttft_p99_ms"] < 400, "simulated time: at most two steps with a whole prefill"
+    assert 0 < figures["wasted_share_fairness"] < 0.05

@@ -41,7 +41,7 @@ def test_groups_keep_their_beginning_throughout_a_file(tmp_path: Path) -> None:
     assert len({tuple(line["body"]["prompt"][:20]) for line in read(tmp_path / "lines")}) == 3
 
 
-def test_what_submitting_costs_is_told_beside_what_it_is_compared_with() -> None:
+def test_submission_cost_is_reported_beside_its_baseline() -> None:
     live = [Call("live", "here", 200, 0.0, 0.001 * number, 0.0) for number in range(101)]
     submits = [Call("submit", "here", 202, 0.0, 0.001 * number + 0.004, 0.002) for number in range(101)]
     failed = [Call("live", "here", 503, 0.0, 0.05, 0.0), Call("submit", "here", 0, 0.0, 0.05, 0.0)]
@@ -51,7 +51,7 @@ def test_what_submitting_costs_is_told_beside_what_it_is_compared_with() -> None
     assert figures["statuses"]["submit 202"] == 101
 
 
-def test_submitting_is_held_to_seconds_or_to_what_it_adds_elsewhere() -> None:
+def test_submission_has_an_absolute_and_a_relative_bound() -> None:
     slow, quick = {"extra_s": {"p50": 0.012, "p99": 0.039}}, {"extra_s": {"p50": 0.007, "p99": 0.005}}
     assert [bar.is_kept for bar in submit.judge({"here": slow})] == [False, True]
     against = submit.judge({"here": slow, "there": quick})
@@ -60,7 +60,7 @@ def test_submitting_is_held_to_seconds_or_to_what_it_adds_elsewhere() -> None:
     assert not any(bar.is_kept for bar in submit.judge({"here": None, "there": quick}))
 
 
-def test_calls_count_where_the_host_left_us_the_processors() -> None:
+def test_calls_count_while_the_host_left_the_processors_free() -> None:
     calls = [Call("submit", "here", 202, sent_unix_s, 0.01, 0.0) for sent_unix_s in (10.2, 10.9, 11.5, 12.3, 13.1)]
     looks = [Seen(11.0, 0.5), Seen(12.0, 7.0), Seen(13.0, 0.0)]
     assert [call.sent_unix_s for call in submit.undisturbed_of(calls, looks)] == [10.2, 10.9, 12.3]  # 13.1: not known

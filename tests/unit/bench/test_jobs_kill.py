@@ -1,4 +1,4 @@
-"""The judge of `bench.jobs.kill` sees what was lost, doubled or told twice."""
+"""The judge of `bench.jobs.kill` sees lost lines, doubled lines and repeated webhooks."""
 
 import random
 from collections import Counter
@@ -40,15 +40,15 @@ def test_a_run_in_which_nothing_was_lost_keeps_every_promise():
         ({"output": [{"custom_id": f"line-{number}"} for number in range(3)]}, {"lines in no file"}),
         ({"output": [{"custom_id": f"line-{number % 4}"} for number in range(5)]}, {"lines more than once"}),
         ({"errors": [{"custom_id": "line-0"}]}, {"lines more than once", "lines that failed"}),
-        ({"output": [{"custom_id": f"line-{number}"} for number in range(5)]}, {"lines that nobody asked for"}),
+        ({"output": [{"custom_id": f"line-{number}"} for number in range(5)]}, {"lines that are not in the input"}),
         ({"jobs": {"job_1": "failed"}}, {"jobs lost or failed"}),
         ({"jobs": {}}, {"jobs accepted"}),
-        ({"webhooks": {"batch_1": []}}, {"ends that no webhook told"}),
-        ({"webhooks": {"batch_1": ["evt_1", "evt_2"]}}, {"ends told under two ids"}),
+        ({"webhooks": {"batch_1": []}}, {"ends without a webhook"}),
+        ({"webhooks": {"batch_1": ["evt_1", "evt_2"]}}, {"ends with two webhook ids"}),
         ({"kills": []}, {"processes killed", "kinds of process killed"}),
     ],
 )
-def test_what_went_wrong_is_seen(changes, names):
+def test_each_broken_promise_is_found(changes, names):
     assert broken(good(**changes)) == names
 
 

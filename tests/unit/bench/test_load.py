@@ -20,7 +20,7 @@ CHAT = Stream(name="chat", priority=0, user="ann", phases=(Phase(end_s=50.0, rat
 DOCUMENTS = Stream(name="documents", priority=2, bursts=(Burst(at_s=1.0, count=5, spread_s=0.5),))
 
 
-def test_the_same_seed_gives_the_same_requests_and_another_seed_others():
+def test_the_seed_decides_the_requests():
     spec = LoadSpec(streams=(CHAT, DOCUMENTS), seed=1)
     assert make_schedule(spec) == make_schedule(spec)
     other = make_schedule(spec.model_copy(update={"seed": 2}))
@@ -47,7 +47,7 @@ def test_arrivals_of_a_phase_are_poisson():
     assert statistics.pvariance(per_second) == pytest.approx(20.0, rel=0.15)
 
 
-def test_a_burst_is_spread_evenly_and_a_rate_of_zero_sends_nothing():
+def test_bursts_are_even_and_a_rate_of_zero_sends_nothing():
     silent = Phase(end_s=5.0, rate_per_s=0.0)
     assert arrivals((silent,), (Burst(at_s=1.0, count=4, spread_s=0.4),), random.Random(0)) == pytest.approx(
         [1.0, 1.1, 1.2, 1.3]
@@ -65,7 +65,7 @@ def test_a_mixture_has_its_weights_and_bounds():
     assert 950 < statistics.median(length for length in drawn if length > 10) < 1050
 
 
-def test_requests_of_a_group_share_their_prefix_and_groups_follow_zipf():
+def test_groups_share_a_prefix_and_follow_zipf():
     stream = CHAT.model_copy(update={"prefixes": Prefixes(num_groups=4, num_tokens=32, zipf_exponent=1.0)})
     schedule = make_schedule(LoadSpec(streams=(stream,)))
     prefixes = {(r.row.group, tuple(json.loads(r.body)["prompt"][:32])) for r in schedule}
@@ -155,7 +155,7 @@ def test_outcomes(changes, outcome):
     assert row(chunks=((0.1, 1),), **changes).outcome is outcome
 
 
-def test_late_sends_are_counted_and_void_the_run_above_one_percent():
+def test_over_one_percent_late_sends_void_the_run():
     spec = LoadSpec(streams=(CHAT,))
     rows = [row(chunks=((0.1, 1),)) for _ in range(198)]
     late = [row(chunks=((0.1, 1),), sent_s=0.0051) for _ in range(2)]
@@ -167,7 +167,7 @@ def test_late_sends_are_counted_and_void_the_run_above_one_percent():
     assert "VOID" in table(void) and "VOID" not in table(on_time)
 
 
-def test_goodput_counts_tokens_of_whole_streams_inside_their_targets():
+def test_goodput_counts_tokens_of_streams_inside_targets():
     spec = LoadSpec(streams=(CHAT,), targets={0: Targets(ttft_s=0.2, tpot_s=0.1)})
     rows = [
         row(chunks=((0.1, 1), (0.15, 1))),  # good
@@ -196,7 +196,7 @@ def test_percentiles_are_interpolated():
     assert percentiles([7.0], (50, 99)) == [7.0, 7.0]
 
 
-def test_nothing_to_tell_is_none_not_zero():
+def test_missing_figures_are_none_and_not_zero():
     assert summarize(LoadSpec(streams=(CHAT,)), [row()], 1.0)["all"]["ttft_ms"] is None
 
 

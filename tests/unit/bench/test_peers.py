@@ -35,7 +35,7 @@ def records(engine: RegularEngine, mode: str) -> list[Record]:
     return list(Measurement(engine, concurrency=16, num_repetitions=2, batches=(1, 32)).of(mode))
 
 
-def test_everybody_gets_the_same_workload():
+def test_every_peer_gets_the_same_workload():
     requests = mixed_requests()
     assert len(requests) == 48 and requests == mixed_requests()
     assert sum(len(request.prompt) for request in requests) == 7434
@@ -68,7 +68,7 @@ def test_every_mode_gives_its_records():
     assert set(engine.concurrencies) == {16, 32}, "as many as the largest batch"
 
 
-def test_an_answer_of_the_wrong_length_is_told():
+def test_answers_of_the_wrong_length_are_counted():
     assert records(RegularEngine(lost=frozenset({3, 5})), "workload")[0]["wrong_len"] == 2
 
 

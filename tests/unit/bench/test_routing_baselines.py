@@ -70,7 +70,7 @@ def test_early_binding_gives_a_full_replica_more_of_each_band():
     assert slots.best([full, idle], Band.STANDARD) == [full, idle], "full or not, the routing policy says"
 
 
-async def test_early_binding_leaves_nothing_waiting_until_every_line_is_full():
+async def test_early_binding_queues_only_when_all_lines_are_full():
     table = LoadTable(FakeClock())
     flow = BaselineFlow("least_requests", 3)(HeadwayConfig(), table, FakeObserver())
     table.record(stats("a", slots=1, free_blocks=1))

@@ -66,7 +66,7 @@ def test_a_step_takes_its_time_and_no_more():
     assert sum(cpu for _, cpu in durations) < 0.1 * len(durations) * expected_s, "it burns the processor"
 
 
-def test_output_is_reproduced_in_any_company_with_chunks_and_preemption():
+def test_output_is_equal_despite_chunks_and_preemption():
     prompts = {f"r{number}": tuple(16 + (number * 37 + i * 11) % 500 for i in range(20)) for number in range(8)}
     requests = [request(name, prompt, 30, ignore_eos=True) for name, prompt in prompts.items()]
     outcomes, engine, recorder = run(requests, config(num_blocks=40))
@@ -77,14 +77,14 @@ def test_output_is_reproduced_in_any_company_with_chunks_and_preemption():
         assert outcomes[name].finish_reason is FinishReason.LENGTH
 
 
-def test_a_sequence_resumed_elsewhere_goes_on_with_the_same_tokens():
+def test_a_sequence_resumed_elsewhere_has_the_same_tokens():
     prompt = (50, 60, 70)
     whole = tokens_alone(prompt, 40)
     assert tokens_alone((*prompt, *whole[:15]), 25) == whole[15:]
     assert len(set(whole)) > 20 and min(whole) >= 16 and max(whole) < VOCABULARY
 
 
-def test_a_hidden_length_ends_the_sequence_and_survives_resumption():
+def test_a_hidden_length_survives_resumption():
     prompt = tuple(range(20, 30))
     outcomes, _, _ = run(
         [request("whole", prompt, 60, seed=10 + 25), request("kept", prompt, 60, seed=10 + 25, ignore_eos=True)],

@@ -79,7 +79,7 @@ async def test_comments_and_other_line_ends_and_split_events_are_read() -> None:
         ((b"<html>bad gateway</html>",), 502, Outcome.SERVER_ERROR, "<html>bad gateway</html>"),
     ],
 )  # fmt: skip
-async def test_failures_are_told_apart(
+async def test_failures_have_distinct_outcomes(
     pieces: tuple[bytes, ...], status: int, outcome: Outcome, code: str | None
 ) -> None:
     row = await answered(*pieces, status=status)

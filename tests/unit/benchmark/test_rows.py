@@ -65,7 +65,7 @@ def test_failures_are_counted_by_status_and_code() -> None:
     assert (figures.num_requests, figures.num_failed, figures.num_cut_off, figures.ttft_ms) == (4, 3, 1, None)
 
 
-def test_times_count_from_the_schedule_and_lateness_is_told() -> None:
+def test_times_count_from_the_schedule_and_lateness_is_reported() -> None:
     figures = figures_of([row((1.5, 1), (1.6, 1), scheduled_s=1.0, sent_s=1.2)], Targets())
     assert figures.ttft_ms is not None and figures.lateness_ms is not None and figures.total_ms is not None
     assert (figures.ttft_ms.p50, figures.total_ms.p50) == pytest.approx((500.0, 600.0))

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from replicas.protocol import Band
-from serve_app.benchmark.arrivals import Arrivals, at_rate, limited
-from serve_app.benchmark.lengths import Lengths
+from serve_app.benchmark.levels import Arrivals, at_rate, limited
 from serve_app.benchmark.prompts import TokenScale
 from serve_app.benchmark.sender import ScheduledRequest
 from serve_app.benchmark.trace import read_trace
-from serve_app.benchmark.workload import Endpoint, RequestFactory, Workload
+from serve_app.benchmark.workload import Endpoint, Lengths, RequestFactory, Workload
 
 
 def workload(**changes: Any) -> Workload:

@@ -43,7 +43,7 @@ def test_a_line_of_json_has_the_same_fields():
 
 
 @pytest.mark.parametrize("path", ["/\x1b[31m", "/\n2023 GET /", "/ status=200", '/"', "/\u202e", ""])
-def test_what_a_client_chose_is_quoted(path):
+def test_client_text_is_quoted_in_access_lines(path):
     line = text_line({**COMPLETION, "path": path})
     assert line.isprintable() and line.isascii()
     assert json.dumps(path) in line

@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 from replicas.errors import NoReplicaAvailable
 from serve_app.cli.main import app
 from serve_app.jobs.api.records import BatchError, BatchStatus, FileRecord, RequestCounts
-from testkit.http.api import Api, MakeApi, serving, until
-from testkit.http.scripted_dispatcher import key_digest
-from testkit.limits import LIMIT_S
+from serve_app.key_file import digest_of
+from testkit.http.api import Api, MakeApi, serving
+from testkit.limits import LIMIT_S, until
 
 OUTPUT = b'{"custom_id": "a", "response": {"status_code": 200}}\n'
 
@@ -81,7 +81,7 @@ async def test_submit_and_wait_saves_the_results(shell: Shell, requests_file: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "requests.jsonl"]
 
 
-async def test_status_and_cancel_tell_how_far_it_is(shell: Shell, requests_file: Path) -> None:
+async def test_status_and_cancel_print_the_progress(shell: Shell, requests_file: Path) -> None:
     await shell.run("submit", str(requests_file))
     assert "validating" in (await shell.run("status", "batch_0")).stdout
     assert "cancelling" in (await shell.run("cancel", "batch_0")).stdout
@@ -90,7 +90,7 @@ async def test_status_and_cancel_tell_how_far_it_is(shell: Shell, requests_file:
     assert (result.exit_code, "has ended" in result.stderr, result.stdout) == (1, True, "")
 
 
-async def test_wait_for_a_batch_that_failed_is_exit_code_1_and_the_reasons(shell: Shell, requests_file: Path) -> None:
+async def test_wait_for_a_failed_batch_exits_1_with_its_reasons(shell: Shell, requests_file: Path) -> None:
     await shell.run("submit", str(requests_file))
     errors = tuple(BatchError("invalid_json_line", "no JSON", line=line) for line in range(1, 15))
     await shell.end("batch_0", BatchStatus.FAILED, errors=errors)
@@ -118,7 +118,7 @@ async def test_wait_outlasts_a_server_that_is_busy(shell: Shell, requests_file: 
     assert num_asked == 3
 
 
-async def test_refusals_and_absent_servers_are_told_in_a_line(shell: Shell, requests_file: Path) -> None:
+async def test_refusals_and_absent_servers_print_one_line(shell: Shell, requests_file: Path) -> None:
     for arguments, what in (
         (("status", "batch_none"), "there is no batch"),
         (("submit", str(requests_file), "--window", "never"), "completion_window"),
@@ -169,7 +169,7 @@ async def test_key_comes_from_the_option_or_the_environment(
     make_api: MakeApi, requests_file: Path, tmp_path: Path
 ) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}:\n  tenant: acme\n")
+    keys.write_text(f"{digest_of('k')}:\n  tenant: acme\n")
     api = make_api(settings={"api_key_file": str(keys)})
     async with serving(api.app) as url:
         shell = Shell(api, url)

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 
 from serve_app.benchmark.rows import read_rows
 from serve_app.cli.main import app
-from testkit.http.api import MakeApi, serving, until
-from testkit.http.scripted_dispatcher import key_digest
-from testkit.limits import LIMIT_S
+from serve_app.key_file import digest_of
+from testkit.http.api import MakeApi, serving
+from testkit.limits import LIMIT_S, until
 
 # A process that runs in the background may have inherited a SIGINT that is ignored.
 COMMAND = (
@@ -44,7 +44,7 @@ async def test_figures_are_those_of_the_server(make_api: MakeApi, tmp_path: Path
         found = await figures(url, tmp_path / "f.json", *SMALL, "--rows", str(tmp_path / "rows"), "--concurrency", "3")
     [level] = found["levels"]
     assert (level["outcomes"], level["output_tokens"], level["tokens_per_chunk"]) == ({"ok": 6}, 48, 2.0)
-    # The server waits at least so long; a slow machine only adds.
+    # The server waits at least 50 ms. A slow machine only adds to it.
     assert 50 <= level["ttft_ms"]["p50"] < LIMIT_S * 1e3
     assert 20 <= level["chunk_gap_ms"]["p50"] < LIMIT_S * 1e3
     assert level["itl_ms"]["mean"] == pytest.approx(level["chunk_gap_ms"]["mean"] / 2)
@@ -86,7 +86,7 @@ async def test_requests_say_what_the_options_say(make_api: MakeApi, tmp_path: Pa
 
 async def test_the_first_error_ends_it_with_its_message(make_api: MakeApi, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}:\n  tenant: acme\n")
+    keys.write_text(f"{digest_of('k')}:\n  tenant: acme\n")
     api = make_api(settings={"api_key_file": str(keys)})
     async with serving(api.app) as url:
         for arguments, words in (

@@ -23,8 +23,8 @@ from serve_app.cli.client import ServerClient
 from serve_app.cli.conversation import Conversation
 from serve_app.cli.generation import Sampling
 from serve_app.cli.main import app
-from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import MODEL, REPLY, Api, MakeApi, serving
+from testkit.limits import LIMIT_S, until
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli.config_options import read_config, read_config_file, with_config_options
 from serve_app.cli.main import app
+from serve_app.cli.private_cluster import free_port
 from serve_app.cli.serve import is_loopback
 from serve_app.config import HeadwayConfig
 
@@ -33,7 +34,7 @@ def test_loopback_addresses_are_recognised(host: str, expected: bool) -> None:
 
 
 def warning_of(*arguments: str) -> str:
-    """Return the warnings that the command prints before it finds that its port is taken."""
+    """Return the warnings that the command prints before it fails at a taken port."""
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
@@ -81,8 +82,8 @@ def test_a_taken_port_is_refused() -> None:
 
 
 def error_of(*arguments: str) -> str:
-    """Return the text that the command prints when it refuses to start."""
-    result = CliRunner().invoke(app, ["serve", *arguments])
+    """Return the text that the command prints when it refuses to start. Its default port may be taken here."""
+    result = CliRunner().invoke(app, ["serve", "--port", str(free_port("127.0.0.1")), *arguments])
     assert result.exit_code == 2
     return result.stderr
 

@@ -10,16 +10,16 @@ import pytest
 
 from replicas.protocol import Band
 from serve_app.auth import ANONYMOUS, Authenticator, Principal
+from serve_app.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
 from testkit.http.api import MODEL, MakeApi, refusal
-from testkit.http.scripted_dispatcher import key_digest
 from testkit.limits import LIMIT_S
 
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> str:
     path = tmp_path / "keys.yaml"
-    path.write_text(f"{key_digest('secret')}:\n  tenant: acme\n  ceiling: interactive\n")
+    path.write_text(f"{digest_of('secret')}:\n  tenant: acme\n  ceiling: interactive\n")
     return str(path)
 
 
@@ -55,7 +55,7 @@ async def test_without_a_key_nothing_is_served(
     assert response.json()["error"]["type"] == "authentication_error"
 
 
-async def test_missing_key_is_told_before_a_malformed_header(make_api: MakeApi, key_file: str) -> None:
+async def test_missing_key_is_reported_before_a_malformed_header(make_api: MakeApi, key_file: str) -> None:
     api = make_api(settings={"api_key_file": key_file})
     malformed = {"idempotency-key": "two words", "x-headway-priority": "soon", "request-timeout-ms": "-"}
     for path in ("/v1/jobs", "/generate", "/v1/batches", "/v1/batch/async", "/v1/completions"):
@@ -78,11 +78,11 @@ async def test_a_revoked_key_is_refused_while_the_server_runs(make_api: MakeApi,
             await asyncio.sleep(0.05)
 
 
-def test_json_is_yaml_too(tmp_path: Path) -> None:
+def test_the_key_file_may_be_json(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    path.write_text(f'{{"{key_digest("k")}": {{"tenant": "acme", "ceiling": "batch"}}}}')
+    path.write_text(f'{{"{digest_of("k")}": {{"tenant": "acme", "ceiling": "batch"}}}}')
     authenticator = Authenticator(path, time.monotonic)
-    assert authenticator.authenticate({"authorization": "bearer k"}) == Principal("acme", Band.BATCH, key_digest("k"))
+    assert authenticator.authenticate({"authorization": "bearer k"}) == Principal("acme", Band.BATCH, digest_of("k"))
 
 
 def test_without_a_file_everybody_is_anonymous() -> None:
@@ -147,7 +147,7 @@ async def test_every_host_is_answered_by_default(make_api: MakeApi) -> None:
 
 async def test_tenants_share_no_prefix_cache_unless_the_scope_is_shared(make_api: MakeApi, tmp_path: Path) -> None:
     keys = tmp_path / "two.yaml"
-    keys.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in ("one", "two")))
+    keys.write_text("".join(f"{digest_of(name)}:\n  tenant: {name}\n" for name in ("one", "two")))
 
     async def salts(**settings: Any) -> list[str | None]:
         api = make_api(settings={"api_key_file": str(keys), **settings})

@@ -77,7 +77,7 @@ async def test_windows_of_other_lengths_are_taken(api: Api, window: str, shown: 
     assert (batch.completion_window, api.jobs.new[batch.id].window_s) == (shown, window_s)
 
 
-async def test_batch_tells_every_moment_its_counts_and_its_files(api: Api) -> None:
+async def test_batch_has_its_times_counts_and_files(api: Api) -> None:
     batch = await new_batch(api)
     now = batch.created_at
     api.jobs.change(
@@ -162,7 +162,7 @@ async def test_callback_goes_with_the_batch_where_it_may(api: Api) -> None:
         assert api.jobs.new[batch.id].callback_url == url
 
 
-async def test_same_key_and_body_is_the_same_batch_and_another_body_409(api: Api) -> None:
+async def test_an_idempotency_key_with_another_body_is_409(api: Api) -> None:
     file_id = await new_file(api)
     options = {"input_file_id": file_id, "extra_headers": {"Idempotency-Key": "k-1"}}
     first = await new_batch(api, **options)

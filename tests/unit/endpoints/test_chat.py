@@ -29,7 +29,7 @@ async def test_stock_client_gets_a_whole_answer(make_api: MakeApi, script: list[
     }
 
 
-async def test_stream_begins_with_the_role_and_ends_with_reason_then_usage(api: Api) -> None:
+async def test_stream_has_role_first_then_reason_then_usage(api: Api) -> None:
     response = await api.chat(stream=True, stream_options={"include_usage": True}, max_tokens=3)
     assert response.headers["content-type"].startswith("text/event-stream")
     *data, done = events(response.text)
@@ -44,7 +44,7 @@ async def test_stream_begins_with_the_role_and_ends_with_reason_then_usage(api: 
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
 
 
-async def test_stream_tells_no_usage_unless_asked(api: Api) -> None:
+async def test_stream_has_no_usage_unless_asked(api: Api) -> None:
     assert "usage" not in (await api.chat(stream=True, max_tokens=3)).text
 
 

@@ -1,4 +1,4 @@
-"""A client that leaves, at whatever moment, leaves nothing running; over real connections."""
+"""A client that disconnects, at any moment, leaves no sequence running; over real connections."""
 
 import asyncio
 import random
@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from testkit.http.api import MODEL, Api, MakeApi, serving, until
+from testkit.http.api import MODEL, Api, MakeApi, serving
+from testkit.limits import until
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -134,7 +134,7 @@ async def test_stock_client_raises_on_a_late_failure(make_api: MakeApi) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_unforeseen_error_says_only_where_the_log_has_it(
+async def test_unforeseen_error_names_only_the_request_id(
     make_api: MakeApi, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
     api = make_api(fail_at=0, error=ZeroDivisionError("secret detail"))

@@ -30,7 +30,7 @@ async def test_id_of_the_client_is_kept(api: Api, stream: bool) -> None:
     for _ in range(2):
         response = await api.post("/v1/completions", body, x_request_id="mine-1")
         assert response.headers["x-request-id"] == "mine-1"
-    # The client may repeat itself; what runs in the engine must still be told apart.
+    # A client may repeat its id. The engine's requests still need distinct ids.
     assert len({request.request_id for request in api.replica.started}) == 2
 
 
@@ -119,7 +119,7 @@ async def test_polling_is_not_logged(api: Api, caplog: pytest.LogCaptureFixture)
     assert lines(caplog) == []
 
 
-async def test_server_that_can_no_longer_hear_the_client_is_a_disconnect(api: Api) -> None:
+async def test_a_failed_receive_counts_as_a_disconnect(api: Api) -> None:
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:

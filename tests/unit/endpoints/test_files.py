@@ -11,8 +11,9 @@ import pytest
 
 from replicas.errors import NoReplicaAvailable
 from serve_app.jobs.api.records import FileRecord
-from testkit.http.api import Api, MakeApi, refusal, serving, until
+from testkit.http.api import Api, MakeApi, refusal, serving
 from testkit.http.scripted_dispatcher import write_keys
+from testkit.limits import until
 
 LINES = b'{"custom_id": "a"}\n' * 3
 BOUNDARY = "XX"
@@ -245,7 +246,7 @@ async def test_upload_that_stalls_is_408(make_api: MakeApi) -> None:
     assert not api.jobs.store.files
 
 
-async def test_file_that_cannot_be_noted_is_not_kept(api: Api) -> None:
+async def test_file_whose_record_fails_is_not_kept(api: Api) -> None:
     api.jobs.error = NoReplicaAvailable("the jobs deployment is starting")
     assert (await upload(api)).status_code == 503
     assert not api.jobs.store.files
@@ -259,7 +260,7 @@ async def test_file_is_kept_if_only_the_answer_to_its_record_is_lost(api: Api) -
     assert content.status_code == 200
 
 
-async def test_bytes_stay_while_nobody_knows_if_they_have_a_record(api: Api) -> None:
+async def test_bytes_stay_while_their_record_is_uncertain(api: Api) -> None:
     async def no_answer(tenant: str, file_id: str) -> FileRecord:
         raise NoReplicaAvailable("the jobs process does not answer")
 
@@ -290,7 +291,7 @@ async def test_download_of_lost_bytes_is_404_and_a_half_one_is_cut(make_api: Mak
             await http.get(f"/v1/files/{file_id}/content")
 
 
-async def test_reader_that_leaves_a_download_lets_go_of_the_file(make_api: MakeApi) -> None:
+async def test_leaving_a_download_closes_the_file(make_api: MakeApi) -> None:
     api = make_api()
     file_id = (await upload(api, b"x" * 50_000_000)).json()["id"]
     async with serving(api.app) as url:
@@ -300,7 +301,7 @@ async def test_reader_that_leaves_a_download_lets_go_of_the_file(make_api: MakeA
 
 
 @pytest.mark.parametrize("file_id", ["%00", "a.b", "x" * 300, "file%0a", "%ff"])
-async def test_what_cannot_be_an_id_is_never_looked_up(api: Api, file_id: str) -> None:
+async def test_malformed_id_is_never_looked_up(api: Api, file_id: str) -> None:
     api.jobs.records = None  # type: ignore[assignment]
     for method, path in (("GET", f"/v1/files/{file_id}"), ("DELETE", f"/v1/files/{file_id}")):
         response = await api.http.request(method, path)
@@ -340,7 +341,7 @@ async def test_uploads_and_downloads_are_counted_in_bytes(api: Api) -> None:
     assert float(samples['http_response_size_bytes_sum{handler="/v1/files/{file_id}/content"}']) == 5000
 
 
-async def test_what_a_client_says_of_its_size_is_not_what_is_counted(make_api: MakeApi) -> None:
+async def test_counted_bytes_ignore_the_declared_size(make_api: MakeApi) -> None:
     api = make_api()
     headers = {"content-type": "application/json", "content-length": "999999999999999"}
     assert (await api.http.post("/v1/completions", content=b"{}", headers=headers)).status_code == 413

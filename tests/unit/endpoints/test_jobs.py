@@ -11,9 +11,9 @@ import pytest
 from replicas.errors import NoReplicaAvailable
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchError, BatchKind, BatchStatus, LineStatus
-from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal, serving, stored_reply, until
+from testkit.http.api import MODEL, Api, MakeApi, card_of, refusal, serving, stored_reply
 from testkit.http.scripted_dispatcher import write_keys
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": MODEL, "prompt": "the quick"}
@@ -88,7 +88,7 @@ async def test_poll_follows_the_job_to_its_result(api: Api) -> None:
         ),
     ],
 )
-async def test_job_that_came_to_nothing_says_why(
+async def test_unsuccessful_job_has_its_error(
     api: Api, line: dict[str, Any], batch: BatchStatus, status: str, error: dict[str, Any]
 ) -> None:
     job = await submit(api)
@@ -169,7 +169,7 @@ async def test_band_is_batch_unless_asked_for_up_to_the_ceiling(
     assert (new.tenant, new.band, job["priority"]) == ("acme", band, band.value)
 
 
-async def test_what_says_how_to_run_a_job_stays_out_of_its_request(api: Api) -> None:
+async def test_job_options_stay_out_of_the_stored_request(api: Api) -> None:
     url = "https://example.com/hook"
     options = {"priority": 1, "deadline_ms": 90_500, "callback_url": url, "stream": False, "service_tier": "flex"}
     job = await submit(api, COMPLETION | options | {"seed": 3, "stop": None})
@@ -223,7 +223,7 @@ async def test_job_for_another_model_is_404(api: Api) -> None:
     assert refusal(await api.post("/v1/jobs", COMPLETION | {"model": "other"}))[:2] == (404, "model_not_found")
 
 
-async def test_same_key_and_body_is_the_same_job_and_another_body_409(api: Api) -> None:
+async def test_job_with_a_used_key_is_the_same_or_409(api: Api) -> None:
     first = await submit(api, COMPLETION | {"seed": 1, "n": 2}, idempotency_key="k-1")
     complete(api, first["id"])
     again = await submit(api, {"n": 2, "seed": 1} | COMPLETION, idempotency_key="k-1")
@@ -298,11 +298,11 @@ ASKS: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("method", "path"), ASKS)
-async def test_without_a_jobs_deployment_there_is_nothing_of_it(make_api: MakeApi, method: str, path: str) -> None:
+async def test_without_a_jobs_deployment_its_routes_are_404(make_api: MakeApi, method: str, path: str) -> None:
     assert refusal(await make_api(has_jobs=False).http.request(method, path)) == (404, "unsupported_endpoint", None)
 
 
 @pytest.mark.parametrize(("method", "path"), ASKS)
-async def test_without_a_key_nothing_is_told(make_api: MakeApi, tmp_path: Path, method: str, path: str) -> None:
+async def test_without_a_key_every_jobs_route_is_401(make_api: MakeApi, tmp_path: Path, method: str, path: str) -> None:
     api = make_api(settings={"api_key_file": write_keys(tmp_path, "acme")})
     assert (await api.http.request(method, path)).status_code == 401

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.key_file import digest_of
 from testkit.http.api import MODEL, Api, MakeApi, refusal
-from testkit.http.scripted_dispatcher import key_digest
 
 MakeLimited = Callable[..., Api]
 
@@ -21,7 +21,7 @@ def make_limited(make_api: MakeApi, tmp_path: Path) -> MakeLimited:
     def make(**limits: int) -> Api:
         path = tmp_path / "keys.yaml"
         lines = [
-            f"{key_digest('secret')}:",
+            f"{digest_of('secret')}:",
             "  tenant: acme",
             *(f"  {name}: {limit}" for name, limit in limits.items()),
         ]
@@ -61,7 +61,7 @@ async def test_a_request_that_ended_counts_no_longer_as_open(make_limited: MakeL
     assert (invalid.status_code, statuses) == (400, [200] * 3)
 
 
-async def test_two_requests_at_once_are_one_too_many_for_a_limit_of_one(make_limited: MakeLimited) -> None:
+async def test_a_second_request_exceeds_a_concurrency_of_one(make_limited: MakeLimited) -> None:
     api = make_limited(max_concurrent_requests=1)
     answers = await asyncio.gather(complete(api), complete(api))
     assert sorted(answer.status_code for answer in answers) == [200, 429]

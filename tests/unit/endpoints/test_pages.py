@@ -10,10 +10,12 @@ from jsonschema import Draft202012Validator
 
 from serve_app.reference.document import api_document, plain_route
 from serve_app.reference.operations import OPERATIONS
+from serve_app.reference.words import ANSWER_HEADERS, FAILURES, REQUEST_HEADERS
 from testkit.http.api import MODEL, Api, MakeApi
 from testkit.http.scripted_dispatcher import write_keys
 
 PAGES = ("/", "/docs", "/openapi.json", "/version")
+API_PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 
 async def document_of(api: Api) -> dict[str, Any]:
@@ -100,3 +102,10 @@ async def test_the_version_is_that_of_server_and_engine(api: Api) -> None:
 def test_a_route_without_a_description_is_refused() -> None:
     with pytest.raises(KeyError, match="GET /v1/new"):
         api_document(["GET /v1/new"], [], MODEL, "1")
+
+
+def test_docs_api_names_every_route_header_and_code() -> None:
+    text = API_PAGE.read_text().lower()
+    codes = {code for words in FAILURES.values() for code in re.findall("`([a-z_]+)`", words)}
+    for name in [*OPERATIONS, *REQUEST_HEADERS, *ANSWER_HEADERS, *codes]:
+        assert f"`{name.lower()}`" in text, f"{name} is missing"

@@ -11,8 +11,8 @@ from replicas.errors import Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
 from serve_app.openai.request.validation import RequestLimits
-from testkit.http.api import MODEL, Api, MakeApi, refusal, serving, stored_reply, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import MODEL, Api, MakeApi, refusal, serving, stored_reply
+from testkit.limits import LIMIT_S, until
 
 PROMPTS = ["the quick", "brown fox", "hello"]
 LINE_REPLY = stored_reply(" there")
@@ -68,7 +68,7 @@ async def test_sequence_that_fails_fails_alone(make_api: MakeApi) -> None:
     assert batch["outputs"][1]["error"]["code"] == "internal_error"
 
 
-async def test_overload_of_all_is_told_by_the_status(make_api: MakeApi) -> None:
+async def test_overload_of_every_prompt_is_a_429(make_api: MakeApi) -> None:
     response = await sync(make_api(fail_at=0, error=Overloaded("full", 3.0)), PROMPTS)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
     assert response.json()["error"]["code"] == "server_overloaded"
@@ -95,7 +95,7 @@ async def test_unforeseen_failure_is_logged_and_not_shown(make_api: MakeApi, cap
         ({"messages": []}, "messages", "not supported"),
     ],
 )
-async def test_what_all_prompts_share_is_checked_first(
+async def test_shared_fields_are_checked_before_the_prompts(
     api: Api, path: str, fields: dict[str, Any], param: str, what: str
 ) -> None:
     response = await api.post(path, {"prompts": ["a"], **fields})
@@ -177,8 +177,8 @@ async def test_silence_in_a_stream_is_broken_with_the_progress(make_api: MakeApi
             seen = [json.loads(await anext(lines)) for _ in range(5)]
             gate.set()
             seen += [json.loads(line) async for line in lines]
-    beats = [line for line in seen[1:5] if "index" not in line]
-    assert beats and {(beat["status"], beat["num_prompts"]) for beat in beats} == {("processing", 2)}
+    progress = [line for line in seen[1:5] if "index" not in line]
+    assert progress and {(line["status"], line["num_prompts"]) for line in progress} == {("processing", 2)}
     assert seen[-1]["status"] == "completed"
 
 

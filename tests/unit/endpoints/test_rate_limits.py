@@ -39,7 +39,7 @@ STANDARD = {
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}])
-async def test_answers_say_what_may_wait(make_api: MakeApi, fields: dict[str, Any]) -> None:
+async def test_answers_have_the_rate_limits_of_their_band(make_api: MakeApi, fields: dict[str, Any]) -> None:
     api = limited(make_api)
     for response in (await api.complete(**fields), await api.chat(**fields)):
         assert response.status_code == 200
@@ -55,7 +55,7 @@ async def test_the_headers_are_of_the_band_the_request_ran_in(make_api: MakeApi)
     assert not [name for name in batch if name.startswith("reset")], "nobody knows when"
 
 
-async def test_the_stock_client_reads_them(make_api: MakeApi) -> None:
+async def test_the_stock_client_reads_the_rate_limit_headers(make_api: MakeApi) -> None:
     api = limited(make_api)
     raw = await api.openai.completions.with_raw_response.create(model=MODEL, prompt="the quick", max_tokens=2)
     assert rate_limits(raw.headers) == STANDARD
@@ -63,14 +63,14 @@ async def test_the_stock_client_reads_them(make_api: MakeApi) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}])
-async def test_refusals_have_them_too(make_api: MakeApi, fields: dict[str, Any]) -> None:
+async def test_refusals_have_rate_limit_headers_too(make_api: MakeApi, fields: dict[str, Any]) -> None:
     api = limited(make_api, fail_at=0, error=Overloaded("full"))
     with pytest.raises(openai.RateLimitError) as refusal:
         await api.openai.completions.create(model=MODEL, prompt="the quick", **fields)
     assert rate_limits(refusal.value.response.headers) == STANDARD
 
 
-async def test_what_never_came_to_a_band_has_none(make_api: MakeApi) -> None:
+async def test_requests_without_a_band_have_no_rate_limit_headers(make_api: MakeApi) -> None:
     api = limited(make_api)
     for response in (await api.complete(temperature=9), await api.http.get("/v1/models")):
         assert rate_limits(response.headers) == {}

@@ -12,8 +12,8 @@ import openai
 import pytest
 
 from replicas.errors import ReplicaLost, RequestAborted
-from testkit.http.api import MODEL, Api, MakeApi, events, serving, until
-from testkit.limits import LIMIT_S
+from testkit.http.api import MODEL, Api, MakeApi, events, serving
+from testkit.limits import LIMIT_S, until
 
 IMPATIENT = {"x-stainless-read-timeout": "0.1"}
 
@@ -48,7 +48,7 @@ async def test_headers_wait_for_the_first_delta(make_api: MakeApi) -> None:
     assert events(text)[-1] == "[DONE]"
 
 
-async def test_impatient_client_gets_headers_and_comments_while_it_waits(make_api: MakeApi) -> None:
+async def test_a_waiting_client_gets_headers_and_comments(make_api: MakeApi) -> None:
     gate = asyncio.Event()
     async with streaming(make_api(first_token_gate=gate), IMPATIENT) as response:
         lines = response.aiter_lines()
@@ -118,7 +118,7 @@ async def test_a_comment_that_cannot_be_sent_aborts_the_sequences(make_api: Make
     assert len(api.replica.aborted) == 1
 
 
-async def test_failure_after_the_headers_is_an_event_even_before_any_token(make_api: MakeApi) -> None:
+async def test_a_failure_after_the_headers_is_an_event(make_api: MakeApi) -> None:
     gate = asyncio.Event()
     api = make_api(first_token_gate=gate, fail_at=0, error=ReplicaLost("gone"), settings={"max_header_wait_s": 0.02})
     async with streaming(api) as response:
@@ -145,7 +145,7 @@ async def test_one_failing_choice_ends_all_at_once(make_api: MakeApi, stream: bo
     assert len(api.replica.aborted) == 3
 
 
-async def test_request_that_someone_else_cancels_is_answered(make_api: MakeApi) -> None:
+async def test_request_cancelled_elsewhere_is_answered(make_api: MakeApi) -> None:
     api = make_api(fail_at=3, error=RequestAborted("cancelled by id"))
     assert (await api.complete()).status_code == 499
     failure = json.loads(events((await api.complete(stream=True)).text)[-1])

@@ -85,7 +85,7 @@ async def test_deltas_merge_while_the_reader_lags() -> None:
         await until_idle(engine)
         deltas += [delta async for delta in stream]
     assert len(token_ids(deltas)) == 50
-    # Between the engine's being idle and its last deltas' being delivered we may read once.
+    # One read may come between the end of the engine's work and the delivery of its last deltas.
     assert len(deltas) <= 3 and deltas[-1].finish_reason is FinishReason.LENGTH
 
 
@@ -155,7 +155,7 @@ def test_aligned_flushes_are_about_an_interval_apart(last_s: float, interval_s: 
     assert flush_policy.next_flush_s(-math.inf) == -math.inf, "the first delta waits for nothing"
 
 
-async def test_closing_a_stream_frees_its_blocks_and_its_neighbours_go_on() -> None:
+async def test_closing_a_stream_frees_only_its_blocks() -> None:
     async with running() as engine:
         neighbour = asyncio.create_task(collect(engine, request("neighbour", max_tokens=100)))
         async with aclosing(engine.generate(request("gone", max_tokens=100))) as stream:
@@ -260,7 +260,7 @@ async def test_death_of_the_engine_answers_every_waiting_request() -> None:
 
 
 @pytest.mark.parametrize(("num_done", "waiting_and_running"), [(0, (1, 0)), (1, (0, 1))])
-async def test_stats_tell_how_long_a_step_has_hung(num_done: int, waiting_and_running: tuple[int, int]) -> None:
+async def test_stats_report_the_duration_of_a_hung_step(num_done: int, waiting_and_running: tuple[int, int]) -> None:
     async with gated() as (engine, runner):
         stream = asyncio.create_task(collect(engine, request(max_tokens=2)))
         await asyncio.to_thread(runner.entered.acquire)

@@ -47,9 +47,9 @@ class _Step:
 
 
 class PipelinedRunner(ShadowRunner):
-    """A shadow runner that knows what is launched and not collected, and may fail now and then.
+    """Shadow runner that knows its launched and uncollected steps, and may fail at random.
 
-    A step that fails spoils the KV that it and the steps launched after it write.
+    A failed step makes its KV, and the KV of the steps launched after it, invalid.
     """
 
     def __init__(self, block_size: int, step_s: float = 0.0, clock: FakeClock | None = None) -> None:
@@ -61,7 +61,7 @@ class PipelinedRunner(ShadowRunner):
         self._num_sound_launches = 0
 
     def failure(self) -> RuntimeError:
-        """Return an error to raise; after it no step fails for a while, so that the other items succeed one by one."""
+        """Return an error to raise. The next steps succeed, so the other items of the batch can run one by one."""
         self._num_sound_launches = _MAX_ITEMS + 1
         return RuntimeError("the device failed")
 
@@ -187,7 +187,7 @@ def play_with_deadlines(rng: random.Random, world: World) -> int:
 
 @pytest.mark.parametrize(("make_world", "eos_token_ids"), [(World, frozenset()), (PipelinedWorld, EOS)])
 @pytest.mark.random_worlds(40, per_call=10)
-def test_every_computed_token_was_of_use_or_is_wasted(
+def test_every_computed_token_is_useful_or_counted_as_wasted(
     make_world: type[World], eos_token_ids: frozenset[int], seeds: Seeds
 ) -> None:
     for seed in seeds:
@@ -211,7 +211,7 @@ def test_an_end_by_length_is_known_ahead_and_costs_nothing() -> None:
     assert sum(wasted(ahead).values()) == 0
 
 
-def test_an_end_by_token_costs_one_surplus_token_that_nobody_sees() -> None:
+def test_an_end_by_token_hides_one_surplus_token() -> None:
     asked = request("r", (1, 2, 3), max_tokens=100)
     eos = frozenset({alone(asked).token_ids[5]})
     world = PipelinedWorld(config(eos_token_ids=eos))
@@ -250,7 +250,7 @@ def test_time_on_the_device_is_counted_once_where_steps_overlap() -> None:
     assert world.engine.stats().generated_tokens_per_s == pytest.approx(10.0, rel=0.1)
 
 
-def test_an_engine_without_work_generates_nothing_and_keeps_its_speed() -> None:
+def test_an_idle_engine_keeps_its_measured_speed() -> None:
     world = PipelinedWorld(config(max_num_seqs=1), step_s=0.1)
     world.run(request("r", (1, 2, 3), max_tokens=40))
     assert world.engine.stats().generated_tokens_per_s == 0.0

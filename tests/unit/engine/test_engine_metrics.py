@@ -27,13 +27,13 @@ def prompt_of(number: int, length: int) -> tuple[int, ...]:
     return (number % 97, number // 97, *range(2, length))
 
 
-def test_nothing_is_wasted_where_nothing_goes_wrong() -> None:
+def test_undisturbed_requests_waste_no_token() -> None:
     world = World(config())
     world.run(*(request(str(number), prompt_of(number, 20)) for number in range(5)))
     assert wasted(world) == {"preempt": 0, "fairness": 0, "abort": 0, "expired": 0, "surplus": 0}
 
 
-def test_what_a_preempted_sequence_computes_again_is_wasted() -> None:
+def test_recomputed_tokens_of_a_preemption_are_wasted() -> None:
     """Two sequences of at most 7 blocks share 8: the later one gives way, and nothing is cached."""
     world = World(config(num_blocks=8, max_model_len=28, enable_prefix_caching=False))
     world.run(*(request(str(number), prompt_of(number, 12), max_tokens=16) for number in range(2)))
@@ -50,7 +50,7 @@ def test_cached_tokens_of_a_preempted_sequence_are_not_wasted() -> None:
     assert 0 < kept < without
 
 
-def test_an_aborted_request_wasted_what_was_computed_for_it() -> None:
+def test_computed_tokens_of_an_aborted_request_are_wasted() -> None:
     world = World(config())
     world.add(request("leaves", prompt_of(1, 20), max_tokens=50))
     world.step(6)
@@ -59,7 +59,7 @@ def test_an_aborted_request_wasted_what_was_computed_for_it() -> None:
     assert num_computed(world) == 20 + 5
 
 
-def test_what_an_aborted_request_found_in_the_cache_cost_nothing() -> None:
+def test_cached_tokens_of_an_aborted_request_are_not_wasted() -> None:
     world = World(config())
     world.run(request("before", prompt_of(1, 21), max_tokens=1))
     world.add(request("leaves", (*prompt_of(1, 20), 50, 51, 52, 53), max_tokens=50))
@@ -69,7 +69,7 @@ def test_what_an_aborted_request_found_in_the_cache_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_first_aborted", [False, True])
-def test_what_never_ran_or_has_ended_wastes_nothing(is_first_aborted: bool) -> None:
+def test_aborting_a_waiting_or_ended_request_wastes_nothing(is_first_aborted: bool) -> None:
     world = World(config(max_num_seqs=1))
     world.add(request("runs", prompt_of(1, 8), max_tokens=2), request("waits", prompt_of(2, 8), max_tokens=2))
     if is_first_aborted:
@@ -105,7 +105,7 @@ def test_refusals_are_counted_by_limit() -> None:
     assert not by_label(world, "vllm:admission_rejections", "reason"), "the client was not refused"
 
 
-def test_steps_count_what_padding_would_have_cost_and_the_slots_used():
+def test_steps_count_padded_tokens_and_used_slots():
     world = World(config(max_num_seqs=8, max_num_batched_tokens=32))
     world.run(request("long", tuple(range(1, 21)), max_tokens=1), request("short", (1, 2, 3, 4), max_tokens=3))
     histograms = {histogram.name: histogram for histogram in world.engine.metrics().histograms}

@@ -69,7 +69,7 @@ def test_shown_text_is_the_text_up_to_the_first_stop_string(seed: int) -> None:
     if not ends:
         assert "".join(shown) == text and stop is None
     else:
-        # The first to be complete, and among those complete at once the one that starts first.
+        # The first complete stop string ends the text; of several complete at once, the first to start.
         assert "".join(shown) == text[: min(ends)[1]]
 
 
@@ -103,7 +103,7 @@ def test_stop_string_ends_the_sequence_at_the_source() -> None:
 
 
 @pytest.mark.parametrize("num_had", [1, 3, 4, 7])
-def test_output_goes_on_behind_what_another_replica_gave(num_had: int) -> None:
+def test_resumed_output_continues_that_of_another_replica(num_had: int) -> None:
     world = World(config())
     world.run(request("whole", max_tokens=20))
     whole = world.outcomes["whole"]

@@ -1,4 +1,4 @@
-"""Random add, step, abort and time over small pools: nothing leaks, nothing stale is read, nothing is lost."""
+"""Random additions, steps, aborts and times over small pools: no block leaks, and every answer is right."""
 
 import random
 from dataclasses import replace

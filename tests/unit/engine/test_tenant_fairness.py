@@ -1,4 +1,4 @@
-"""Fair shares of the slots between tenants of a band: who gives way, how far, how often, and what it costs."""
+"""Fair shares of the slots between tenants of a band: victims, shares, number of preemptions and their cost."""
 
 import random
 from dataclasses import replace
@@ -9,12 +9,8 @@ from replicas.engine.config import EngineConfig, KVPressurePolicy
 from replicas.engine.sequence import Sequence
 from replicas.protocol import Band, GenerateRequest
 from testkit.engine.random_worlds import play, random_config, random_request
-from testkit.engine.shadow_runner import World, config, continuation, request
+from testkit.engine.shadow_runner import World, config, continuation, prompt, request
 from tests.seeds import Seeds
-
-
-def prompt(num_tokens: int, first: int = 1) -> tuple[int, ...]:
-    return tuple(first + index % 50 for index in range(num_tokens))
 
 
 def flood(world: World, count: int, tenant: str = "flood", band: Band = Band.STANDARD, max_tokens: int = 60) -> None:
@@ -62,7 +58,7 @@ def test_a_second_flood_gets_half_of_the_slots_and_no_more() -> None:
     world.run()
 
 
-def test_the_tenant_with_most_slots_gives_way_with_its_latest_sequence() -> None:
+def test_the_tenant_with_most_slots_is_preempted() -> None:
     world = roomy()
     flood(world, 6, "most")
     flood(world, 2, "few")
@@ -106,7 +102,7 @@ def test_lower_bands_are_preempted_before_the_same_band() -> None:
     world.run()
 
 
-def test_a_sequence_that_gave_way_keeps_its_slot_for_a_while() -> None:
+def test_a_resumed_sequence_keeps_its_slot_for_some_steps() -> None:
     world = World(config(num_blocks=400, max_num_seqs=2, fairness_rest_steps=20))
     flood(world, 2, max_tokens=90)
     first_token: dict[str, int] = {}
@@ -119,7 +115,7 @@ def test_a_sequence_that_gave_way_keeps_its_slot_for_a_while() -> None:
     world.run()
 
 
-def test_resuming_after_giving_way_costs_less_than_a_block() -> None:
+def test_resuming_after_preemption_costs_less_than_a_block() -> None:
     world = roomy()
     flood(world, 8)
     world.add(request("idle", prompt(9, 40), 5, tenant="idle"))
@@ -145,7 +141,7 @@ def crowded(rng: random.Random, world: World, number: int) -> GenerateRequest:
 
 
 class WatchedWorld(World):
-    """World that checks after each step that no sequence gave way too soon after it last did."""
+    """World that checks after each step that no sequence was preempted again within its rest steps."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -166,7 +162,7 @@ class WatchedWorld(World):
 
 
 @pytest.mark.random_worlds(300, per_call=50)
-def test_random_tenants_give_way_seldom_and_every_answer_is_right(seeds: Seeds) -> None:
+def test_random_tenants_are_preempted_seldom_and_exactly(seeds: Seeds) -> None:
     num_given_way = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -184,7 +180,7 @@ def test_random_tenants_give_way_seldom_and_every_answer_is_right(seeds: Seeds) 
 
 @pytest.mark.parametrize("policy", list(KVPressurePolicy))
 @pytest.mark.parametrize("seed", range(3))
-def test_waste_for_fairness_is_bounded_by_the_rest(policy: KVPressurePolicy, seed: int) -> None:
+def test_waste_for_fairness_is_bounded_by_the_rest_steps(policy: KVPressurePolicy, seed: int) -> None:
     """Without a prefix cache a resumed sequence is computed whole: the worst case."""
     rng = random.Random(seed)
     rest = 16

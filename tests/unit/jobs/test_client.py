@@ -30,9 +30,9 @@ from serve_app.jobs.api.records import (
 )
 from serve_app.jobs.client import ServeJobs, answers_service_calls
 from testkit.jobs.database_worlds import new_batch
-from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process, until
+from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 TENANT = "acme"
 
@@ -108,7 +108,7 @@ class Handle:
 
 
 class Response:
-    """A call under way. Only `cancel` ends it: the task that awaits it may be cancelled without that."""
+    """Call under way. Only `cancel` ends it. A cancelled waiter does not."""
 
     def __init__(self, work: Awaitable[Any] | None) -> None:
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ LOST = [
     grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata()),
     asyncio.CancelledError(),
 ]
-"""Errors of calls that a process does not live to answer, or that it gives up as it stops."""
+"""Errors of calls to a process that dies or stops before its answer."""
 
 
 async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
         assert await service.metrics() == JobsCounts()
 
 
-async def test_an_error_of_the_service_arrives_as_itself(service: Service, client: ServeJobs) -> None:
+async def test_an_error_of_the_service_keeps_its_type(service: Service, client: ServeJobs) -> None:
     service.error = Overloaded("too many", 7.0, "max_batches_per_tenant", "rate_limit_exceeded")
     with pytest.raises(Overloaded) as refused:
         await client.batch(TENANT, "id")
@@ -197,7 +197,9 @@ async def test_an_error_of_the_service_arrives_as_itself(service: Service, clien
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["over gRPC", "by reference"])
-async def test_a_failure_is_reported_without_its_words(service: Service, client: ServeJobs, is_wrapped: bool) -> None:
+async def test_an_internal_failure_is_reported_without_its_message(
+    service: Service, client: ServeJobs, is_wrapped: bool
+) -> None:
     fault = ValueError("a secret")
     service.error = RayTaskError("batch", "a secret", fault).as_instanceof_cause() if is_wrapped else fault
     with pytest.raises(ServingError) as error:
@@ -255,7 +257,7 @@ async def test_a_wait_repeated_after_a_loss_waits_only_for_the_rest(
     assert after_s < before_s <= 60.0
 
 
-async def test_a_caller_that_leaves_cancels_its_call_alone(service: Service, client: ServeJobs) -> None:
+async def test_a_caller_that_leaves_cancels_only_its_call(service: Service, client: ServeJobs) -> None:
     service.is_holding = True
     leaving, staying = (asyncio.create_task(client.wait(TENANT, name, 60.0)) for name in ("leaving", "staying"))
     await until(lambda: len(service.done) == 2)
@@ -267,7 +269,7 @@ async def test_a_caller_that_leaves_cancels_its_call_alone(service: Service, cli
     staying.cancel()
 
 
-async def test_without_a_process_the_caller_hears_so_at_the_limit() -> None:
+async def test_without_a_jobs_process_a_call_fails_at_its_limit() -> None:
     handle = Handle(None)
     call = asyncio.create_task(ServeJobs(handle, limit_s=0.3).batch(TENANT, "id"))
     await until(lambda: len(handle.responses) == 1)

@@ -19,7 +19,7 @@ def values(metrics: Iterable[Metric]) -> dict[str, float]:
     return {" ".join((metric.name, *map("=".join, metric.labels))): metric.value for metric in metrics}
 
 
-def test_every_state_and_outcome_shows_before_anything_has_happened() -> None:
+def test_every_state_and_outcome_is_shown_from_the_start() -> None:
     shown = values(jobs_metrics({}, {}, 0.0, dict.fromkeys(AttemptOutcome, 0)))
     assert set(shown.values()) == {0}
     states = {f"headway:jobs state={state}" for state in ("validating", "in_progress", "completed", "cancelled")}
@@ -50,7 +50,7 @@ async def test_counts_are_of_all_tenants(world: World) -> None:
     assert await world.write(count_by_status) == {BatchStatus.IN_PROGRESS: 3, BatchStatus.CANCELLING: 1}
 
 
-def test_the_eta_is_infinite_while_waiting_lines_make_no_progress() -> None:
+def test_the_eta_is_infinite_without_progress() -> None:
     throughput = ThroughputEstimator(Clock(monotonic=lambda: 0.0))
     assert throughput.eta_of_all_s([]) == 0.0
     assert throughput.eta_of_all_s([Backlog(Band.BATCH, None, 3, 300)]) == float("inf")

@@ -1,4 +1,4 @@
-"""A whole jobs process: what is submitted ends, whatever happens to the process meanwhile."""
+"""A whole jobs process: every submitted batch ends, through failures and restarts of the process."""
 
 import asyncio
 import json
@@ -31,9 +31,9 @@ from serve_app.jobs.api.records import (
     UnknownFile,
 )
 from testkit.jobs.database_worlds import ENDPOINT, MODEL, body, new_batch
-from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process, until
+from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 TENANT = "acme"
 NOW = 1_000_000.0
@@ -152,7 +152,7 @@ PASSING: dict[str, list[ServingError]] = {
 
 
 @pytest.mark.parametrize("name", PASSING)
-async def test_what_passes_is_tried_again_and_shows_nowhere(process, completions, name):
+async def test_a_passing_error_is_retried_and_left_out_of_the_result(process, completions, name):
     completions.errors["prompt 0"] = list(PASSING[name])
     record = await ended(process, await submit(process, new_batch(1, BatchKind.JOB)))
     assert (record.status, record.counts) == (BatchStatus.COMPLETED, RequestCounts(1, 1, 0))
@@ -168,7 +168,7 @@ async def test_a_job_is_done_without_a_file(process, completions):
     assert (caller.principal.tenant, caller.principal.band_ceiling) == (TENANT, Band.STANDARD)
 
 
-async def test_who_waits_hears_of_the_end_at_once_and_else_what_there_is(process, completions):
+async def test_a_wait_returns_at_the_end_or_with_the_current_state(process, completions):
     completions.gate.clear()
     batch = await submit(process, new_batch(2))
     assert (await process.service.wait(TENANT, batch.id, 0.05)).status is BatchStatus.IN_PROGRESS
@@ -209,7 +209,7 @@ async def test_a_late_batch_expires_with_what_was_done(database_url, files, comp
         assert {one["error"]["code"] for one in results(files, record.error_file_id)} == {"batch_expired"}
 
 
-async def test_what_a_killed_process_held_is_done_by_the_next_one(database_url, files, completions):
+async def test_the_next_process_finishes_the_lines_of_a_killed_one(database_url, files, completions):
     completions.gate.clear()
     async with jobs_process(database_url, files, completions, settings=QUICK, is_killed=True) as process:
         batch = await submit_file(process, files, 12)
@@ -222,7 +222,7 @@ async def test_what_a_killed_process_held_is_done_by_the_next_one(database_url, 
         assert [answer["custom_id"] for answer in answers] == [f"id-{index}" for index in range(12)]
 
 
-async def test_a_process_that_stops_in_good_order_gives_back_at_once(database_url, files, completions):
+async def test_a_stopping_process_gives_its_lines_back_at_once(database_url, files, completions):
     completions.gate.clear()
     async with jobs_process(database_url, files, completions) as process:
         batch = await submit(process, new_batch(3))
@@ -241,7 +241,7 @@ async def test_processes_on_one_database_share_the_work_and_do_it_once(process, 
         assert sorted(completions.asked) == sorted(f"prompt {index}" for index in range(20) for _ in batches)
 
 
-async def test_a_file_store_that_fails_for_a_moment_delays_the_batch_only(process, files, completions):
+async def test_a_passing_file_store_failure_only_delays_the_batch(process, files, completions):
     batch = await submit_file(process, files, 3)
     await until(lambda: len(completions.asked) > 0)
     files.num_failures = 1
@@ -260,7 +260,7 @@ async def test_an_urgent_job_does_not_wait_for_a_batch(database_url, files, comp
         assert len(completions.asked) < 10
 
 
-async def test_the_lines_of_a_late_batch_begin_again_in_a_more_urgent_band(database_url, files, completions):
+async def test_lines_of_a_late_batch_restart_in_an_urgent_band(database_url, files, completions):
     now = NOW
     completions.gate.clear()
     async with jobs_process(database_url, files, completions, num_slots=2, clock=Clock(unix=lambda: now)) as process:

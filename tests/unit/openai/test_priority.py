@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from replicas.protocol import Band, GenerateRequest
+from serve_app.key_file import digest_of
 from testkit.http.api import MODEL, Api, MakeApi
-from testkit.http.scripted_dispatcher import key_digest
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -52,7 +52,7 @@ async def test_band_comes_from_priority_then_header_then_tier(
     assert response.json()["service_tier"] == ["priority", "default", "flex"][band]
 
 
-async def test_stream_tells_the_tier_used(api: Api) -> None:
+async def test_stream_names_the_tier_used(api: Api) -> None:
     response = await api.chat(stream=True, service_tier="flex", max_tokens=1)
     assert json.loads(response.text.split("\n\n")[0].removeprefix("data: "))["service_tier"] == "flex"
 
@@ -70,7 +70,7 @@ async def test_key_decides_the_tenant_and_the_most_urgent_band(
 ) -> None:
     """The body's `user` is of no account with a key, not even with one whose tenant is named `anonymous`."""
     keys = tmp_path / "keys.yaml"
-    keys.write_text(f"{key_digest('k')}: {{tenant: {tenant}, {ceiling}}}\n")
+    keys.write_text(f"{digest_of('k')}: {{tenant: {tenant}, {ceiling}}}\n")
     api = make_api(settings={"api_key_file": str(keys)})
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 1, "priority": 0, "user": "someone"}
     response = await api.post("/v1/completions", body, authorization="Bearer k")
@@ -86,7 +86,7 @@ async def test_key_decides_the_tenant_and_the_most_urgent_band(
         ({"user": "", "metadata": {}}, "anonymous"),
     ],
 )
-async def test_anonymous_clients_are_told_apart_by_user(api: Api, fields: dict[str, object], tenant: str) -> None:
+async def test_anonymous_clients_are_separate_tenants_by_user(api: Api, fields: dict[str, object], tenant: str) -> None:
     await api.complete(max_tokens=1, **fields)
     assert last(api).tenant == tenant
 
@@ -111,7 +111,7 @@ async def test_anonymous_clients_are_told_apart_by_user(api: Api, fields: dict[s
         ({"stream": True}, {"request_timeout_ms": "2500"}, 2.5),
     ],
 )
-async def test_deadline_is_the_earliest_anyone_named(
+async def test_the_earliest_named_deadline_counts(
     api: Api, fields: dict[str, object], headers: dict[str, str], expected_s: float | None
 ) -> None:
     body = {"model": MODEL, "prompt": "hi", "max_tokens": 1, **fields}

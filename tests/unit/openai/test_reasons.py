@@ -1,4 +1,4 @@
-"""Reasons of refusals: each of pydantic's errors has a sentence of ours, with plain values."""
+"""Reasons of refusals: each of pydantic's errors has a sentence of Headway's, with plain values."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +31,7 @@ NO_ERRORS = {
     "any", "call", "custom-error", "default", "definitions", "definition-ref", "function-after", "function-before",
     "function-plain", "model-field", "model-fields", "no-info", "nullable", "tagged-union", "with-info",
 }  # fmt: skip
-"""Schemas that pass on the errors of those within, or have errors of ours alone."""
+"""Schemas that pass on the errors of inner schemas, or have only Headway's errors."""
 ERROR_OF_LIMIT = {
     "ge": "greater_than_equal",
     "gt": "greater_than",

@@ -23,7 +23,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_fills_in_what_the_request_leaves_out(model: Path) -> None:
+def test_defaults_fill_in_missing_fields(model: Path) -> None:
     filled = SamplingDefaults.load(str(model)).apply(body(top_k=5, min_p=None))
     assert (filled.temperature, filled.top_k, filled.min_p, filled.top_p) == (0.6, 5, 0.0, 1.0)
 

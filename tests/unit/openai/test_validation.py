@@ -223,7 +223,7 @@ async def test_prompt_too_long_names_limit_and_value(api: Api) -> None:
     )
 
 
-async def test_overflow_is_told_in_the_words_of_openai(api: Api) -> None:
+async def test_overflow_has_the_message_of_openai(api: Api) -> None:
     num_prompt = (await api.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]})).json()["count"]
     assert error_of(await api.chat(max_tokens=1_000_000))["message"] == (
         f"This model's maximum context length is 256 tokens. However, you requested {num_prompt + 1_000_000} tokens "

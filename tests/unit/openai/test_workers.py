@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
-from testkit.http.api import until
+from testkit.limits import until
 
 
 class Work:
@@ -50,7 +50,7 @@ async def test_cancelled_work_that_has_not_begun_is_dropped() -> None:
     assert await workers.run(lambda: len(work.starts)) == 1
 
 
-async def test_failure_of_the_work_is_its_callers() -> None:
+async def test_failure_of_the_work_reaches_its_caller() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 

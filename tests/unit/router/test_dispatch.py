@@ -42,14 +42,14 @@ async def test_requests_wait_in_the_ingress_and_not_in_replicas(make_world: Make
     assert [outcome.finish_reason for outcome in await reading] == [FinishReason.LENGTH] * 6
 
 
-async def test_samples_of_one_prompt_go_to_one_replica_while_it_has_room(make_world: MakeWorld):
+async def test_samples_of_one_prompt_share_a_replica_with_room(make_world: MakeWorld):
     world = make_world(*(FakeReplica(name, num_slots=6) for name in "abc"))
     streams = world.dispatcher.start([request(str(number), seed=number) for number in range(6)])
     await asyncio.gather(*map(read, streams))
     assert sorted(len(replica.started) for replica in world.replicas) == [0, 0, 6]
 
 
-async def test_replicas_are_told_the_expected_output(make_world: MakeWorld):
+async def test_requests_carry_the_expected_output(make_world: MakeWorld):
     world = make_world(FakeReplica("a"))
     for number in range(2):
         await read(world.stream(request(str(number), max_tokens=5)))
@@ -109,7 +109,7 @@ class LaggingReplica(FakeReplica):
         yield replace(delta, error=SequenceFailed("bad token"), finish_reason=FinishReason.ERROR)
 
 
-async def test_output_that_comes_with_a_failure_is_given_before_it_is_raised(make_world: MakeWorld):
+async def test_output_with_a_failure_is_given_before_the_error(make_world: MakeWorld):
     outcome = await read(make_world(LaggingReplica("a")).stream(request()))
     assert outcome.token_ids == [undisturbed(request()).token_ids[0]]
     assert isinstance(outcome.error, SequenceFailed)
@@ -125,7 +125,7 @@ async def test_load_is_learnt_from_deltas():
     assert (known.unseen_tokens, known.outstanding_tokens) == (0, 7), "the prompt and one of eight tokens are done"
 
 
-async def test_a_request_is_counted_on_the_replica_that_really_serves_it(make_world: MakeWorld):
+async def test_a_request_counts_on_the_replica_that_serves_it(make_world: MakeWorld):
     world = make_world(FakeReplica("a"), FakeReplica("b"), known=[stats("vanished")])
     async with aclosing(world.stream(request())) as stream:
         await anext(stream)
@@ -150,7 +150,7 @@ async def test_a_request_waits_for_the_first_replica(make_world: MakeWorld):
     assert world.observer.waits[0][2] == pytest.approx(60, abs=1.01), "within one poll of its being there"
 
 
-async def test_limits_hold_for_concurrent_requests_while_no_replica_is_known(make_world: MakeWorld):
+async def test_limits_hold_before_any_replica_is_known(make_world: MakeWorld):
     world = make_world(limits=limits(max_requests=2))
     reading = asyncio.create_task(world.read_all(SIX))
     await settle_down()
@@ -160,7 +160,7 @@ async def test_limits_hold_for_concurrent_requests_while_no_replica_is_known(mak
     assert [isinstance(outcome.error, Overloaded) for outcome in await reading] == [False] * 2 + [True] * 4
 
 
-async def test_a_reader_that_leaves_with_the_last_delta_teaches_as_much(make_world: MakeWorld):
+async def test_leaving_with_the_last_delta_still_records_the_output(make_world: MakeWorld):
     world = make_world(FakeReplica("a"))
     async with aclosing(world.stream(request(max_tokens=3))) as stream:
         async for delta in stream:
@@ -169,7 +169,7 @@ async def test_a_reader_that_leaves_with_the_last_delta_teaches_as_much(make_wor
     assert len(world.observer.finishes) == 1
 
 
-async def test_a_replica_that_falls_silent_does_not_outlast_the_deadline(make_world: MakeWorld):
+async def test_the_deadline_ends_a_request_on_a_silent_replica(make_world: MakeWorld):
     world = make_world(FakeReplica("a", step_s=1000.0))
     started_s = world.clock.now
     outcome = await read(world.stream(request(max_tokens=5, deadline_unix_s=world.clock.unix() + 2.0)))
@@ -177,7 +177,7 @@ async def test_a_replica_that_falls_silent_does_not_outlast_the_deadline(make_wo
     assert world.clock.now - started_s < 10.0
 
 
-async def test_a_reader_that_lags_beyond_the_deadline_is_not_interrupted(make_world: MakeWorld):
+async def test_a_reader_slower_than_the_deadline_is_not_interrupted(make_world: MakeWorld):
     world = make_world(FakeReplica("a", tokens_per_delta=2))
     async with aclosing(world.stream(request(max_tokens=4, deadline_unix_s=world.clock.unix() + 2.0))) as deltas:
         assert (await anext(deltas)).finish_reason is None
@@ -195,7 +195,7 @@ async def test_a_deadline_on_the_wire_bounds_the_wait(make_world: MakeWorld):
     assert world.observer.waits[-1][2] == pytest.approx(2.0)
 
 
-async def test_the_poll_survives_failures_and_forgets_vanished_replicas(make_world: MakeWorld):
+async def test_the_poll_survives_failures_and_forgets_lost_replicas(make_world: MakeWorld):
     world = make_world(FakeReplica("a"), FakeReplica("b"), is_polled=True)
     await asyncio.sleep(1.5)
     assert world.in_flight() == {"a": 0, "b": 0}

@@ -72,13 +72,13 @@ async def test_a_replica_lost_before_any_output_is_replaced(make_world: MakeWorl
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 2, 5])
 @pytest.mark.parametrize("after_s", [0.15, 0.45, 0.95, 2.05])
-async def test_a_stream_goes_on_behind_a_death(make_world: MakeWorld, after_s: float, tokens_per_delta: int):
+async def test_a_stream_continues_after_a_replicas_death(make_world: MakeWorld, after_s: float, tokens_per_delta: int):
     world = make_world(*(FakeReplica(name, tokens_per_delta=tokens_per_delta) for name in "ab"), is_polled=True)
     (await read_through(world, SCORED, [min(after_s, 3.5 / tokens_per_delta)])).check(SCORED)
     assert sum(world.observer.migrations.values()) == 1
 
 
-async def test_the_prompts_scores_are_not_asked_for_again_behind_output(make_world: MakeWorld):
+async def test_a_retry_behind_output_omits_prompt_logprobs(make_world: MakeWorld):
     world = make_world(FakeReplica("a"), FakeReplica("b"), is_polled=True)
     (await read_through(world, SCORED, [1.5])).check(SCORED)
     [_, second] = received(world)
@@ -94,7 +94,7 @@ async def test_scores_given_before_a_death_are_not_repeated(make_world: MakeWorl
     assert world.observer.migrations == {"restarted": 1}
 
 
-async def test_a_request_with_two_deaths_runs_alone_on_its_third_replica(make_world: MakeWorld):
+async def test_a_request_runs_alone_after_two_replica_deaths(make_world: MakeWorld):
     world = make_world(*map(FakeReplica, "abcd"), is_polled=True)
     (await read_through(world, LONG, [0.3, 0.5])).check(LONG)
     assert [request.is_isolated for request in received(world)] == [False, False, True]
@@ -166,7 +166,7 @@ async def test_a_death_moves_every_stream_of_the_replica(make_world: MakeWorld):
     assert world.observer.migrations["resumed"] > 5
 
 
-async def test_a_draining_replica_finishes_its_requests_and_gets_no_new_one(make_world: MakeWorld):
+async def test_a_draining_replica_finishes_and_gets_no_request(make_world: MakeWorld):
     old = FakeReplica("old", num_slots=1)
     world = make_world(old, FakeReplica("new"), known=[old.stats()])
     first = asyncio.create_task(read(world.stream(LONG)))
@@ -185,7 +185,7 @@ async def test_a_request_refused_by_a_draining_replica_goes_elsewhere(make_world
     assert not any(request.is_isolated for request in world.replicas[1].started)
 
 
-async def test_a_refusing_replica_gives_the_request_back_until_it_has_room(make_world: MakeWorld):
+async def test_a_refused_request_waits_until_the_replica_has_room(make_world: MakeWorld):
     """Others fill the replica, which the ingress cannot know; the request waits for the next report."""
     replica = FakeReplica("a", num_slots=1, max_waiting=0)
     world = make_world(replica, known=[stats("a", slots=1)], is_polled=True)
@@ -199,7 +199,7 @@ async def test_a_refusing_replica_gives_the_request_back_until_it_has_room(make_
 
 
 @pytest.mark.parametrize("in_delta", [False, True])
-async def test_a_refusal_that_tells_no_load_does_not_use_up_the_moves(make_world: MakeWorld, in_delta: bool):
+async def test_a_refusal_without_stats_does_not_count_as_a_move(make_world: MakeWorld, in_delta: bool):
     """As when Serve's own limit refuses: the table still shows room."""
     replica = FakeReplica("a", death=Overloaded("too many calls"), fails_in_delta=in_delta)
     world = make_world(replica, known=[stats("a")])
@@ -222,7 +222,7 @@ async def test_requests_are_held_while_no_replica_runs(make_world: MakeWorld):
     (await reading).check(LONG)
 
 
-async def test_a_refused_request_keeps_its_place_and_its_tenant_pays_nothing(make_world: MakeWorld):
+async def test_a_refused_request_keeps_its_place_at_no_cost(make_world: MakeWorld):
     """`first` was refused before `second` of another tenant is served."""
     replica = FakeReplica("a", num_slots=1, death=Overloaded("full"))
     world = make_world(replica, known=[stats("a", slots=1)])
@@ -260,7 +260,7 @@ async def test_a_vanished_replica_gets_nothing_until_it_reports(make_world: Make
 
 
 class DyingAfterwards(FakeReplica):
-    """Replica that gives all of a request, and dies before it has said that the stream is over."""
+    """Replica that yields the last delta of a request and dies before the end of the stream."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(super().generate(request)) as deltas:

@@ -35,13 +35,13 @@ def planned(batches: list[OpenBatch], room: dict[Band, int] | int, **running: in
     return {want.batch.id: want.num_lines for want in plan(batches, NEVER, lambda band: rooms[band], num_running)}
 
 
-def test_the_most_urgent_band_takes_what_it_can_and_leaves_the_rest():
+def test_the_most_urgent_band_plans_first():
     batches = [open_batch("job", 2, band=Band.INTERACTIVE), open_batch("batch")]
     assert planned(batches, 5) == {"job": 2, "batch": 3}
     assert planned(batches, {Band.INTERACTIVE: 5, Band.STANDARD: 1, Band.BATCH: 0}) == {"job": 2}
 
 
-def test_tenants_share_and_who_has_more_running_waits():
+def test_tenants_share_lines_by_those_that_run():
     batches = [open_batch("a"), open_batch("b", tenant="other")]
     assert planned(batches, 10) == {"a": 5, "b": 5}
     assert planned(batches, 10, acme=4) == {"a": 3, "b": 7}
@@ -115,7 +115,7 @@ def test_the_time_to_go_follows_the_batchs_own_speed():
     assert throughput.eta_s("b", 1000) is None
 
 
-def test_what_lines_really_need_is_learned():
+def test_the_actual_output_of_lines_is_learned():
     throughput = ThroughputEstimator(SetTime().clock)
     assert throughput.actual_per_expected == 1.0
     for _ in range(1000):
@@ -123,7 +123,7 @@ def test_what_lines_really_need_is_learned():
     assert throughput.actual_per_expected == pytest.approx(0.1, rel=0.01)
 
 
-def test_sizes_order_by_length_and_tell_prompts_that_begin_alike():
+def test_sizes_give_the_length_rank_and_the_prefix_key():
     def chat(text: str, **fields: Any) -> dict[str, Any]:
         return {"messages": [{"role": "system", "content": "s" * 300}, {"role": "user", "content": text}], **fields}
 
@@ -153,7 +153,7 @@ async def parts_of(data: bytes, size: int):
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-async def test_lines_are_the_same_however_the_file_comes(size):
+async def test_lines_do_not_depend_on_the_parts_of_the_file(size):
     data = b"\xef\xbb\xbfone\r\n\n  two\nthree"
     found = [line async for lines in split_lines(parts_of(data, size), 100) for line in lines]
     assert [(line.number, line.data) for line in found] == [(1, b"one"), (3, b"two"), (4, b"three")]

@@ -64,13 +64,13 @@ async def test_a_file_is_replaced_and_deleted(store: FsspecStore) -> None:
         await content(store, "file")
 
 
-async def test_an_unknown_file_is_said_to_be(store: FsspecStore) -> None:
+async def test_an_unknown_file_raises_unknown_file(store: FsspecStore) -> None:
     with pytest.raises(UnknownFile):
         await content(store, "file")
 
 
 @pytest.mark.parametrize("file_id", ["", ".", "..", "../x", "a/b", "/etc/passwd", "a.b", "a\0b", "x\n", "ä", "a" * 201])
-async def test_an_id_never_leads_elsewhere(tmp_path: Path, file_id: str) -> None:
+async def test_an_id_never_names_a_path_outside_the_store(tmp_path: Path, file_id: str) -> None:
     store = FsspecStore(str(tmp_path / "files"))
     with pytest.raises(UnknownFile):
         await store.write(file_id, stream(b"x"))
@@ -208,7 +208,7 @@ async def test_nobody_else_on_the_machine_reads_the_files(tmp_path: Path) -> Non
     assert folder.stat().st_mode & 0o077 == 0
 
 
-def test_a_url_that_nothing_knows_is_refused_at_once() -> None:
+def test_a_url_of_an_unknown_scheme_is_refused_at_once() -> None:
     with pytest.raises(ValueError):
         FsspecStore("nowhere://x")
 

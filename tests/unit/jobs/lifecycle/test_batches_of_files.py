@@ -1,4 +1,4 @@
-"""Whole files: what is wrong is told line by line, nothing of a bad file runs, and results are written once."""
+"""Whole files: each bad line has its error, no line of a bad file runs, and results are written once."""
 
 import json
 from collections import Counter
@@ -117,7 +117,7 @@ async def test_a_bad_line_fails_the_whole_file_and_is_named(world, name):
     [body(max_tokens="4"), body(max_tokens=-(10**30)), body(n=10**30), body(prompt=[]), body(prompt=[[]]), {},
      body(prompt={"a": [1]}), {"messages": 3}, {"messages": [3, {"content": [None]}]}, body(model=7)],
 )  # fmt: skip
-async def test_what_a_body_holds_fails_no_file(world, bad):
+async def test_an_invalid_body_does_not_fail_the_file(world, bad):
     record = await world.validate(file_of(line("good"), line("bad", body=bad)))
     assert (record.status, record.counts.total) == (BatchStatus.IN_PROGRESS, 2)
 
@@ -128,7 +128,7 @@ async def test_every_bad_line_is_named_but_not_thousands(world):
     assert record.errors[-1].code == "duplicate_custom_id"
 
 
-async def test_no_more_than_some_tens_of_errors_are_told(world):
+async def test_the_number_of_reported_errors_is_bounded(world):
     assert len((await world.validate(file_of(*["{"] * 300))).errors) == 50
 
 
@@ -159,7 +159,7 @@ async def test_a_file_whose_bytes_are_gone_fails_its_batch(world):
     assert [error.code for error in (await world.go_on(batch_id)).errors] == ["file_not_found"]
 
 
-async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(world):
+async def test_an_interrupted_validation_starts_again(world):
     batch_id = await world.start(file_of(*(line(f"{index}") for index in range(450))))
     failing = _FailingFiles(world.files.files, after_parts=8)
     batch = await world.claim(OWNER, BatchStatus.VALIDATING)
@@ -170,7 +170,7 @@ async def test_a_validation_that_was_cut_short_is_done_again_from_the_start(worl
     assert (await world.go_on(batch_id)).counts.total == 450
 
 
-async def test_a_batch_that_is_cancelled_meanwhile_is_let_go(world):
+async def test_validation_stops_for_a_cancelled_batch(world):
     batch_id = await world.start(file_of(line()))
     batch = await world.claim(OWNER, BatchStatus.VALIDATING)
     await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))
@@ -193,7 +193,7 @@ class _FailingFiles(MemoryFiles):
             yield part
 
 
-async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
+async def test_an_owner_that_lost_a_batch_leaves_its_lines_alone(world):
     batch_id = await world.start(file_of(line("a"), line("b")))
     claimed = await world.claim(OWNER, BatchStatus.VALIDATING)
     await world.write(lambda c: reap_owner(c, OWNER))
@@ -204,7 +204,7 @@ async def test_who_has_lost_a_batch_leaves_its_lines_alone(world):
     assert len(await world.write(lambda c: list_lines(c, "acme", batch_id, -1, 10))) == 2
 
 
-async def test_a_file_of_more_lines_than_its_tenant_may_have_waiting_fails(world):
+async def test_a_file_over_the_limit_of_waiting_lines_fails(world):
     world.settings = replace(world.settings, max_unfinished_lines=4)
     await world.submit(new_batch(2))
     record = await world.validate(file_of(line("a"), line("b"), line("c")))
@@ -214,7 +214,7 @@ async def test_a_file_of_more_lines_than_its_tenant_may_have_waiting_fails(world
     assert await world.write(lambda c: delete_lines(c, record.id, 10)) == 0
 
 
-async def test_whoever_comes_too_late_does_not_replace_the_files(world):
+async def test_a_late_writer_does_not_replace_the_files(world):
     lost = await world.run(250)
     await world.write(lambda c: reap_owner(c, OWNER))
     await world.add_owner(OWNER)

@@ -38,7 +38,7 @@ async def test_a_line_is_leased_to_one_owner(world, owners):
     assert sorted(line.position for line in first + second) == [0, 1, 2]
 
 
-async def test_long_lines_run_first_and_those_that_begin_alike_together(world, owners):
+async def test_long_lines_run_first_and_shared_prefixes_together(world, owners):
     beginnings = ["x" * 300, "y" * 300]
     lines = [NewLine(f"{i}", body(prompt=beginnings[i % 2], max_tokens=400 if i >= 4 else 4)) for i in range(8)]
     batch_id = await submit(world, lines=tuple(lines))
@@ -52,7 +52,7 @@ async def test_a_silent_owner_loses_its_lines_and_its_results(world, owners):
     lost = await world.lease("a", batch_id)
     world.now += 11
     await world.write(lambda c: heartbeat(c, "b", world.now))
-    world.now += 11  # so that nobody has been heard of, and yet "b", who asks, is alive
+    world.now += 11  # no owner has reported for 11 s, yet "b" is alive, since it asks
     assert await world.write(lambda c: dead_owners(c, "b", world.now, 10.0)) == ["a"]
     assert await world.write(lambda c: reap_owner(c, "a")) == 2
     again = await world.lease("b", batch_id)
@@ -63,7 +63,7 @@ async def test_a_silent_owner_loses_its_lines_and_its_results(world, owners):
     assert len(ended.counted) == 2 and ended.final_batch_ids == [batch_id]
 
 
-async def test_an_owner_that_was_buried_gets_no_lines(world, owners):
+async def test_an_owner_declared_dead_gets_no_lines(world, owners):
     batch_id = await submit(world, 2)
     await world.write(lambda c: reap_owner(c, "a"))
     assert await world.lease("a", batch_id) == []
@@ -78,7 +78,7 @@ async def test_what_is_given_back_can_be_leased_again(world, owners):
     assert (await world.write(lambda c: end_lines(c, "a", [success(lines[0])], world.now))).counted == []
 
 
-async def test_a_job_whose_request_failed_has_failed_and_its_owner_is_told(world, owners):
+async def test_a_failed_request_fails_its_job_and_is_announced(world, owners):
     batch_id = await submit(world, 1, BatchKind.JOB, callback_url="http://example.org/hook")
     [line] = await world.lease("a", batch_id)
     await world.write(lambda c: end_lines(c, "a", [failure(line)], world.now))
@@ -131,7 +131,7 @@ async def test_open_batches_come_by_band_then_by_deadline(world, owners):
     assert {part.band for part in waiting} == {Band.STANDARD, Band.BATCH}
 
 
-async def test_of_each_tenant_only_some_batches_are_looked_at(world):
+async def test_only_some_batches_of_each_tenant_are_read(world):
     for number in range(5):
         await submit(world, 1, tenant="eager")
         if number == 4:

@@ -77,7 +77,7 @@ class RandomWorld(World):
         return self.rng.choice(owners) if owners else None
 
     def dies(self, owner: str) -> bool:
-        """Whether it dies now, with whatever it has in its hands."""
+        """Let the owner die at random, with the lines that it holds; return True if it died."""
         is_dead = not self.has_no_faults and self.rng.random() < 0.3
         if is_dead:
             self.silent.add(owner)
@@ -143,7 +143,7 @@ class RandomWorld(World):
                 del self.holders[batch_id, position]
 
     async def end(self) -> None:
-        """Any owner writes results, those too who are taken for dead."""
+        """Let any owner write results, even one that is declared dead."""
         owners = [owner for owner, its in self.held.items() if its]
         if not owners:
             return

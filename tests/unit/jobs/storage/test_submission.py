@@ -62,10 +62,10 @@ async def test_tenants_keys_are_their_own(world):
     assert other.is_new and other.batch.id != first.batch.id
 
 
-async def test_a_batch_that_is_submitted_again_under_its_id_is_accepted_once(world):
+async def test_a_batch_submitted_twice_is_accepted_once(world):
     service, new = service_of(world), new_batch(10, idempotency_key="k", body_digest="d")
     first = await service.submit(new, "batch_x")
-    # Neither a second one under the id nor that there is no room for one makes any difference.
+    # Another key under the same id, or a full queue, changes nothing.
     assert await service.submit(replace(new, idempotency_key=None), "batch_x") == first
     assert await service.submit(new, "batch_x") == first
     page = await service.batches("acme", BatchKind.PROMPTS, PageRequest(10))
@@ -98,7 +98,7 @@ async def test_too_many_lines_or_none_are_refused(world, num_lines):
         await world.submit(new_batch(num_lines))
 
 
-async def test_an_input_file_must_be_there_be_the_tenants_and_be_for_batches(world):
+async def test_an_input_file_needs_its_owner_and_purpose(world):
     await world.write(lambda c: add_file(c, a_file()))
     await world.write(lambda c: add_file(c, a_file("file-2", purpose="assistants")))
     for file_id, tenant in (("file-0", "acme"), ("file-1", "other")):
@@ -123,7 +123,7 @@ async def test_a_file_that_a_batch_reads_is_kept(world):
         await world.write(lambda c: forget_file(c, "acme", "file-1", world.now))
 
 
-async def test_an_expired_file_is_gone_and_its_bytes_are_doomed(world):
+async def test_an_expired_file_is_gone_and_its_bytes_will_be_deleted(world):
     await world.write(lambda c: add_file(c, a_file(expires_unix_s=world.now + 5)))
     await world.write(lambda c: get_file(c, "acme", "file-1", world.now))
     world.now += 5

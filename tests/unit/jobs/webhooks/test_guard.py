@@ -1,4 +1,4 @@
-"""Addresses of webhooks: those that only this machine or its network can reach are refused, whatever names say."""
+"""Addresses of webhooks: an address of this machine or its network is refused under any name."""
 
 import ssl
 import subprocess
@@ -73,7 +73,7 @@ async def test_one_refused_address_among_others_refuses_the_host() -> None:
 
 
 @pytest.mark.parametrize("answer", [[], None])
-async def test_a_host_that_is_nowhere_is_refused(answer: list[str] | None) -> None:
+async def test_a_host_without_an_address_is_refused(answer: list[str] | None) -> None:
     names = FakeNames() if answer is None else FakeNames(none_test=[answer])
     with pytest.raises(AddressRefused):
         await guard(names).addresses("none.test", 80)
@@ -89,7 +89,7 @@ async def test_a_host_that_is_nowhere_is_refused(answer: list[str] | None) -> No
         ("fd00::/8", "hooks.internal", "fd00::7"),
     ],
 )
-async def test_what_is_allow_listed_may_be_called(entry: str, host: str, address: str) -> None:
+async def test_allow_listed_hosts_may_be_called(entry: str, host: str, address: str) -> None:
     names = FakeNames(hooks_internal=[[address]], other_internal=[["10.2.0.1"]])
     assert await guard(names, entry).addresses(host, 80) == [address]
     with pytest.raises(AddressRefused):
@@ -97,7 +97,7 @@ async def test_what_is_allow_listed_may_be_called(entry: str, host: str, address
 
 
 @pytest.mark.parametrize("entry", ["http://x", "x:80", "10.0.0.0/40", "*.internal", "a b", "[::1]"])
-def test_an_entry_that_means_nothing_is_refused_at_start(entry: str) -> None:
+def test_a_malformed_allow_list_entry_is_refused_at_start(entry: str) -> None:
     with pytest.raises(ValueError, match="neither"):
         AllowedHosts.parse(entry)
 
@@ -112,7 +112,7 @@ REFUSED_URLS = [
 
 
 @pytest.mark.parametrize("url", REFUSED_URLS)
-def test_a_url_that_can_be_seen_to_be_forbidden_is_refused_at_once(url: str) -> None:
+def test_a_plainly_forbidden_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         guard(FakeNames()).check(url)
     assert caught.value.param == "callback_url"
@@ -123,7 +123,7 @@ def test_a_url_that_can_be_seen_to_be_forbidden_is_refused_at_once(url: str) -> 
     ["http://good.test/x?y=1", "https://GOOD.test:8443/", f"http://{PUBLIC}/", "http://[2606:4700::1111]:80/",
      "https://münchen.de/", "http://user:password@a_b.test/"],
 )  # fmt: skip
-def test_a_url_that_looks_well_is_accepted_without_asking(url: str) -> None:
+def test_a_well_formed_url_is_accepted_without_resolving_it(url: str) -> None:
     names = FakeNames()
     guard(names).check(url)
     assert names.asked == []
@@ -138,11 +138,11 @@ def test_an_allow_listed_url_is_accepted() -> None:
     ("host", "address"),
     [("0x7f000001", ip_address("127.0.0.1")), ("::1", ip_address("::1")), ("1.2.3.4.test", None)],
 )
-def test_literal_addresses_are_told_from_names(host: str, address: Address | None) -> None:
+def test_literal_addresses_are_distinguished_from_names(host: str, address: Address | None) -> None:
     assert literal_address(host) == address
 
 
-async def test_the_system_knows_itself() -> None:
+async def test_the_system_resolver_knows_loopback() -> None:
     assert set(await SystemResolver()("localhost", 80)) <= {"127.0.0.1", "::1"}
     assert await SystemResolver()("127.1", 80) == ["127.0.0.1"]
 
@@ -193,7 +193,7 @@ async def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.Monke
     assert len(receiver.requests) == 1
 
 
-async def test_the_next_address_is_tried_where_one_cannot_be_connected_to() -> None:
+async def test_the_next_address_is_tried_after_a_refused_connection() -> None:
     names = FakeNames(good_test=[["127.0.0.3", ALLOWED]])
     client = WebhookClient(WebhookSigner(new_secret()), guard(names, "127.0.0.0/8"))
     async with receiving(status(200)) as receiver:
@@ -217,7 +217,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return path, key
 
 
-async def test_tls_is_verified_for_the_name_and_connections_are_not_shared(certificate: tuple[Path, Path]) -> None:
+async def test_tls_verifies_the_name_and_shares_no_connection(certificate: tuple[Path, Path]) -> None:
     server_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server_tls.load_cert_chain(*certificate)
     seen: list[str | None] = []

@@ -31,9 +31,8 @@ from serve_app.jobs.webhooks.sender import (
 )
 from serve_app.jobs.webhooks.signing import WebhookSigner, load_or_create_secret, new_secret
 from testkit.jobs.database_worlds import SetTime
-from testkit.jobs.jobs_process import until
 from testkit.jobs.webhook_receivers import Answer, endless_body, endless_headers, receiving, silence, status
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 
 def batch(status: BatchStatus, kind: BatchKind = BatchKind.FILE, counts: RequestCounts | None = None) -> BatchRecord:
@@ -123,13 +122,13 @@ def test_a_signature_tells_when_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("secret", ["", "whsec_", "secret", "whsec_AAAA", "whsec_!" + "A" * 40, "A" * 44])
-def test_a_secret_that_receivers_would_read_differently_is_refused(secret: str) -> None:
+def test_a_secret_with_two_readings_is_refused(secret: str) -> None:
     with pytest.raises(ValueError, match="at least 24 bytes") as caught:
         WebhookSigner(secret)
     assert "AAAA" not in str(caught.value)
 
 
-def test_a_secret_is_drawn_once_and_only_we_can_read_it(tmp_path: Path) -> None:
+def test_a_secret_is_created_once_with_mode_0600(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     secret = load_or_create_secret(path)
     assert load_or_create_secret(path) == secret
@@ -144,7 +143,7 @@ def test_an_operators_own_secret_in_the_file_is_used(tmp_path: Path) -> None:
     assert load_or_create_secret(tmp_path / "secret") == "whsec_mine"
 
 
-def test_who_looks_at_the_same_time_finds_the_same_secret(tmp_path: Path) -> None:
+def test_concurrent_readers_get_the_same_secret(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         secrets = set(pool.map(lambda _: load_or_create_secret(tmp_path / "secret"), range(8)))
     assert len(secrets) == 1
@@ -183,7 +182,7 @@ def test_delays_double_up_to_four_hours_and_end_after_72() -> None:
 
 
 class MemoryOutbox:
-    """An outbox that may be away, and that forgets nothing."""
+    """Outbox in memory whose calls may fail for a while."""
 
     def __init__(self, *pending: Delivery) -> None:
         self.pending = {each.id: each for each in pending}
@@ -219,7 +218,7 @@ class MemoryOutbox:
 
 
 class Hosts:
-    """Posts to hosts that fail as often as told, and do not answer before they are let."""
+    """Hosts that fail a given number of times, and answer no sooner than the test lets them."""
 
     def __init__(self, num_failures: int = 0, error: Exception | None = None, slow: Sequence[str] = ()) -> None:
         self.posted: list[Delivery] = []
@@ -263,7 +262,7 @@ async def sending(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_is_owed_is_sent_and_noted() -> None:
+async def test_due_deliveries_are_sent_and_recorded() -> None:
     outbox = MemoryOutbox(*(delivery(number, f"host-{number}") for number in range(5)))
     async with sending(outbox, Hosts()) as sender:
         await until(lambda: len(outbox.done) == 5)
@@ -299,7 +298,7 @@ async def test_a_failure_is_followed_by_a_delivery() -> None:
     assert len(hosts.posted) == 3
 
 
-async def test_a_slow_host_with_much_owed_holds_up_nobody_else() -> None:
+async def test_a_slow_host_with_many_deliveries_delays_no_other() -> None:
     slow = [delivery(number, "slow.test") for number in range(100)]
     others = [delivery(number, f"host-{number}") for number in range(100, 110)]
     outbox, hosts = MemoryOutbox(*slow, *others), Hosts(slow=["slow.test"])
@@ -325,7 +324,7 @@ async def test_a_database_outage_delays_webhooks_and_repeats_none() -> None:
     assert len(hosts.posted) == 1
 
 
-async def test_a_mistake_of_ours_is_an_attempt_that_failed() -> None:
+async def test_an_internal_error_counts_as_a_failed_attempt() -> None:
     outbox = MemoryOutbox(delivery())
     async with sending(outbox, Hosts(num_failures=1, error=RuntimeError("ours"))):
         await until(lambda: "evt_1" in outbox.errors)
@@ -333,7 +332,7 @@ async def test_a_mistake_of_ours_is_an_attempt_that_failed() -> None:
     assert outbox.next_unix_s["evt_1"] is not None
 
 
-async def test_an_attempt_that_is_cut_off_is_still_owed() -> None:
+async def test_an_interrupted_attempt_stays_due() -> None:
     outbox, hosts = MemoryOutbox(delivery()), Hosts(slow=["good.test"])
     async with sending(outbox, hosts):
         await until(lambda: hosts.under_way == ["good.test"])
@@ -342,7 +341,7 @@ async def test_an_attempt_that_is_cut_off_is_still_owed() -> None:
         await until(lambda: outbox.done == ["evt_1"])
 
 
-async def test_an_address_that_only_looks_like_one_holds_up_nobody() -> None:
+async def test_a_malformed_host_delays_no_other_delivery() -> None:
     outbox = MemoryOutbox(replace(delivery(1), url="https://xn--/"), delivery(2, "host"))
     async with sending(outbox, Hosts()):
         await until(lambda: "evt_2" in outbox.done)

@@ -21,7 +21,7 @@ MakePolicy = Callable[[random.Random], RoutingPolicy]
 
 @dataclass
 class Sizes:
-    """Of one request: what is known of it, and what only the replica finds out."""
+    """Sizes of one request: its prompt, its predicted output, and its real output, known to the replica alone."""
 
     prompt: tuple[int, ...]
     expected_output_tokens: int
@@ -41,7 +41,7 @@ def skewed_length(rng: random.Random) -> int:
 
 @dataclass
 class Fleet:
-    """Replicas that work off their tokens one request after the other, and the true work that each has left."""
+    """Replicas that compute one request after the other, with the true number of tokens left on each."""
 
     policy: RoutingPolicy
     num_replicas: int = 4
@@ -112,7 +112,7 @@ def run_trace(make: MakePolicy, seed: int, num_prefixes: int = 0) -> tuple[float
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_hundred_simultaneous_requests_spread_within_fifteen_percent(seed: int):
+def test_simultaneous_requests_spread_within_15_percent(seed: int):
     rng = random.Random(seed)
     fleet = Fleet(LeastTokens(rng))
     for _ in range(200):
@@ -132,7 +132,7 @@ def test_two_hundred_requests_with_one_prefix_spread_too(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_on_a_skewed_trace_requests_find_less_work_before_them_than_by_counts(seed: int):
+def test_work_based_routing_beats_counts_on_a_skewed_trace(seed: int):
     by_tokens, _ = run_trace(LeastTokens, seed)
     by_two_counts, _ = run_trace(PowerOfTwo, seed)
     by_counts, _ = run_trace(LeastRequests, seed)
@@ -143,7 +143,7 @@ def test_on_a_skewed_trace_requests_find_less_work_before_them_than_by_counts(se
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_shared_prefixes_are_computed_less_often_and_make_no_hot_spot(seed: int):
+def test_shared_prefixes_are_reused_without_a_hot_spot(seed: int):
     with_affinity, num_computed = run_trace(LeastTokens, seed, num_prefixes=300)
     without, num_computed_without = run_trace(LeastRequests, seed, num_prefixes=300)
     assert num_computed < 0.8 * num_computed_without

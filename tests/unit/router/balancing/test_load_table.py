@@ -83,7 +83,7 @@ def test_a_request_counts_as_soon_as_it_is_sent():
     assert view.num_free_slots(Band.STANDARD) == 4, "an urgent request takes the slots of lower bands"
 
 
-def test_own_counts_outlive_the_entry(table: LoadTable):
+def test_own_counts_survive_a_forgotten_replica(table: LoadTable):
     first, second = (table.begin("a", Band.STANDARD, 10, 5) for _ in range(2))
     table.record(stats())
     assert only(table).num_in_flight == 2
@@ -96,20 +96,20 @@ def test_own_counts_outlive_the_entry(table: LoadTable):
     assert (only(table).num_in_flight, only(table).outstanding_tokens) == (0, 0)
 
 
-def test_load_of_others_is_the_reported_load_beyond_our_own(table: LoadTable):
-    ours = table.begin("a", Band.STANDARD, 10, 90)
+def test_load_of_other_ingresses_is_reported_load_less_own(table: LoadTable):
+    own = table.begin("a", Band.STANDARD, 10, 90)
     table.record(stats(running=(1, 2, 0), waiting=(0, 0, 3), outstanding=500))
     assert (only(table).num_by_band, only(table).outstanding_tokens) == ((1, 2, 3), 500)
-    table.end(ours)
+    table.end(own)
     left = only(table)
     assert (left.num_by_band, left.outstanding_tokens) == ((1, 1, 3), 400), "nothing of the others' leaves"
 
 
 def test_prompts_are_unseen_until_their_first_output():
     table = table_of(stats(free_blocks=100))
-    ours = table.begin("a", Band.STANDARD, prompt_tokens=30, output_tokens=5)
+    own = table.begin("a", Band.STANDARD, prompt_tokens=30, output_tokens=5)
     assert (only(table).unseen_tokens, only(table).num_free_tokens(Band.STANDARD)) == (30, 400 - 30)
-    table.progress(ours, 1)
+    table.progress(own, 1)
     assert only(table).unseen_tokens == 0
     assert only(table).outstanding_tokens == 4, "the prompt is computed, and one token given"
 
@@ -125,28 +125,28 @@ def test_a_draining_replica_has_no_slots():
 
 def test_a_token_stays_outstanding_until_the_end():
     table = table_of(stats())
-    ours = table.begin("a", Band.STANDARD, 3, 2)
+    own = table.begin("a", Band.STANDARD, 3, 2)
     for _ in range(50):
-        table.progress(ours, 7)
+        table.progress(own, 7)
         assert only(table).outstanding_tokens == 1
-    table.end(ours)
+    table.end(own)
     assert only(table).outstanding_tokens == 0
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
-    """Real requests on the replicas, ours and those of others. Every report counts both."""
+    """Requests of this ingress and of others on the replicas. Every report counts both."""
     rng = random.Random(seed)
     clock = FakeClock()
     table = LoadTable(clock, max_replicas=5)
     ids = ["a", "b", "c"]
     foreign = {replica_id: [0, 0, 0] for replica_id in ids}
-    ours: list[InFlight] = []
+    own: list[InFlight] = []
 
     def report(replica_id: str) -> None:
-        by_band = [sum(f.replica_id == replica_id and f.band is band for f in ours) for band in Band]
+        by_band = [sum(f.replica_id == replica_id and f.band is band for f in own) for band in Band]
         total = [own + other for own, other in zip(by_band, foreign[replica_id], strict=True)]
-        outstanding = sum(f.outstanding_tokens for f in ours if f.replica_id == replica_id)
+        outstanding = sum(f.outstanding_tokens for f in own if f.replica_id == replica_id)
         outstanding += 100 * sum(foreign[replica_id])
         table.record(stats(replica_id, taken=clock.now, running=total, outstanding=outstanding))
 
@@ -155,30 +155,30 @@ def test_nothing_is_counted_twice_or_lost_in_random_histories(seed: int):
         replica_id = rng.choice(ids)
         match rng.randrange(6):
             case 0 | 1:
-                ours.append(table.begin(replica_id, rng.choice(list(Band)), rng.randrange(1, 50), rng.randrange(50)))
-            case 2 if ours:
-                table.progress(rng.choice(ours), rng.randrange(5))
-            case 3 if ours:
-                table.move(rng.choice(ours), replica_id)
-            case 4 if ours:
-                table.end(ours.pop(rng.randrange(len(ours))))
+                own.append(table.begin(replica_id, rng.choice(list(Band)), rng.randrange(1, 50), rng.randrange(50)))
+            case 2 if own:
+                table.progress(rng.choice(own), rng.randrange(5))
+            case 3 if own:
+                table.move(rng.choice(own), replica_id)
+            case 4 if own:
+                table.end(own.pop(rng.randrange(len(own))))
             case _:
                 foreign[replica_id][rng.randrange(3)] = rng.randrange(4)
                 report(replica_id)
         table.check_invariants()
         for view in table.views():
-            here = [f for f in ours if f.replica_id == view.stats.replica_id]
+            here = [f for f in own if f.replica_id == view.stats.replica_id]
             assert view.num_in_flight == len(here)
             assert view.unseen_tokens == sum(f.prompt_tokens for f in here if not f.is_seen)
     for replica_id in ids:
         report(replica_id)
     for view in table.views():
         replica_id = view.stats.replica_id
-        outstanding = sum(f.outstanding_tokens for f in ours if f.replica_id == replica_id)
+        outstanding = sum(f.outstanding_tokens for f in own if f.replica_id == replica_id)
         assert sum(view.num_by_band) == view.num_in_flight + sum(foreign[replica_id])
         assert view.outstanding_tokens == outstanding + 100 * sum(foreign[replica_id])
-    while ours:
-        table.end(ours.pop())
+    while own:
+        table.end(own.pop())
     for view in table.views():
         assert view.num_by_band == tuple(foreign[view.stats.replica_id])
         assert view.outstanding_tokens == 100 * sum(foreign[view.stats.replica_id])

@@ -98,7 +98,7 @@ def test_a_holder_beyond_the_load_bound_is_not_preferred():
     assert policy.rank(wanted, [*cold, view("hot", outstanding=int(bound) + 1)]).first != "hot"
 
 
-def test_a_holder_with_little_to_do_is_preferred_to_an_idle_replica():
+def test_a_lightly_loaded_holder_beats_an_idle_replica():
     policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
     policy.placed(wanted, "busy")
     assert policy.rank(wanted, [view("busy", outstanding=500), view("idle")]).first == "busy"
@@ -113,7 +113,7 @@ def test_placed_counts_what_is_left_of_the_prompt_to_compute():
     assert policy.placed(wanted, "b") == len(PROMPT)
 
 
-def test_two_ingresses_send_an_unknown_prefix_to_the_same_replica():
+def test_ingresses_agree_on_the_replica_of_an_unknown_prefix():
     views = [view(f"replica-{number}", outstanding=1000) for number in range(8)]
     one, other = least_tokens(1), least_tokens(2)
     chosen: Counter[str] = Counter()
@@ -158,7 +158,7 @@ def test_affinity_does_not_outweigh_load():
     assert least_tokens().rank(with_prefix(affinity_key="k"), views).replica_ids[-1] == preferred
 
 
-def test_without_prefix_or_key_ties_are_drawn_evenly_and_reproducibly():
+def test_ties_are_drawn_evenly_and_reproducibly():
     views = [view("a"), view("b"), view("c")]
     first = [least_tokens(7).rank(routing(), views).replica_ids for _ in range(2)]
     assert first[0] == first[1]

@@ -31,7 +31,7 @@ def test_a_block_that_fell_out_ends_the_prefix(index: PrefixIndex):
 
 
 @pytest.mark.parametrize("max_blocks", [1, 10, 100])
-def test_it_is_bounded_and_forgets_what_was_used_longest_ago(max_blocks: int):
+def test_the_index_evicts_its_least_recently_used_blocks(max_blocks: int):
     index = PrefixIndex(max_blocks)
     for number in range(500):
         index.add(f"replica-{number % 3}", chain(f"{number}-1", f"{number}-2"))
@@ -46,7 +46,7 @@ def test_of_a_long_prefix_the_ends_are_forgotten_first():
     assert index.num_blocks_held(chain("1", "2", "3", "4", "5")) == {"a": 3}
 
 
-def test_it_holds_no_more_than_the_replicas_do():
+def test_the_index_holds_no_more_than_the_replicas():
     index = PrefixIndex(max_blocks=10)
     for number in range(10):
         index.add("a", chain(str(number)))
@@ -66,7 +66,7 @@ def test_a_prefix_in_use_is_kept():
     assert index.num_blocks_held(chain("system", "prompt")) == {"a": 2}
 
 
-def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had(index: PrefixIndex):
+def test_forgetting_a_replica_leaves_the_others_unchanged(index: PrefixIndex):
     index.add("a", chain("1", "2"))
     index.add("b", chain("1"))
     index.forget("a")
@@ -77,7 +77,7 @@ def test_a_forgotten_replica_holds_nothing_and_the_others_what_they_had(index: P
     index.forget("never seen")
 
 
-def test_forgetting_a_replica_again_for_each_of_its_streams_costs_nothing():
+def test_forgetting_a_replica_again_costs_nothing():
     index = PrefixIndex(max_blocks=50_000)
     index.add("others", [number.to_bytes(4) for number in range(50_000)])
     started_s = time.perf_counter()
@@ -87,7 +87,7 @@ def test_forgetting_a_replica_again_for_each_of_its_streams_costs_nothing():
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_it_stays_consistent_in_random_histories(seed: int):
+def test_the_index_stays_consistent_in_random_histories(seed: int):
     rng = random.Random(seed)
     index = PrefixIndex(max_blocks=20)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Admission: refusals by predicted wait and by limits, the room that clients are told of, and expected output."""
+"""Admission: refusals by predicted wait and by limits, the reported headroom, and expected output."""
 
 import asyncio
 from contextlib import suppress
@@ -22,7 +22,7 @@ EMPTY = Headroom(max_requests=3, num_requests=0, max_tokens=100, num_tokens=0, w
 
 
 @pytest.mark.parametrize("band", Band)
-async def test_a_full_band_refuses_and_says_when_to_come_back(band: Band):
+async def test_a_full_band_refuses_with_a_retry_time(band: Band):
     flow = Flow(stats(slots=1, rate=2.0, waiting=(0, 0, 1)), max_requests=3, max_tokens=100)
     await flow.ask_one(Band.INTERACTIVE)
     await asyncio.sleep(FORGOTTEN_S)
@@ -44,7 +44,7 @@ async def test_a_full_band_refuses_by_tokens_too():
     assert flow.ask(max_tokens=50)
 
 
-async def test_the_predicted_wait_is_work_of_the_band_and_above_by_rate():
+async def test_predicted_wait_is_work_at_or_above_the_band_by_rate():
     flow = Flow()
     assert flow.controller.admission.wait_s(Band.BATCH, "t") is None
     flow.report(stats("a", rate=10.0, waiting=(0, 0, 1)), stats("b", rate=30.0, waiting=(0, 0, 1)))
@@ -67,7 +67,7 @@ async def test_a_predicted_start_after_the_deadline_is_refused():
     assert flow.ask(Band.INTERACTIVE, within_s=0.5), "nothing waits before it"
 
 
-async def test_a_deadline_that_has_passed_on_arrival_is_told_as_such():
+async def test_a_deadline_that_passed_before_arrival_has_its_own_error():
     flow = Flow(stats(rate=10.0, running=(4, 0, 0), slots=4))
     await flow.ask_many(5, max_tokens=17)
     for within_s in (0.0, -0.01):
@@ -85,7 +85,7 @@ async def test_a_predicted_wait_beyond_the_bands_limit_is_refused():
     assert flow.ask(Band.INTERACTIVE)
 
 
-async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
+async def test_arriving_urgent_work_counts_in_the_predicted_wait():
     flow = Flow(stats(slots=2, rate=40.0, running=(1, 0, 0)))
     await flow.ask_one(Band.INTERACTIVE, max_tokens=97)
     await flow.ask_many(2, Band.STANDARD, max_tokens=47)
@@ -99,7 +99,7 @@ async def test_urgent_work_that_keeps_coming_counts_in_the_predicted_wait():
     )
 
 
-async def test_no_client_is_sent_away_for_longer_than_can_be_predicted():
+async def test_the_retry_time_covers_only_predictable_work():
     flow = Flow(stats(slots=1, rate=40.0, running=(1, 0, 0)), max_predicted_wait_s=20.0)
     await flow.ask_one(Band.STANDARD, max_tokens=77)
     await flow.ask_many(9, Band.INTERACTIVE, max_tokens=17)
@@ -145,7 +145,7 @@ async def test_an_idle_tenant_is_accepted_beside_a_flood_of_its_band():
     assert flow.ask(tenant="idle")
 
 
-async def test_a_tenant_that_slots_are_given_up_to_expects_no_wait():
+async def test_a_tenant_below_its_fair_share_expects_no_wait():
     flow = Flow(stats(slots=4, rate=10.0), max_predicted_wait_s=5.0)
     for tenant in ("one", "two"):
         await flow.ask_many(4, tenant=tenant, max_tokens=10)
@@ -172,7 +172,7 @@ async def test_headroom_is_what_the_tenant_itself_may_still_send():
     assert left == {"flood": 0, "idle": 4}
 
 
-async def test_headroom_is_the_limit_of_the_band_less_the_waiting_requests():
+async def test_headroom_is_the_band_limit_less_waiting_requests():
     flow = Flow(max_requests=3, max_tokens=100)
     assert flow.controller.admission.headroom(Band.STANDARD, "t") == EMPTY
     flow.report(stats(slots=1, rate=2.0, running=(1, 0, 0)))
@@ -214,7 +214,7 @@ async def test_no_request_is_left_where_the_wait_would_be_too_long():
         ({"wait_s": 7.0, "max_wait_s": 5.0}, (0, 0, 7.0)),
     ],
 )
-def test_headroom_says_how_much_is_left_and_when_all_is(changes, expected):
+def test_headroom_has_the_room_left_and_the_reset_time(changes, expected):
     headroom = replace(EMPTY, **changes)
     assert (headroom.num_requests_left, headroom.num_tokens_left, headroom.reset_s) == expected
 
@@ -253,7 +253,7 @@ def learnt(*lengths: int, quantile: float = 0.7, **by_tenant: int) -> OutputLeng
         "unknown band", "tenant", "other tenant", "cannot stop", "can stop by a string", "window",
     ],
 )  # fmt: skip
-def test_expected_output_is_a_quantile_of_the_tenants_last_requests(lengths, asked, expected):
+def test_expected_output_is_a_quantile_of_recent_requests(lengths, asked, expected):
     assert lengths.expect(request(**{"max_tokens": 100, **asked})) == expected
 
 

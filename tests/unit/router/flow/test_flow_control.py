@@ -106,7 +106,7 @@ async def test_blocks_of_slots_that_are_given_up_count_as_free():
     assert (large.has_place, small.has_place) == (False, True)
 
 
-async def test_a_new_tenant_gets_one_place_beside_other_ingresses_requests():
+async def test_a_new_tenant_gets_one_place_beside_other_ingresses():
     flow = Flow(stats(slots=4, running=(0, 3, 0)))
     await flow.ask_many(1, tenant="flood")
     flow.report(stats(taken=1.0, slots=4, running=(0, 4, 0)))
@@ -134,7 +134,7 @@ async def test_batch_work_is_given_a_little_beyond_the_slots():
     assert sum(a.has_place for a in await flow.ask_many(20, Band.STANDARD)) == 8, "and delays nobody"
 
 
-async def test_batch_lookahead_is_one_on_a_small_replica_none_when_draining():
+async def test_batch_lookahead_is_1_if_small_and_0_if_draining():
     flow = Flow(stats("a", slots=2), stats("leaving", slots=2, is_draining=True))
     assert sum(a.has_place for a in await flow.ask_many(5, Band.BATCH)) == 3
     assert flow.in_flight() == {"a": 3, "leaving": 0}
@@ -188,7 +188,7 @@ async def test_without_a_replica_requests_are_held_until_one_appears():
     assert [a.has_place for a in asked] == [True, True, False]
 
 
-async def test_without_a_replica_the_longest_wait_ends_with_its_own_error():
+async def test_the_longest_wait_without_a_replica_has_an_error():
     flow = Flow(max_queue_wait_s=20.0)
     with pytest.raises(NoReplicaAvailable):
         await flow.ask().task
@@ -222,7 +222,7 @@ async def test_cancelling_at_the_moment_of_dispatch_leaks_nothing(flow: Flow, is
     flow.check_idle()
 
 
-async def test_one_more_of_each_band_waits_in_the_replica_for_the_next_slot():
+async def test_lookahead_is_one_request_of_each_band():
     flow = Flow(stats("a", slots=2), stats("leaving", slots=2, is_draining=True), lookahead=1)
     standard = await flow.ask_many(4)
     urgent = await flow.ask_many(4, Band.INTERACTIVE)
@@ -232,7 +232,7 @@ async def test_one_more_of_each_band_waits_in_the_replica_for_the_next_slot():
     assert urgent[3].has_place and not standard[3].has_place
 
 
-async def test_several_replicas_look_ahead_only_beside_less_urgent_work():
+async def test_several_replicas_look_ahead_beside_less_urgent_work():
     flow = Flow(stats("a", slots=2), stats("b", slots=2), lookahead=1)
     standard = await flow.ask_many(5)
     assert [a.has_place for a in standard] == [True, True, True, True, False]
@@ -242,7 +242,7 @@ async def test_several_replicas_look_ahead_only_beside_less_urgent_work():
     assert not standard[4].has_place, "its slot is an interactive request's"
 
 
-async def test_a_starved_band_takes_the_place_in_line_before_more_urgent_work():
+async def test_a_starved_band_looks_ahead_before_urgent_work():
     flow = Flow(stats(slots=1), promote_after_s=30.0, lookahead=1)
     running, ahead, _ = await flow.ask_many(3, Band.INTERACTIVE)
     starved = await flow.ask_one(Band.BATCH)
@@ -253,7 +253,7 @@ async def test_a_starved_band_takes_the_place_in_line_before_more_urgent_work():
     assert starved.is_promoted
 
 
-async def test_a_starved_band_is_served_once_and_heard_of():
+async def test_a_starved_band_is_served_once_and_observed():
     flow = Flow(stats(slots=1), promote_after_s=30.0)
     asked = await flow.ask_many(1, Band.INTERACTIVE) + await flow.ask_many(50, Band.STANDARD)
     for _ in range(95):
@@ -279,7 +279,7 @@ async def test_a_starved_band_needs_a_slot_and_not_free_blocks():
     assert flow.table.views()[0].num_by_band == (2, 0, 0), "nobody may count its slot as free"
 
 
-async def test_a_starved_band_passes_its_own_paused_requests_one_at_a_time():
+async def test_a_starved_band_passes_its_paused_requests_singly():
     flow = Flow(stats(slots=2, running=(1, 1, 0), waiting=(0, 0, 5)), promote_after_s=30.0)
 
     async def wait(seconds: float) -> None:
@@ -300,7 +300,7 @@ async def test_a_starved_band_passes_its_own_paused_requests_one_at_a_time():
     assert second.has_place and flow.observer.promotions == [Band.BATCH] * 2
 
 
-async def test_a_dispatch_that_gives_no_token_does_not_count_as_service():
+async def test_a_dispatch_without_a_token_is_not_service():
     """It went to the place beyond the slots, or its slot was taken from it before its prompt was computed."""
     flow = Flow(stats(slots=2, running=(0, 2, 0)), promote_after_s=30.0)
     ahead = await flow.ask_one(Band.BATCH)
@@ -331,7 +331,7 @@ async def test_a_group_stays_together_while_there_is_room():
     assert len({a.replica_id for a in asked[:4]}) == 1
 
 
-async def test_a_free_slot_comes_before_a_group_and_before_a_place_in_line():
+async def test_a_free_slot_is_preferred_to_group_and_lookahead():
     flow, group = Flow(stats("a", slots=4), stats("b", slots=4)), SampleGroup()
     asked = [flow.ask(Band.BATCH, group=group, seed=number) for number in range(8)]
     await settle_down()

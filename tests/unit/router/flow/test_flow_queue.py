@@ -66,7 +66,7 @@ def test_a_more_urgent_band_is_first_whenever_it_came(line: Line):
     assert len(line.queue) == 0
 
 
-def test_a_tenants_earliest_deadline_is_first_then_its_first_arrival(line: Line):
+def test_a_tenants_order_is_deadline_then_arrival(line: Line):
     added = [line.add(), line.add(deadline_s=90.0), line.add(), line.add(deadline_s=60.0), line.add(deadline_s=90.0)]
     assert line.dispatch_all() == [added[3], added[1], added[4], added[0], added[2]]
 
@@ -124,7 +124,7 @@ def test_idle_time_earns_no_credit(line: Line):
     assert line.dispatched(40).count("a") == pytest.approx(20, abs=1)
 
 
-def test_service_without_competition_is_not_held_against_a_tenant(line: Line):
+def test_service_without_competition_costs_a_tenant_nothing(line: Line):
     for _ in range(100):
         line.add(tenant="a")
         line.dispatch_next()
@@ -153,7 +153,7 @@ def test_more_tenants_than_are_remembered_all_get_their_turn(line: Line):
     assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS
 
 
-def test_a_starved_band_gets_one_dispatch_and_then_its_clock_restarts():
+def test_one_dispatch_restarts_the_clock_of_a_starved_band():
     line = Line(promote_after_s=30.0)
     line.add_many(1000, "t", band=Band.BATCH, now=0.0)
     promoted_at = []
@@ -242,7 +242,7 @@ def test_equal_requests_are_predicted_exactly(line: Line):
     assert line.queue.num_tokens_before(Band.STANDARD, "c") == tokens_before(line, "c") == 3 * 300 + 200
 
 
-def test_a_request_that_comes_back_stands_where_it_stood():
+def test_a_returned_request_keeps_its_position():
     line = Line(max_requests=3)
     first, second, third = line.add(), line.add(), line.add()
     assert line.dispatch_next() is first

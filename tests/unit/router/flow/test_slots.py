@@ -28,7 +28,7 @@ def test_a_slot_of_a_lower_band_is_free_for_a_higher_one(by_band, expected):
     assert places(without_batch, of, BATCH) == expected[2] + 1, "batch work has one place beyond the slots"
 
 
-def test_a_draining_replica_has_no_place_whoever_starves():
+def test_a_draining_replica_has_no_place_for_a_starved_band():
     of = view(of=stats(slots=8, is_draining=True, running=(0, 3, 0)))
     for band in Band:
         assert places(LateBinding(lookahead=4), of, band, starved=frozenset(Band), is_only=True) == 0
@@ -64,20 +64,20 @@ def test_a_starved_band_has_the_places_of_the_most_urgent_one(band, by_band, exp
     assert places(LateBinding(lookahead=1), of, band, starved=frozenset({band})) == expected
 
 
-def test_a_replica_that_others_fill_has_one_place():
+def test_a_replica_full_of_other_ingresses_work_has_one_place():
     kept = view(by_band=(0, 4, 0), of=stats(slots=4, running=(0, 4, 0)))
     assert [places(LATE, kept, band) for band in (STANDARD, BATCH)] == [1, 1]
     assert places(LATE, replace(kept, own_by_band=(0, 1, 0)), STANDARD) == 0
 
 
 @pytest.mark.parametrize(("band", "num_blocks"), [(INTERACTIVE, 10), (STANDARD, 7), (BATCH, 2)])
-def test_a_request_needs_blocks_that_are_free_or_held_by_lower_bands(band, num_blocks):
+def test_a_request_needs_free_or_preemptible_blocks(band, num_blocks):
     of = view(by_band=(0, 1, 0), of=stats(free_blocks=2, held=(0, 3, 5)))
     for count, fits in ((num_blocks, True), (num_blocks + 1, False)):
         assert LATE.has_blocks(of, request(prompt=(1,) * (BLOCK_SIZE * count), band=band), NONE) is fits
 
 
-def test_output_given_before_needs_blocks_too():
+def test_earlier_output_needs_blocks_too():
     of = view(by_band=(0, 1, 0), of=stats(free_blocks=1))
     assert not LATE.has_blocks(of, replace(request(prompt=(1,) * BLOCK_SIZE), output_token_ids=(2,)), NONE)
 
@@ -97,7 +97,7 @@ def test_a_request_without_blocks_is_held_back_with_exceptions(by_band, running,
     assert LATE.has_blocks(of, request(prompt=(1,) * 100 * BLOCK_SIZE), starved) is has_blocks
 
 
-def test_where_it_starts_at_once_comes_before_where_it_waits():
+def test_a_replica_with_a_free_slot_comes_before_a_full_one():
     full, idle = view("full", by_band=(0, 4, 0), of=stats(slots=4)), view("idle", of=stats(slots=4))
     assert LATE.best([full, idle], STANDARD) == [idle]
     assert LATE.best([full], STANDARD) == [full]

@@ -41,7 +41,7 @@ def test_prefix_hits_lower_the_charge() -> None:
     assert usage.corrections([served(x=30)]) == {("x", BAND): -70}
 
 
-def test_history_of_a_replica_and_its_restart_charge_nobody() -> None:
+def test_past_service_and_restarts_of_a_replica_are_not_charged() -> None:
     usage = reconciler(served("a", x=1000))
     assert usage.corrections([served("a", x=1000), served("b", x=500)]) == {}
     assert usage.corrections([served("b", x=520)]) == {("x", BAND): 20}

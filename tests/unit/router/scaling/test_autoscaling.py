@@ -59,7 +59,7 @@ def scaler() -> Scaler:
 @pytest.mark.parametrize(
     ("num_tokens", "needed"), [(0, 1), (200, 1), (201, 2), (1000, 5), (1001, 6), (2000, 10), (10**6, 10)]
 )
-def test_as_many_as_drain_the_waiting_work_within_the_target(num_tokens, needed):
+def test_replicas_drain_the_waiting_work_within_the_target(num_tokens, needed):
     decision = Scaler().decide(PendingWork(num_tokens, SETTINGS.target_drain_s))
     assert (decision.desired_replicas, decision.drain_s) == (needed, num_tokens / SPEED)
 
@@ -129,7 +129,7 @@ def served(replica_id: str, **tokens: int) -> ReplicaStats:
 def test_served_rate_is_over_all_replicas_and_forgets():
     rate = ServedRate()
     rate.observe([served("a", x=1000)], 0.0)
-    assert rate.tokens_per_s(0.0) == 0.0  # served before we looked
+    assert rate.tokens_per_s(0.0) == 0.0  # served before the first observation
     rate.observe([served("a", x=1100), served("b", x=5000)], 1.0)
     rate.observe([served("a", x=1100, y=50), served("b", x=5050)], 2.0)
     rate.observe([served("a", x=30, y=50), served("b", x=5050)], 3.0)  # x was forgotten, and came back
@@ -196,7 +196,7 @@ def filling(num_running: int, outstanding: int, served: float = 0.0) -> ScalingI
     return ScalingInputs(1, num_running, (), (SPEED,), served, num_running, 16, outstanding)
 
 
-def test_slots_that_fill_too_fast_ask_for_more_before_anything_waits(scaler: Scaler):
+def test_fast_filling_slots_scale_up_before_a_queue_forms(scaler: Scaler):
     assert scaler.autoscaler.decide(filling(1, 40, served=20.0)).desired_replicas == 1
     scaler.clock.now += 1
     assert scaler.autoscaler.decide(filling(7, 500, served=20.0)).desired_replicas == 1, "most slots are left"
@@ -206,7 +206,7 @@ def test_slots_that_fill_too_fast_ask_for_more_before_anything_waits(scaler: Sca
     assert desired == math.ceil((20 + 520 / 3) / 100)
 
 
-def test_full_slots_that_are_kept_up_with_ask_for_nothing(scaler: Scaler):
+def test_full_slots_without_growing_work_do_not_scale_up(scaler: Scaler):
     for _ in range(50):
         decision = scaler.autoscaler.decide(filling(16, 600, served=80.0))
         scaler.clock.now += 1
@@ -232,7 +232,7 @@ def test_a_new_ingress_gives_no_replica_back_early(scaler: Scaler):
     assert scaler.desired(after_s=1, num_replicas=6) == 1
 
 
-def test_to_zero_when_idle_and_back_with_the_first_request():
+def test_zero_replicas_when_idle_and_one_on_the_first_request():
     scaler = Scaler(replace(SETTINGS, min_replicas=0))
     assert scaler.desired(after_s=10_000, num_replicas=0, num_requests=0) == 1, "none was seen yet"
     assert scaler.desired() == 1
@@ -314,7 +314,7 @@ def test_a_burst_is_answered_within_two_seconds():
 
 @pytest.mark.parametrize("period_s", [10.0, 60.0, 120.0, 240.0])
 @pytest.mark.parametrize("downscale_delay_s", [10.0, 60.0])
-def test_a_square_wave_of_twenty_minutes_gives_at_most_one_reversal_a_period(period_s, downscale_delay_s):
+def test_a_square_wave_reverses_scaling_once_a_period(period_s, downscale_delay_s):
     simulation = Simulation(replace(SETTINGS, downscale_delay_s=downscale_delay_s))
     simulation.run(1200.0, lambda now: 600.0 if now % period_s < period_s / 2 else 50.0)
     for start_s in range(0, 1200, int(period_s)):

@@ -23,7 +23,7 @@ def liveness(clock: FakeClock) -> IngressLiveness:
     return IngressLiveness(10.0, clock)
 
 
-def test_reports_reach_other_ingresses_and_the_highest_demand_wins(clock: FakeClock):
+def test_ingresses_share_reports_and_the_highest_demand_wins(clock: FakeClock):
     board = IngressReportBoard(clock)
     a, b = IngressReport("a", (PendingWork(5, 2.0),), 1, 2), IngressReport("b", (), 0, 3)
     assert board.autoscaling_stats() == {}

@@ -1,4 +1,4 @@
-"""Work that an ingress has yet to put in line counts as if it waited there."""
+"""Backlog outside flow control counts in autoscaling as if it waited in the queue."""
 
 import asyncio
 from collections.abc import Sequence
@@ -66,12 +66,12 @@ class Scaled:
         (Band.INTERACTIVE, 160.0, 2.0),
     ],
 )
-def test_it_is_due_as_far_as_its_band_and_deadline_need(band, left_s, due_s):
+def test_backlog_work_is_due_by_its_band_and_deadline(band, left_s, due_s):
     waiting = BacklogWork(band, 500, None if left_s is None else NOW + left_s)
     assert work_in_backlog([waiting, waiting], SETTINGS, NOW) == (PendingWork(1000, due_s),)
 
 
-def test_it_asks_for_replicas_and_others_are_told():
+def test_backlog_work_asks_for_replicas_in_the_gossip():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     assert scaled.desired() == 1
@@ -80,7 +80,7 @@ def test_it_asks_for_replicas_and_others_are_told():
     assert scaled.gossip.own == IngressReport("jobs", (PendingWork(64_000, 128.0),), num_requests=1, desired_replicas=5)
 
 
-def test_a_batch_with_all_the_time_in_the_world_keeps_one_replica():
+def test_a_batch_without_a_near_deadline_keeps_one_replica():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     scaled.lines.waiting = [BacklogWork(Band.BATCH, 1_000_000, None)]
@@ -91,7 +91,7 @@ def test_a_batch_with_all_the_time_in_the_world_keeps_one_replica():
     assert scaled.desired() == 0
 
 
-async def test_it_wakes_a_deployment_that_has_gone_to_zero():
+async def test_backlog_work_wakes_a_deployment_at_zero_replicas():
     scaled = Scaled()
     scaled.table.record(stats("replica"))
     scaled.desired()
