@@ -30,7 +30,7 @@ If none of the functions can be used, point it out and refuse to answer. \
 If the given question lacks the parameters required by the function, also point it out.
 
 You have access to the following tools:
-<tools>[{tools}]</tools>
+<tools>{tool_list}</tools>
 
 The output MUST strictly adhere to the following format, and NO other text MUST be included.
 The example format is as follows. Please make sure the parameter type is correct. \
@@ -88,7 +88,8 @@ class ChatFamily:
     takes_null_content: bool = False
     """True if the template wants no content, and not an empty one, beside calls."""
     tool_prompt: str = HERMES_PROMPT
-    """Description of tools for the system message of a template that knows no tools, with `{tools}` and `{call}`."""
+    """Description of tools for the system message of a template that knows no tools, with `{tools}`, one a line, or
+    `{tool_list}`, and `{call}`."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -110,7 +111,7 @@ _COMMAND_REASONING = ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>")
 HERMES = ChatFamily(
     "hermes",
     JsonCalls("<tool_call>", "</tool_call>", "\n", "\n", block_separator="\n"),
-    signs=(("<tool_call>",),),
+    signs=(("<tool_call>", '"name"'), ("<tool_call>", '"name\\"')),
     aliases=("qwen2", "qwen2_5", "qwen3", "granite4"),
 )
 
