@@ -98,7 +98,6 @@ OWN_FORM = {
     "deepseek-ai-DeepSeek-V3.2",
     "deepseek-ai-DeepSeek-V4",
     "deepseek-ai-DeepSeek-V4-Flash-0731",
-    "fireworks-ai-llama-3-firefunction-v2",
     "google-gemma-4-31B-it",
     "google-gemma-4-31B-it-interleaved",
     "meetkai-functionary-medium-v3.2",
@@ -108,8 +107,8 @@ OWN_FORM = {
     "upstage-Solar-Open-100B",
 }
 """Templates with a form of calls that no family has."""
-REFUSED = {"google-gemma-2-2b-it", "llama-cpp-deepseek-r1"}
-"""Templates that refuse a system message or that transformers cannot render."""
+REFUSED = {"fireworks-ai-llama-3-firefunction-v2", "google-gemma-2-2b-it", "llama-cpp-deepseek-r1"}
+"""Templates that want tools under another name, refuse a system message, or that transformers cannot render."""
 FUNCTIONS: list[JsonObject] = [each["function"] for each in TOOL_OBJECTS]
 TOOLS = [Tool(each["name"], each["parameters"]) for each in FUNCTIONS]
 ARGUMENTS: list[JsonObject] = [{"city": 'Zürich "x" <b>\n東京', "days": 3}, {"xs": [1, 2.5], "note": {"k": "a\nb {"}}]
