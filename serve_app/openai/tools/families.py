@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from serve_app.openai.tools.shapes.calls import Call
 from serve_app.openai.tools.shapes.channel_calls import ChannelCalls
 from serve_app.openai.tools.shapes.json_calls import JsonCalls
 from serve_app.openai.tools.shapes.named_calls import NamedCalls
@@ -93,10 +95,18 @@ class ChatFamily:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Every marker that the parser looks for; the text of a generation must contain them, special or not."""
+        """Markers that open calls, and all those around reasoning and the answer."""
         reasoning = [self.reasoning.begin, self.reasoning.end] if self.reasoning else []
         found = (self.calls.begin, *self.calls.other_begins, *reasoning, *self.answer_markers)
         return tuple(marker for marker in found if marker)
+
+    def visible_tokens(self, special_tokens: Collection[str]) -> frozenset[str]:
+        """Return those of a tokenizer's special tokens that the generated text must show, so that it can be parsed."""
+        reasoning = self.reasoning
+        behind = [reasoning.turn_begin, reasoning.answer_begin] if reasoning else []
+        call = Call("name", {}, "id")
+        text = "".join([*self.markers, *behind, self.calls.write([call, call])])
+        return frozenset(token for token in special_tokens if token in text)
 
 
 THINK = ReasoningMarkers("<think>", "</think>")

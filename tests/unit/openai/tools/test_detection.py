@@ -43,6 +43,14 @@ def test_reasoning_is_found_in_the_template_or_the_tokens() -> None:
     assert mistral and mistral.end == "[/THINK]"
 
 
+def test_special_tokens_of_calls_and_reasoning_are_visible_and_others_are_not() -> None:
+    tokens = ["<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "[ARGS]", "[TOOL_CALLS]", "[CALL_ID]"]
+    assert detect('<tool_call>{"name" <think>').visible_tokens(tokens) == {*tokens[1:5]}
+    assert detect("[TOOL_CALLS][ARGS]").visible_tokens(tokens) == {*tokens[5:]}
+    harmony = {"<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|start|>", "<|call|>"}
+    assert family_named("harmony").visible_tokens([*harmony, "<|endoftext|>"]) == harmony
+
+
 def test_a_template_that_knows_no_tools_gets_them_as_text() -> None:
     found = detect("{{ messages }}")
     assert found.tool_list is ToolList.SYSTEM_TEXT and not found.renders_calls
