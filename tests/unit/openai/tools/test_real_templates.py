@@ -158,11 +158,13 @@ def test_calls_that_a_template_renders_parse_back(templates: dict[str, str], nam
     assert conversation.family.name == FAMILIES[name]
     num_calls = 1 if name in ONE_CALL else 2
     for pieces_of in (as_lines, list):
-        parsed = conversation.parsed_turn(num_calls, pieces_of)
+        parsed = conversation.parsed_calls(num_calls, pieces_of)
         expected = zip(TOOLS[:num_calls], ARGUMENTS[:num_calls], strict=True)
         assert parsed.calls == [(tool.name, arguments) for tool, arguments in expected]
         assert parsed.kinds[0] == "CallBegin" and parsed.num_malformed == 0
-    assert "the_result" in conversation.whole(num_calls)
+        answer = conversation.parsed_answer(num_calls, pieces_of)
+        assert "It is sunny." in answer.content and answer.kinds == ["Content"]
+    assert "the_result" in conversation.prompt_of_answer(num_calls)
 
 
 def num_shared(first: str, second: str) -> int:
@@ -184,10 +186,21 @@ class Conversation:
         self._known = detect(template, tokens)
         self.family: ChatFamily = probed(self._known, self._render)
 
-    def parsed_turn(self, num_calls: int, pieces_of: Callable[[str], list[str]]) -> Parsed:
-        """Parse the turn with calls, cut out of the text behind what the prompt has too."""
-        user, assistant = self._messages(num_calls)[:2]
-        prompt, text = self._rendered([user], True), self._rendered([user, assistant], False)
+    def parsed_calls(self, num_calls: int, pieces_of: Callable[[str], list[str]]) -> Parsed:
+        """Parse the turn with calls."""
+        return self._parsed_turn(self._messages(num_calls)[:2], pieces_of)
+
+    def parsed_answer(self, num_calls: int, pieces_of: Callable[[str], list[str]]) -> Parsed:
+        """Parse the answer after the results."""
+        return self._parsed_turn(self._messages(num_calls), pieces_of)
+
+    def prompt_of_answer(self, num_calls: int) -> str:
+        """Return the prompt of the answer after the calls and their results."""
+        return self._rendered(self._messages(num_calls)[:-1], True)
+
+    def _parsed_turn(self, messages: list[JsonObject], pieces_of: Callable[[str], list[str]]) -> Parsed:
+        """Parse the last turn, cut out of the text behind what the prompt has too."""
+        prompt, text = self._rendered(messages[:-1], True), self._rendered(messages, False)
         shared = text[: num_shared(prompt, text)]
         # A marker is not cut in two.
         begin = max(shared.rfind("<"), shared.rfind("["))
@@ -198,10 +211,6 @@ class Conversation:
         is_open = thinking_of(self.family, prompt) is Thinking.OPEN and reasoning is not None
         in_reasoning = bool(is_open and reasoning and reasoning.end in turn)
         return parse(self.family, pieces_of(turn), tools=TOOLS, in_reasoning=in_reasoning)
-
-    def whole(self, num_calls: int) -> str:
-        """Return the prompt of the answer after the calls and their results."""
-        return self._rendered(self._messages(num_calls)[:-1], True)
 
     def _rendered(self, messages: list[JsonObject], add_generation_prompt: bool) -> str:
         return self._render(prompt_messages(self.family, messages, TOOL_OBJECTS), add_generation_prompt)
