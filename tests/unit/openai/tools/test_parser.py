@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_app.openai.tools.families import FAMILIES, ChatFamily, family_named
-from serve_app.openai.tools.parser import OutputParser
+from serve_app.openai.tools.parser import MAX_MALFORMED, OutputParser
 from serve_app.openai.tools.shapes.calls import Call, CallArguments, CallBegin, Content, Tool
 from tests.unit.openai.tools.cases import (
     CALLS,
@@ -260,3 +260,15 @@ def test_an_unknown_name_is_refused_by_its_name() -> None:
         "cohere_command3",
     ):
         assert name in (family_named(name).name, *family_named(name).aliases)
+
+
+@pytest.mark.parametrize("whole_calls", [False, True])
+def test_after_many_malformed_calls_the_rest_is_text(whole_calls: bool) -> None:
+    """Each malformed call may be read up to the end of the text, so their number has a bound."""
+    family = family_named("lfm2")
+    unit = '<|tool_call_start|>["\\"'
+    text = unit * (MAX_MALFORMED + 20) + family.calls.write(CALLS[:1])
+    parsed = parse(family, [text], whole_calls=whole_calls)
+    assert (parsed.content, parsed.names, parsed.num_malformed) == (text, [], MAX_MALFORMED)
+    few = unit * (MAX_MALFORMED - 1) + family.calls.write(CALLS[:1])
+    assert parse(family, [few], whole_calls=whole_calls).num_malformed >= MAX_MALFORMED - 1
