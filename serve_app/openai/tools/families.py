@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from serve_app.openai.tools.shapes.calls import Call
 from serve_app.openai.tools.shapes.channel_calls import ChannelCalls
 from serve_app.openai.tools.shapes.json_calls import JsonCalls
 from serve_app.openai.tools.shapes.named_calls import NamedCalls
@@ -30,7 +32,7 @@ If none of the functions can be used, point it out and refuse to answer. \
 If the given question lacks the parameters required by the function, also point it out.
 
 You have access to the following tools:
-<tools>[{tools}]</tools>
+<tools>{tool_list}</tools>
 
 The output MUST strictly adhere to the following format, and NO other text MUST be included.
 The example format is as follows. Please make sure the parameter type is correct. \
@@ -88,14 +90,23 @@ class ChatFamily:
     takes_null_content: bool = False
     """True if the template wants no content, and not an empty one, beside calls."""
     tool_prompt: str = HERMES_PROMPT
-    """Description of tools for the system message of a template that knows no tools, with `{tools}` and `{call}`."""
+    """Description of tools for the system message of a template that knows no tools, with `{tools}`, one a line, or
+    `{tool_list}`, and `{call}`."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Every marker that the parser looks for; the text of a generation must contain them, special or not."""
+        """Markers that open calls, and all those around reasoning and the answer."""
         reasoning = [self.reasoning.begin, self.reasoning.end] if self.reasoning else []
         found = (self.calls.begin, *self.calls.other_begins, *reasoning, *self.answer_markers)
         return tuple(marker for marker in found if marker)
+
+    def visible_tokens(self, special_tokens: Collection[str]) -> frozenset[str]:
+        """Return those of a tokenizer's special tokens that the generated text must show, so that it can be parsed."""
+        reasoning = self.reasoning
+        behind = [reasoning.turn_begin, reasoning.answer_begin] if reasoning else []
+        call = Call("name", {}, "id")
+        text = "".join([*self.markers, *behind, self.calls.write([call, call])])
+        return frozenset(token for token in special_tokens if token in text)
 
 
 THINK = ReasoningMarkers("<think>", "</think>")
@@ -110,7 +121,7 @@ _COMMAND_REASONING = ReasoningMarkers("<|START_THINKING|>", "<|END_THINKING|>")
 HERMES = ChatFamily(
     "hermes",
     JsonCalls("<tool_call>", "</tool_call>", "\n", "\n", block_separator="\n"),
-    signs=(("<tool_call>",),),
+    signs=(("<tool_call>", '"name"'), ("<tool_call>", '"name\\"')),
     aliases=("qwen2", "qwen2_5", "qwen3", "granite4"),
 )
 
@@ -269,10 +280,17 @@ FAMILIES = (
     ),
     HERMES,
     ChatFamily(
+        "phi4_functools",
+        JsonCalls("functools", "", "[", "]", ", ", other_begins=("<|tool_call|>",)),
+        signs=(("functools[",),),
+        aliases=("phi4_mini_json",),
+        answer_markers=("<|/tool_call|>",),
+    ),
+    ChatFamily(
         "phi4_mini",
         JsonCalls("<|tool_call|>", "<|/tool_call|>", "[", "]", ", ", other_begins=("functools",)),
         signs=(("<|tool|>", "<|/tool|>"), ("<|tool_call|>", "<|/tool_call|>")),
-        aliases=("phi4_mini_json", "phi4"),
+        aliases=("phi4",),
         tool_list=ToolList.SYSTEM_FIELD,
         renders_calls=False,
     ),
@@ -301,27 +319,40 @@ FAMILIES = (
         signs=(("<function=", "</function>", "<|start_header_id|>"),),
     ),
     ChatFamily(
+        "granite_20b_fc",
+        JsonCalls("<function_call>", opening=" ", block_separator="\n"),
+        signs=(("<function_call>",),),
+        aliases=("granite-20b-fc",),
+    ),
+    ChatFamily(
+        "xlam",
+        JsonCalls("", "", "[", "]", ", "),
+        signs=(("calls in a single JSON array",),),
+    ),
+    ChatFamily(
         "llama4_pythonic",
-        PythonicCalls(other_begins=("<|python_start|>",), end="<|python_end|>"),
-        signs=(("<|header_start|>", "<|python_start|>"),),
-        aliases=("llama4",),
+        PythonicCalls(other_begins=("<|python_start|>",)),
+        signs=(("<|header_start|>", "[func_name1(param"),),
+        answer_markers=("<|python_end|>",),
     ),
     ChatFamily(
         "pythonic",
         PythonicCalls(),
-        signs=(("[func_name1(params_name1",),),
+        signs=(("[func_name1(param",),),
         aliases=("llama3_pythonic",),
+    ),
+    ChatFamily(
+        "llama4_json",
+        JsonCalls(separator="; ", arguments_key="parameters", other_begins=("<|python_start|>",)),
+        signs=(("<|header_start|>", '"parameters": '), ("<|python_start|>",)),
+        aliases=("llama4",),
+        answer_markers=("<|python_end|>",),
     ),
     ChatFamily(
         "llama3_json",
         JsonCalls(separator="; ", arguments_key="parameters", other_begins=("<|python_tag|>",)),
         signs=(("<|python_tag|>",), ("<|start_header_id|>", '"parameters": ')),
-        aliases=("llama3", "llama4_json"),
-    ),
-    ChatFamily(
-        "xlam",
-        JsonCalls("", "", "[", "]", ", "),
-        signs=(("JSON array", "tool_calls", '"arguments"'),),
+        aliases=("llama3",),
     ),
     ChatFamily("smollm3", HERMES.calls, signs=(("named SmolLM, trained by Hugging Face", "<think>"),)),
     ChatFamily(

@@ -118,5 +118,6 @@ def _with_tools(family: ChatFamily, turns: list[JsonObject], tools: Sequence[Jso
         return [system | {"tools": json.dumps(list(tools), ensure_ascii=False)}, *rest]
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     example = family.calls.write([Call("function_name", {"argument": "value"})])
-    text = family.tool_prompt.format(tools=listed, call=example)
+    as_list = json.dumps(list(tools), ensure_ascii=False)
+    text = family.tool_prompt.format(tools=listed, tool_list=as_list, call=example)
     return [system | {"content": "\n\n".join(filter(None, [system.get("content"), text]))}, *rest]

@@ -9,6 +9,9 @@ from serve_app.openai.tools.families import ChatFamily
 from serve_app.openai.tools.shapes.calls import Event, Sink, Tool, random_id
 from serve_app.openai.tools.shapes.reader import Reader, Wait
 
+MAX_MALFORMED = 100
+"""Blocks of an output that turn out to be no calls, after which the rest of it is text. Each may be read up to the end of the text."""
+
 
 class OutputParser:
     """Parser of one choice's text.
@@ -41,9 +44,8 @@ class OutputParser:
         self._starts_in_reasoning = starts_in_reasoning
         self._reader = Reader()
         self._sink = Sink(tools, lambda: random_id(rng, family.id_prefix, family.id_length), whole_calls)
-        is_calling = bool(tools) or self._has_channels
-        calls = (family.calls.begin, *family.calls.other_begins) if is_calling else ()
-        self._markers = tuple(filter(None, (*calls, *family.answer_markers)))
+        self._is_calling = bool(tools) or self._has_channels
+        self._num_failed = 0
         self._steps = self._run()
         self._is_running = True
 
@@ -82,7 +84,7 @@ class OutputParser:
         if self._family.reasoning and not self._has_channels:
             yield from self._read_reasoning(self._family.reasoning.begin, self._family.reasoning.end)
         yield from self._read_opening()
-        while (marker := (yield from reader.read_text(self._markers, self._sink.add_content))) is not None:
+        while (marker := (yield from reader.read_text(self._markers(), self._sink.add_content))) is not None:
             num_calls = self._sink.num_calls
             yield from reader.accept_words(marker)
             if marker in self._family.answer_markers:
@@ -117,6 +119,7 @@ class OutputParser:
         is_block = yield from self._family.calls.read(self._reader, self._sink)
         if is_block:
             yield from self._drop_space()
+        self._num_failed += not is_block
         self._reader.rewind()
         return is_block
 
@@ -126,6 +129,13 @@ class OutputParser:
         yield from reader.accept_words(marker)
         self._sink.add_content(reader.text[reader.held : reader.position])
         reader.settle()
+
+    def _markers(self) -> tuple[str, ...]:
+        """Return the markers at which the text ends now."""
+        calls = self._family.calls
+        is_calling = self._is_calling and self._num_failed < MAX_MALFORMED
+        begins = (calls.begin, *calls.other_begins) if is_calling else ()
+        return tuple(filter(None, (*begins, *self._family.answer_markers)))
 
     def _drop_space(self) -> Wait[None]:
         yield from self._reader.skip_space()

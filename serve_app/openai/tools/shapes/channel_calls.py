@@ -38,6 +38,7 @@ class ChannelCalls:
         """Read a message behind its marker."""
         header = yield from reader.read_until("<|message|>")
         if header is None:
+            sink.refuse()
             return False
         recipient = _RECIPIENT.search(header)
         if recipient:

@@ -113,10 +113,13 @@ def read_arguments(reader: Reader, sink: Sink) -> Wait[bool]:
         piece = reader.text[reader.position : end]
         pieces.append(piece)
         reader.position = end
-        sink.add_arguments(piece)
         if not sink.whole_calls:
+            sink.add_arguments(piece)
             reader.settle()
-    is_reported = sink.end(scanner.is_done and is_object("".join(pieces)))
+    text = "".join(pieces)
+    if sink.whole_calls:
+        sink.add_arguments(text)
+    is_reported = sink.end(scanner.is_done and is_object(text))
     if is_reported:
         reader.settle()
     return is_reported

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_app.openai.tools.families import FAMILIES, ChatFamily, family_named
-from serve_app.openai.tools.parser import OutputParser
+from serve_app.openai.tools.parser import MAX_MALFORMED, OutputParser
 from serve_app.openai.tools.shapes.calls import Call, CallArguments, CallBegin, Content, Tool
 from tests.unit.openai.tools.cases import (
     CALLS,
@@ -97,7 +97,7 @@ def test_a_malformed_call_stays_text_and_is_counted(name: str, text: str, step: 
     assert (parsed.content, parsed.names, parsed.num_malformed) == (text, [], 1)
 
 
-@pytest.mark.parametrize("name", ["llama3_json", "xlam", "pythonic", "llama4_pythonic"])
+@pytest.mark.parametrize("name", ["llama3_json", "llama4_json", "xlam", "pythonic", "llama4_pythonic"])
 @pytest.mark.parametrize("text", ['{"name": "Bob", "age": 3}', '[{"name": "Bob"}]', "[1, 2]", "[]", "{}", "[f(x)] yes"])
 @STREAMED
 def test_a_json_answer_is_no_call_where_calls_have_no_marker(name: str, text: str, step: int) -> None:
@@ -136,6 +136,9 @@ def test_the_rest_of_a_block_with_a_malformed_call_is_content(step: int, whole_c
         ("llama3_json", '{"type": "function", "name": "get_weather", "parameters": {"city": "Oslo"}}'),
         ("granite", '<tool_call>[{"arguments": {"city": "Oslo"}, "name": "get_weather"}]'),
         ("phi4_mini", 'functools[{"name": "get_weather", "arguments": {"city": "Oslo"}}]'),
+        ("phi4_functools", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>'),
+        ("llama4_json", '<|python_start|>{"name": "get_weather", "parameters": {"city": "Oslo"}}<|python_end|>'),
+        ("granite_20b_fc", '<function_call> {"name": "get_weather", "arguments": {"city": "Oslo"}}'),
         ("mistral", '[TOOL_CALLS]get_weather{"city": "Oslo"}'),
         ("glm45", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Oslo</arg_value></tool_call>"),
         ("qwen3_coder", "<tool_call><function=get_weather><parameter=city>Oslo</parameter></function></tool_call>"),
@@ -245,5 +248,27 @@ def test_an_unknown_name_is_refused_by_its_name() -> None:
         family_named("foo")
     for name in ("hermes", "llama3_json", "llama4_pythonic", "pythonic", "mistral", "deepseek_v3", "deepseek_v31"):
         assert family_named(name).name == name
-    for name in ("phi4_mini_json", "granite", "glm45", "openai", "xlam", "qwen3_coder", "cohere_command3"):
+    for name in (
+        "granite-20b-fc",
+        "llama4_json",
+        "phi4_mini_json",
+        "granite",
+        "glm45",
+        "openai",
+        "xlam",
+        "qwen3_coder",
+        "cohere_command3",
+    ):
         assert name in (family_named(name).name, *family_named(name).aliases)
+
+
+@pytest.mark.parametrize("whole_calls", [False, True])
+def test_after_many_malformed_calls_the_rest_is_text(whole_calls: bool) -> None:
+    """Each malformed call may be read up to the end of the text, so their number has a bound."""
+    family = family_named("lfm2")
+    unit = '<|tool_call_start|>["\\"'
+    text = unit * (MAX_MALFORMED + 20) + family.calls.write(CALLS[:1])
+    parsed = parse(family, [text], whole_calls=whole_calls)
+    assert (parsed.content, parsed.names, parsed.num_malformed) == (text, [], MAX_MALFORMED)
+    few = unit * (MAX_MALFORMED - 1) + family.calls.write(CALLS[:1])
+    assert parse(family, [few], whole_calls=whole_calls).num_malformed >= MAX_MALFORMED - 1

@@ -56,7 +56,7 @@ def test_a_split_text_is_parsed_as_the_whole_one(
 
 
 @pytest.mark.deep
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=10_000, deadline=None)
 @given(splits(), st.booleans(), st.booleans())
 def test_many_split_texts_are_parsed_as_the_whole_ones(
     case: tuple[ChatFamily, str, list[str]], in_reasoning: bool, whole_calls: bool
