@@ -59,9 +59,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
     warm_up(runner, options.limits)
     return Backend(
         runner=runner,
-        decoders=lambda request: make_decoder(
-            loaded.tokenizer, request.prompt_token_ids, request.params.skip_special_tokens
-        ),
+        decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids, request.params),
         num_blocks=runner.num_blocks,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,

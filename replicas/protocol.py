@@ -62,7 +62,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logit_bias: tuple[LogitBias, ...] = ()
     logprobs: int | None = None
-    """Number k of likeliest tokens to return log probabilities for, beside the chosen token's. None: none at all."""
+    """Number k of most probable tokens whose log probabilities are returned beside the chosen token's. None: none."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. A request with it reuses no cached prefix."""
     grammar: str | None = None
@@ -72,7 +72,8 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens whose last token is never sampled behind the others."""
     skip_special_tokens: bool = True
-    """Whether special tokens have no text."""
+    """True if special tokens have no text, other than the visible ones."""
+    visible_special_token_ids: tuple[int, ...] = ()
 
     @property
     def is_constrained(self) -> bool:
@@ -128,7 +129,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """Log probabilities at one position: of the token at it, and of the likeliest tokens, best first."""
+    """Log probabilities at one position: of the token at it, and of the most probable tokens, best first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...]

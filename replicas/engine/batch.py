@@ -15,15 +15,15 @@ _set = object.__setattr__
 class ScheduledSequence:
     """Tokens that one sequence computes in this step: positions [start, start + num_tokens).
 
-    Every position already has a slot in the sequence's block table. The last token may be awaited: the previous step
-    samples it, and the runner takes its value on the device.
+    Every position already has a slot in the sequence's block table. The last token may be a placeholder: the previous
+    step samples it, and the runner takes its value on the device.
     """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool = field(init=False)
-    """True if the step reaches the last known or awaited token, and so samples the next one from its logits."""
+    """True if the step reaches the last known token or placeholder, and so samples the next one from its logits."""
     num_recomputed_tokens: int = field(init=False)
     """Number of the tokens that were computed before, and lost to a preemption."""
     preemption: int = field(init=False)

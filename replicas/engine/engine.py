@@ -179,12 +179,12 @@ class Engine:
         if num_tokens > self._config.max_queued_tokens:
             self._refuse("tokens", num_tokens, self._config.max_queued_tokens, "max_num_queued_tokens")
 
-    def _refuse(self, what: str, value: int, limit: int, reason: str) -> None:
+    def _refuse(self, unit: str, value: int, limit: int, reason: str) -> None:
         """Raise `Overloaded`. Its retry time is the time in which the queue drains at the measured speed."""
         self._stats.rejected(reason)
         rate = self._stats.saturated_rate.tokens_per_s
         retry_after_s = self._scheduler.waiting.num_outstanding_tokens / rate if rate > 0 else 1.0
-        raise Overloaded(f"the queue would hold {value} {what}; its limit is {limit}", retry_after_s, reason)
+        raise Overloaded(f"the queue would hold {value} {unit}; its limit is {limit}", retry_after_s, reason)
 
     def _expire(self) -> list[TokenDelta]:
         """Fail the sequences whose deadline has passed."""

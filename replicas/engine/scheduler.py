@@ -122,7 +122,7 @@ class Scheduler:
             sequence.num_in_flight_tokens -= item.num_tokens
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
-        sequence.num_awaited_tokens -= item.samples
+        sequence.num_placeholder_tokens -= item.samples
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.add(sequence)
 
@@ -133,7 +133,7 @@ class Scheduler:
         for sequence in self.running:
             assert sequence.status is SequenceStatus.RUNNING
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
-            assert sequence.num_in_flight_tokens >= 0 and sequence.num_awaited_tokens >= 0
+            assert sequence.num_in_flight_tokens >= 0 and sequence.num_placeholder_tokens >= 0
             assert sequence.num_scheduled_tokens <= sequence.num_tokens
             assert sequence.num_scheduled_tokens <= len(sequence.block_table) * self._config.block_size
         for sequence in self.waiting.sequences():

@@ -19,13 +19,13 @@ class SequenceStatus(Enum):
 class Sequence:
     """Sequence: its known tokens, the number of computed ones, and the blocks that hold their KV.
 
-    While a step is in flight, so are the tokens that it computes, and the token that it samples is awaited. An awaited
-    token counts like a known one, but only the device knows its value.
+    A step in flight computes tokens of the sequence and samples one. The sampled token is a placeholder until the step
+    is collected: it counts like a known token, but only the device knows its value.
 
     Invariants:
         0 <= num_scheduled_tokens <= num_tokens; scheduled tokens have slots in `block_table`.
         0 <= num_computed_tokens <= len(token_ids): every computed token is known.
-        WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens, awaited ones included.
+        WAITING or FINISHED <=> `block_table` is empty. Preemption keeps the tokens and placeholders.
         The first `num_preempted_tokens` tokens were computed or in flight when a preemption took their blocks.
     """
 
@@ -52,7 +52,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
-        self.num_awaited_tokens = 0
+        self.num_placeholder_tokens = 0
         # The last allowed output token is never computed, as no token follows it.
         self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
         params = request.params
@@ -106,8 +106,8 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known and awaited tokens that must be computed; an awaited one counts the same once it is known."""
-        return min(len(self.token_ids) + self.num_awaited_tokens, self._max_computed_tokens)
+        """Number of known tokens and placeholders that must be computed; it stays the same when one becomes known."""
+        return min(len(self.token_ids) + self.num_placeholder_tokens, self._max_computed_tokens)
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -116,7 +116,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of known and awaited tokens that are neither computed nor in flight."""
+        """Number of known tokens and placeholders that are neither computed nor in flight."""
         return self.num_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
@@ -131,11 +131,11 @@ class Sequence:
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Number of tokens still to compute: known and awaited ones, and the output still expected."""
+        """Number of tokens still to compute: known ones, placeholders, and the output still expected."""
         expected = self.request.expected_output_tokens
         if expected is None:
             expected = self.request.params.max_tokens
-        num_output_tokens = self.num_output_tokens + self.num_awaited_tokens
+        num_output_tokens = self.num_output_tokens + self.num_placeholder_tokens
         return self.num_uncomputed_tokens + max(0, expected - num_output_tokens)
 
     @property
@@ -145,23 +145,23 @@ class Sequence:
 
     def may_sample_at(self, end: int) -> bool:
         """Return True if computing the tokens before `end` yields the next output token."""
-        num_tokens = len(self.token_ids) + self.num_awaited_tokens
+        num_tokens = len(self.token_ids) + self.num_placeholder_tokens
         return end == num_tokens and num_tokens - self.num_prompt_tokens < self.request.params.max_tokens
 
     def launched(self, num_tokens: int, samples: bool) -> None:
         """Note that a step was launched that computes the next `num_tokens`, and samples one if `samples`."""
         self.num_in_flight_tokens += num_tokens
-        self.num_awaited_tokens += samples
+        self.num_placeholder_tokens += samples
 
     def append(self, token_id: int) -> None:
-        """Append the value of the token awaited longest, which is now known."""
-        self.num_awaited_tokens -= 1
+        """Append the value of the oldest placeholder, which is now known."""
+        self.num_placeholder_tokens -= 1
         self.token_ids.append(token_id)
 
     def undo_append(self) -> None:
         """Undo the last `append`."""
         del self.token_ids[-1]
-        self.num_awaited_tokens += 1
+        self.num_placeholder_tokens += 1
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:
         """Return those of a step's prompt log probabilities that are new, since recomputation repeats some.

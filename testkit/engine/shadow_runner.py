@@ -155,7 +155,7 @@ class ShadowStep:
             return result
         assert isinstance(constraint, ScriptedConstraint)
         assert constraint.accepted == sequence.token_ids[sequence.num_prompt_tokens :], "an output token is not known"
-        assert sequence.num_awaited_tokens == item.samples, "the tokens of an earlier step are awaited"
+        assert sequence.num_placeholder_tokens == item.samples, "the tokens of an earlier step are awaited"
         return replace(result, token_id=fitting(constraint, result.token_id))
 
 

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from replicas.engine.batch import IncrementalDecoder
+from replicas.protocol import SamplingParams
 
 # A character has at most four bytes, so valid text waits for at most three more tokens. Invalid bytes, and runs of
 # tokens that each also begin the next character, wait longer.
@@ -94,9 +95,12 @@ class StreamDecoder:
 
 
 def make_decoder(
-    tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = (), skip_special_tokens: bool = True
+    tokenizer: PreTrainedTokenizerFast | None, prompt_token_ids: Items[int] = (), params: SamplingParams | None = None
 ) -> IncrementalDecoder:
-    """Return a decoder for the output after `prompt_token_ids`; without a tokenizer, one that gives no text."""
+    """Return a decoder for the output after `prompt_token_ids`; without a tokenizer, one that gives no text.
+
+    `params` say which special tokens have text; None: none has.
+    """
     if tokenizer is None:
         return SilentDecoder()
     without_text = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special and skip_special_tokens)

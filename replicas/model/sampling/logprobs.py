@@ -17,7 +17,7 @@ _MAX_SLICE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class PendingLogprobs:
-    """Log probabilities on their way to the host: per row the chosen token's, then those of the likeliest."""
+    """Log probabilities on their way to the host: per row the chosen token's, then those of the most probable."""
 
     values: PendingTensor  # [num_rows, 1 + max_top] float32
     top_ids: PendingTensor  # [num_rows, max_top] int64
@@ -28,7 +28,7 @@ class PendingLogprobs:
         Args:
             to_host: the step's results.
             token_ids: chosen token of each row.
-            num_top: number of likeliest tokens to return for each row.
+            num_top: number of most probable tokens to return for each row.
         """
         return [
             PositionLogprobs(
@@ -42,7 +42,7 @@ class PendingLogprobs:
 
 
 def launch_logprobs(logits: Tensor, chosen_ids: Tensor, max_top: int, to_host: DeviceToHostBuffer) -> PendingLogprobs:
-    """Launch the log probabilities of one chosen token and of the `max_top` likeliest tokens of each row.
+    """Launch the log probabilities of one chosen token and of the `max_top` most probable tokens of each row.
 
     Args:
         logits: [num_rows, vocab_size], any float type.

@@ -52,7 +52,7 @@ class MaskThreads:
         if not rows:
             return None
         masks = PendingMasks(self, items, rows)
-        if all(items[row].sequence.num_awaited_tokens == 0 for row in rows):
+        if all(items[row].sequence.num_placeholder_tokens == 0 for row in rows):
             masks.start()
         return masks
 

@@ -1,8 +1,8 @@
 """Multinomial sampling: draws one token per row from the row's distribution, with one uniform number per row.
 
 A row's result does not depend on the other rows. The weight of a token is exp((logit - largest logit) / temperature),
-so the likeliest token has weight 1. Sums of weights are float64. The uniform number is a function of the request's seed
-and the output token's index, so it is the same on every device, in every batch and after any preemption.
+so the most probable token has weight 1. Sums of weights are float64. The uniform number is a function of the request's
+seed and the output token's index, so it is the same on every device, in every batch and after any preemption.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from torch import Tensor
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.protocol import SamplingParams
 
-# Numbers of likeliest tokens to try on CPU, before all. Sorting the whole vocabulary takes 30 times as long as finding
-# the 256 likeliest tokens, and these nearly always include all that top-k, top-p or min-p keep. Rows for which they do
-# not are tried again with more tokens. On a GPU all tokens are sorted at once: the check would wait for the device.
+# Numbers of most probable tokens to try on CPU, before all. Sorting the whole vocabulary takes 30 times as long as
+# finding the 256 most probable tokens, and these nearly always include all that top-k, top-p or min-p keep. Rows for
+# which they do not are tried again with more tokens. On a GPU all tokens are sorted at once: the check would wait for
+# the device.
 _NUM_CANDIDATES = (256, 8192)
 
 _MASK = (1 << 64) - 1
@@ -160,7 +161,7 @@ def _weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 def _sample_sorted(
     values: Tensor, token_ids: Tensor, total: Tensor, sampling: SamplingTensors
 ) -> tuple[Tensor, Tensor]:
-    """Draw from the likeliest tokens of each row.
+    """Draw from the most probable tokens of each row.
 
     Args:
         values: [num_rows, count] float32, largest first.

@@ -35,7 +35,7 @@ class SampledTokens:
 
 
 def sample_greedy(logits: Tensor) -> SampledTokens:
-    """Return the likeliest token of each row of logits [num_rows, vocab_size] float32."""
+    """Return the most probable token of each row of logits [num_rows, vocab_size] float32."""
     tokens = logits.argmax(dim=-1)
     # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
@@ -67,7 +67,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """True if every row takes the likeliest token of its unchanged logits."""
+        """True if every row takes the most probable token of its unchanged logits."""
         return self._logits_processors.is_empty and self._truncated is None and self._full is None
 
     def launch(

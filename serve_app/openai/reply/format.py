@@ -306,7 +306,7 @@ class _Choice:
         if position is None:
             lists["top_logprobs"].append(None)
             return
-        # The chosen token is listed even if it is not among the likeliest ones.
+        # The chosen token is listed even if it is not among the most probable ones.
         tokens = (*position.top[: self._body.logprobs], position.chosen)
         lists["top_logprobs"].append({name_of(token.token_id): shown_logprob(token.logprob) for token in tokens})
 

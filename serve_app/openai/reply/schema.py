@@ -78,7 +78,7 @@ class TokenObject(TypedDict):
 
 @described
 class PositionObject(TokenObject):
-    """Token of the output, and the likeliest tokens at its position."""
+    """Token of the output, and the most probable tokens at its position."""
 
     top_logprobs: list[TokenObject]
 

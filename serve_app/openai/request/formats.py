@@ -55,7 +55,7 @@ class JsonSchema(StrictBody):
     schema_: SchemaOrBool = Field(default_factory=dict, alias="schema")
     """The schema; without one, any JSON."""
     strict: bool = False
-    """Whether a keyword that cannot be enforced is an error. Otherwise a header of the answer names it."""
+    """True if a keyword that cannot be enforced is an error. Otherwise a header of the answer names it."""
 
 
 class JsonSchemaFormat(StrictBody):
@@ -130,7 +130,7 @@ class StructuredOutputs(StrictBody):
     structural_tag: NonEmptyText | None = None
     """Text of a JSON object of type `structural_tag`."""
     disable_any_whitespace: bool = False
-    """Whether JSON has no whitespace between its tokens."""
+    """True if JSON has no whitespace between its tokens."""
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> StructuredOutputs:

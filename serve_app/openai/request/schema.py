@@ -236,12 +236,12 @@ class GenerationBody(StrictBody):
     n: int = Field(1, ge=1, le=MAX_INT64)
     """Choices for each prompt."""
     temperature: float = Field(1.0, ge=0, le=2)
-    """Temperature of sampling; 0 takes the likeliest token. The model may have another default."""
+    """Temperature of sampling; 0 takes the most probable token. The model may have another default."""
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=MAX_INT64)
     """Top-k limit; 0 and -1 switch it off, as in vLLM."""
     min_p: float = Field(0.0, ge=0, le=1)
-    """Least probability of a token, as a share of the likeliest one's."""
+    """Least probability of a token, as a share of the most probable one's."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
@@ -255,7 +255,7 @@ class GenerationBody(StrictBody):
     stop_token_ids: Annotated[TokenIds, _no_longer_than(1024)] = Field(default_factory=list)
     """Tokens that end a choice."""
     ignore_eos: bool = False
-    """Whether a choice goes on behind the model's end token."""
+    """True if a choice goes on behind the model's end token."""
     logit_bias: LogitBiases = Field(default_factory=dict)
     """Bias of single tokens, -100 to 100, by token id."""
     allowed_token_ids: Annotated[TokenIds, _no_longer_than(65_536)] = Field(default_factory=list)
@@ -263,19 +263,19 @@ class GenerationBody(StrictBody):
     bad_words: Annotated[list[NonEmptyText], _no_longer_than(1024)] = Field(default_factory=list)
     """Words that the output does not have."""
     skip_special_tokens: bool = True
-    """Whether special tokens have no text."""
+    """True if special tokens have no text."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT64)
     """Last tokens of a prompt that are kept; -1 keeps as many as the context holds beside `max_tokens`."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
-    """Likeliest tokens at each position of the prompt, whose log probabilities are in the reply."""
+    """Most probable tokens at each position of the prompt, whose log probabilities are in the reply."""
     return_tokens_as_token_ids: bool = False
-    """Whether log probabilities name tokens by id, such as `token_id:15`."""
+    """True if log probabilities name tokens by id, such as `token_id:15`."""
     response_format: ResponseFormat | None = None
     """Form of the output: any text, a JSON object, or JSON of a schema."""
     structured_outputs: StructuredOutputs | None = None
     """Constraint of the output, as in vLLM."""
     return_token_ids: bool = False
-    """Whether the reply has the token ids of prompt and output."""
+    """True if the reply has the token ids of prompt and output."""
     priority: int | None = Field(None, ge=0, le=2)
     """Band of the request: 0 is interactive, 1 standard, 2 batch."""
     service_tier: ServiceTier | None = None
@@ -379,9 +379,9 @@ class Conversation(StrictBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt begins the model's turn. None: true, unless `continue_final_message` is."""
+    """True if the prompt begins the model's turn. None: true, unless `continue_final_message` is."""
     continue_final_message: bool = False
-    """Whether the output continues the last message."""
+    """True if the output continues the last message."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     """Effort of the reasoning, for chat templates that know it; `none` switches it off."""
 
@@ -412,12 +412,12 @@ class ChatBody(GenerationBody, Conversation):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     """Most output tokens of a choice; without it, the rest of the context. `max_tokens` is its old name."""
     tool_choice: ToolChoice | None = None
-    """Whether the model may call functions (`auto`, the default with `tools`), must (`required`, or a named one), or
-    may not (`none`)."""
+    """Choice of functions: the model may call them (`auto`, the default with `tools`), must (`required`, or a named
+    one), or may not (`none`)."""
     parallel_tool_calls: bool = True
-    """Whether one answer may have several calls."""
+    """True if one answer may have several calls."""
     include_reasoning: bool = True
-    """Whether the reply has the reasoning."""
+    """True if the reply has the reasoning."""
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
 
@@ -461,7 +461,7 @@ class CompletionBody(GenerationBody):
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
     logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
     echo: bool = False
-    """Whether the text begins with the prompt."""
+    """True if the text begins with the prompt."""
     best_of: int | None = None
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ class FunctionObject(StrictBody):
     parameters: dict[str, Any] | None = None
     """JSON Schema of the arguments; without one they are any object."""
     strict: bool = False
-    """Whether a keyword of `parameters` that cannot be enforced is an error. Otherwise the answer's header names it."""
+    """True if a keyword of `parameters` that cannot be enforced is an error. Otherwise the answer's header names it."""
 
 
 class FunctionTool(StrictBody):

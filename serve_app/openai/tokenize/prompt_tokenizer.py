@@ -64,9 +64,9 @@ class ChatTurns:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
     add_generation_prompt: bool = True
-    """Whether the text ends where the assistant's turn begins."""
+    """True if the text ends where the assistant's turn begins."""
     continue_final_message: bool = False
-    """Whether the text ends within the last message."""
+    """True if the text ends within the last message."""
 
     @classmethod
     def of(cls, body: ChatBody | TokenizeBody) -> ChatTurns:
