@@ -1,12 +1,14 @@
 """Grammars of every family: they take valid calls and refuse others, with special tokens and without."""
 
 import json
+import random
 import re
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -15,7 +17,7 @@ from serve_app.openai.tools.families import ChatFamily, family_named
 from serve_app.openai.tools.grammar import CallRule, Thinking, answer_grammar, call_grammar, thinking_of
 from serve_app.openai.tools.shapes.calls import Call, Tool
 from serve_app.openai.tools.shapes.shape import Marker, marker_of, special_token_ids
-from tests.unit.openai.tools.cases import REASONED, TOOLS, can_call_in_parallel
+from tests.unit.openai.tools.cases import REASONED, TOOLS, can_call_in_parallel, parse
 
 TOKENIZER = Path(__file__).resolve().parents[4] / "replicas" / "demo" / "tokenizer.json"
 SHAPES = {family.calls: family for family in reversed(REASONED)}.values()
@@ -52,6 +54,17 @@ class Vocabulary:
         matcher = compiled(self, grammar).deep_copy()
         token_ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    def random_text(self, grammar: str, rng: random.Random) -> str:
+        """Return an output of random tokens that the grammar allows, which ends as soon as it may."""
+        matcher = compiled(self, grammar).deep_copy()
+        token_ids: list[int] = []
+        while not matcher.is_accepting():
+            mask = matcher.compute_bitmask()
+            allowed = [i for i in range(self.llguidance.vocab_size) if mask[i // 8] >> (i % 8) & 1]
+            token_ids.append(rng.choice(allowed))
+            assert matcher.consume_token(token_ids[-1])
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 @cache
@@ -158,6 +171,29 @@ def test_optional_arguments_may_be_left_out_in_any_number(family: ChatFamily) ->
     }.items():
         text = family.calls.write([Call("f", dict.fromkeys(names, 1))])
         assert words.takes(grammar, text) == is_valid, text
+
+
+@EVERY
+@SPECIAL
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_a_grammar_lets_through_is_parsed_as_valid_calls(
+    family: ChatFamily, has_special: bool, seed: int
+) -> None:
+    properties = {
+        "unit": {"enum": ["C", "F", 'it\'s "hot"']},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "on": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["a", "é"]}, "maxItems": 2},
+    }
+    schema = {"type": "object", "properties": properties, "required": ["days"], "additionalProperties": False}
+    words = vocabulary(family, has_special)
+    grammar = call_grammar(family, [Tool("f", schema), Tool("g", schema)], CallRule(is_required=True), words.marker)
+    text = words.random_text(grammar, random.Random(seed))
+    parsed = parse(family, list(text), tools=[Tool("f", schema), Tool("g", schema)])
+    assert (parsed.content, parsed.num_malformed) == ("", 0) and parsed.names, text
+    for name, arguments in parsed.calls:
+        assert name in ("f", "g")
+        jsonschema.validate(arguments, schema)
 
 
 @pytest.mark.parametrize("name", NO_TEXT)
