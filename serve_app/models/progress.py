@@ -10,9 +10,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 
 def spinner(console: Console) -> Progress:
-    """Return a display of one running task with its time; nothing of it stays when it stops."""
+    """Return a display of one running task with its time; nothing of it stays when it stops.
+
+    It leaves `sys.stdout` and `sys.stderr` alone: what this process prints may go elsewhere than to `console`.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
 
 
 @contextmanager
