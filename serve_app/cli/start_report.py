@@ -23,7 +23,7 @@ _COMPILING = "compiling the CPU kernels"
 
 def step_of(line: str) -> str | None:
     """Return the step of a start that a line of the log begins; None: no other than before."""
-    return "compiling kernels for this processor, once; about half a minute ..." if _COMPILING in line else None
+    return "compiling kernels, once ..." if _COMPILING in line else None
 
 
 class Steps:
