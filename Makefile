@@ -21,10 +21,11 @@ venv: $(STAMP)
 # torch is installed first and alone. With an exact version pip takes the CPU wheel if an index offers one; without one
 # it may install gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	@echo 'Installing Headway into $(VENV): a minute or two, only the first time and after an update ...'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
 
 # Runs in the foreground; SIGTERM or Ctrl-C stops everything that it started.
 serve: $(STAMP)

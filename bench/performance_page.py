@@ -171,6 +171,17 @@ def _ceilings(result: Result) -> Rows:
         yield ceiling["library"], f"{ceiling['chunks_per_s']:,.0f}", f"{ceiling['chunks_per_cpu_s']:,.0f}"
 
 
+def _starts(result: Result) -> Rows:
+    for name, times in result["median"].items():
+        left = max(turn["num_left"] for turn in result["turns"][name])
+        yield name, *(f"{times[key]:.1f}" for key in ("start_s", "start_cpu_s", "stop_s")), str(left)
+
+
+def _refusals(result: Result) -> Rows:
+    for name, model in result["models"].items():
+        yield name, f"{model['seconds']:.1f}", str(model["exit_status"])
+
+
 _ENGINE_HEADINGS = ("engine", "tokens/s", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "tokens/s of one request")
 _METHOD_HEADINGS = (
     "method", "tokens/s (of continuous)", "padding efficiency", "TTFT p50 / p99 s", "latency p50 / p99 s",
@@ -231,6 +242,19 @@ SECTIONS = (
     Section("Replicas that are killed", "routing_failover", _BAR_HEADINGS, _bars),
     Section("A burst and a square wave", "routing_burst", _BAR_HEADINGS, _bars),
     Section("Processes that are killed while a batch runs", "jobs_kill", _BAR_HEADINGS, _bars),
+    Section(
+        "Start and stop",
+        "start_stop",
+        ("application", "start, s", "its processor time, s", "stop, s", "processes left"),
+        _starts,
+        "`headway serve` with the model in the cache, beside a bare Serve application whose replica imports torch.",
+    ),
+    Section(
+        "Models that cannot be served",
+        "broken_models",
+        ("model", "seconds until the reason is told", "exit status"),
+        _refusals,
+    ),
     Section(
         "The load generator's own ceiling",
         "load_ceiling",

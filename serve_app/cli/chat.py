@@ -27,7 +27,7 @@ from serve_app.cli.generation import (
     stream_answer,
     write_to_stdout,
 )
-from serve_app.cli.terminal import stderr
+from serve_app.cli.terminal import message_of, stderr
 
 _PATH = "/v1/chat/completions"
 _PROMPT, _CONTINUATION = ">>> ", "... "
@@ -147,7 +147,7 @@ class ChatSession:
         except ServerError as error:
             _print_error(error.message)
         except (NotAConversation, OSError) as error:
-            _print_error(str(error))
+            _print_error(message_of(error))
 
     def _help(self, _: str) -> None:
         for name, command in self._commands.items():

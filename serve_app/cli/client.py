@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from serve_app.cli.terminal import fail
+from serve_app.cli.terminal import fail, message_of
 
 JsonObject = dict[str, Any]
 
@@ -160,7 +160,8 @@ class ServerClient:
         raise ServerError(f"{self.url} has {len(names)} models; choose one with --model: {named}", may_pass=False)
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
-        return ServerError(f"cannot reach {self.url}: {error or type(error).__name__}", may_pass=True)
+        hint = "; `headway serve` starts a server" if isinstance(error, httpx.ConnectError) else ""
+        return ServerError(f"cannot reach {self.url}: {message_of(error)}{hint}", may_pass=True)
 
 
 @contextmanager
@@ -174,7 +175,7 @@ def connected(url: str, api_key: str | None) -> Iterator[ServerClient]:
     except ServerError as error:
         fail(error.message)
     except OSError as error:
-        fail(str(error))
+        fail(message_of(error))
     finally:
         client.close()
 

@@ -13,7 +13,7 @@ from filelock import Timeout
 
 from replicas.protocol import Band
 from serve_app.cli.generation import BandName
-from serve_app.cli.terminal import fail, print_table, stderr
+from serve_app.cli.terminal import fail, message_of, print_table, stderr
 from serve_app.key_file import KeyOwner, changed_owners, digest_of, new_key, read_owners
 
 _SHOWN_DIGITS = 12
@@ -67,7 +67,7 @@ def revoke(
     with _reported_errors(), changed_owners(file) as owners:
         digest = _digest_named(key, owners)
         owner = owners.pop(digest)
-    print(f"Revoked {digest[:_SHOWN_DIGITS]} of tenant {owner.tenant}; {len(owners)} keys are left in {file}.")
+    print(f"Revoked {digest[:_SHOWN_DIGITS]} of tenant {owner.tenant}. Keys left in {file}: {len(owners)}.")
     _print_reload_note(file)
 
 
@@ -96,4 +96,5 @@ def _reported_errors() -> Iterator[None]:
     except Timeout:
         fail("another process has been changing the key file for too long")
     except (ValueError, OSError) as error:
-        fail(str(error))
+        has_no_file = isinstance(error, FileNotFoundError) and error.filename is not None
+        fail(message_of(error) + ("; `headway keys create` makes a key file" if has_no_file else ""))

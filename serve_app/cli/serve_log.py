@@ -39,6 +39,23 @@ def new_log_file(folder: Path, port: int) -> Path:
     return path
 
 
+class Tail:
+    """Reader of the lines that are added to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def new_lines(self) -> list[str]:
+        """Return the lines that have been completed since the last call."""
+        with self._path.open("rb") as file:
+            file.seek(self._position)
+            added = file.read()
+        whole = added[: added.rfind(b"\n") + 1]
+        self._position += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
 @contextlib.contextmanager
 def output_to(path: Path) -> Iterator[Terminal]:
     """Send what this process and its children print to the file at `path`; yield the terminal.

@@ -14,6 +14,7 @@ from replicas.model.loading.checks import available_memory_bytes, check_config, 
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
+from serve_app.models.progress import working
 from serve_app.models.torch_process import run_module
 
 _CHECK_LIMIT_S = 60.0
@@ -45,7 +46,8 @@ def _default_directory() -> str | None:
     try:
         return str(default_model())
     except DefaultModelUnavailable as error:
-        print(f"{DEFAULT_MODEL_NAME} cannot be had ({error}). Serving the bundled demo model instead.", flush=True)
+        reason = f"{DEFAULT_MODEL_NAME} cannot be had ({error})"
+        print(f"{reason}. Serving the bundled demo model instead.", file=sys.stderr, flush=True)
         return None
 
 
@@ -54,8 +56,9 @@ def _directory_of(model: str) -> str:
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if path.is_file():
-            print(f"Reading {path.name}; the first time it is converted to safetensors ...", flush=True)
-        return local_checkpoint(model)
+            print(f"Reading {path.name}, which is converted to safetensors once ...", file=sys.stderr, flush=True)
+        with working("Converting ..."):
+            return local_checkpoint(model)
     if path.is_dir():
         return str(path)
     if model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -83,7 +86,8 @@ def _check_architecture(directory: str) -> None:
     passed = _CHECKS.expanduser() / digest[:24]
     if passed.exists():
         return
-    run_module("replicas.model.loading.config", directory, limit_s=_CHECK_LIMIT_S)
+    with working("Checking the model ..."):
+        run_module("replicas.model.loading.config", directory, limit_s=_CHECK_LIMIT_S)
     with contextlib.suppress(OSError):  # the next start then checks again
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()

@@ -17,8 +17,8 @@ from typing import TextIO
 from serve_app.cli import application
 from serve_app.cli.access_lines import AccessLines, LogFormat
 from serve_app.cli.private_cluster import PrivateCluster, private_cluster
-from serve_app.cli.serve_log import Terminal, output_to
-from serve_app.cli.start_report import Report, Steps
+from serve_app.cli.serve_log import Tail, Terminal, output_to
+from serve_app.cli.start_report import Report, Steps, step_of
 from serve_app.config import HeadwayConfig
 from serve_app.key_file import digest_of
 
@@ -102,7 +102,8 @@ class Server:
                 config = config.model_copy(update={"access_log_socket": str(socket_path)})
             steps.begin(f"Starting {config.model_name}: replicas ...")
             application.deploy(config, self._front.host, self._front.port)
-            application.wait_until_ready(self._front.url, self._pause)
+            log = Tail(self._log_path)
+            application.wait_until_ready(self._front.url, lambda: self._pause_in_start(steps, log))
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
             self._wait_for_signal(cluster, lines)
@@ -130,6 +131,12 @@ class Server:
             self._must_stop = True
         self._check_for_stop()
         time.sleep(_POLL_PERIOD_S)
+
+    def _pause_in_start(self, steps: Steps, log: Tail) -> None:
+        """Show what the replicas say in the log that they begin, and wait for one poll period."""
+        for step in filter(None, map(step_of, log.new_lines())):
+            steps.begin(f"Starting {self._config.model_name}: {step}")
+        self._pause()
 
     def _check_for_stop(self) -> None:
         if self._must_stop:

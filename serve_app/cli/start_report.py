@@ -10,35 +10,46 @@ from typing import TextIO
 
 from pydantic_core import to_json
 from rich.console import Console
-from rich.status import Status
+from rich.progress import Progress, TaskID
 
 from replicas.protocol import ModelCard
 from serve_app.cli.private_cluster import PrivateCluster
 from serve_app.config import HeadwayConfig
+from serve_app.models.progress import spinner
+
+_COMPILING = "compiling the CPU kernels"
+"""Part of the line that a replica logs when it begins to compile."""
+
+
+def step_of(line: str) -> str | None:
+    """Return the step of a start that a line of the log begins; None: no other than before."""
+    return "compiling kernels, once ..." if _COMPILING in line else None
 
 
 class Steps:
-    """Display of the steps of a start: a spinner on a terminal, else one line for each."""
+    """Display of the steps of a start: a spinner with the time on a terminal, else one line for each."""
 
     def __init__(self, file: TextIO) -> None:
         self._console = Console(file=file, highlight=False, markup=False, soft_wrap=True)
-        self._status: Status | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
 
     def begin(self, text: str) -> None:
         """Show the next step."""
         if not self._console.is_terminal:
             self._console.print(text)
-        elif self._status is None:
-            self._status = self._console.status(text)
-            self._status.start()
+        elif self._progress is None:
+            self._progress = spinner(self._console)
+            self._progress.start()
+            self._task = self._progress.add_task(text, total=None)
         else:
-            self._status.update(text)
+            self._progress.update(self._task, description=text)
 
     def close(self) -> None:
         """Remove the spinner."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
 
 @dataclass(frozen=True, slots=True)

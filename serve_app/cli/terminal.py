@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NoReturn
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 _WIDTH_OF_PIPE = 200
+_ERROR_NUMBER = re.compile(r"^\[Errno -?\d+\] ")
 
 
 def stderr() -> Console:
@@ -22,6 +24,13 @@ def fail(message: str) -> NoReturn:
     """End the command with a message on stderr and exit code 1."""
     stderr().print(f"error: {message}", markup=False)
     raise typer.Exit(1) from None
+
+
+def message_of(error: Exception) -> str:
+    """Return an error's message; one of the system has its file and no number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return _ERROR_NUMBER.sub("", str(error)) or type(error).__name__
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.attention.probe import refuse_config
 
 
 def read_config(model: str) -> PretrainedConfig:
@@ -26,10 +25,20 @@ def read_config(model: str) -> PretrainedConfig:
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ModelLoadError(f"cannot read the config of model {model!r}: {reason}") from error
+    _refuse(config)
+    return config
+
+
+def _refuse(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModel if no decoder of that architecture can be served."""
+    # Imported here, since it takes seconds that the refusal of a broken config need not wait for.
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from replicas.model.attention.probe import refuse_config
+
     refuse_config(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(config.model_type, "transformers has no decoder of that type")
-    return config
 
 
 if __name__ == "__main__":

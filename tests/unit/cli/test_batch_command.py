@@ -124,7 +124,10 @@ async def test_refusals_and_absent_servers_print_one_line(shell: Shell, requests
         (("submit", str(requests_file), "--window", "never"), "completion_window"),
         (("submit", str(requests_file), "--endpoint", "/v1/embeddings"), "endpoint"),
         (("wait", "batch_none"), "404"),
-        (("status", "x", "--url", "http://127.0.0.1:1"), "cannot reach http://127.0.0.1:1"),
+        (
+            ("status", "x", "--url", "http://127.0.0.1:1"),
+            "cannot reach http://127.0.0.1:1: Connection refused; `headway serve`",
+        ),
     ):
         result = await shell.run(*arguments)
         assert result.exit_code == 1

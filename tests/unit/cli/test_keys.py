@@ -51,6 +51,12 @@ def test_a_key_is_revoked_by_itself_or_its_first_digits(file: Path) -> None:
     assert set(read_owners(file)) == {digest_of(third)}
 
 
+def test_a_file_that_is_not_there_is_told_without_a_number_of_the_system(file: Path) -> None:
+    result = keys(file, "list")
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {file}: No such file or directory; `headway keys create` makes")
+
+
 def test_revoking_needs_exactly_one_key(file: Path) -> None:
     file.write_text("".join(f"{'abcd' + digit * 60}: {{tenant: t}}\n" for digit in "12"))
     for named, message in (("abcd", "2 keys begin with abcd"), ("abc", "no such key"), ("beef", "no such key")):

@@ -47,10 +47,20 @@ def test_the_default_model_is_downloaded_and_converted_once(
     assert directory.name == "SmolLM2-135M-Instruct" and (directory / "config.json").is_file()
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [directory.name]
     sampling = json.loads((directory / "generation_config.json").read_text())
-    assert (sampling["temperature"], sampling["top_p"]) == (0.2, 0.9)
-    assert "Fetching" in capfd.readouterr().out
+    assert (sampling["temperature"], sampling["top_p"], sampling["repetition_penalty"]) == (0.2, 0.5, 1.1)
+    shown = capfd.readouterr()
+    assert "Fetching" in shown.err and shown.out == ""  # `headway models pull` prints a directory, and nothing else
     assert default_model(tmp_path / "cache") == directory
-    assert capfd.readouterr().out == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_an_earlier_version_fetched_gets_the_sampling_values(tmp_path: Path) -> None:
+    config = tmp_path / "SmolLM2-135M-Instruct" / "generation_config.json"
+    config.parent.mkdir()
+    config.write_text(json.dumps({"eos_token_id": 2, "temperature": 0.2, "top_p": 0.9}))
+    default_model(tmp_path)
+    expected = {"eos_token_id": 2, "temperature": 0.2, "top_p": 0.5, "repetition_penalty": 1.1}
+    assert json.loads(config.read_text()) == expected
 
 
 def test_another_file_than_the_expected_is_refused(tmp_path: Path, index: Path) -> None:

@@ -1,0 +1,32 @@
+"""A model whose files show that it cannot be served ends `headway serve` at once, with the reason in its last line."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from serve_app.cli.main import app
+from serve_app.cli.private_cluster import free_port
+from testkit.model.broken_checkpoints import DAMAGES, Damage
+from testkit.model.tiny_checkpoints import write_checkpoint
+
+TROUBLESHOOTING = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
+
+
+def documented_messages() -> list[re.Pattern[str]]:
+    """Return patterns of the messages of a model that troubleshooting.md explains."""
+    messages = re.findall(r"`(model: .+?)`", TROUBLESHOOTING.read_text())
+    return [re.compile(re.escape(message).replace(re.escape("..."), ".+")) for message in messages]
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_the_last_line_says_why_it_cannot_be_served(tmp_path: Path, damage: Damage) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    damage.apply(model)
+    result = CliRunner().invoke(app, ["serve", str(model), "--port", str(free_port("127.0.0.1"))])
+    last_line = result.stderr.splitlines()[-1]
+    assert result.exit_code == 2
+    assert damage.reason in last_line and str(model) in last_line
+    assert any(pattern.fullmatch(last_line.removeprefix("error: ")) for pattern in documented_messages())
+    assert result.stdout == ""
