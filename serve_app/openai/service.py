@@ -189,8 +189,9 @@ class CompletionService:
         requests = await self._constrained(body, requests, grammar)
         head = self._head(caller, card, requests)
         make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
-        if make_parser is not None and self._tokenizer.has_special_markers:
-            requests = tuple(_with_params(each, skip_special_tokens=False) for each in requests)
+        if make_parser is not None and self._tokenizer.marker_token_ids:
+            visible = self._tokenizer.marker_token_ids
+            requests = tuple(_with_params(each, visible_special_token_ids=visible) for each in requests)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
         progress = self._progress([len(prompt.token_ids)], body)
         return PreparedCompletion(head.id, body, requests, reply_format, progress, _not_enforced(grammar))

@@ -103,5 +103,7 @@ def make_decoder(
     """
     if tokenizer is None:
         return SilentDecoder()
-    without_text = (id for id, token in tokenizer.added_tokens_decoder.items() if token.special and skip_special_tokens)
+    without_text = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    if params is not None:
+        without_text = without_text - set(params.visible_special_token_ids) if params.skip_special_tokens else set()
     return StreamDecoder(tokenizer.backend_tokenizer, frozenset(without_text), prompt_token_ids)

@@ -20,8 +20,9 @@ from serve_app.errors import shortened
 from serve_app.openai.request.schema import ChatBody, ChatMessage, EncodedPrompt, Prompt, TokenizeBody
 from serve_app.openai.request.validation import prompt_too_long
 from serve_app.openai.tools.detection import adapted, detect, probed
-from serve_app.openai.tools.families import ChatFamily, ToolList, family_named
+from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, family_named
 from serve_app.openai.tools.messages import prompt_messages
+from serve_app.openai.tools.response_template import described_family
 from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
 
 ResultT = TypeVar("ResultT")
@@ -127,9 +128,9 @@ class PromptTokenizer:
         """Family of the chat template: the form of calls and reasoning."""
         self.marker = marker_of(special_token_ids(added))
         """Function that writes the family's markers in a grammar."""
-        special = [content for content, (_, is_special) in added.items() if is_special]
-        self.has_special_markers = any(token in marker for marker in self.family.markers for token in special)
-        """True if special tokens are among the family's markers, so that outputs must be decoded with them."""
+        special = {content: token_id for content, (token_id, is_special) in added.items() if is_special}
+        self.marker_token_ids = tuple(sorted(special[token] for token in self.family.visible_tokens(special)))
+        """Special tokens that outputs must show, so that calls and reasoning can be parsed."""
 
     @classmethod
     def load(cls, model: str, workers: WorkerThreads, tool_call_parser: str | None = None) -> PromptTokenizer:
@@ -216,6 +217,9 @@ class PromptTokenizer:
         """Return the family of the chat template, adapted to what the template renders."""
         template = str(self._templates.chat_template or "")
         family = detect(template, added) if name is None else adapted(family_named(name), template, added)
+        described = getattr(self._templates, "response_template", None)
+        if name is None and family.name == GENERIC.name and isinstance(described, dict):
+            family = adapted(described_family(described) or family, template, added)
         if not template:
             return family
         return probed(family, lambda turns: self._apply_template(turns, add_generation_prompt=True))
