@@ -27,6 +27,7 @@ from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import Sampler
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
+from testkit.engine.scripted_constraint import ScriptedCompiler
 from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_config
 
 MAX_MODEL_LEN = 256
@@ -109,7 +110,7 @@ def run(engine: Engine, requests: Iterable[GenerateRequest]) -> list[TokenDelta]
     """Return each request's whole output as one delta, in order of the requests."""
     requests = list(requests)
     for request in requests:
-        engine.add(request)
+        engine.add(request, ScriptedCompiler().constraint_of(request) if request.params.is_constrained else None)
     outputs: dict[str, TokenDelta] = {}
     while engine.has_work:
         for delta in engine.step():

@@ -20,7 +20,8 @@ from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model_replica import Backend, _engine_config
 from replicas.options import ReplicaOptions
-from replicas.protocol import GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from replicas.protocol import FinishReason, GenerateRequest, LogitBias, SamplingParams, TokenDelta, merge
+from testkit.engine.scripted_constraint import ScriptedConstraint
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, run
@@ -100,6 +101,27 @@ def test_tokens_are_those_of_plain_steps(loaded: LoadedModel, sizes: Sizes, plan
 def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel) -> None:
     requests = requests_with((*PARAMS[:3], LOOKING_BACK))
     expected = run(build_engine(loaded), requests)
+    check_same(run(build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
+
+
+def test_constrained_sequences_are_served_beside_the_others(loaded: LoadedModel) -> None:
+    constrained = (
+        SamplingParams(max_tokens=14, seed=3, grammar="9 30"),
+        SamplingParams(max_tokens=20, temperature=0.0, logprobs=2, grammar="3 6"),
+        SamplingParams(max_tokens=12, seed=5, top_k=4, allowed_token_ids=(9, 70, 71, 72), bad_words=((70,), (71, 72))),
+    )
+    requests = requests_with((*constrained, *PARAMS[:2]))
+    expected = run(build_engine(loaded), requests)
+    for request, output in zip(requests, expected, strict=True):
+        if request.params.grammar is not None:
+            constraint = ScriptedConstraint(request.params.grammar)
+            for token_id in output.token_ids:
+                constraint.accept(token_id)  # raises if the token is not allowed
+            is_short = len(output.token_ids) < request.params.max_tokens
+            assert constraint.is_complete == is_short == (output.finish_reason is FinishReason.STOP)
+        if request.params.allowed_token_ids:
+            assert {9, 71, 72}.issuperset(output.token_ids)
+            assert (71, 72) not in itertools.pairwise(output.token_ids)
     check_same(run(build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
 
 
