@@ -153,7 +153,7 @@ def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> 
         return config
     path = folder / "keys.yaml"
     path.touch(mode=0o600)
-    owner = {"tenant": _TENANT, "ceiling": "interactive"}
+    owner = {"tenant": _TENANT, "ceiling": "interactive", "operator": True}
     path.write_text(json.dumps({hashlib.sha256(api_key.encode()).hexdigest(): owner}))
     return config.model_copy(update={"api_key_file": str(path)})
 
