@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,8 +197,9 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def write_keys(folder: Path, *tenants: str) -> str:
-    """Write a key file in which each tenant's name is its key, and return its path."""
+def write_keys(folder: Path, *tenants: str, operator: str | None = None) -> str:
+    """Write a key file in which each tenant's name is its key, and return its path; `operator` is an operator, too."""
     path = folder / "keys.yaml"
-    path.write_text("".join(f"{key_digest(name)}:\n  tenant: {name}\n" for name in tenants))
+    owners = {key_digest(name): {"tenant": name, "operator": name == operator} for name in tenants}
+    path.write_text(json.dumps(owners))
     return str(path)
