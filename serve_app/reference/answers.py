@@ -95,6 +95,15 @@ class ReadyReply(TypedDict):
 
 
 @described
+class HealthReply(ReadyReply):
+    """Answer of a server that would serve a request now, with the state of its jobs process."""
+
+    jobs: Literal["ok", "storage_full", "storage_unavailable", "unavailable"] | None
+    """Code of what is wrong with the storage of files, batches and jobs, or `unavailable`: the jobs process does not
+    answer. Other requests do not need it."""
+
+
+@described
 class CountByBand(TypedDict):
     """Number for each band."""
 

@@ -103,7 +103,7 @@ async def jobs_process(
 ) -> AsyncIterator[Process]:
     """Run a jobs process within the context; if `is_killed`, it stops without writing anything."""
     clock = clock or Clock()
-    database = await asyncio.to_thread(Database, database_url)
+    database = Database(database_url)
     context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
     capacity, backlog = LineCapacity(lambda: [view(completions, num_slots)], flow_queue), BacklogView(clock)
