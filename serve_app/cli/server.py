@@ -156,7 +156,8 @@ class Server:
 
     def _report(self, config: HeadwayConfig, cluster: PrivateCluster) -> Report:
         has_keys = config.ingress_settings().api_key_file is not None
-        return Report(config, application.model_card(), cluster, self._front.url, self._log_path, has_keys)
+        jobs_state = application.jobs_state(self._front.url)
+        return Report(config, application.model_card(), cluster, self._front.url, self._log_path, has_keys, jobs_state)
 
     def _pause(self) -> None:
         """Wait for one poll period, or raise `_Stopped`."""

@@ -66,10 +66,6 @@ class Jobs:
         await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
         freeze_heap()
 
-    async def storage_fault(self) -> str | None:
-        """Return the code of the storage's present failure; None: it works."""
-        return self._runtime.storage_fault()
-
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
         return JobsCounts(await self._runtime.metrics(self._webhooks.outcomes), tuple(self._registry.collect()))

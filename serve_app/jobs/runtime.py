@@ -142,18 +142,13 @@ class JobsRuntime:
     def _tell_fault(self, error: BaseException) -> None:
         logger.error("the storage of jobs cannot be used; it is tried again", exc_info=error)
 
-    def storage_fault(self) -> str | None:
-        """Return the code of the storage's present failure; None: it works."""
-        fault = self._context.database.fault
-        return None if fault is None else fault.code
-
     async def metrics(self, attempts: Mapping[AttemptOutcome, int]) -> tuple[Metric, ...]:
         """Return the current metrics; `attempts`: webhook deliveries by outcome."""
         batches: Mapping[BatchStatus, int] = {}
         with contextlib.suppress(StorageUnavailable):
             batches = await self._context.database.read(count_by_status)
         counts = jobs_metrics(batches, self._ended_lines, self._backlog.eta_s(), attempts)
-        return (*counts, storage_metric(self.storage_fault() is None))
+        return (*counts, storage_metric(self._context.database.fault is None))
 
     def check_health(self) -> None:
         """Check that the loops still run.

@@ -84,6 +84,7 @@ class Process:
 
     runtime: JobsRuntime
     backlog: BacklogView
+    database: Database
 
     @property
     def service(self) -> Any:
@@ -110,7 +111,7 @@ async def jobs_process(
     runtime = JobsRuntime(context, cast(CompletionService, completions), capacity, backlog, random.Random(0))
     await runtime.start()
     try:
-        yield Process(runtime, backlog)
+        yield Process(runtime, backlog, database)
     finally:
         if is_killed:
             kill(runtime)

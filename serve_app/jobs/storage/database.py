@@ -59,7 +59,7 @@ class Database:
         self._engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "jobs-writer")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "jobs-reader")
-        self._fault: StorageUnavailable | None = None
+        self._fault: str | None = None
         self._fault_s = -math.inf
 
     @classmethod
@@ -83,8 +83,8 @@ class Database:
                 upgrade(connection)
 
     @property
-    def fault(self) -> StorageUnavailable | None:
-        """Last failure of the database, if it is less than 30 s old."""
+    def fault(self) -> str | None:
+        """Code of the database's last failure, if it is less than 30 s old."""
         return self._fault if self._monotonic() - self._fault_s < _FAULT_MEMORY_S else None
 
     async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
@@ -125,7 +125,7 @@ class Database:
             fault = _fault_of(error)
             if fault is None:
                 raise
-            self._fault, self._fault_s = fault, self._monotonic()
+            self._fault, self._fault_s = fault.code, self._monotonic()
             raise fault from error
 
 

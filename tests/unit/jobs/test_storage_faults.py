@@ -85,7 +85,7 @@ async def test_a_full_disk_refuses_new_work_and_loses_none(path, process, comple
         assert refusal.value.code in ("storage_full", "storage_unavailable") and refusal.value.retry_after_s
         completions.gate.set()
         await until(lambda: completions.num_running == 0)
-        await until(lambda: process.runtime.storage_fault() is not None)
+        await until(lambda: process.database.fault is not None)
         await asyncio.sleep(0.3)
         process.runtime.check_health()
         metrics = {metric.name: metric.value for metric in await process.runtime.metrics({})}
@@ -105,7 +105,7 @@ async def test_a_damaged_database_stops_jobs_alone_until_it_is_restored(path, pr
     ):
         source.backup(copy)
     damage(path)
-    await until(lambda: process.runtime.storage_fault() == "storage_unavailable")
+    await until(lambda: process.database.fault == "storage_unavailable")
     with pytest.raises(StorageUnavailable):
         await submit(process)
     process.runtime.check_health()
@@ -126,7 +126,7 @@ async def test_a_process_that_starts_on_a_damaged_database_waits_for_another(pat
     path.write_bytes(os.urandom(20_000))
     completions.gate.set()
     async with jobs_process(f"sqlite:///{path}", MemoryFiles(), completions, settings=QUICK) as process:
-        assert process.runtime.storage_fault() == "storage_unavailable"
+        assert process.database.fault == "storage_unavailable"
         with pytest.raises(StorageUnavailable):
             await submit(process)
         process.runtime.check_health()
@@ -172,3 +172,13 @@ async def test_a_file_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path: Pat
         await store.write("file-1", parts())
     assert refusal.value.code in ("storage_full", "storage_unavailable")
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
+
+
+async def test_a_read_only_database_is_read_and_refuses_writes(path):
+    Database.opened(f"sqlite:///{path}").close()
+    database = Database(f"sqlite:///file:{path}?mode=ro&uri=true")
+    assert await database.read(lambda connection: connection.execute(text("SELECT count(*) FROM lines")).scalar()) == 0
+    with pytest.raises(StorageUnavailable) as refusal:
+        await database.write(lambda connection: connection.execute(text("DELETE FROM lines")))
+    database.close()
+    assert refusal.value.code == "storage_unavailable" and database.fault is not None
