@@ -79,6 +79,16 @@ def wait_until_ready(url: str, pause: Callable[[], None]) -> None:
             pause()
 
 
+def jobs_state(url: str) -> str | None:
+    """Return the state of the jobs process in `/health`; None: `/health` does not say it."""
+    try:
+        answer = httpx.get(f"{url}/health", timeout=_ANSWER_LIMIT_S, trust_env=False)
+    except httpx.TransportError:
+        return None
+    found = answer.json().get("jobs") if answer.is_success else None
+    return found if isinstance(found, str) else None
+
+
 def model_card() -> ModelCard:
     """Return the description of the model that a replica serves."""
     from ray import serve

@@ -63,13 +63,17 @@ class Report:
     log_path: Path
     has_keys: bool
     """True if requests need an API key."""
+    jobs_state: str | None
+    """State of the jobs process in `/health`; None: unknown."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the report, at most twelve lines."""
+        """Yield the report, at most thirteen lines."""
         yield f"Serving {self.config.model_name} at {self.url}"
         yield f"  model      {self._model()}"
         yield f"  KV cache   {self._kv_cache()}"
         yield f"  replicas   {self._replicas()}"
+        if self.jobs_state not in (None, "ok"):
+            yield f"  jobs       {self.jobs_state}: files, batches and jobs are refused; the log says why"
         yield f"  dashboard  {self.cluster.dashboard_url}, which asks for the token in {self.cluster.token_path}"
         yield f"  ray        . {self.cluster.environment_path}, then `ray status`, `serve status`"
         yield f"  log        {self.log_path}"

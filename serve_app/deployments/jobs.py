@@ -21,7 +21,6 @@ from serve_app.jobs.client import answers_service_calls
 
 if TYPE_CHECKING:
     from router.dispatch import Dispatcher
-    from serve_app.jobs.storage.database import Database
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
     from serve_app.openai.service import CompletionService
 
@@ -43,15 +42,16 @@ class Jobs:
         sys.setswitchinterval(0.0005)
         from serve_app.jobs.execution.planning import LineCapacity
         from serve_app.jobs.execution.throughput import BacklogView
-        from serve_app.jobs.files.store import FsspecStore
+        from serve_app.jobs.files.store import FsspecStore, make_directory
         from serve_app.jobs.runtime import JobsRuntime
-        from serve_app.jobs.storage.database import JobsContext
+        from serve_app.jobs.storage.database import Database, JobsContext
 
         self._registry = CollectorRegistry()
         clock = Clock()
         backlog = BacklogView(clock)
         self._routing = Routing(config, model, self._registry, make_flow, backlog)
-        database = await asyncio.to_thread(_open_database, config)
+        await asyncio.to_thread(make_directory, Path(config.data_dir))
+        database = Database(config.jobs_database_url)
         files = FsspecStore(config.jobs_files_url)
         context = JobsContext(database, files, config.jobs_settings(), clock)
         self._runtime = JobsRuntime(
@@ -95,14 +95,6 @@ async def _completions(config: HeadwayConfig, dispatcher: "Dispatcher", clock: C
     defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
     known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
     return CompletionService(dispatcher, known, text, settings.limits, random.Random())
-
-
-def _open_database(config: HeadwayConfig) -> "Database":
-    from serve_app.jobs.files.store import make_directory
-    from serve_app.jobs.storage.database import Database
-
-    make_directory(Path(config.data_dir))
-    return Database(config.jobs_database_url)
 
 
 def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "WebhookSender":

@@ -1,4 +1,4 @@
-"""Endpoints for operators and orchestrators: /health, /metrics and /load; none needs an API key."""
+"""Endpoints for operators and orchestrators: the probes below /health, /metrics and /load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.service import KnownModel
 
 _JOBS_LIMIT_S = 2.0
-"""Longest wait of a scrape for the jobs deployment, seconds."""
+"""Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,13 @@ class OperationsEndpoints:
     http_metrics: HttpMetrics
     stall_timeout_s: float
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "GET /health/live": self.live,
-            "GET /health/ready": self.ready,
-            "GET /health": self.ready,
-            "GET /metrics": self.metrics,
-            "GET /load": self.load,
-        }
+    def probes(self) -> Routes:
+        """Return the handlers of the probes, which never need an API key, by method and path."""
+        return {"GET /health/live": self.live, "GET /health/ready": self.ready, "GET /health": self.health}
+
+    def watched(self) -> Routes:
+        """Return the handlers that show all tenants' load, for operators alone, by method and path."""
+        return {"GET /metrics": self.metrics, "GET /load": self.load}
 
     async def live(self, request: Request) -> Response:
         """Answer 200 if this process runs and no engine has stalled, else 503.
@@ -86,6 +84,11 @@ class OperationsEndpoints:
             raise NoReplicaAvailable("every replica is draining", code="draining")
         return json_response({"status": "ready"})
 
+    async def health(self, request: Request) -> Response:
+        """Answer like `ready`, with the state of the jobs' storage, which interactive requests do not need."""
+        await self.ready(request)
+        return json_response({"status": "ready", "jobs": await self._jobs_state()})
+
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics: metrics of this ingress, of each engine that answers, and of the jobs deployment."""
         engines: list[EngineMetrics] = []
@@ -100,6 +103,16 @@ class OperationsEndpoints:
         replicas = [_load_of(view) for view in self.backends.dispatcher.load()]
         autoscaling = None if self.backends.autoscaling is None else _autoscaling_of(self.backends.autoscaling)
         return json_response({"replicas": replicas, "autoscaling": autoscaling})
+
+    async def _jobs_state(self) -> str | None:
+        """Return `ok`, or the code of what is wrong with the jobs process; None: there is none."""
+        if self.backends.jobs is None:
+            return None
+        try:
+            async with asyncio.timeout(_JOBS_LIMIT_S):
+                return await self.backends.jobs.service.storage_fault() or "ok"
+        except (ServingError, TimeoutError):
+            return "unavailable"
 
     async def _jobs_metrics(self) -> JobsCounts:
         if self.backends.jobs is None:

@@ -109,6 +109,10 @@ class ServeJobs:
         """Return counts of the tenant's batches."""
         return await self._ask(JobsService.stats, tenant=tenant)
 
+    async def storage_fault(self) -> str | None:
+        """Return the code of the storage's present failure; None: it works."""
+        return await self._ask(JobsService.storage_fault)
+
     async def metrics(self) -> JobsCounts:
         """Return the metrics of all tenants' work."""
         return await self._ask(JobsService.metrics)

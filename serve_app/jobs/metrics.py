@@ -37,5 +37,11 @@ def jobs_metrics(
         yield _metric("webhook_deliveries", help_text, number, MetricKind.COUNTER, outcome=outcome.value)
 
 
+def storage_metric(is_up: bool) -> Metric:
+    """Return the metric of the storage."""
+    help_text = "1 while the database of jobs can be used, 0 if it failed in the last 30 s."
+    return _metric("jobs_storage_up", help_text, float(is_up))
+
+
 def _metric(name: str, help_text: str, value: float, kind: MetricKind = MetricKind.GAUGE, **labels: str) -> Metric:
     return Metric(f"headway:{name}", help_text, kind, value, tuple(labels.items()))

@@ -7,11 +7,12 @@ import contextlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from replicas.protocol import Metric
-from serve_app.jobs.api.records import LineStatus
+from serve_app.jobs.api.records import BatchStatus, LineStatus
+from serve_app.jobs.api.storage import StorageUnavailable
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
@@ -21,7 +22,7 @@ from serve_app.jobs.lifecycle.finalizer import Finalizer
 from serve_app.jobs.lifecycle.state_loops import BatchEvents, Lifecycle
 from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
-from serve_app.jobs.metrics import jobs_metrics
+from serve_app.jobs.metrics import jobs_metrics, storage_metric
 from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.storage.batches import count_by_status
 from serve_app.jobs.storage.database import JobsContext
@@ -33,12 +34,18 @@ from serve_app.openai.service import CompletionService
 
 logger = logging.getLogger(__name__)
 
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 10.0
+"""Longest pause between two attempts to use the storage again, seconds."""
+
 
 class JobsRuntime:
     """Service and background loops of one jobs process. Several processes may share the database.
 
-    The loops run from `start` to `stop`. If one fails, for example because the database is gone, all end and
-    `check_health` fails. Serve then replaces the process, and the new one continues from the database.
+    The loops run from `start` to `stop`. If the storage fails, they end and begin anew as soon as it works again, at
+    most `_MAX_PAUSE_S` later. Until then calls of the service raise `StorageUnavailable`, and lines that run go on. If
+    a loop fails otherwise, all end and `check_health` fails. Serve then replaces the process, and the new one
+    continues from the database.
     """
 
     def __init__(
@@ -72,31 +79,76 @@ class JobsRuntime:
         self._loops: asyncio.Task[None] | None = None
 
     async def start(self, *others: Coroutine[Any, Any, None]) -> None:
-        """Register this process, free the work of dead ones, and start the loops.
+        """Open the database, register this process, free the work of dead ones, and start the loops.
 
+        Storage that cannot be used does not stop the process: the loops wait for it.
         `others`: loops to run and stop together with those of the runtime; a failure of one ends all.
-        """
-        await self._ownership.start()
-        await self._ownership.reap_dead()
-        self._loops = asyncio.create_task(self._run(others))
 
-    async def _run(self, others: Sequence[Coroutine[Any, Any, None]]) -> None:
+        Raises:
+            DatabaseTooNew: a newer version of Headway has migrated the database.
+        """
+        is_begun = await self._try_to_begin()
+        self._loops = asyncio.create_task(self._run(others, is_begun))
+
+    async def _run(self, others: Sequence[Coroutine[Any, Any, None]], is_begun: bool) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._ownership.run(on_lost=self._worker.abandon, on_freed=self._events.released))
-                tasks.create_task(self._lifecycle.run())
-                tasks.create_task(self._sweeper.run())
-                tasks.create_task(self._worker.run())
+                tasks.create_task(self._run_while_stored(is_begun))
                 for other in others:
                     tasks.create_task(other)
         except Exception:
             logger.exception("a loop of the jobs deployment failed")
             raise
 
+    async def _run_while_stored(self, is_begun: bool) -> None:
+        """Run the loops over the database, each time until the storage fails."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            if is_begun:
+                pause_s = _FIRST_PAUSE_S
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        for loop in self._stored_loops():
+                            tasks.create_task(loop)
+                except* StorageUnavailable as errors:
+                    self._tell_fault(errors)
+            await asyncio.sleep(pause_s)
+            pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
+            is_begun = await self._try_to_begin()
+
+    def _stored_loops(self) -> Iterator[Coroutine[Any, Any, None]]:
+        yield self._ownership.run(on_lost=self._worker.abandon, on_freed=self._events.released)
+        yield self._lifecycle.run()
+        yield self._sweeper.run()
+        yield self._worker.run()
+
+    async def _try_to_begin(self) -> bool:
+        """Open the database and register this process anew; return False if the storage cannot be used.
+
+        A transaction that failed may have been committed all the same. A new id releases whatever it took.
+        """
+        try:
+            await asyncio.to_thread(self._context.database.open)
+            await self._worker.flush()
+            await self._ownership.renew()
+            self._worker.abandon()
+            await self._ownership.reap_dead()
+        except StorageUnavailable as error:
+            self._tell_fault(error)
+            return False
+        self._events.released()
+        return True
+
+    def _tell_fault(self, error: BaseException) -> None:
+        logger.error("the storage of jobs cannot be used; it is tried again", exc_info=error)
+
     async def metrics(self, attempts: Mapping[AttemptOutcome, int]) -> tuple[Metric, ...]:
         """Return the current metrics; `attempts`: webhook deliveries by outcome."""
-        batches = await self._context.database.read(count_by_status)
-        return tuple(jobs_metrics(batches, self._ended_lines, self._backlog.eta_s(), attempts))
+        batches: Mapping[BatchStatus, int] = {}
+        with contextlib.suppress(StorageUnavailable):
+            batches = await self._context.database.read(count_by_status)
+        counts = jobs_metrics(batches, self._ended_lines, self._backlog.eta_s(), attempts)
+        return (*counts, storage_metric(self._context.database.fault is None))
 
     def check_health(self) -> None:
         """Check that the loops still run.

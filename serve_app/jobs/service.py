@@ -135,3 +135,7 @@ class SqlJobsService:
         for status, number in counts.items():
             sums[status.summary] += number
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=self._throughput.output_tokens_per_s(tenant))
+
+    async def storage_fault(self) -> str | None:
+        """Return the code of the storage's present failure; None: it works."""
+        return self._context.database.fault

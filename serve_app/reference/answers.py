@@ -19,7 +19,7 @@ class ModelObject(TypedDict):
     """Start of the process that answers, unix seconds."""
     owned_by: Literal["headway"]
     root: str
-    """Directory or hub id of the model."""
+    """Hub id of the model, or its name if it comes from a directory."""
     parent: None
     max_model_len: int
     """Most tokens, prompt and output, of one sequence."""
@@ -110,6 +110,15 @@ class ReadyReply(TypedDict):
     """Answer of a server that would serve a request now."""
 
     status: Literal["ready"]
+
+
+@described
+class HealthReply(ReadyReply):
+    """Answer of a server that would serve a request now, with the state of its jobs process."""
+
+    jobs: Literal["ok", "storage_full", "storage_unavailable", "unavailable"] | None
+    """Code of what is wrong with the storage of files, batches and jobs, or `unavailable`: the jobs process does not
+    answer. Other requests do not need it."""
 
 
 @described

@@ -358,7 +358,10 @@ _OPERATIONS = {
         "Server", "Return the versions of the server and its engine.", _json(answers.VersionReply)
     ),
     "GET /health": Operation(
-        "Server", "Answer 200 if a request would be served now.", _json(answers.ReadyReply), failures=frozenset({503})
+        "Server",
+        "Answer 200 if a request would be served now, with the state of the jobs.",
+        _json(answers.HealthReply),
+        failures=frozenset({503}),
     ),
     "GET /health/ready": Operation(
         "Server", "Answer 200 if a request would be served now.", _json(answers.ReadyReply), failures=frozenset({503})

@@ -17,7 +17,8 @@ FAILURES: Mapping[int, str] = {
     "`context_length_exceeded`.",
     401: "No API key is given, or it is not known. Code: `invalid_api_key`.",
     403: "The `Host` header is not one of `allowed_hosts`, or a web page of an origin that is not one of "
-    "`allowed_origins` calls. Codes: `host_not_allowed`, `origin_not_allowed`.",
+    "`allowed_origins` calls, or the route is for operators. Codes: `host_not_allowed`, `origin_not_allowed`, "
+    "`operator_key_required`.",
     404: "The model, file, batch or job does not exist. Codes: `model_not_found`, `file_not_found`, `batch_not_found`, "
     "`job_not_found`.",
     408: "The body did not arrive in time. Code: `upload_timeout`.",
@@ -31,7 +32,7 @@ FAILURES: Mapping[int, str] = {
     500: "The server failed. Code: `internal_error`, or another that names the failure.",
     502: "The replica that served the request is gone, and no other could continue. Code: `replica_lost`.",
     503: "No replica, or no jobs process, can serve the request now. Codes: `no_ready_replica`, `model_loading`, "
-    "`draining`, `engine_stalled`.",
+    "`draining`, `engine_stalled`; of files, batches and jobs also `storage_full`, `storage_unavailable`.",
     504: "The deadline passed. Code: `deadline_exceeded`.",
 }
 """Description of a failure, by status."""

@@ -51,7 +51,9 @@ class MemoryJobs:
     all_lines: dict[str, list[LineRecord]] = field(default_factory=dict)
     keys: dict[tuple[str, str], str] = field(default_factory=dict)
     error: ServingError | None = None
-    """Error that `submit`, `add_file` and `metrics` raise."""
+    """Error that `submit`, `add_file`, `storage_fault` and `metrics` raise."""
+    fault: str | None = None
+    """Answer of `storage_fault`."""
     loses_answers: bool = False
     """True: `add_file` raises `error` after its work."""
     counted: JobsCounts = field(default_factory=JobsCounts)
@@ -139,6 +141,10 @@ class MemoryJobs:
         mine = [batch for batch in self.all_batches.values() if batch.tenant == tenant]
         num_done = sum(batch.status is BatchStatus.COMPLETED for batch in mine)
         return BatchStats(len(mine), len(mine) - num_done, 0, num_done, 0, 0, 12.5)
+
+    async def storage_fault(self) -> str | None:
+        self._raise()
+        return self.fault
 
     async def metrics(self) -> JobsCounts:
         self._raise()

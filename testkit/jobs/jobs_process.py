@@ -83,6 +83,7 @@ class Process:
 
     runtime: JobsRuntime
     backlog: BacklogView
+    database: Database
 
     @property
     def service(self) -> Any:
@@ -102,14 +103,14 @@ async def jobs_process(
 ) -> AsyncIterator[Process]:
     """Run a jobs process within the context; if `is_killed`, it stops without writing anything."""
     clock = clock or Clock()
-    database = await asyncio.to_thread(Database, database_url)
+    database = Database(database_url)
     context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
     capacity, backlog = LineCapacity(lambda: [view(completions, num_slots)], flow_queue), BacklogView(clock)
     runtime = JobsRuntime(context, cast(CompletionService, completions), capacity, backlog, random.Random(0))
     await runtime.start()
     try:
-        yield Process(runtime, backlog)
+        yield Process(runtime, backlog, database)
     finally:
         if is_killed:
             kill(runtime)

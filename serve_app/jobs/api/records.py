@@ -385,5 +385,8 @@ class JobsService(Protocol):
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches, and their throughput."""
 
+    async def storage_fault(self) -> str | None:
+        """Return the code of the storage's present failure, for `/health`; None: it works."""
+
     async def metrics(self) -> JobsCounts:
         """Return the metrics of all tenants' work, for `/metrics` (built by `serve_app.jobs.metrics`)."""

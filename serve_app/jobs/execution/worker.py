@@ -54,8 +54,11 @@ class ResultWriter:
     async def flush(self) -> None:
         """Write all buffered results."""
         while self._pending:
-            results, self._pending = self._pending[:_MAX_RESULTS], self._pending[_MAX_RESULTS:]
-            self._on_written(await self._write(results))
+            results = self._pending[:_MAX_RESULTS]
+            written = await self._write(results)
+            # Only now: if the write fails, the results stay for the next one.
+            del self._pending[: len(results)]
+            self._on_written(written)
 
     async def _write(self, results: list[LineResult]) -> EndedLines:
         owner, now = self._ownership.id, self._context.clock.unix()
@@ -97,6 +100,10 @@ class Worker:
         for task, line_task in self._line_tasks.items():
             if gone is None or line_task.batch.id in gone:
                 task.cancel()
+
+    async def flush(self) -> None:
+        """Write the results of finished lines."""
+        await self._results.flush()
 
     async def stop(self) -> None:
         """Stop all running lines, write finished results, and release the other lines."""

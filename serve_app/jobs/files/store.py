@@ -18,6 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from replicas.clock import Clock
 from serve_app.jobs.api.records import UnknownFile
+from serve_app.jobs.api.storage import storage_error_of
 
 PART_BYTES = 2**20
 """Most bytes of one read or write."""
@@ -72,6 +73,7 @@ class FsspecStore:
 
         Raises:
             UnknownFile: the id has an invalid form.
+            StorageUnavailable: the store is full or cannot be written.
         """
         path = self._path(file_id)
         name = f"{int(self._clock.unix())}.{file_id}.{uuid.uuid4().hex}"
@@ -83,8 +85,11 @@ class FsspecStore:
                     await _run_to_its_end(partial(unfinished.append, part))
                     num_bytes += len(part)
             await _run_to_its_end(partial(unfinished.move_to, path))
-        except BaseException:
+        except BaseException as error:
             await _run_to_its_end(unfinished.discard)
+            if isinstance(error, OSError) and error.errno is not None:  # a time-out has no number
+                logger.error("a file could not be stored", exc_info=True, extra={"file_id": file_id})
+                raise storage_error_of(error) from error
             raise
         return num_bytes
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import math
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError, SQLAlchemyError
 
 from replicas.clock import Clock
 from serve_app.jobs.api.records import JobsSettings
+from serve_app.jobs.api.storage import StorageUnavailable, storage_error_of, storage_unavailable
 from serve_app.jobs.files.store import FileStore
 
 ResultT = TypeVar("ResultT")
@@ -24,6 +30,8 @@ ResultT = TypeVar("ResultT")
 _NUM_READERS = 2
 _BUSY_TIMEOUT_S = 30.0
 """Seconds that a write transaction waits for another process that holds SQLite's write lock."""
+_FAULT_MEMORY_S = 30.0
+"""Time for which a failure counts as present, seconds; it is longer than the pause between two attempts."""
 _READ_ONLY = {"headway_reads": True}
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _LOCK = 0x48656164
@@ -38,23 +46,46 @@ class Database:
     """Executor of transactions: writes one at a time in one thread, reads in parallel in a thread pool.
 
     A transaction is a function of a connection; an exception rolls it back. A write should be short, because all
-    others wait for it.
+    others wait for it. If the database itself fails, a transaction raises `StorageUnavailable`.
     """
 
-    def __init__(self, url: str) -> None:
-        """Connect and migrate the tables to the newest version. This blocks the calling thread.
+    def __init__(self, url: str, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """Create the pools; nothing is connected before `open`.
 
         `url`: `sqlite:///path` or `postgresql+psycopg://...`.
-
-        Raises:
-            DatabaseTooNew: a newer version of Headway has migrated the database.
-            SQLAlchemyError: the database cannot be used.
         """
+        self._url = url
+        self._monotonic = monotonic
         self._engine = _engine(url)
         self._writer = ThreadPoolExecutor(1, "jobs-writer")
         self._readers = ThreadPoolExecutor(_NUM_READERS, "jobs-reader")
-        with self._engine.begin() as connection:
-            upgrade(connection)
+        self._fault: str | None = None
+        self._fault_s = -math.inf
+
+    @classmethod
+    def opened(cls, url: str) -> Self:
+        """Return a database after `open`."""
+        database = cls(url)
+        database.open()
+        return database
+
+    def open(self) -> None:
+        """Connect anew and migrate the tables to the newest version. This blocks the calling thread.
+
+        Raises:
+            DatabaseTooNew: a newer version of Headway has migrated the database.
+            StorageUnavailable: the database cannot be used.
+        """
+        self._engine.dispose()
+        with self._noted_faults():
+            _create_file(self._url)
+            with self._engine.begin() as connection:
+                upgrade(connection)
+
+    @property
+    def fault(self) -> str | None:
+        """Code of the database's last failure, if it is less than 30 s old."""
+        return self._fault if self._monotonic() - self._fault_s < _FAULT_MEMORY_S else None
 
     async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
         """Run `work` in a write transaction, and return its result once the commit is durable.
@@ -74,12 +105,28 @@ class Database:
         self._engine.dispose()
 
     def _write(self, work: Callable[[Connection], ResultT]) -> ResultT:
-        with self._engine.begin() as connection:
+        with self._noted_faults(), self._engine.begin() as connection:
             return work(connection)
 
     def _read(self, work: Callable[[Connection], ResultT]) -> ResultT:
-        with self._engine.connect().execution_options(**_READ_ONLY) as connection, connection.begin():
+        with (
+            self._noted_faults(),
+            self._engine.connect().execution_options(**_READ_ONLY) as connection,
+            connection.begin(),
+        ):
             return work(connection)
+
+    @contextlib.contextmanager
+    def _noted_faults(self) -> Iterator[None]:
+        """Raise failures of the database itself as `StorageUnavailable`, and remember the last."""
+        try:
+            yield
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            fault = _fault_of(error)
+            if fault is None:
+                raise
+            self._fault, self._fault_s = fault.code, self._monotonic()
+            raise fault from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +143,29 @@ def _engine(url: str) -> Engine:
     if not url.startswith("sqlite"):
         # A connection for each reader thread, and one for the writer.
         return create_engine(url, pool_pre_ping=True, pool_size=_NUM_READERS + 1)
-    path = make_url(url).database
-    if path and path != ":memory:":
-        Path(path).touch(mode=0o600)  # SQLite gives its WAL and shared memory files the same mode
     engine = create_engine(url, connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False})
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _create_file(url: str) -> None:
+    """Create the file of a SQLite database for its owner alone; SQLite gives its other files the same mode."""
+    path = make_url(url).database if url.startswith("sqlite") else None
+    if path and path != ":memory:" and not Path(path).exists():
+        Path(path).touch(mode=0o600)
+
+
+def _fault_of(error: Exception) -> StorageUnavailable | None:
+    """Return the failure of the storage that `error` tells of; None: it tells of the transaction itself."""
+    if isinstance(error, OSError):
+        return storage_error_of(error)
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if isinstance(error, (IntegrityError, ProgrammingError, DataError)) or isinstance(cause, SQLAlchemyError):
+        return None
+    name = getattr(cause, "sqlite_errorname", type(cause).__name__)
+    # SQLITE_ERROR is a mistake in a statement; SQLAlchemy counts it as an OperationalError.
+    return None if name == "SQLITE_ERROR" else storage_unavailable(is_full=name in ("SQLITE_FULL", "DiskFull"))
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:

@@ -30,6 +30,12 @@ class Ownership:
         self._context = context
         self.id = new_id("owner")
 
+    async def renew(self) -> None:
+        """Register this process under a new id; what it held under its former one is released."""
+        former, self.id = self.id, new_id("owner")
+        await self._context.database.write(lambda connection: reap_owner(connection, former))
+        await self.start()
+
     async def start(self) -> None:
         """Register this process in the database."""
         await self._context.database.write(

@@ -26,6 +26,19 @@ async def test_ready_when_a_replica_says_what_it_serves(api: Api) -> None:
         assert (await api.http.get(path)).status_code == 200
 
 
+@pytest.mark.parametrize(("fault", "shown"), [(None, "ok"), ("storage_full", "storage_full")])
+async def test_storage_of_jobs_is_in_health_and_not_in_readiness(api: Api, fault: str | None, shown: str) -> None:
+    api.jobs.fault = fault
+    assert (await api.http.get("/health")).json() == {"status": "ready", "jobs": shown}
+    assert (await api.http.get("/health/ready")).json() == {"status": "ready"}
+    api.jobs.error = NoReplicaAvailable("the jobs process does not answer")
+    assert (await api.http.get("/health")).json()["jobs"] == "unavailable"
+
+
+async def test_health_without_jobs_names_none(make_api: MakeApi) -> None:
+    assert (await make_api(has_jobs=False).http.get("/health")).json() == {"status": "ready", "jobs": None}
+
+
 async def test_not_ready_while_loading_but_live(make_api: MakeApi) -> None:
     api = make_api(dispatcher={"error": NoReplicaAvailable("loading", code="model_loading")})
     for path in ("/health/ready", "/health", "/v1/models"):

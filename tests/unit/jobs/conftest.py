@@ -33,7 +33,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
-    database = Database(database_url)
+    database = Database.opened(database_url)
     yield database
     database.close()
 

@@ -24,14 +24,14 @@ def version(connection: Connection) -> str | None:
 
 
 def test_migrations_give_the_tables_that_the_program_uses(database_url, engine):
-    Database(database_url).close()
+    Database.opened(database_url).close()
     with engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
 
 
 def test_a_database_at_the_newest_version_stays_as_it_is(database_url, engine):
     for _ in range(2):
-        Database(database_url).close()
+        Database.opened(database_url).close()
     with engine.connect() as connection:
         assert version(connection) == "0003"
 
@@ -41,7 +41,7 @@ def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, e
         upgrade(connection, "0001")
         assert version(connection) == "0001"
         connection.execute(insert(owners).values(id="owner", heartbeat_unix_s=1.0))
-    Database(database_url).close()
+    Database.opened(database_url).close()
     with engine.connect() as connection:
         assert version(connection) == "0003"
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
@@ -50,17 +50,17 @@ def test_a_database_of_an_older_version_is_brought_to_the_newest(database_url, e
 
 def test_processes_that_start_together_make_the_tables_once(database_url, engine):
     with ThreadPoolExecutor(4) as pool:
-        for database in pool.map(Database, [database_url] * 4):
+        for database in pool.map(Database.opened, [database_url] * 4):
             database.close()
     assert {"batches", "files", "lines"} <= set(inspect(engine).get_table_names())
 
 
 def test_a_database_of_a_newer_program_is_refused(database_url, engine):
-    Database(database_url).close()
+    Database.opened(database_url).close()
     with engine.begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     with pytest.raises(DatabaseTooNew, match="after 0003"):
-        Database(database_url)
+        Database.opened(database_url)
 
 
 @pytest.mark.parametrize("_turn", [1, 2])

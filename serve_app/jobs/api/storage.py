@@ -1,0 +1,39 @@
+"""Failure of the storage of jobs: a disk that is full, read-only or damaged, or a database that does not answer."""
+
+from __future__ import annotations
+
+import errno
+
+from replicas.errors import ErrorKind, ServingError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL_RETRY_S = 30.0
+_RETRY_S = 5.0
+
+
+class StorageUnavailable(ServingError):
+    """Refusal because the database or the files of jobs cannot be used; nothing of the request was accepted.
+
+    `code` is `storage_full` or `storage_unavailable`.
+    """
+
+    kind = ErrorKind.UNAVAILABLE
+    retryable = True
+
+    def __init__(self, message: str, code: str, retry_after_s: float) -> None:
+        super().__init__(message, code, retry_after_s)
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def storage_unavailable(is_full: bool) -> StorageUnavailable:
+    """Return the error; its message names no path and no address, which the log has."""
+    if is_full:
+        return StorageUnavailable("the storage of files and jobs is full", "storage_full", _FULL_RETRY_S)
+    message = "the storage of files and jobs cannot be used now; the server's log says why"
+    return StorageUnavailable(message, "storage_unavailable", _RETRY_S)
+
+
+def storage_error_of(error: OSError) -> StorageUnavailable:
+    """Return the error for a failure of the operating system while it used the storage."""
+    return storage_unavailable(error.errno in _FULL)
