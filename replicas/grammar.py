@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +29,46 @@ _WHITESPACE = r"( |\n {0,16}|\n\t{0,8})"
 _CACHE_SIZE = 512
 """Number of compiled grammars that a compiler keeps."""
 
-# The lexer's fuel bounds the time of a compilation: 1,000,000 are some 20 ms.
+# The lexer's fuel bounds the time of a compilation: 1,000,000 are some 20 ms. A token of an ambiguous grammar takes
+# time that grows with the cube of a row's items: 0.1 s for 1,000 of them.
 _LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000,
-    max_grammar_size=100_000, verbose_errors=False,
+    max_items_in_row=1_000, initial_lexer_fuel=1_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
+    max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False,
 )  # fmt: skip
+
+_BUDGET_S = 1.0
+_BUDGET_PER_TOKEN_S = 0.02
+"""Processor time that a sequence's grammar may take, in all and for each token. Ordinary ones take 0.1 ms a token."""
+
+_NUM_PROBED_TOKENS = 8
+"""Number of tokens that a grammar's check follows, as some grammars reach a limit only then."""
+
+_EXPLAINED = {
+    "NoExtension": "no output meets it",
+    "Parser Error: Current row has": "it has too many alternatives or optional properties at one place",
+    "lexer error: too many expressions": "its regular expressions, numbers or lengths are too complex",
+    "parser error: Too many items": "it is too ambiguous",
+}
+"""Begins of llguidance's messages about limits, and what they mean."""
+
+_LOCATION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class GrammarConstraint:
-    """Constraint of one sequence's output by a grammar."""
+    """Constraint of one sequence's output by a grammar.
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    Sequences of one grammar share its lexer, whose limits they can exhaust together. A sequence that meets a limit
+    therefore goes on with a matcher of its own, which has accepted the same tokens.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, compile_again: Callable[[], LLMatcher]) -> None:
+        """Create the constraint; `compile_again` returns a matcher that shares nothing with any other."""
         self._matcher = matcher
+        self._mask_bytes = -(-vocab_size // 32) * 4
+        self._compile_again = compile_again
+        self._is_alone = False
+        self._accepted: list[int] = []
+        self._spent_s = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -48,7 +78,10 @@ class GrammarConstraint:
     @property
     def error(self) -> str | None:
         """Reason why the grammar cannot be followed; None: there is none."""
-        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else None
+        if self._matcher.is_error():
+            return _reason(self._matcher.get_error())
+        budget_s = _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self._accepted)
+        return f"it takes more than {budget_s:.1f} s for these tokens" if self._spent_s > budget_s else None
 
     def accept(self, token_id: int) -> None:
         """Add the next output token.
@@ -56,13 +89,48 @@ class GrammarConstraint:
         Raises:
             ValueError: the grammar does not allow the token, or following it takes too long.
         """
-        if not self._matcher.consume_token(token_id):
+        self.accept_all((token_id,))
+
+    def accept_all(self, token_ids: Sequence[int]) -> None:
+        """Add several output tokens.
+
+        Raises:
+            ValueError: the grammar does not allow a token, or following them takes too long.
+        """
+        started_s = time.thread_time()
+        self._accepted += token_ids
+        if not self._matcher.consume_tokens(list(token_ids)):
+            self._leave_shared_lexer()
+        self._spent_s += time.thread_time() - started_s
+        if self.error is not None:
             raise ValueError(self.error)
 
     def fill_mask(self, mask: memoryview) -> None:
-        """Write the allowed tokens into `mask`, one bit for each token id. The GIL is free meanwhile."""
-        words = np.frombuffer(mask, dtype=np.uint8)
+        """Write the allowed tokens into `mask`, one bit for each token id. The GIL is free most of the time."""
+        if self.error is not None:
+            return
+        started_s = time.thread_time()
+        self._fill(np.frombuffer(mask, dtype=np.uint8))
+        if self._matcher.is_error() and self._leave_shared_lexer():
+            self._fill(np.frombuffer(mask, dtype=np.uint8))
+        self._spent_s += time.thread_time() - started_s
+
+    def _fill(self, mask: np.ndarray) -> None:
+        """Fill a mask that is as long as the model's logits, which may be fewer or more than the tokenizer's tokens."""
+        words = mask if mask.nbytes == self._mask_bytes else np.zeros(self._mask_bytes, np.uint8)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if words is not mask:
+            mask[:] = 0
+            common = min(mask.nbytes, words.nbytes)
+            mask[:common] = words[:common]
+
+    def _leave_shared_lexer(self) -> bool:
+        """Go on with a matcher of its own; return False if this is one already, or cannot go on either."""
+        if self._is_alone:
+            return False
+        self._is_alone = True
+        self._matcher = self._compile_again()
+        return bool(self._matcher.consume_tokens(self._accepted))
 
 
 class GrammarCompiler:
@@ -77,13 +145,16 @@ class GrammarCompiler:
         """Build the compiler, which takes about a second for 150,000 tokens.
 
         `vocab_size` is the number of logits, if the model has more than the tokenizer has tokens. `eos_token_ids` end a
-        sequence; none: the tokenizer's.
+        sequence; none: the tokenizer's. A tokenizer that llguidance cannot read gives a compiler that refuses all
+        grammars.
         """
-        backend = copy(tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
-        eos: list[int] | int | None = sorted(eos_token_ids) or tokenizer.eos_token_id
-        self._tokenizer = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos)
+        self._vocab_size = max(vocab_size or 0, len(tokenizer))
+        eos = sorted(each for each in eos_token_ids if each < self._vocab_size)
+        self._fault: str | None = None
+        try:
+            self._tokenizer = _readable(tokenizer, self._vocab_size, eos or tokenizer.eos_token_id)
+        except Exception as error:  # Models without grammars are served, too, and llguidance may raise anything.
+            self._fault = f"the model's tokenizer has no grammars: {_reason(str(error))}"
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._num_requests = 0
@@ -94,31 +165,54 @@ class GrammarCompiler:
 
         Raises:
             InvalidRequest: the grammar cannot be compiled.
-            SequenceFailed: the grammar does not allow that output.
+            SequenceFailed: the grammar does not allow that output, or takes too long to follow.
         """
         assert request.params.grammar is not None
-        matcher = self._compiled(request.params.grammar).deep_copy()
-        if request.output_token_ids and not matcher.consume_tokens(list(request.output_token_ids)):
-            raise SequenceFailed(f"the grammar does not allow the output so far: {_first_line(matcher.get_error())}")
-        return GrammarConstraint(matcher)
+        constraint = self._constraint(request.params.grammar)
+        try:
+            constraint.accept_all(request.output_token_ids)
+        except ValueError as error:
+            raise SequenceFailed(f"the output so far cannot be followed: {error}") from None
+        return constraint
 
     def check(self, grammar: str, param: str) -> None:
-        """Compile a grammar and compute its first set of tokens.
+        """Compile a grammar and follow a few tokens.
 
         Raises:
             InvalidRequest: it is too long, wrong, or takes too long; the error names `param`.
         """
-        num_bytes = len(grammar.encode(errors="surrogatepass"))
-        if num_bytes > MAX_GRAMMAR_BYTES:
-            message = f"`{param}` makes a grammar of {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are accepted"
-            raise InvalidRequest(message, param)
+        check_length(grammar, param)
         try:
-            matcher = self._compiled(grammar).deep_copy()
-            matcher.compute_bitmask()
+            fault = self._probed(self._constraint(grammar))
         except (InvalidRequest, ValueError) as error:
-            raise InvalidRequest(f"`{param}` cannot be enforced: {_first_line(str(error))}", param) from None
-        if matcher.is_error():
-            raise InvalidRequest(f"`{param}` cannot be enforced: {_first_line(matcher.get_error())}", param)
+            fault = str(error)
+        if fault is not None:
+            raise InvalidRequest(f"`{param}` cannot be enforced: {fault}", param)
+
+    def _probed(self, constraint: GrammarConstraint) -> str | None:
+        """Follow a few tokens; return the reason why that fails, None if it does not."""
+        mask = np.zeros(-(-self._vocab_size // 32) * 4, np.uint8)
+        for _ in range(_NUM_PROBED_TOKENS):
+            constraint.fill_mask(mask.data)
+            if constraint.is_complete or constraint.error is not None:
+                break
+            allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(mask, bitorder="little")), self._tokenizer.eos_tokens)
+            if len(allowed) == 0:
+                return None if mask.any() else "no token of the model continues its outputs"
+            constraint.accept(int(allowed[0]))
+        return constraint.error
+
+    def _constraint(self, grammar: str) -> GrammarConstraint:
+        """Return the constraint of a grammar, at its beginning."""
+        shared = self._compiled(grammar)
+
+        def compile_again() -> LLMatcher:
+            with self._lock:
+                if self._cache.get(grammar) is shared:
+                    del self._cache[grammar]  # Its lexer has reached a limit, for all sequences.
+            return self._compile(grammar)
+
+        return GrammarConstraint(shared.deep_copy(), self._vocab_size, compile_again)
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the counts of requests with a grammar and of those whose grammar was in the cache, and its size."""
@@ -140,15 +234,23 @@ class GrammarCompiler:
                 self._num_hits += 1
                 self._cache.move_to_end(grammar)
                 return known
-        # Without the lock: a second thread may compile the same grammar meanwhile, which does no harm.
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        # Without the lock: a second thread may compile the same grammar at the same time, which does no harm.
+        matcher = self._compile(grammar)
         if matcher.is_error():
-            raise InvalidRequest(f"the grammar cannot be compiled: {_first_line(matcher.get_error())}", "grammar")
+            raise InvalidRequest(f"the grammar cannot be compiled: {_reason(matcher.get_error())}", "grammar")
         with self._lock:
             self._cache[grammar] = matcher
             while len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return matcher
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        if self._fault is not None:
+            raise InvalidRequest(self._fault, "grammar")
+        try:
+            return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        except ValueError as error:  # For example half of a surrogate pair, which has no UTF-8.
+            raise InvalidRequest(f"the grammar cannot be compiled: {_reason(str(error))}", "grammar") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +274,21 @@ def schema_options(*, has_whitespace: bool = True, takes_any_of: bool = False) -
     return {"x-guidance": {**whitespace, "coerce_one_of": takes_any_of, "lenient": False}}
 
 
+def check_length(text: str, param: str) -> None:
+    """Check that a grammar, or what becomes one, is not too long.
+
+    Raises:
+        InvalidRequest: it is; the error names `param`.
+    """
+    num_bytes = len(text.encode(errors="surrogatepass"))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        message = f"`{param}` makes a grammar of {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are accepted"
+        raise InvalidRequest(message, param)
+
+
 def json_schema_fault(schema: dict[str, Any]) -> str | None:
     """Return the reason why a JSON Schema has no grammar; None: it has one."""
-    fault = LLMatcher.validate_grammar(json_schema_grammar(schema), limits=_LIMITS)
-    return _first_line(fault) or None
+    return _reason(LLMatcher.validate_grammar(json_schema_grammar(schema), limits=_LIMITS)) or None
 
 
 def json_schema_grammar(schema: dict[str, Any]) -> str:
@@ -203,7 +316,7 @@ def lark_grammar(text: str, param: str) -> str:
     try:
         return str(any_to_lark(text))
     except (GbnfToLarkError, ValueError) as error:
-        raise InvalidRequest(f"`{param}` is neither Lark nor GBNF: {_first_line(str(error))}", param) from None
+        raise InvalidRequest(f"`{param}` is neither Lark nor GBNF: {_reason(str(error))}", param) from None
 
 
 def structural_tag_grammar(parts: Sequence[MarkedPart]) -> str:
@@ -212,5 +325,25 @@ def structural_tag_grammar(parts: Sequence[MarkedPart]) -> str:
     return str(StructTag.to_grammar(tags, assume_special=False))
 
 
-def _first_line(message: str) -> str:
-    return message.strip().split("\n", 1)[0][:300]
+def _readable(
+    tokenizer: PreTrainedTokenizerFast, vocab_size: int, eos_token_ids: list[int] | int | None
+) -> LLTokenizer:
+    """Return llguidance's view of a tokenizer, without padding and truncation.
+
+    Raises:
+        ValueError: llguidance cannot read it.
+    """
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
+
+
+def _reason(message: str) -> str:
+    """Return the sentence of an error message of llguidance that says what is wrong."""
+    lines = [line for line in message.strip().split("\n") if line != "<non-verbose/>"]
+    first = _LOCATION.sub("", lines[0]) if lines else ""
+    if first.endswith(":") and len(lines) > 1:  # The lines between quote the text.
+        first = f"{first} {lines[-1].removeprefix('error: ')}"
+    meaning = next((meaning for begin, meaning in _EXPLAINED.items() if first.startswith(begin)), None)
+    return (first if meaning is None else f"{meaning} ({first})")[:300]

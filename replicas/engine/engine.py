@@ -227,7 +227,7 @@ class Engine:
             return None  # It ended while the step was in flight.
         processor = self._output_processors[sequence.request_id]
         if result.error is not None:
-            return processor.fail(SequenceFailed(result.error))
+            return processor.fail(processor.constraint_fault() or SequenceFailed(result.error))
         self._scheduler.computed(item)
         if item.samples:
             self._stats.produced(sequence, now)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.errors import SequenceFailed, ServingError
+from replicas.errors import InvalidRequest, SequenceFailed, ServingError
 from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, TokenDelta, Usage
 
 DecoderFactory = Callable[[GenerateRequest], IncrementalDecoder]
@@ -109,7 +109,7 @@ class OutputProcessor:
         sequence.append(result.token_id)
         try:
             text, stop = self._read(result.token_id)
-        except SequenceFailed as error:
+        except ServingError as error:
             sequence.undo_append()
             return self.fail(error)
         except Exception as error:  # A tokenizer may raise anything; only this sequence fails.
@@ -144,8 +144,15 @@ class OutputProcessor:
         try:
             constraint.accept(token_id)
         except ValueError as error:
-            raise SequenceFailed(f"the output left its grammar: {error}") from error
+            raise self.constraint_fault() or SequenceFailed(f"the output left its grammar: {error}") from error
         return constraint.is_complete
+
+    def constraint_fault(self) -> InvalidRequest | None:
+        """Return the error of a sequence whose constraint cannot be followed further; None if it can."""
+        constraint = self.sequence.constraint
+        if constraint is None or constraint.error is None:
+            return None
+        return InvalidRequest(f"the grammar of the output cannot be followed: {constraint.error}")
 
     def _stop_at(self, token_id: int) -> Stop | None:
         """Return the end of the sequence if its newest token is a stop token or EOS."""

@@ -161,6 +161,7 @@ class TorchModelRunner:
         An item that scores its prompt needs logits at every position. It runs alone, in pieces of bounded size. All
         other items share one forward pass.
         """
+        self._masks.settle()
         to_host = DeviceToHostBuffer()
         shared = [index for index, item in enumerate(batch.items) if not wants_prompt_logprobs(item)]
         parts: list[ForwardPart] = []

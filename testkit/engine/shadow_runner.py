@@ -217,12 +217,15 @@ class World:
         self.runner = make_runner(config.block_size, step_s, self.clock)
         self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
+        self.constraints: dict[str, ScriptedConstraint] = {}
         self.num_steps = 0
 
     def add(self, *requests: GenerateRequest) -> None:
         for request in requests:
             constraint = None if request.params.grammar is None else ScriptedCompiler().constraint_of(request)
             self.engine.add(request, constraint)
+            if constraint is not None:
+                self.constraints[request.request_id] = constraint
             self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
 
     def step(self, num_steps: int = 1) -> None:
@@ -241,6 +244,12 @@ class World:
             self.engine.check_invariants()
         assert not self.engine.has_work, "the engine makes no progress"
         assert self.engine.stats().num_free_blocks == self.config.num_blocks
+
+    @property
+    def num_cut_constraints(self) -> int:
+        """Number of times that a constrained item ran again tokens of its output, after a preemption."""
+        items = (item for batch in self.runner.batches for item in batch.items if item.sequence.constraint is not None)
+        return sum(item.start < item.sequence.num_prompt_tokens < item.end - 1 for item in items)
 
     def steps_until_first_token(self, request_id: str) -> int:
         for step in range(1, _MAX_STEPS):

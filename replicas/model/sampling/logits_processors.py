@@ -14,6 +14,9 @@ from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
+_LAST_CHOICE = -1e30
+"""Logit of a token that is chosen only if all others are forbidden."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
@@ -58,7 +61,8 @@ class LogitsProcessors:
     1. Repetition penalty: divides positive logits, and multiplies other logits, of tokens in the prompt or output.
     2. Presence and frequency penalties: subtracted for tokens in the output, once and once per occurrence.
     3. Logit bias: added.
-    4. Stop tokens before `min_tokens`, and the last tokens of bad words: forbidden.
+    4. Stop tokens before `min_tokens`, and the last tokens of bad words: forbidden. A constrained sequence takes a stop
+       token if its constraint allows no other.
     """
 
     def __init__(
@@ -125,7 +129,8 @@ class LogitsProcessors:
             return
         stops = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
         token_ids = self._known(stops)
-        entries.add(row, token_ids, [float("-inf")] * len(token_ids))
+        forbidden = float("-inf") if item.sequence.constraint is None else _LAST_CHOICE
+        entries.add(row, token_ids, [forbidden] * len(token_ids))
 
     def _forbid_bad_words(self, entries: _Entries, row: int, sequence: Sequence) -> None:
         output = sequence.token_ids[sequence.num_prompt_tokens :]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
@@ -28,6 +29,8 @@ class RowMasks:
         positions = torch.arange(8, dtype=torch.uint8, device=logits.device)
         bits = (self.bits[:, :, None] >> positions) & 1  # [num_masks, mask_bytes, 8]
         forbidden = bits.view(len(self.rows), -1)[:, : logits.shape[1]] == 0
+        if forbidden.shape[1] < logits.shape[1]:  # Rows of the head beyond the vocabulary are no tokens.
+            forbidden = pad(forbidden, (0, logits.shape[1] - forbidden.shape[1]), value=True)
         if len(self.rows) == len(logits):
             return logits.masked_fill(forbidden, float("-inf"))
         logits = logits.clone()
@@ -36,12 +39,21 @@ class RowMasks:
 
 
 class MaskThreads:
-    """Threads that fill token masks. Constraints release the GIL, so the threads run at the same time."""
+    """Threads that fill token masks. Constraints release the GIL, so the threads run at the same time.
+
+    Invariant: of each constraint at most one thread fills a mask.
+    """
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
         self._mask_bytes = -(-vocab_size // 32) * 4
         self._num_threads = num_threads
         self._executor = ThreadPoolExecutor(num_threads, "masks")
+        self._filling: list[Future[None]] = []
+
+    def settle(self) -> None:
+        """Wait for all threads. Those of a step that failed may still fill masks when its sequences go on."""
+        wait(self._filling)
+        self._filling.clear()
 
     def masks_of(self, items: Items[ScheduledSequence]) -> PendingMasks | None:
         """Return the masks of the items that may not take every token, all of which sample; None if there are none.
@@ -61,7 +73,9 @@ class MaskThreads:
         masks = np.full((len(items), self._mask_bytes), 0xFF, np.uint8)
         share = -(-len(items) // self._num_threads)
         parts = [range(first, min(first + share, len(items))) for first in range(0, len(items), share)]
-        return masks, [self._executor.submit(_fill, masks, items, part) for part in parts]
+        work = [self._executor.submit(_fill, masks, items, part) for part in parts]
+        self._filling += work
+        return masks, work
 
 
 class PendingMasks:

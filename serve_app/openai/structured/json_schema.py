@@ -9,7 +9,7 @@ from math import lcm
 from typing import Any
 
 from replicas.errors import InvalidRequest
-from replicas.grammar import json_schema_fault, schema_options
+from replicas.grammar import check_length, json_schema_fault, json_schema_grammar, schema_options
 from serve_app.errors import shortened
 
 Schema = dict[str, Any]
@@ -18,6 +18,11 @@ MAX_DEPTH = 64
 """Deepest nesting of a schema."""
 MAX_MULTIPLE = 10_000
 """Largest common multiple of all `multipleOf` of a schema; the automaton of a number has as many states."""
+
+MAX_PATTERNS = 256
+"""Most regular expressions of a schema."""
+MAX_MET_PATTERNS = 16
+"""Most regular expressions of a schema within `allOf`. An intersection may take exponential time."""
 
 _NOT_ENFORCED = frozenset({
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "dependentRequired",
@@ -28,6 +33,7 @@ _NOT_ENFORCED = frozenset({
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "additionalItems")
+_NUM_PROPERTIES = ("minProperties", "maxProperties")
 _MAX_NAMED = 10
 
 
@@ -50,10 +56,11 @@ def enforceable_schema(
         InvalidRequest: it has no grammar, or, if `is_strict`, none that enforces it wholly. The error names `param`.
     """
     if schema is False:
-        raise InvalidRequest(f"`{param}` is false; no output meets it", param)
+        raise InvalidRequest(f"`{param}` is false: no output meets it", param)
     reduction = _Reduction(param)
     reduced = reduction.of({} if schema is True else schema, "", 0)
     reduced |= schema_options(has_whitespace=has_whitespace)
+    check_length(json_schema_grammar(reduced), param)
     fault = json_schema_fault(reduced)
     if fault is not None and "oneOf" in fault:  # Two alternatives may hold at once, which a grammar cannot forbid.
         reduction.not_enforced += reduction.one_ofs
@@ -74,6 +81,8 @@ class _Reduction:
     def __init__(self, param: str) -> None:
         self._param = param
         self._multiple = 1
+        self._num_patterns = 0
+        self._num_met_patterns = 0
         self.not_enforced: list[str] = []
         self.one_ofs: list[str] = []
 
@@ -85,10 +94,16 @@ class _Reduction:
         """
         if depth > MAX_DEPTH:
             raise InvalidRequest(f"`{self._param}` is nested more than {MAX_DEPTH} deep", self._param)
+        self._count_patterns(schema, place)
         reduced: Schema = {}
         for keyword, value in schema.items():
             here = f"{place}/{_escaped(keyword)}"
             if keyword == "x-guidance" or (keyword == "uniqueItems" and value is False):
+                continue
+            if keyword == "format" and not _takes_strings(schema):
+                continue  # Such as int32: an annotation, since formats are about strings.
+            if keyword in _NUM_PROPERTIES and _has_optional(schema):
+                self.not_enforced.append(here)
                 continue
             if not self._is_enforceable(keyword, value):
                 self.not_enforced.append(here)
@@ -111,17 +126,45 @@ class _Reduction:
     def _any(self, value: Any, place: str, depth: int) -> Any:
         return self.of(value, place, depth) if isinstance(value, dict) else value
 
+    def _count_patterns(self, schema: Schema, place: str) -> None:
+        by_name = schema.get("patternProperties")
+        found = ("pattern" in schema) + (len(by_name) if isinstance(by_name, dict) else 0)
+        self._num_patterns += found
+        self._num_met_patterns += found if "/allOf/" in place else 0
+        counts = (self._num_patterns, MAX_PATTERNS, ""), (self._num_met_patterns, MAX_MET_PATTERNS, " within `allOf`")
+        for count, limit, where in counts:
+            if count > limit:
+                counted = f"{count} regular expressions{where} up to `{shortened(place)}`"
+                message = f"`{self._param}` has {counted}; at most {limit} are accepted"
+                raise InvalidRequest(message, self._param)
+
     def _is_enforceable(self, keyword: str, value: Any) -> bool:
         if keyword in _NOT_ENFORCED or keyword == "uniqueItems":
             return False
         if keyword in ("format", "pattern") and isinstance(value, str):
             return _has_grammar(keyword, value)
+        if keyword == "patternProperties" and isinstance(value, dict):
+            return all(_has_grammar("pattern", name) for name in value)
         if keyword != "multipleOf" or not isinstance(value, int | float):
             return True
         multiple = lcm(self._multiple, _num_remainders(value))
         if multiple <= MAX_MULTIPLE:
             self._multiple = multiple
         return multiple <= MAX_MULTIPLE
+
+
+def _takes_strings(schema: Schema) -> bool:
+    """Return False if a schema's `type` excludes strings."""
+    types = schema.get("type", "string")
+    return types == "string" or not isinstance(types, str | list) or "string" in types
+
+
+def _has_optional(schema: Schema) -> bool:
+    """Return True if a schema has properties that need not be there: a grammar cannot count them."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    return (
+        isinstance(properties, dict) and isinstance(required, list) and any(name not in required for name in properties)
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -105,8 +105,11 @@ class PipelinedWorld(World):
 
 
 def anything(rng: random.Random, world: World, number: int) -> GenerateRequest:
-    """Return a request that ends by length, token or text, with or without penalties for its earlier tokens."""
-    return random_request(
+    """Return a request that ends by length, token, text or constraint, with or without penalties for its tokens.
+
+    Some of those with a constraint come from another replica, in the middle of their output.
+    """
+    made = random_request(
         rng, world, number,
         stop=rng.choice([(), (), ("c",), ("ab", "g"), ("xyz",)]),
         stop_token_ids=rng.choice([(), (7, 8)]),
@@ -116,6 +119,10 @@ def anything(rng: random.Random, world: World, number: int) -> GenerateRequest:
         frequency_penalty=0.5 if rng.random() < 0.05 else 0.0,
         grammar=f"{rng.randint(1, 9)} {rng.randint(1, 30)}" if rng.random() < 0.3 else None,
     )  # fmt: skip
+    if made.params.grammar is None or rng.random() < 0.5:
+        return made
+    output = alone(made).token_ids
+    return replace(made, output_token_ids=tuple(output[: rng.randrange(len(output))] if output else ()))
 
 
 def alone(asked: GenerateRequest) -> Outcome:
@@ -136,11 +143,31 @@ def check_outcomes(rng: random.Random, world: PipelinedWorld) -> None:
             assert replace(outcome, last=None) == replace(expected, last=None)
             assert outcome.last.stop_reason == expected.last.stop_reason
             assert outcome.last.usage.completion_tokens == len(expected.token_ids)
+        if asked.output_token_ids:
+            assert expected.token_ids == alone(replace(asked, output_token_ids=())).token_ids
+        check_constraint(world, asked, outcome)
+
+
+def check_constraint(world: World, asked: GenerateRequest, outcome: Outcome) -> None:
+    """Check that the request's constraint has accepted the output tokens, and nothing else.
+
+    A token that ends the sequence by itself is not among them, and the client of an aborted request has not seen all.
+    """
+    constraint = world.constraints.get(asked.request_id)
+    if constraint is None:
+        return
+    num_accepted = len(constraint.accepted)
+    if outcome.finish_reason is None:
+        assert constraint.accepted[: len(outcome.token_ids)] == outcome.token_ids
+    else:
+        assert constraint.accepted == outcome.token_ids[:num_accepted]
+        is_stopped = outcome.finish_reason is FinishReason.STOP and not constraint.is_complete
+        assert len(outcome.token_ids) - num_accepted == is_stopped
 
 
 @pytest.mark.random_worlds(480, per_call=60)
 def test_random_worlds_give_what_a_synchronous_engine_gives(seeds: Seeds) -> None:
-    num_preemptions = num_overlapping = num_surplus = 0
+    num_preemptions = num_overlapping = num_surplus = num_cut = 0
     for seed in seeds:
         rng = random.Random(seed)
         world = PipelinedWorld(random_config(rng, eos_token_ids=EOS))
@@ -148,7 +175,9 @@ def test_random_worlds_give_what_a_synchronous_engine_gives(seeds: Seeds) -> Non
         num_preemptions += world.engine._scheduler.num_preemptions
         num_overlapping += world.runner.num_overlapping
         num_surplus += wasted(world)["surplus"] > 0
+        num_cut += world.num_cut_constraints
     if seeds.are_many:
+        assert num_cut > 0, "no constrained sequence is preempted in the middle of its output"
         assert num_preemptions > 25, "the worlds do not reach what they test"
         assert num_overlapping > 250 and num_surplus > 10, "the worlds do not reach what they test"
 

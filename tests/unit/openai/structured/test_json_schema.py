@@ -1,0 +1,139 @@
+"""Schemas are enforced as far as a grammar can; every keyword that it cannot is named, wherever it stands."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from replicas.errors import InvalidRequest
+from replicas.grammar import MAX_GRAMMAR_BYTES
+from serve_app.openai.structured.json_schema import (
+    MAX_DEPTH,
+    MAX_MET_PATTERNS,
+    MAX_MULTIPLE,
+    MAX_PATTERNS,
+    Schema,
+    enforceable_schema,
+)
+from testkit.json_schemas import NEVER_ENFORCED, without
+
+UNENFORCED = [
+    (keyword, {"type": "object"} | schema)
+    for schema in NEVER_ENFORCED
+    for keyword in schema
+    if keyword != "type" and (keyword, schema.get("type")) != ("format", None)
+]
+EACH = pytest.mark.parametrize(("keyword", "schema"), UNENFORCED, ids=[keyword for keyword, _ in UNENFORCED])
+
+
+def fault(schema: Schema | bool, **options: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        enforceable_schema(schema, "field", **options)
+    assert caught.value.param == "field" and "`field`" in str(caught.value)
+    return caught.value
+
+
+@EACH
+def test_a_keyword_without_grammar_is_named_with_its_place(keyword: str, schema: Schema) -> None:
+    nested = {"type": "object", "properties": {"a/b": {"items": schema}}}
+    defined = {"$defs": {"part~": schema}, "anyOf": [{"type": "null"}, {"$ref": "#/$defs/part~0"}]}
+    assert f"/{keyword}" in enforceable_schema(schema, "field").not_enforced
+    assert f"/properties/a~1b/items/{keyword}" in enforceable_schema(nested, "field").not_enforced
+    assert f"/$defs/part~0/{keyword}" in enforceable_schema(defined, "field").not_enforced
+
+
+@EACH
+def test_strict_refuses_it_and_names_the_place(keyword: str, schema: Schema) -> None:
+    error = fault({"type": "object", "properties": {"a": schema}}, is_strict=True)
+    assert f"`/properties/a/{keyword}`" in str(error) and error.code == "unsupported_parameter"
+
+
+@EACH
+def test_the_rest_is_enforced(keyword: str, schema: Schema) -> None:
+    found = enforceable_schema(schema, "field")
+    reduced = {name: value for name, value in found.schema.items() if name != "x-guidance"}
+    assert reduced == without(schema, found.not_enforced)
+
+
+@EACH
+def test_a_property_may_have_the_name_of_a_keyword(keyword: str, schema: Schema) -> None:
+    named = {"type": "object", "properties": {keyword: {"type": "integer"}}, "required": [keyword]}
+    for one in (named, {"const": {keyword: 1}}, {"enum": [{keyword: True}]}, {"default": {keyword: 1}}):
+        assert enforceable_schema(one, "field", is_strict=True).not_enforced == ()
+
+
+def test_the_schema_of_the_client_is_not_changed() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    before = deepcopy(schema)
+    enforceable_schema(schema, "field")
+    assert schema == before
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "array", "uniqueItems": False},
+    {"oneOf": [{"type": "integer"}, {"type": "string"}]},
+    {"type": "integer", "format": "int32"}, {"type": ["number", "null"], "format": "double"},
+    {"type": "integer", "multipleOf": 5}, {"type": "number", "multipleOf": 0.01},
+    {"type": "object", "minProperties": 1}, True, {}, {"x-own": 1, "nullable": True, "title": "t"},
+    {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"], "minProperties": 1},
+])  # fmt: skip
+def test_strict_takes_what_a_grammar_enforces(schema: Schema) -> None:
+    assert enforceable_schema(schema, "field", is_strict=True).not_enforced == ()
+
+
+@pytest.mark.parametrize(("schema", "places"), [
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, ("/oneOf",)),
+    ({"type": "integer", "multipleOf": MAX_MULTIPLE + 1}, ("/multipleOf",)),
+    ({"type": "number", "multipleOf": 1e-20}, ("/multipleOf",)),
+    ({"allOf": [{"multipleOf": 101}, {"multipleOf": 103}]}, ("/allOf/1/multipleOf",)),
+    ({"patternProperties": {"^(?!x)": {}}}, ("/patternProperties",)),
+    ({"properties": {"a": {}}, "maxProperties": 1}, ("/maxProperties",)),
+    ({"type": ["string", "integer"], "format": "int32"}, ("/format",)),
+])  # fmt: skip
+def test_bounded_keywords_are_named_beyond_their_bounds(schema: Schema, places: tuple[str, ...]) -> None:
+    assert enforceable_schema(schema, "field").not_enforced == places
+    assert places[0] in str(fault(schema, is_strict=True))
+
+
+def test_the_clients_options_of_the_library_are_ignored() -> None:
+    schema = {"type": "object", "x-guidance": {"lenient": True}, "properties": {"a": {"x-guidance": {}}}}
+    found = enforceable_schema(schema, "field")
+    assert found.schema["x-guidance"]["lenient"] is False and found.schema["properties"] == {"a": {}}
+    assert found.not_enforced == ()
+
+
+@pytest.mark.parametrize(("schema", "reason"), [
+    (False, "no output meets it"),
+    ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum (3)"),
+    ({"type": "object", "required": ["a"], "additionalProperties": False}, "'a'"),
+    ({"$ref": "#/$defs/a"}, "/$defs/a"), ({"$ref": "https://example.com/x"}, "https://example.com/x"),
+    ({"$ref": "file:///etc/passwd"}, "file:///etc/passwd"), ({"type": "text"}, "Invalid type: text"),
+    ({"$dynamicRef": "#a"}, "$dynamicRef"), ({"properties": []}, "properties must be an object"),
+    ({"const": "\ud800"}, "hex escape"), ({"minimum": float("inf")}, "expected value"),
+])  # fmt: skip
+def test_a_schema_without_outputs_or_sense_is_refused(schema: Schema | bool, reason: str) -> None:
+    assert reason in str(fault(schema))
+
+
+def nested(depth: int) -> Schema:
+    schema: Schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_sizes_are_bounded() -> None:
+    assert enforceable_schema(nested(MAX_DEPTH), "field")
+    assert f"more than {MAX_DEPTH} deep" in str(fault(nested(MAX_DEPTH + 1)))
+    assert f"at most {MAX_GRAMMAR_BYTES}" in str(fault({"description": "x" * MAX_GRAMMAR_BYTES}))
+    pattern = {"type": "string", "pattern": "^a$"}
+    assert enforceable_schema({"properties": {f"p{n}": pattern for n in range(MAX_PATTERNS)}}, "field")
+    error = fault({"properties": {f"p{n}": pattern for n in range(MAX_PATTERNS + 1)}})
+    assert f"at most {MAX_PATTERNS}" in str(error) and f"/properties/p{MAX_PATTERNS}" in str(error)
+    error = fault({"allOf": [{"type": "string", "pattern": f".*a.{{{n}}}b.*"} for n in range(MAX_MET_PATTERNS + 1)]})
+    assert f"at most {MAX_MET_PATTERNS}" in str(error) and "within `allOf`" in str(error)
+
+
+def test_whitespace_is_bounded_or_absent() -> None:
+    assert "{0,16}" in enforceable_schema({}, "field").schema["x-guidance"]["whitespace_pattern"]
+    assert enforceable_schema({}, "field", has_whitespace=False).schema["x-guidance"]["whitespace_flexible"] is False
