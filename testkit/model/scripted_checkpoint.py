@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-MAX_RANK = 3
+MAX_RANK = 5
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 _TURN_BEGIN, _TURN_END = "<|im_start|>", "<|im_end|>"
 _CHUNK_CHARS = 8
@@ -49,13 +49,15 @@ _RESUME_FACTOR = 0.9
 """Ratio of the weights of two successive chunks with which a script may go on behind forced bytes."""
 _PASSED = _TRIGGER * _RANK_FACTOR ** (MAX_RANK + 1)
 """Weight of the chunks before a marker for the choice of its successor; it outweighs all triggers."""
-_CHOICE_FACTOR = 8.0
+_CHOICE_FACTOR = 4.0
 """Ratio of the weights of two successive such choices."""
 _MAX_CHOICES = 12
 _FOLLOWED = 1e34
 """Weight of a chunk for its successor, and against what cannot follow it; it outweighs all others."""
 _ENDING = '"}]:,0123456789'
 """Bytes that an output off its script prefers, in this order."""
+_END = 2.0 * (len(_ENDING) + 3)
+"""Logit of the end, above that of all bytes."""
 _VALUE = re.compile(r'((?<=": ")[^"]+|(?<=": )[\w.-]+)')
 """Value in a text of JSON, without its quotes."""
 _SHARED = re.compile("(" + "|".join(MARKERS) + ")")
@@ -242,7 +244,7 @@ class _Weights:
             is_printable = name.isascii()
             place = spelled_ending.index(name) if name in spelled_ending else len(_ENDING) + 1 - is_printable
             self.output[self._vocabulary.ids[name], : self.num_tokens] = 2.0 * (len(_ENDING) + 2 - place)
-        self.output[self.end_token_id, : self.num_tokens] = 2.0 * (len(_ENDING) + 3)
+        self.output[self.end_token_id, : self.num_tokens] = _END
         # What ends a script or stands between two calls does so only where the script has it.
         for token in (self.end_token_id, *(self._shared & self._outer)):
             self.output[token, sorted(self._shared - self._outer)] = -_FOLLOWED
@@ -257,7 +259,11 @@ class _Weights:
             choice = _Choice(selector, weight / 2 * _RESUME_FACTOR**place, constant)
             if token not in self._shared:
                 self.output[successor, token] = _FOLLOWED
-            elif successor in self._shared or successor == self.end_token_id:
+            elif successor == self.end_token_id:
+                # Also where the calls were not those of the script.
+                last = self._choice_behind(tokens[:place]) or choice
+                self._allow(successor, self._contexts(token), replace(last, constant=_END))
+            elif successor in self._shared:
                 self._allow(successor, self._contexts(token), self._choice_behind(tokens[:place]) or choice)
             else:
                 self._allow(successor, self._contexts(token), choice)

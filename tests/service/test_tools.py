@@ -81,6 +81,19 @@ async def test_a_call_and_its_result_give_the_answer(client: openai.AsyncOpenAI,
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_a_forced_call_that_the_model_would_not_make_is_valid_and_ends(
+    client: openai.AsyncOpenAI, stream: bool
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "get_news"}}, *TOOLS]
+    messages: list[Any] = [{"role": "user", "content": "Hello?"}]
+    choice = {"type": "function", "function": {"name": "get_news"}}
+    reply = await complete(client, messages, stream, tools=tools, tool_choice=choice)
+    [call] = reply.message.tool_calls
+    assert reply.finish_reason == "tool_calls" and call.function.name == "get_news"
+    assert isinstance(json.loads(call.function.arguments), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_the_parse_helper_gives_the_object(client: openai.AsyncOpenAI, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "Extract the person: Ada Lovelace, 36."}]
     if stream:
