@@ -76,17 +76,17 @@ def _lines(section: Section) -> Iterator[str]:
     yield "|---" * len(section.headings) + "|"
     for row in section.rows(result):
         yield f"| {' | '.join(row)} |"
-    yield f"\n{_origin(section, result)}\n"
+    yield f"\n{origin(section.name, result)}\n"
 
 
-def _origin(section: Section, result: Result) -> str:
+def origin(name: str, result: Result) -> str:
     """Return the command, machine and commit of a result."""
     environment = result["environment"]
     changed = ", with changes that were not committed" if environment["has_uncommitted_changes"] else ""
     commit = environment["commit"][:9]
     machine = f"{environment['cpu']}, {environment['cores']} cores"
     when = environment["when"].partition(" ")[0]
-    return f"`{result['command'].strip()}` · {machine} · commit {commit}{changed} · {when} · `{section.name}.json`"
+    return f"`{result['command'].strip()}` · {machine} · commit {commit}{changed} · {when} · `{name}.json`"
 
 
 def _engines(result: Result) -> Rows:

@@ -352,6 +352,10 @@ class ChatMessage(StrictBody):
     """Reasoning of the model's turn, for templates that show it."""
     reasoning: str | None = None
     """The same under vLLM's name."""
+    parsed: Any = Field(None, exclude=True)
+    """Form that an SDK has parsed the content to; accepted in history and not used."""
+    provider_specific_fields: Any = Field(None, exclude=True)
+    """Notes of litellm on a reply; accepted in history and not used."""
 
     @model_validator(mode="before")
     @classmethod

@@ -70,6 +70,8 @@ class CalledFunction(StrictBody):
     name: NonEmptyText
     arguments: str = "{}"
     """Text of a JSON object."""
+    parsed_arguments: Any = Field(None, exclude=True)
+    """Form that an SDK has parsed the text to; accepted in history and not used."""
 
 
 class ToolCall(StrictBody):

@@ -148,6 +148,18 @@ async def test_reply_can_be_sent_back_as_history(api: Api) -> None:
     assert (await api.chat(messages=history, max_tokens=4)).status_code == 200
 
 
+async def test_what_sdks_add_to_a_reply_is_accepted_as_history_and_not_rendered(api: Api) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    reply = {"role": "assistant", "content": "{}", "tool_calls": [call]}
+    added = reply | {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}}
+    added["tool_calls"] = [call | {"function": call["function"] | {"parsed_arguments": {"b": [2]}}}]  # type: ignore[operator]
+    for message in (reply, added):
+        response = await api.chat(messages=[*HELLO, message, *HELLO], max_tokens=2)
+        assert response.status_code == 200, response.text
+    plain, with_additions = (request.prompt_token_ids for request in api.replica.started)
+    assert plain == with_additions
+
+
 async def test_template_may_refuse_messages(api: Api) -> None:
     response = await api.chat(messages=[{"role": "assistant", "content": "me first"}])
     assert response.status_code == 400

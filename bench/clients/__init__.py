@@ -1,0 +1,1 @@
+"""Stock clients against a served application: text, streams, structured output and tools."""

@@ -1,0 +1,70 @@
+"""Generator of docs/clients.md: `python -m bench.clients.page > docs/clients.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from bench.performance_page import origin
+from bench.record import RESULTS
+
+NAME = "clients"
+WAYS = ("text", "stream", "structured", "tools")
+GATE = (
+    "openai-python", "openai-node", "openai-agents", "langchain", "pydantic-ai", "instructor", "litellm", "llama-index",
+    "ai-sdk",
+)  # fmt: skip
+"""Clients that the server must serve in all ways."""
+
+_INTRODUCTION = """# Clients
+
+Stock clients against a served application, in four ways: text, a stream, structured output, and tools (a call, its
+result, and the answer). `python -m bench.clients` makes an environment for each client, serves a tiny model that
+answers given prompts with given texts, and runs a small program a client (`bench/clients/programs`). The model is a
+real checkpoint, and calls and objects are bound by grammars as with any other. The table is made from
+`bench/results/clients.json` by `python -m bench.clients.page > docs/clients.md`.
+
+A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
+file is configured. Clients that speak to OpenAI's Responses API by default must be told to use chat completions.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join(_lines(json.loads((RESULTS / f"{NAME}.json").read_text()))) + "\n"
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    yield _INTRODUCTION
+    yield "| client | versions | text | stream | structured output | tools |"
+    yield "|---" * (2 + len(WAYS)) + "|"
+    notes: list[str] = []
+    for name, outcome in result["clients"].items():
+        versions = ", ".join(f"{package} {number}" for package, number in outcome.get("versions", {}).items())
+        cells = [_cell(outcome["ways"].get(way), name, way, notes) for way in WAYS]
+        if "reason" in outcome:
+            notes.append(f"{name}: {_line(outcome['reason'])}")
+        yield f"| {name} | {versions or '-'} | {' | '.join(cells)} |"
+    yield ""
+    if notes:
+        yield from (f"- {note}" for note in notes)
+        yield ""
+    yield origin(NAME, result)
+
+
+def _cell(way: dict[str, str] | None, name: str, title: str, notes: list[str]) -> str:
+    """Return the cell of a way; the reason of a failure becomes a note."""
+    if way is None:
+        return "-"
+    if "reason" in way:
+        notes.append(f"{name}, {title}: {_line(way['reason'])}")
+    return way["outcome"]
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+if __name__ == "__main__":
+    print(page(), end="")
