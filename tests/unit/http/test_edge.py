@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.http.edge import CONNECTIONS_VARIABLE, EdgeLimits, EdgeMiddleware, edge_middleware
-from testkit.http.api import refusal, until
+from testkit.http.api import refusal
+from testkit.limits import until
 
 LIMITS = EdgeLimits(max_headers=10, max_header_bytes=1000, max_connections_per_address=2, probe_limit_s=0.05)
 Answer = Callable[[Request], Awaitable[ASGIApp]]

@@ -19,9 +19,9 @@ from serve_app.jobs.api.storage import StorageUnavailable
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.storage.database import Database
 from testkit.jobs.database_worlds import MODEL, new_batch
-from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process, until
+from testkit.jobs.jobs_process import Process, ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 QUICK = JobsSettings(MODEL, job_lease_s=0.3)
 
