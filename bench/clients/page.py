@@ -27,6 +27,7 @@ real checkpoint, and calls and objects are bound by grammars as with any other. 
 
 A client takes the server's address as its base URL, such as `http://127.0.0.1:8000/v1`, and any API key where no key
 file is configured. Clients that speak to OpenAI's Responses API by default must be told to use chat completions.
+litellm needs the package `mcp` for tools. A dash: the client has no such feature.
 """
 
 
