@@ -40,7 +40,7 @@ IgnoredValues = Mapping[str, tuple[object, ...]]
 """Map from a field's name to the values that are accepted and ignored; null always is."""
 
 COMMON_IGNORED: IgnoredValues = {
-    "store": (False,),
+    "store": (False, True),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),

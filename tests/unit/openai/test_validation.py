@@ -130,7 +130,7 @@ async def test_missing_field_is_named(api: Api, param: str) -> None:
     [
         {"guided_json": {}},
         {"functions": [{"name": "f"}]},
-        {"store": True},
+        {"store": 1},
         {"modalities": ["text", "audio"]},
         {"audio": {"voice": "x"}},
         {"prediction": {"type": "content"}},
@@ -148,7 +148,7 @@ async def test_unsupported_field_is_named(api: Api, field: dict[str, Any]) -> No
 
 
 async def test_all_unsupported_fields_are_named_at_once(api: Api) -> None:
-    message = error_of(await api.chat(store=True, nonsense=1))["message"]
+    message = error_of(await api.chat(store=1, nonsense=1))["message"]
     assert "`store`" in message and "`nonsense`" in message
 
 
@@ -174,7 +174,7 @@ async def test_fields_that_ask_for_nothing_are_accepted(api: Api) -> None:
         tool_choice="none",
         parallel_tool_calls=True,
         functions=[],
-        store=False,
+        store=True,
         metadata={"a": "b"},
         user="u",
         safety_identifier="s",
