@@ -155,7 +155,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         options = prepared.body.stream_options
         self._include_usage = options is not None and options.include_usage
-        self._usage_on_every_chunk = options is not None and options.continuous_usage_stats
+        self._usage_on_every_chunk = self._include_usage and options is not None and options.continuous_usage_stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response, as an ASGI application.
@@ -186,7 +186,7 @@ class EventStream(Response):
         return b"".join(event(self._with_usage(chunk)) for chunk in chunks)
 
     def _with_usage(self, chunk: JsonObject) -> JsonObject:
-        """Add `usage` to a chunk: the counts with `continuous_usage_stats`, null with `include_usage` alone."""
+        """Add `usage` to a chunk: with `include_usage` null, or the counts with `continuous_usage_stats` too."""
         if self._usage_on_every_chunk:
             chunk["usage"] = self._prepared.usage()
         elif self._include_usage:

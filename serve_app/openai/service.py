@@ -240,7 +240,7 @@ class CompletionService:
             async for item in arriving:
                 prepared.progress.add(item)
                 deltas[item.index].append(item.delta)
-        reply = prepared.format.full_reply([merge(parts) for parts in deltas], prepared.usage())
+        reply = prepared.format.full_reply([merge(parts) for parts in deltas], prepared.progress.usage())
         if prepared.not_enforced:
             reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
         return reply

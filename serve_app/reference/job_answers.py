@@ -11,6 +11,7 @@ from serve_app.openai.reply.schema import (
     ChatCompletion,
     ErrorDetails,
     FinishReason,
+    RankedLogprob,
     ReplyTier,
     TextCompletion,
     TextLogprobs,
@@ -207,8 +208,9 @@ class CompletedOutput(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: FinishReason
     stop_reason: int | str | None
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
     usage: UsageObject
     error: None
 
@@ -294,8 +296,9 @@ class PromptPart(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: NotRequired[int | str | None]
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
 
 
 @described

@@ -137,6 +137,11 @@ async def test_prompts_are_truncated_and_scored(service: Service) -> None:
     )  # fmt: skip
     (choice,) = response.json()["choices"]
     assert choice["prompt_token_ids"] == prompt[-6:] and response.json()["usage"]["prompt_tokens"] == 6
+    beginning = await post(
+        service, "completions", prompt=prompt, truncate_prompt_tokens=6, truncation_side="right", max_tokens=1,
+        return_token_ids=True,
+    )  # fmt: skip
+    assert beginning.json()["choices"][0]["prompt_token_ids"] == prompt[:6]
     first, *scored = choice["prompt_logprobs"]
     assert first is None and len(scored) == 5
     for token_id, ranked in zip(prompt[-5:], scored, strict=True):

@@ -173,12 +173,16 @@ class ChatFormat:
             {
                 "index": index,
                 "message": choice.message(delta),
+                "token_ids": None,
                 **self._tokens_of(delta),
                 **choice.ending(delta),
             }
             for index, (choice, delta) in enumerate(zip(self._choices, deltas, strict=True))
         ]
+        # The reasoning is counted while the choices are read, so its part of the usage comes after them.
+        usage |= self.usage_details()
         reply = self._head.fields("chat.completion") | {"choices": choices, "usage": usage}
+        reply |= {"prompt_token_ids": None, "prompt_logprobs": None}
         if self._body.return_token_ids:
             reply["prompt_token_ids"] = list(self._prompt_token_ids)
         if self._body.prompt_logprobs is not None:
@@ -251,7 +255,8 @@ class CompletionFormat:
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """Return the whole completion from one merged delta per choice."""
-        choices = [choice.render(delta) for choice, delta in zip(self._choices, deltas, strict=True)]
+        absent = dict.fromkeys(("prompt_token_ids", "token_ids", "prompt_logprobs"))
+        choices = [absent | choice.render(delta) for choice, delta in zip(self._choices, deltas, strict=True)]
         return self._head.fields("text_completion") | {"choices": choices, "usage": usage}
 
 
@@ -306,8 +311,8 @@ class _Choice:
         if position is None:
             lists["top_logprobs"].append(None)
             return
-        # The chosen token is listed even if it is not among the most probable ones.
-        tokens = (*position.top[: self._body.logprobs], position.chosen)
+        # The chosen token is listed even if it is not among the most probable ones. It is the first, as in vLLM.
+        tokens = (position.chosen, *position.top[: self._body.logprobs])
         lists["top_logprobs"].append({name_of(token.token_id): shown_logprob(token.logprob) for token in tokens})
 
 

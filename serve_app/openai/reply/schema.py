@@ -153,8 +153,8 @@ class ChatChoice(TypedDict):
     finish_reason: ChatFinishReason
     stop_reason: int | str | None
     """Stop string or token id that ended the choice; null: another reason did."""
-    token_ids: NotRequired[list[int]]
-    """Output token ids, with `return_token_ids`."""
+    token_ids: list[int] | None
+    """Output token ids, with `return_token_ids`; null without it."""
 
 
 @described
@@ -175,12 +175,13 @@ class ChatCompletion(ReplyHeadFields):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: UsageObject
-    prompt_token_ids: NotRequired[list[int]]
-    """Token ids of the prompt, with `return_token_ids`."""
+    prompt_token_ids: list[int] | None
+    """Token ids of the prompt, with `return_token_ids`; null without it."""
     warnings: NotRequired[list[str]]
     """Keywords of the request's JSON Schemas that are not enforced."""
-    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
-    """Log probabilities of the prompt's tokens, with `prompt_logprobs`: by token id, null for the first token."""
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None
+    """Log probabilities of the prompt's tokens, with `prompt_logprobs`: by token id, null for the first token. Null
+    without `prompt_logprobs`."""
 
 
 @described
@@ -249,9 +250,9 @@ class TextChoice(TypedDict):
     """Reason of the end; null in the parts of a stream before the last."""
     stop_reason: NotRequired[int | str | None]
     """Stop string or token id that ended the choice; given with the finish reason."""
-    prompt_token_ids: NotRequired[list[int]]
-    token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None]]
+    prompt_token_ids: NotRequired[list[int] | None]
+    token_ids: NotRequired[list[int] | None]
+    prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
 
 
 @described

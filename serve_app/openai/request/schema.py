@@ -223,7 +223,7 @@ class StreamOptions(StrictBody):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's option: usage on every chunk."""
+    """vLLM's option: usage on every chunk, with `include_usage`."""
     include_obfuscation: Literal[False] = False
 
 
@@ -265,7 +265,9 @@ class GenerationBody(StrictBody):
     skip_special_tokens: bool = True
     """True if special tokens have no text."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_INT64)
-    """Last tokens of a prompt that are kept; -1 keeps as many as the context holds beside `max_tokens`."""
+    """Tokens of a prompt that are kept; -1 keeps as many as the context holds beside `max_tokens`."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Side from which `truncate_prompt_tokens` takes the other tokens: the beginning (`left`) or the end."""
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_INT64)
     """Most probable tokens at each position of the prompt, whose log probabilities are in the reply."""
     return_tokens_as_token_ids: bool = False

@@ -113,7 +113,7 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard, keeps_en
 
 
 def truncated(prompt: EncodedPrompt, body: GenerationBody, max_tokens: int | None, card: ModelCard) -> EncodedPrompt:
-    """Return the prompt's last tokens, as many as the body keeps; its text is then not known.
+    """Return the prompt's tokens that the body keeps; the text of a shorter prompt is not known.
 
     Raises:
         InvalidRequest: the body keeps more tokens than the context holds.
@@ -123,7 +123,9 @@ def truncated(prompt: EncodedPrompt, body: GenerationBody, max_tokens: int | Non
         return prompt
     check_at_most("truncate_prompt_tokens", limit, card.max_model_len)
     kept = max(1, card.max_model_len - (max_tokens or 1)) if limit == -1 else limit
-    return prompt if len(prompt.token_ids) <= kept else EncodedPrompt(prompt.token_ids[-kept:], None)
+    if len(prompt.token_ids) <= kept:
+        return prompt
+    return EncodedPrompt(prompt.token_ids[:kept] if body.truncation_side == "right" else prompt.token_ids[-kept:], None)
 
 
 def check_model(model: str | None, names: Sequence[str]) -> None:
@@ -185,8 +187,11 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
         return  # min and max loop in C: the check runs in the event loop and there may be millions of ids
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            message = f"`{name}` has the token id {shortened(token_id)}; the model's are 0 to {vocab_size - 1}"
-            raise InvalidRequest(message, name)
+            raise InvalidRequest(
+                f"`{name}` has the token id {shortened(token_id)}, which is out of vocabulary: "
+                f"the model has {vocab_size} tokens, from 0",
+                name,
+            )
 
 
 def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> InvalidRequest:

@@ -48,8 +48,21 @@ async def test_stream_has_no_usage_unless_asked(api: Api) -> None:
     assert "usage" not in (await api.chat(stream=True, max_tokens=3)).text
 
 
-async def test_continuous_usage_counts_up(api: Api) -> None:
+async def test_continuous_usage_needs_include_usage(api: Api) -> None:
     response = await api.chat(stream=True, stream_options={"continuous_usage_stats": True}, max_tokens=3)
+    assert "usage" not in response.text
+
+
+async def test_fields_of_vllm_are_null_unless_asked(api: Api) -> None:
+    chat = (await api.chat(max_tokens=2)).json()
+    assert (chat["prompt_token_ids"], chat["prompt_logprobs"], chat["choices"][0]["token_ids"]) == (None, None, None)
+    [text] = (await api.complete(max_tokens=2)).json()["choices"]
+    assert (text["prompt_token_ids"], text["prompt_logprobs"], text["token_ids"]) == (None, None, None)
+
+
+async def test_continuous_usage_counts_up(api: Api) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    response = await api.chat(stream=True, stream_options=options, max_tokens=3)
     counts = [json.loads(item)["usage"]["completion_tokens"] for item in events(response.text)[:-1]]
     assert counts == sorted(counts) and (counts[0], counts[-1]) == (0, 3)
 

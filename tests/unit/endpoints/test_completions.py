@@ -48,6 +48,7 @@ async def test_streamed_and_whole_say_the_same(make_api: MakeApi, tokens_per_del
     api = make_api(tokens_per_delta=tokens_per_delta)
     fields = {"prompt": ["the quick", "höw"], "n": 2, "logprobs": 2, "echo": echo, "return_token_ids": True}
     whole = (await api.complete(**fields)).json()["choices"]
+    assert [choice.pop("prompt_logprobs") for choice in whole] == [None] * 4
     streamed: list[dict[str, Any]] = [{} for _ in whole]
     for item in events((await api.complete(stream=True, **fields)).text)[:-1]:
         choice = json.loads(item)["choices"][0]
@@ -123,6 +124,11 @@ async def test_offsets_count_characters_not_bytes(make_api: MakeApi, script: lis
 async def test_chosen_token_is_always_among_the_top(api: Api) -> None:
     logprobs = (await api.complete(logprobs=0, max_tokens=3)).json()["choices"][0]["logprobs"]
     assert [list(top) for top in logprobs["top_logprobs"]] == [[token] for token in logprobs["tokens"]]
+
+
+async def test_chosen_token_is_the_first_of_the_top(api: Api) -> None:
+    logprobs = (await api.complete(logprobs=3, max_tokens=3)).json()["choices"][0]["logprobs"]
+    assert [next(iter(top)) for top in logprobs["top_logprobs"]] == logprobs["tokens"]
 
 
 async def test_token_ids_come_back(api: Api) -> None:
