@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from replicas.protocol import Band
-from serve_app.errors import invalid_api_key
+from serve_app.errors import invalid_api_key, operator_key_required
 from serve_app.key_file import digest_of, read_owners
 from serve_app.rate_limits import NO_LIMITS, KeyLimits
 
@@ -31,9 +31,11 @@ class Principal:
     """Digest of the API key; None: there is none."""
     limits: KeyLimits = NO_LIMITS
     """Limits of the API key."""
+    is_operator: bool = False
+    """True: the principal may see the metrics and the load of the whole server."""
 
 
-ANONYMOUS = Principal(tenant="anonymous", band_ceiling=Band.INTERACTIVE)
+ANONYMOUS = Principal(tenant="anonymous", band_ceiling=Band.INTERACTIVE, is_operator=True)
 """Principal of every request if no key file is configured."""
 
 
@@ -45,6 +47,7 @@ class Authenticator:
         5e884898da28047151d0e56f8dc6292773603d0d6aabbdd62a11ef721d1542d8:
           tenant: acme
           ceiling: interactive      # or standard, the default, or batch
+          operator: true            # optional: the key opens /metrics and /load, too
           requests_per_minute: 60   # this and the other `KeyLimits`: optional
 
     `created` and `note` are for people. A change of the file is noticed while the server runs.
@@ -109,9 +112,19 @@ class Authenticator:
                 _log.info("the key file has changed: %d API keys", len(self._principals))
 
 
+def require_operator(principal: Principal) -> None:
+    """Refuse a principal that is not an operator.
+
+    Raises:
+        HttpError: 403.
+    """
+    if not principal.is_operator:
+        raise operator_key_required()
+
+
 def _principals_of(path: Path) -> dict[str, Principal]:
     return {
-        digest: Principal(owner.tenant, owner.ceiling, digest, owner.limits)
+        digest: Principal(owner.tenant, owner.ceiling, digest, owner.limits, owner.is_operator)
         for digest, owner in read_owners(path).items()
     }
 

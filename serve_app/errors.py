@@ -173,6 +173,12 @@ def invalid_api_key(message: str) -> HttpError:
     return HttpError(ErrorReply(401, message, "authentication_error", "invalid_api_key", headers=headers))
 
 
+def operator_key_required() -> HttpError:
+    """Return the 403 for an API key without `operator: true` on a route for operators."""
+    message = "this route needs an operator's API key: `operator: true` in the key file"
+    return HttpError(ErrorReply(403, message, "permission_error", "operator_key_required"))
+
+
 def http_failure(status: int, detail: str, headers: Sequence[tuple[str, str]] = ()) -> HttpError:
     """Return the error for any other status that the web framework itself gives."""
     kind = "invalid_request_error" if status < 500 else "server_error"

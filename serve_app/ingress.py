@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from replicas.clock import Clock
 from replicas.errors import ServingError
-from serve_app.auth import Authenticator
+from serve_app.auth import Authenticator, require_operator
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.completions import CompletionEndpoints
 from serve_app.endpoints.files import FileEndpoints
@@ -53,9 +53,10 @@ def create_api(
 ) -> FastAPI:
     """Create the application; load the tokenizer and the key file.
 
-    Every route but those of `OperationsEndpoints` and `PageEndpoints` requires an API key. `metrics` holds the registry
-    that `/metrics` exposes. Closing `gate` ends the admission of requests. `rng` draws the seeds of requests without
-    one. The documentation pages of FastAPI are off, since they load assets from other sites.
+    Every route but the probes and those of `PageEndpoints` requires an API key, if there is a key file; those for
+    operators require an operator's. `metrics` holds the registry that `/metrics` exposes. Closing `gate` ends the
+    admission of requests. `rng` draws the seeds of requests without one. The documentation pages of FastAPI are off,
+    since they load assets from other sites.
 
     Raises:
         ValueError, OSError: the tokenizer or the key file cannot be used.
@@ -86,16 +87,21 @@ def create_api(
         }
     middleware = _middleware(settings, metrics, clock, gate or Gate())
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)
-    operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s).routes()
-    own = (*answered_at_once, *routes)
+    operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s)
+    probes, watched = operations.probes(), operations.watched()
+    own = (*watched, *answered_at_once, *routes)
     keyed_routes = () if key_file is None else own
-    _add_routes(app, operations)
-    _add_routes(app, PageEndpoints(model.name, workers, (*operations, *own), keyed_routes).routes())
+    _add_routes(app, probes)
+    _add_routes(app, PageEndpoints(model.name, workers, (*probes, *own), keyed_routes).routes())
 
     async def authenticate(request: Request) -> None:
         await authenticator.refresh()
         exchange_of(request).principal = authenticator.authenticate(request.headers)
 
+    def require(request: Request) -> None:
+        require_operator(exchange_of(request).principal)
+
+    _add_routes(app, watched, Depends(authenticate), Depends(require))
     _add_routes(app, routes, Depends(authenticate))
     _add_routes(app, answered_at_once, Depends(authenticate), Depends(_limiting(KeyLimiter(clock.monotonic))))
     for kind in (ServingError, HttpError, HTTPException):

@@ -22,7 +22,7 @@ from serve_app.rate_limits import KEY_LIMIT_NAMES, NO_LIMITS, KeyLimits
 
 LOCK_LIMIT_S = 10.0
 """Longest wait for another process that changes the file, seconds."""
-_FIELDS = {"tenant", "ceiling", "created", "note"} | KEY_LIMIT_NAMES
+_FIELDS = {"tenant", "ceiling", "operator", "created", "note"} | KEY_LIMIT_NAMES
 _HEADER = "# API keys of Headway by their SHA-256. `headway keys` writes this file; comments are not kept, `note` is.\n"
 
 
@@ -33,6 +33,8 @@ class KeyOwner:
     tenant: str
     ceiling: Band = Band.STANDARD
     """Most urgent band that the key may use."""
+    is_operator: bool = False
+    """True: the key also opens the routes for operators, /metrics and /load."""
     created: str | None = None
     """Date of the key in UTC."""
     note: str | None = None
@@ -112,6 +114,7 @@ def _entry(owner: KeyOwner) -> dict[str, str | int]:
     fields: dict[str, str | int | None] = {
         "tenant": owner.tenant,
         "ceiling": owner.ceiling.name.lower(),
+        "operator": owner.is_operator or None,
         "created": owner.created,
         "note": owner.note,
         **asdict(owner.limits),
@@ -132,9 +135,12 @@ def _owner(path: Path, digest: str, fields: object) -> KeyOwner:
     ceiling = str(fields.get("ceiling", "standard")).upper()
     if ceiling not in Band.__members__:
         raise ValueError(f"{path}: `ceiling` of tenant `{tenant}` is `{fields['ceiling']}`; it must be a band")
+    is_operator = fields.get("operator", False)
+    if not isinstance(is_operator, bool):
+        raise ValueError(f"{path}: `operator` of tenant `{tenant}` is `{is_operator}`; it must be true or false")
     created, note = (None if fields.get(name) is None else str(fields[name]) for name in ("created", "note"))
     try:
         limits = KeyLimits.of(fields)
     except ValueError as error:
         raise ValueError(f"{path}: tenant `{tenant}`: {error}") from None
-    return KeyOwner(tenant, Band[ceiling], created, note, limits)
+    return KeyOwner(tenant, Band[ceiling], is_operator, created, note, limits)

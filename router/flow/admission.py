@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 
@@ -44,8 +45,8 @@ class Admission:
         self._table = table
         self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
-    def check(self, band: Band, tenant: str, num_tokens: int, deadline_s: float | None) -> None:
-        """Accept or refuse a request of `num_tokens`. `deadline_s` is monotonic.
+    def check(self, band: Band, tenant: str, num_tokens: int, left_s: float = math.inf) -> None:
+        """Accept or refuse a request of `num_tokens`, whose deadline is `left_s` from now.
 
         Raises:
             Overloaded: the band or the tenant's share of it is full, or the request would start later than its band's
@@ -55,7 +56,7 @@ class Admission:
         self._wanted[band].add(num_tokens, self._table.now())
         try:
             self._queue.check_room(band, tenant, num_tokens)
-            self._check_wait(band, wait_s, deadline_s)
+            self._check_wait(band, wait_s, left_s)
         except Overloaded as error:
             retry_after_s = min(wait_s, self._drain_s(band, tenant) + _WINDOW_S)
             raise Overloaded(str(error), retry_after_s, error.reason, error.code) from None
@@ -103,9 +104,8 @@ class Admission:
     def _tokens_per_s(self) -> float:
         return sum(view.stats.saturated_tokens_per_s for view in self._table.views())
 
-    def _check_wait(self, band: Band, wait_s: float, deadline_s: float | None) -> None:
+    def _check_wait(self, band: Band, wait_s: float, left_s: float) -> None:
         limit_s = self._limits[band].max_wait_s
-        left_s = float("inf") if deadline_s is None else deadline_s - self._table.now()
         if wait_s > left_s:
             message = f"it would start in about {wait_s:.1f} s and its deadline is in {left_s:.3f} s"
             raise Overloaded(message, reason="deadline", code="slow_down")

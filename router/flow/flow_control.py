@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -97,11 +98,12 @@ class FlowController:
             Overloaded: the band's queue or the tenant's share of it is full, or the request would start later than its
                 deadline or its band's limit.
         """
-        if deadline_s is not None and deadline_s <= self.table.now():
+        left_s = math.inf if deadline_s is None else deadline_s - self.table.now()
+        if left_s <= 0:
             self._observer.waited(request.band, Outcome.EVICTED_TTL, 0.0)
             raise DeadlineExceeded("the request's deadline passed before it was queued")
         try:
-            self.admission.check(request.band, request.tenant, self._num_tokens(request), deadline_s)
+            self.admission.check(request.band, request.tenant, self._num_tokens(request), left_s)
         except Overloaded:
             self._observer.waited(request.band, Outcome.REJECTED_CAPACITY, 0.0)
             raise

@@ -31,6 +31,7 @@ app = typer.Typer(
 def create(
     tenant: Annotated[str, typer.Option(help="Owner of the key; scheduling is fair between tenants.")],
     ceiling: Annotated[BandName, typer.Option(help="Most urgent band that the key may use.")] = "standard",
+    operator: Annotated[bool, typer.Option("--operator", help="The key opens /metrics and /load, too.")] = False,
     note: Annotated[str | None, typer.Option(help="Remark for people, such as the key's purpose.")] = None,
     file: FileOption = DEFAULT_FILE,
 ) -> None:
@@ -40,7 +41,7 @@ def create(
     key = new_key()
     created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     with _reported_errors(), changed_owners(file) as owners:
-        owners[digest_of(key)] = KeyOwner(tenant, Band[ceiling.upper()], created, note)
+        owners[digest_of(key)] = KeyOwner(tenant, Band[ceiling.upper()], operator, created, note)
     stderr().print(f"Key of tenant {tenant} for the bands up to {ceiling}, now in {file}. It cannot be shown again:")
     print(key)
     _print_reload_note(file)
@@ -52,10 +53,17 @@ def list_keys(file: FileOption = DEFAULT_FILE) -> None:
     with _reported_errors():
         owners = read_owners(file.expanduser())
     rows = [
-        (digest[:_SHOWN_DIGITS], owner.tenant, owner.ceiling.name.lower(), owner.created or "-", owner.note or "")
+        (
+            digest[:_SHOWN_DIGITS],
+            owner.tenant,
+            owner.ceiling.name.lower(),
+            "yes" if owner.is_operator else "-",
+            owner.created or "-",
+            owner.note or "",
+        )
         for digest, owner in owners.items()
     ]
-    print_table(("SHA-256", "TENANT", "CEILING", "CREATED", "NOTE"), rows)
+    print_table(("SHA-256", "TENANT", "CEILING", "OPERATOR", "CREATED", "NOTE"), rows)
 
 
 @app.command()

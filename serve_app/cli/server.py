@@ -7,8 +7,10 @@ import json
 import math
 import os
 import signal
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,6 +36,7 @@ class Front:
 
     host: str
     port: int
+    max_connections_per_address: int
     is_throughput_profile: bool
     api_key: str | None
     log_format: LogFormat
@@ -63,19 +66,22 @@ class Server:
         self._log_path = log_path
         self._parent_id = os.getppid()
         self._must_stop = False
+        self._ended_daemon: str | None = None
 
     def run(self) -> int:
         """Serve until a signal arrives; return the exit status: 0, or 1 if the application or Ray has failed."""
         with output_to(self._log_path) as terminal:
             try:
                 self._serve(terminal)
-                reason = "Ray has ended"
+                reason = ""
             except (SystemExit, KeyboardInterrupt):  # reactions of Ray's own to a signal
                 self._must_stop = True
             except BaseException as error:
                 traceback.print_exc()  # into the log
                 reason = str(error) if isinstance(error, application.ApplicationFailed) else repr(error)
-            if self._must_stop:
+            if self._ended_daemon is not None:
+                reason = f"Ray's {self._ended_daemon} has ended; accepted jobs continue at the next start"
+            elif self._must_stop:
                 print("Stopped.", file=self._lines(terminal), flush=True)
                 return 0
             print(f"error: {reason}\nThe log is {self._log_path}", file=terminal.err, flush=True)
@@ -86,14 +92,17 @@ class Server:
         return terminal.out if self._front.log_format is LogFormat.TEXT else terminal.err
 
     def _serve(self, terminal: Terminal) -> None:
-        lines = self._lines(terminal)
+        front, lines = self._front, self._lines(terminal)
         num_cpus = max(os.cpu_count() or 1, math.ceil(_cpus_needed(self._config)))
         with contextlib.closing(Steps(lines)) as steps, contextlib.ExitStack() as stack:
             self._heed_signals()
             steps.begin(f"Starting {self._config.model_name}: Ray ...")
-            cluster = stack.enter_context(private_cluster(num_cpus, self._front.is_throughput_profile))
+            cluster = stack.enter_context(
+                private_cluster(num_cpus, front.is_throughput_profile, front.max_connections_per_address)
+            )
             self._heed_signals()  # ray.init has replaced the handlers
             self._check_for_stop()
+            stack.enter_context(self._watching(cluster))
             config = _with_key_file(self._config, self._front.api_key, cluster.folder)
             if self._front.has_access_lines:
                 socket_path = cluster.folder / "access"
@@ -105,20 +114,45 @@ class Server:
             application.wait_until_ready(self._front.url, self._pause)
             steps.close()
             print(*self._report(config, cluster).lines(), sep="\n", file=lines, flush=True)
-            self._wait_for_signal(cluster, lines)
+            self._wait_for_signal(lines)
 
-    def _wait_for_signal(self, cluster: PrivateCluster, lines: TextIO) -> None:
-        """Wait for a signal and let the requests end; return without a signal if Ray ends by itself."""
+    def _wait_for_signal(self, lines: TextIO) -> None:
+        """Wait for a signal and let the requests end; return at once if Ray has ended."""
         limit_s = self._config.graceful_shutdown_timeout_s
         try:
-            while cluster.is_alive():
+            while True:
                 self._pause()
         except _Stopped:
+            if self._ended_daemon is not None:
+                return
             print(f"Stopping; requests have {limit_s:g} s to end, or until a second signal.", file=lines, flush=True)
             self._heed_signals()
             with contextlib.suppress(_Stopped, KeyboardInterrupt):  # Ray may turn the one into the other
                 application.drain(limit_s)
                 application.stop()
+
+    @contextlib.contextmanager
+    def _watching(self, cluster: PrivateCluster) -> Iterator[None]:
+        """Watch Ray's daemons in a thread within the context; when one ends, note it and stop this server.
+
+        Calls of Ray's own library, in which the main thread may be, would wait for an ended daemon for a minute.
+        """
+        is_over = threading.Event()
+
+        def watch() -> None:
+            while not is_over.wait(_POLL_PERIOD_S):
+                self._ended_daemon = cluster.ended_daemon()
+                if self._ended_daemon is not None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    return
+
+        thread = threading.Thread(target=watch, name="watching", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def _report(self, config: HeadwayConfig, cluster: PrivateCluster) -> Report:
         has_keys = config.ingress_settings().api_key_file is not None
@@ -153,7 +187,7 @@ def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> 
         return config
     path = folder / "keys.yaml"
     path.touch(mode=0o600)
-    owner = {"tenant": _TENANT, "ceiling": "interactive"}
+    owner = {"tenant": _TENANT, "ceiling": "interactive", "operator": True}
     path.write_text(json.dumps({digest_of(api_key): owner}))
     return config.model_copy(update={"api_key_file": str(path)})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -97,7 +99,7 @@ class ModelEndpoints:
             "object": "model",
             "created": int(self._created_unix_s),
             "owned_by": "headway",
-            "root": card.model_id,
+            "root": self._model.name if Path(card.model_id).is_absolute() else card.model_id,
             "parent": None,
             "max_model_len": card.max_model_len,
         }

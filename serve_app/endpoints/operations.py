@@ -1,4 +1,4 @@
-"""Endpoints for operators and orchestrators: /health, /metrics and /load; none needs an API key."""
+"""Endpoints for operators and orchestrators: the probes below /health, /metrics and /load."""
 
 from __future__ import annotations
 
@@ -45,15 +45,13 @@ class OperationsEndpoints:
     http_metrics: HttpMetrics
     stall_timeout_s: float
 
-    def routes(self) -> Routes:
-        """Return the handlers by method and path."""
-        return {
-            "GET /health/live": self.live,
-            "GET /health/ready": self.ready,
-            "GET /health": self.ready,
-            "GET /metrics": self.metrics,
-            "GET /load": self.load,
-        }
+    def probes(self) -> Routes:
+        """Return the handlers of the probes, which never need an API key, by method and path."""
+        return {"GET /health/live": self.live, "GET /health/ready": self.ready, "GET /health": self.ready}
+
+    def watched(self) -> Routes:
+        """Return the handlers that show all tenants' load, for operators alone, by method and path."""
+        return {"GET /metrics": self.metrics, "GET /load": self.load}
 
     async def live(self, request: Request) -> Response:
         """Answer 200 if this process runs and no engine has stalled, else 503.

@@ -19,7 +19,7 @@ class ModelObject(TypedDict):
     """Start of the process that answers, unix seconds."""
     owned_by: Literal["headway"]
     root: str
-    """Directory or hub id of the model."""
+    """Hub id of the model, or its name if it comes from a directory."""
     parent: None
     max_model_len: int
     """Most tokens, prompt and output, of one sequence."""

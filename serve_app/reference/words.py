@@ -17,7 +17,8 @@ FAILURES: Mapping[int, str] = {
     "`context_length_exceeded`.",
     401: "No API key is given, or it is not known. Code: `invalid_api_key`.",
     403: "The `Host` header is not one of `allowed_hosts`, or a web page of an origin that is not one of "
-    "`allowed_origins` calls. Codes: `host_not_allowed`, `origin_not_allowed`.",
+    "`allowed_origins` calls, or the route is for operators. Codes: `host_not_allowed`, `origin_not_allowed`, "
+    "`operator_key_required`.",
     404: "The model, file, batch or job does not exist. Codes: `model_not_found`, `file_not_found`, `batch_not_found`, "
     "`job_not_found`.",
     408: "The body did not arrive in time. Code: `upload_timeout`.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,8 +192,9 @@ class FakeDispatcher:
             raise self.error
 
 
-def write_keys(folder: Path, *tenants: str) -> str:
-    """Write a key file in which each tenant's name is its key, and return its path."""
+def write_keys(folder: Path, *tenants: str, operator: str | None = None) -> str:
+    """Write a key file in which each tenant's name is its key, and return its path; `operator` is an operator, too."""
     path = folder / "keys.yaml"
-    path.write_text("".join(f"{digest_of(name)}:\n  tenant: {name}\n" for name in tenants))
+    owners = {digest_of(name): {"tenant": name, "operator": name == operator} for name in tenants}
+    path.write_text(json.dumps(owners))
     return str(path)

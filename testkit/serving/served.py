@@ -147,8 +147,11 @@ def stop(process: subprocess.Popen[bytes], signum: signal.Signals = signal.SIGTE
 
 
 @contextlib.contextmanager
-def serving(home: Path, *variables: str, port: int | None = None) -> Iterator[Served]:
-    """Run `make serve` and yield the application once it is ready; end all its processes afterwards."""
+def serving(home: Path, *variables: str, port: int | None = None, key: str | None = None) -> Iterator[Served]:
+    """Run `make serve` and yield the application once it is ready; end all its processes afterwards.
+
+    `key`: an operator's API key, with which its state is read.
+    """
     port = port or free_port("127.0.0.1")
 
     def find_places() -> dict[str, str] | None:
@@ -160,7 +163,7 @@ def serving(home: Path, *variables: str, port: int | None = None) -> Iterator[Se
         places = {"url": f"http://127.0.0.1:{port}", "dashboard_url": found[1]}
         return {**places, "token_path": environment["RAY_AUTH_TOKEN_PATH"], **environment}
 
-    with _served(start(home, f"PORT={port}", *variables), home, find_places) as served:
+    with _served(start(home, f"PORT={port}", *variables), home, find_places, key) as served:
         yield served
 
 
@@ -236,7 +239,10 @@ def _heed_interrupts() -> None:
 
 @contextlib.contextmanager
 def _served(
-    process: subprocess.Popen[bytes], home: Path, find_places: Callable[[], dict[str, str] | None]
+    process: subprocess.Popen[bytes],
+    home: Path,
+    find_places: Callable[[], dict[str, str] | None],
+    key: str | None = None,
 ) -> Iterator[Served]:
     """Yield what a program serves once its places are found; end all its processes afterwards."""
 
@@ -249,7 +255,8 @@ def _served(
     descendants: list[psutil.Process] = []
     try:
         places = wait_for(ready, f"the application is ready, see {home / LOG}", START_LIMIT_S, 0.2)
-        with httpx.Client(timeout=LIMIT_S, trust_env=False) as http:
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        with httpx.Client(timeout=LIMIT_S, trust_env=False, headers=headers) as http:
             served = Served(places, process, home, http)
             descendants = served.descendants()
             yield served

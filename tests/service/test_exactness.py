@@ -91,3 +91,24 @@ async def test_urgent_requests_that_preempt_change_no_token(service: Service, re
     assert [tokens for (tokens,) in await asyncio.gather(*background)] == expected
     counters = {metric.name: metric.value for metric in service.engine.metrics().metrics}
     assert counters["vllm:num_preemptions"] > 0
+
+
+TINY = (1e-300, 5e-324, 1e-46, 1e-38)
+"""Numbers that are 0, or of few digits, in float32."""
+EDGES: list[dict[str, Any]] = [
+    *({name: value} for name in ("temperature", "min_p", "top_p", "presence_penalty") for value in TINY),
+    *({"logit_bias": {"5": value}} for value in (*TINY, 100, -100)),
+    {"top_p": 1 - 1e-16, "min_p": 1 - 1e-16},
+    {"temperature": 1e-5, "logit_bias": {"5": 100}, "repetition_penalty": 0.01, "frequency_penalty": -2},
+    {"temperature": 1e-5, "repetition_penalty": 100, "min_p": 1e-300, "top_p": 1e-300},
+]
+
+
+async def test_numbers_at_the_ends_of_their_ranges_overflow_nothing(service: Service) -> None:
+    request = {"model": MODEL, "prompt": [5, 5, 7], "max_tokens": 4, "ignore_eos": True, "seed": 1, "logprobs": 3}
+    for edge in EDGES:
+        answer = await service.http.post("/v1/completions", json=request | edge)
+        assert answer.status_code == 200, (edge, answer.text)
+    for tiny in TINY:
+        refused = await service.http.post("/v1/completions", json=request | {"repetition_penalty": tiny})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "repetition_penalty")

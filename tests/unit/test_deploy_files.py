@@ -1,5 +1,6 @@
 """The files that operators deploy with are what Ray and Headway take, and ask for Ray's token."""
 
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.config import HeadwayConfig
+from serve_app.http.edge import MIDDLEWARE_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = yaml.safe_load((ROOT / "cluster.yaml").read_text())
@@ -25,6 +27,32 @@ def test_serve_configs_are_valid(name: str) -> None:
     schema = ServeDeploySchema.model_validate(yaml.safe_load(serve_config(name)))
     [application] = schema.applications
     HeadwayConfig.model_validate(application.args)
+
+
+EDGE = {
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE_PATH,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+}
+"""Environment of every node of a cluster: its proxies have the edge of `headway serve` and are replaced as soon."""
+
+
+@pytest.mark.parametrize("name", ["gpu", "kuberay"])
+def test_production_has_two_ingresses(name: str) -> None:
+    [application] = yaml.safe_load(serve_config(name))["applications"]
+    assert HeadwayConfig.model_validate(application["args"]).num_ingress_replicas >= 2
+
+
+def test_every_node_has_the_edge() -> None:
+    cluster = RAY_SERVICE["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        for container in group["template"]["spec"]["containers"]:
+            assert {entry["name"]: entry["value"] for entry in container["env"]} == EDGE
+    for command in (*CLUSTER["head_start_ray_commands"], *CLUSTER["worker_start_ray_commands"]):
+        if "ray start" in command:
+            assert EDGE.items() <= dict(word.split("=", 1) for word in command.split() if "=" in word).items()
+    function = import_module(MIDDLEWARE_PATH.partition(":")[0])
+    assert callable(getattr(function, MIDDLEWARE_PATH.partition(":")[2]))
 
 
 def test_kubernetes_draws_a_token() -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, tuple_, update
 
 from replicas.clock import Clock
 from serve_app.jobs.api.records import new_id
 from serve_app.jobs.storage.batches import BatchRow, batch_record
 from serve_app.jobs.storage.database import Database
-from serve_app.jobs.storage.tables import deliveries
+from serve_app.jobs.storage.tables import batches, deliveries
 from serve_app.jobs.webhooks.events import Delivery, delivery_of, host_of
+from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed
 
 # Built once: building a statement takes as long as executing it.
 _DUE = (
-    select(*(deliveries.c[field.name] for field in fields(Delivery)))
+    select(*((batches if field.name == "tenant" else deliveries).c[field.name] for field in fields(Delivery)))
+    .join_from(deliveries, batches, deliveries.c.batch_id == batches.c.id)
     .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
-    .where(deliveries.c.host.not_in(bindparam("hosts", expanding=True)))
+    .where(tuple_(batches.c.tenant, deliveries.c.host).not_in(bindparam("receivers", expanding=True)))
+    .where(batches.c.tenant.not_in(bindparam("tenants", expanding=True)))
+    .where(deliveries.c.id.not_in(bindparam("ids", expanding=True)))
     .order_by(deliveries.c.next_attempt_unix_s)
     .limit(bindparam("limit"))
 )
@@ -29,6 +33,7 @@ def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> Non
         return
     delivery = delivery_of(batch_record(batch), batch.callback_url, new_id("evt"), now)
     values = {**asdict(delivery), "host": host_of(delivery.url), "next_attempt_unix_s": now}
+    del values["tenant"]  # the batch has it
     connection.execute(insert(deliveries).values(values))
 
 
@@ -39,11 +44,15 @@ class SqlOutbox:
         self._database = database
         self._clock = clock
 
-    async def due_deliveries(
-        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
-    ) -> list[Delivery]:
-        """Return deliveries whose next attempt is due, the longest due first; none to `without_hosts`."""
-        parameters = {"now": now_unix_s, "hosts": list(without_hosts), "limit": limit}
+    async def due_deliveries(self, now_unix_s: float, limit: int, closed: Closed = NONE_CLOSED) -> list[Delivery]:
+        """Return deliveries whose next attempt is due, the longest due first; none of `closed`."""
+        parameters = {
+            "now": now_unix_s,
+            "receivers": [(receiver.tenant, receiver.host) for receiver in closed.receivers],
+            "tenants": list(closed.tenants),
+            "ids": list(closed.delivery_ids),
+            "limit": limit,
+        }
         rows = await self._database.read(lambda connection: connection.execute(_DUE, parameters).all())
         return [Delivery(*row) for row in rows]
 

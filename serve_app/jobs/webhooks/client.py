@@ -22,6 +22,14 @@ _HEADERS = {"content-type": "application/json", "user-agent": "Headway-Webhooks"
 class DeliveryFailed(Exception):
     """Error for an attempt that the receiver did not confirm; the message gives the reason."""
 
+    def __init__(self, message: str, has_answered: bool = False) -> None:
+        """`has_answered`: the receiver gave another status; False: it gave none."""
+        super().__init__(message, has_answered)
+        self.has_answered = has_answered
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
 
 class PinnedTransport(httpx.AsyncBaseTransport):
     """HTTP transport to addresses that a guard approved. The `Host` header and TLS verification keep the name.
@@ -101,7 +109,7 @@ class WebhookClient:
             raise DeliveryFailed(f"{type(error).__name__}: {error}") from error
         await _finish(response)
         if not response.is_success:
-            raise DeliveryFailed(f"status {response.status_code}")
+            raise DeliveryFailed(f"status {response.status_code}", has_answered=True)
 
     async def close(self) -> None:
         """Close open connections."""

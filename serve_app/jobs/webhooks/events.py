@@ -24,6 +24,7 @@ class Delivery:
     id: str
     """Event id, the same at every attempt: receivers use it to drop duplicates."""
     batch_id: str
+    tenant: str
     event: str
     """`batch.completed`, `batch.failed`, `batch.expired` or `batch.cancelled`; for a job `response.completed`,
     `response.failed`, `response.incomplete` or `response.cancelled`."""
@@ -52,7 +53,7 @@ def delivery_of(batch: BatchRecord, url: str, event_id: str, now: float) -> Deli
         "type": event_type,
         "data": data,
     }
-    return Delivery(event_id, batch.id, event_type, url, json.dumps(body, separators=(",", ":")), 0, now)
+    return Delivery(event_id, batch.id, batch.tenant, event_type, url, json.dumps(body, separators=(",", ":")), 0, now)
 
 
 def host_of(url: str) -> str:

@@ -7,13 +7,15 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from replicas.clock import Clock
 from serve_app.jobs.webhooks.client import DeliveryFailed
 from serve_app.jobs.webhooks.events import Delivery, host_of
+from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed, Receiver, ReceiverLimits, Receivers
 from serve_app.wakeup import Wakeup
 
 MAX_AGE_S = 72 * 3600.0
@@ -39,13 +41,11 @@ class AttemptOutcome(Enum):
 class Outbox(Protocol):
     """Store of webhook deliveries (transactional outbox)."""
 
-    async def due_deliveries(
-        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
-    ) -> list[Delivery]:
+    async def due_deliveries(self, now_unix_s: float, limit: int, closed: Closed = NONE_CLOSED) -> list[Delivery]:
         """Return deliveries whose next attempt is due, the longest due first.
 
-        `without_hosts`: hosts (`host_of`) to leave out because they have an attempt under way. Otherwise deliveries
-        to a slow host could fill the limit and hide those to others.
+        `closed`: receivers and tenants to leave out. Otherwise deliveries to a slow host could fill the limit and hide
+        those to others.
         """
 
     async def delivered(self, delivery_id: str) -> None:
@@ -61,6 +61,7 @@ class SendingLimits:
 
     max_parallel: int = 64
     """Most attempts under way at the same time."""
+    receivers: ReceiverLimits = field(default_factory=ReceiverLimits)
     poll_period_s: float = 3.0
     """Most seconds between two queries for due deliveries; the end of an attempt brings the next one forward."""
 
@@ -69,7 +70,8 @@ class WebhookSender:
     """Loop that delivers each webhook at least once, unless all attempts fail until its time is over.
 
     1. Due deliveries are sent at once, at most `max_parallel` at a time.
-    2. A host has at most one attempt under way, so a slow host takes up only one place.
+    2. A receiver and a tenant have at most a few attempts under way, and a receiver that does not answer pauses
+       (`Receivers`). So a receiver that hangs delays only its own tenant's webhooks to it.
     3. An attempt keeps its place until its outcome is recorded. If recording fails, it is repeated, and the webhook
        is not sent again before it succeeds.
     4. If the process ends during an attempt, the next process repeats the attempt with the same id.
@@ -89,8 +91,9 @@ class WebhookSender:
         self._rng = rng
         self._clock = clock
         self._limits = limits
-        self._attempts: dict[str, asyncio.Task[None]] = {}
-        """Attempts under way, by host."""
+        self._receivers = Receivers(limits.receivers, clock.monotonic)
+        self._attempts: dict[str, asyncio.Task[bool]] = {}
+        """Attempts under way, by delivery; each returns True if the receiver has answered."""
         self._wakeup = Wakeup()
         self.outcomes: Counter[AttemptOutcome] = Counter(dict.fromkeys(AttemptOutcome, 0))
         """Number of attempts since the start."""
@@ -111,36 +114,40 @@ class WebhookSender:
         """Start attempts until none is due or no place is left; each query but the last starts at least one."""
         try:
             while (num_free := self._limits.max_parallel - len(self._attempts)) > 0:
-                due = await self._outbox.due_deliveries(self._clock.unix(), num_free, frozenset(self._attempts))
+                closed = replace(self._receivers.closed(), delivery_ids=frozenset(self._attempts))
+                due = await self._outbox.due_deliveries(self._clock.unix(), num_free, closed)
                 if sum(self._start(delivery) for delivery in due) == 0:
                     return
         except Exception:  # the database may be unreachable for a while; the sender must survive that
             logger.exception("due deliveries could not be read")
 
     def _start(self, delivery: Delivery) -> bool:
-        """Begin an attempt and return True, unless its host has one under way."""
-        host = host_of(delivery.url)
-        if host in self._attempts:
+        """Begin an attempt and return True, unless its receiver or its tenant has enough of them."""
+        receiver = Receiver(delivery.tenant, host_of(delivery.url))
+        if not self._receivers.begin(receiver):
             return False
-        task = asyncio.create_task(self._attempt(delivery))
-        self._attempts[host] = task
-        task.add_done_callback(lambda _: self._end(host))
+        task = self._attempts[delivery.id] = asyncio.create_task(self._attempt(delivery))
+        task.add_done_callback(partial(self._end, delivery.id, receiver))
         return True
 
-    def _end(self, host: str) -> None:
-        del self._attempts[host]
+    def _end(self, delivery_id: str, receiver: Receiver, task: asyncio.Task[bool]) -> None:
+        del self._attempts[delivery_id]
+        self._receivers.end(receiver, has_answered=not task.cancelled() and task.result())
         self._wakeup.set()
 
-    async def _attempt(self, delivery: Delivery) -> None:
+    async def _attempt(self, delivery: Delivery) -> bool:
+        """Send a delivery and record the outcome; return True if the receiver has answered."""
         try:
             await self._post(delivery)
         except DeliveryFailed as error:
             await self._fail(delivery, str(error))
+            return error.has_answered
         except Exception as error:  # a bug must not end all deliveries, and must not be retried without a delay
             logger.exception("a webhook could not be sent", extra={"delivery_id": delivery.id})
             await self._fail(delivery, f"internal error: {type(error).__name__}")
         else:
             await self._note(AttemptOutcome.DELIVERED, lambda: self._outbox.delivered(delivery.id))
+        return True
 
     async def _fail(self, delivery: Delivery, why: str) -> None:
         next_unix_s = next_attempt_unix_s(delivery, self._clock.unix(), self._rng)

@@ -32,9 +32,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def app(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A served application that tests share and leave as they found it; it asks for keys."""
     home = tmp_path_factory.mktemp("home")
-    keys = write_keys(home, KEY)
+    keys = write_keys(home, KEY, operator=KEY)
     arguments = f"max_num_seqs={NUM_SLOTS} kv_cache_bytes=64MiB load_poll_period_s=0.2 api_key_file={keys}"
-    with serving(home, f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}") as instance:
+    with serving(home, f"MODEL={checkpoint}", "REPLICAS=2", "DTYPE=float32", f"ARGS={arguments}", key=KEY) as instance:
         yield instance
 
 

@@ -51,10 +51,36 @@ def test_no_port_of_the_default_profile_is_open_to_others(app):
     assert {"gcs_server", "raylet", "ray::ProxyActor"} <= check_ports(app)
 
 
-def test_no_port_of_the_throughput_profile_is_open_to_others(checkpoint, tmp_path):
+def check_edge(url: str) -> None:
+    """Headers beyond a limit and Serve's own routes are answered like everything else."""
+    with httpx.Client(base_url=url, timeout=LIMIT_S, trust_env=False) as http:
+        assert http.get("/health/live", headers={f"x-{number}": "1" for number in range(80)}).is_success
+        for headers in ({f"x-{number}": "1" for number in range(150)}, {"x-large": "x" * 20_000}):
+            refused = http.get("/health/live", headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (431, "headers_too_large")
+        closed = http.get("/-/routes")
+        assert (closed.status_code, closed.json()["error"]["code"]) == (404, "not_found")
+        assert http.get("/-/healthz").is_success
+
+
+def test_the_edge_of_the_default_profile_answers_in_one_shape(app):
+    check_edge(app.url)
+
+
+def test_the_throughput_profile_has_an_edge_and_no_port_that_is_open_to_others(checkpoint, tmp_path):
     with serving(tmp_path, f"MODEL={checkpoint}", "PROFILE=throughput", "ARGS=kv_cache_bytes=64MiB") as instance:
         assert "haproxy" in check_ports(instance)
-        assert httpx.get(f"{instance.url}/health/live", timeout=LIMIT_S).is_success
+        check_edge(instance.url)
+        configuration = next(token_folder(instance).rglob("haproxy.cfg")).read_text()
+        frontend = configuration.partition("frontend http_frontend")[2]
+        assert "timeout http-request 10s" in configuration
+        assert frontend.index("reject if { sc0_conn_cur gt 2048 }") < frontend.index("sc0_conn_cur gt 1024")
+        assert "text/plain lf-string" not in configuration
+
+
+def token_folder(instance: Served) -> Path:
+    """Return the folder of an application's private cluster."""
+    return Path(instance.ray_environment["RAY_AUTH_TOKEN_PATH"]).parent
 
 
 def agent_answers(app: Served, name: str, path: str) -> set[int]:

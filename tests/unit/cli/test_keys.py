@@ -44,6 +44,15 @@ def test_a_new_key_is_shown_once_and_its_hash_is_stored(file: Path) -> None:
     assert lines[2].split()[1:3] == ["zeta", "standard"]
 
 
+def test_an_operators_key_is_one(file: Path) -> None:
+    watching, other = created(file, "ops", "--operator"), created(file, "acme")
+    owners = read_owners(file)
+    assert owners[digest_of(watching)].is_operator and not owners[digest_of(other)].is_operator
+    assert file.read_text().count("operator") == 1
+    header, first, second = keys(file, "list").stdout.splitlines()
+    assert (header.split()[3], first.split()[3], second.split()[3]) == ("OPERATOR", "yes", "-")
+
+
 def test_a_key_is_revoked_by_itself_or_its_first_digits(file: Path) -> None:
     first, second, third = (created(file, tenant) for tenant in "abc")
     assert keys(file, "revoke", first).exit_code == 0

@@ -1,6 +1,7 @@
 """API keys, key files that are refused at start-up, and the hosts that are answered."""
 
 import asyncio
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ from replicas.protocol import Band
 from serve_app.auth import ANONYMOUS, Authenticator, Principal
 from serve_app.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.reference.operations import OPERATIONS
 from testkit.http.api import MODEL, MakeApi, refusal
 from testkit.limits import LIMIT_S
+
+OPEN = {"/", "/docs", "/openapi.json", "/version", "/health", "/health/live", "/health/ready"}
 
 
 @pytest.fixture
@@ -58,14 +62,33 @@ async def test_without_a_key_nothing_is_served(
 async def test_missing_key_is_reported_before_a_malformed_header(make_api: MakeApi, key_file: str) -> None:
     api = make_api(settings={"api_key_file": key_file})
     malformed = {"idempotency-key": "two words", "x-headway-priority": "soon", "request-timeout-ms": "-"}
-    for path in ("/v1/jobs", "/generate", "/v1/batches", "/v1/batch/async", "/v1/completions"):
-        response = await api.http.post(path, json={}, headers=malformed)
-        assert refusal(response) == (401, "invalid_api_key", None)
+    malformed |= {"content-type": "text/plain", "content-length": "x", "x-stainless-timeout": "-"}
+    for method, path in (route.split() for route in OPERATIONS):
+        if path not in OPEN:
+            response = await api.http.request(method, re.sub("[{}]", "", path), headers=malformed)
+            assert refusal(response) == (401, "invalid_api_key", None), path
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/metrics", "/load"])
-async def test_operators_need_no_key(make_api: MakeApi, key_file: str, path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
+async def test_probes_need_no_key(make_api: MakeApi, key_file: str, path: str) -> None:
     assert (await make_api(settings={"api_key_file": key_file}).http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/load", "/load/"])
+async def test_all_tenants_load_is_shown_to_operators_alone(make_api: MakeApi, key_file: str, path: str) -> None:
+    with Path(key_file).open("a") as file:
+        file.write(f"{digest_of('watch')}:\n  tenant: ops\n  operator: true\n")
+    api = make_api(settings={"api_key_file": key_file})
+    assert refusal(await api.http.get(path)) == (401, "invalid_api_key", None)
+    tenants = await api.http.get(path, headers={"authorization": "Bearer secret"})
+    assert refusal(tenants) == (403, "operator_key_required", None)
+    assert (await api.http.get(path, headers={"authorization": "Bearer watch"})).status_code == 200
+
+
+async def test_a_model_in_a_directory_does_not_show_its_path(make_api: MakeApi) -> None:
+    api = make_api()
+    card = (await api.http.get("/v1/models")).json()["data"][0]
+    assert card["root"] == MODEL and str(Path.home()) not in str(card) and "/" not in card["root"]
 
 
 async def test_a_revoked_key_is_refused_while_the_server_runs(make_api: MakeApi, key_file: str) -> None:
@@ -100,6 +123,7 @@ def test_without_a_file_everybody_is_anonymous() -> None:
         (f"{'a' * 64}: acme", "no `tenant`"),
         (f"{'a' * 64}: {{tenant: a, ceiling: king}}", "must be a band"),
         (f"{'a' * 64}: {{tenant: a, celing: batch}}", "celing"),
+        (f"{'a' * 64}: {{tenant: a, operator: 1}}", "must be true or false"),
     ],
 )
 def test_bad_key_file_is_refused_at_start(tmp_path: Path, text: str, message: str) -> None:

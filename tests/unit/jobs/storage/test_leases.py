@@ -14,6 +14,7 @@ from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import end_lines, release_lines
 from serve_app.jobs.storage.ownership import dead_owners, heartbeat, reap_owner
 from serve_app.jobs.storage.tables import batches
+from serve_app.jobs.webhooks.receivers import Closed, Receiver
 from testkit.jobs.database_worlds import MODEL, World, body, failure, new_batch, success
 
 
@@ -83,8 +84,17 @@ async def test_a_failed_request_fails_its_job_and_is_announced(world, owners):
     [line] = await world.lease("a", batch_id)
     await world.write(lambda c: end_lines(c, "a", [failure(line)], world.now))
     assert await status_of(world, batch_id) is BatchStatus.FAILED
-    [pending] = await SqlOutbox(world.database, world.clock).due_deliveries(world.now, 10)
+    outbox = SqlOutbox(world.database, world.clock)
+    [pending] = await outbox.due_deliveries(world.now, 10)
     assert (pending.batch_id, pending.event, pending.num_attempts) == (batch_id, "response.failed", 0)
+    assert pending.tenant == "acme"
+    for closed, is_due in (
+        (Closed(receivers=frozenset({Receiver("acme", "example.org")})), False),
+        (Closed(receivers=frozenset({Receiver("acme", "other.org"), Receiver("zeta", "example.org")})), True),
+        (Closed(tenants=frozenset({"acme"})), False),
+        (Closed(delivery_ids=frozenset({pending.id})), False),
+    ):
+        assert bool(await outbox.due_deliveries(world.now, 10, closed)) is is_due
     with pytest.raises(BatchNotCancellable):
         await world.write(lambda c: cancel_batch(c, "acme", batch_id, world.now))
 

@@ -152,7 +152,7 @@ ALLOWED, FORBIDDEN = "127.0.0.1", "127.0.0.2"
 
 
 def delivery(url: str) -> Delivery:
-    return Delivery("evt_1", "batch_1", "batch.completed", url, "{}", 0, 0.0)
+    return Delivery("evt_1", "batch_1", "t", "batch.completed", url, "{}", 0, 0.0)
 
 
 @asynccontextmanager

@@ -1,9 +1,10 @@
-"""Webhooks: signed with a secret drawn once, tried again for 72 hours, each host one at a time."""
+"""Webhooks: signed with a secret drawn once, tried again for 72 hours; a receiver that hangs delays nobody else's."""
 
 import asyncio
 import json
 import random
 import stat
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.client import DeliveryFailed, WebhookClient
 from serve_app.jobs.webhooks.events import Delivery, delivery_of, host_of
 from serve_app.jobs.webhooks.guard import WebhookGuard
+from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed, Receiver, ReceiverLimits, Receivers
 from serve_app.jobs.webhooks.sender import (
     MAX_AGE_S,
     AttemptOutcome,
@@ -46,7 +48,7 @@ def batch(status: BatchStatus, kind: BatchKind = BatchKind.FILE, counts: Request
 
 
 def delivery(number: int = 1, host: str = "good.test", **changes: Any) -> Delivery:
-    made = Delivery(f"evt_{number}", "batch_7", "batch.completed", f"http://{host}/hook", "{}", 0, 0.0)
+    made = Delivery(f"evt_{number}", "batch_7", "t", "batch.completed", f"http://{host}/hook", "{}", 0, 0.0)
     return replace(made, **changes)
 
 
@@ -67,7 +69,7 @@ def delivery(number: int = 1, host: str = "good.test", **changes: Any) -> Delive
 )
 def test_the_event_is_one_that_openai_has(ended: BatchRecord, event_type: str) -> None:
     made = delivery_of(ended, "http://x", "evt_1", 2001.0)
-    assert made == Delivery("evt_1", "batch_7", event_type, "http://x", made.body, 0, 2001.0)
+    assert made == Delivery("evt_1", "batch_7", "t", event_type, "http://x", made.body, 0, 2001.0)
     assert json.loads(made.body) == {
         "id": "evt_1",
         "object": "event",
@@ -191,13 +193,17 @@ class MemoryOutbox:
         self.done: list[str] = []
         self.num_failing_calls = 0
 
-    async def due_deliveries(
-        self, now_unix_s: float, limit: int, without_hosts: frozenset[str] = frozenset()
-    ) -> list[Delivery]:
+    async def due_deliveries(self, now_unix_s: float, limit: int, closed: Closed = NONE_CLOSED) -> list[Delivery]:
         self._maybe_fail()
         due = [(at, key) for key, at in self.next_unix_s.items() if at is not None and at <= now_unix_s]
         deliveries = [self.pending[key] for _, key in sorted(due)]
-        return [each for each in deliveries if host_of(each.url) not in without_hosts][:limit]
+        return [
+            each
+            for each in deliveries
+            if Receiver(each.tenant, host_of(each.url)) not in closed.receivers
+            and each.tenant not in closed.tenants
+            and each.id not in closed.delivery_ids
+        ][:limit]
 
     async def delivered(self, delivery_id: str) -> None:
         self._maybe_fail()
@@ -218,19 +224,19 @@ class MemoryOutbox:
 
 
 class Hosts:
-    """Hosts that fail a given number of times, and answer no sooner than the test lets them."""
+    """Hosts that fail a given number of times, answer no sooner than the test lets them, or hang to the limit."""
 
     def __init__(self, num_failures: int = 0, error: Exception | None = None, slow: Sequence[str] = ()) -> None:
         self.posted: list[Delivery] = []
         self.under_way: list[str] = []
         self.most_under_way = 0
         self._num_failures = num_failures
-        self._error = error or DeliveryFailed("status 500")
+        self._error = error or DeliveryFailed("status 500", has_answered=True)
         self._slow = {host: asyncio.Event() for host in slow}
+        self.hanging: set[str] = set()
 
     async def post(self, sent: Delivery) -> None:
         host = host_of(sent.url)
-        assert host not in self.under_way
         self.posted.append(sent)
         self.under_way.append(host)
         self.most_under_way = max(self.most_under_way, len(self.under_way))
@@ -238,6 +244,8 @@ class Hosts:
             await asyncio.sleep(0)
             if host in self._slow:
                 await self._slow[host].wait()
+            if host in self.hanging:
+                raise DeliveryFailed("no answer within 15 s")
         finally:
             self.under_way.remove(host)
         if len(self.posted) <= self._num_failures:
@@ -249,10 +257,14 @@ class Hosts:
 
 @asynccontextmanager
 async def sending(
-    outbox: Outbox, hosts: Hosts, max_parallel: int = 8, time: SetTime | None = None
+    outbox: Outbox,
+    hosts: Hosts,
+    max_parallel: int = 8,
+    time: SetTime | None = None,
+    receivers: ReceiverLimits | None = None,
 ) -> AsyncIterator[WebhookSender]:
     """Run a sender within the context; it looks for work every millisecond."""
-    limits = SendingLimits(max_parallel, poll_period_s=0.001)
+    limits = SendingLimits(max_parallel, receivers or ReceiverLimits(), poll_period_s=0.001)
     sender = WebhookSender(outbox, hosts.post, random.Random(0), (time or SetTime()).clock, limits)
     task = asyncio.create_task(sender.run())
     try:
@@ -302,12 +314,70 @@ async def test_a_slow_host_with_many_deliveries_delays_no_other() -> None:
     slow = [delivery(number, "slow.test") for number in range(100)]
     others = [delivery(number, f"host-{number}") for number in range(100, 110)]
     outbox, hosts = MemoryOutbox(*slow, *others), Hosts(slow=["slow.test"])
-    async with sending(outbox, hosts, max_parallel=4):
+    async with sending(outbox, hosts, max_parallel=4, receivers=ReceiverLimits(2, 4)):
         await until(lambda: len(outbox.done) == 10)
-        assert [each.id for each in hosts.posted if "slow" in each.url] == ["evt_0"]
+        assert [each.id for each in hosts.posted if "slow" in each.url] == ["evt_0", "evt_1"]
         assert hosts.most_under_way <= 4
         hosts.answer("slow.test")
         await until(lambda: len(outbox.done) == 110)
+
+
+def owed(numbers: range, tenant: str, host: str) -> list[Delivery]:
+    return [replace(delivery(number, host), tenant=tenant) for number in numbers]
+
+
+async def test_a_receiver_that_hangs_delays_nobody_elses_webhooks() -> None:
+    hanging = owed(range(300), "a", "hang.test")
+    others = [*owed(range(300, 301), "a", "good.test"), *owed(range(301, 302), "b", "hang.test")]
+    outbox, hosts, time = MemoryOutbox(*hanging, *others), Hosts(slow=["hang.test"]), SetTime()
+
+    def attempts(tenant: str) -> list[str]:
+        return [each.id for each in hosts.posted if each.tenant == tenant and "hang" in each.url]
+
+    async with sending(outbox, hosts, max_parallel=64, time=time):
+        await until(lambda: outbox.done == ["evt_300"] and bool(attempts("b")))
+        assert len(attempts("a")) == 4 and hosts.most_under_way == 6
+        hosts.hanging = {"hang.test"}
+        hosts.answer("hang.test")
+        await until(lambda: "evt_301" in outbox.errors and not hosts.under_way)
+        for num_attempts, pause_s in ((5, 5.0), (6, 10.0), (7, 20.0), (8, 40.0), (9, 60.0), (10, 60.0)):
+            await asyncio.sleep(0.01)
+            assert len(attempts("a")) == num_attempts - 1, "it pauses"
+            time.now += pause_s
+            await until(lambda n=num_attempts: len(attempts("a")) == n and not hosts.under_way)  # type: ignore[misc]
+        await asyncio.sleep(0.01)
+        hosts.hanging = set()
+        time.now += 60.0
+        await until(lambda: len(outbox.done) >= 290)
+        assert len(hosts.posted) < 320, "no attempt was made in vain while it hung"
+
+
+async def test_one_tenant_leaves_places_to_others() -> None:
+    slow = [f"slow-{number}.test" for number in range(50)]
+    much = [replace(delivery(number, host), tenant="a") for number, host in enumerate(slow)]
+    outbox, hosts = MemoryOutbox(*much, *owed(range(50, 51), "b", "good.test")), Hosts(slow=slow)
+    async with sending(outbox, hosts, max_parallel=10, receivers=ReceiverLimits(4, 6)):
+        await until(lambda: outbox.done == ["evt_50"])
+        assert len(hosts.under_way) == 6
+
+
+def test_the_counts_of_receivers_survive_any_order_of_attempts() -> None:
+    rng, time = random.Random(5), SetTime()
+    receivers = Receivers(ReceiverLimits(2, 3), time.clock.monotonic)
+    running: list[Receiver] = []
+    for _ in range(3000):
+        receiver = Receiver(rng.choice("ab"), rng.choice("xyz"))
+        closed = receivers.closed()
+        is_closed = receiver in closed.receivers or receiver.tenant in closed.tenants
+        if rng.random() < 0.5:
+            assert receivers.begin(receiver) is not is_closed
+            running += [] if is_closed else [receiver]
+        elif running:
+            receivers.end(running.pop(rng.randrange(len(running))), rng.random() < 0.6)
+        time.now += rng.choice([0.0, 1.0, 30.0])
+        assert max(Counter(running).values(), default=0) <= 2
+        assert max(Counter(one.tenant for one in running).values(), default=0) <= 3
+        receivers.check_invariants()
 
 
 async def test_a_database_outage_delays_webhooks_and_repeats_none() -> None:

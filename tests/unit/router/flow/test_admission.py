@@ -1,6 +1,8 @@
 """Admission: refusals by predicted wait and by limits, the reported headroom, and expected output."""
 
 import asyncio
+import itertools
+import random
 from contextlib import suppress
 from dataclasses import replace
 
@@ -9,11 +11,15 @@ import pytest
 import router.flow.admission as module
 from replicas.errors import DeadlineExceeded, Overloaded
 from replicas.protocol import Band
+from router.balancing.load_table import LoadTable
+from router.balancing.policy import LeastTokens
 from router.flow.admission import OutputLengths
+from router.flow.flow_control import FlowController
+from router.flow.flow_queue import QueuedRequest
 from router.types import Headroom, Outcome
 from testkit.router.dispatch_worlds import World
 from testkit.router.flow_worlds import Flow, limits
-from testkit.router.simulated_replicas import FakeReplica, request, stats
+from testkit.router.simulated_replicas import FakeObserver, FakeReplica, request, stats
 from testkit.router.simulated_time import settle_down
 
 FORGOTTEN_S = 5.1
@@ -73,6 +79,18 @@ async def test_a_deadline_that_passed_before_arrival_has_its_own_error():
     for within_s in (0.0, -0.01):
         with pytest.raises(DeadlineExceeded, match="passed before it was queued"):
             flow.ask(within_s=within_s)
+
+
+async def test_a_deadline_that_passes_during_admission_is_never_told_as_negative():
+    reads = itertools.count(0.0, 0.001)
+    table = LoadTable(lambda: next(reads))
+    table.record(stats(rate=10.0, running=(4, 0, 0), slots=4, waiting=(0, 1, 0)))
+    controller = FlowController(limits(), table, LeastTokens(random.Random(0)), FakeObserver())
+    controller.queue.add(QueuedRequest(request("first"), 1000, None, 0), table.now())
+    for within_s in (0.0, 0.0025, 0.0035, 0.5):
+        with pytest.raises((DeadlineExceeded, Overloaded)) as refusal:
+            controller.admit(request(), table.now() + within_s)
+        assert "-" not in str(refusal.value)
 
 
 async def test_a_predicted_wait_beyond_the_bands_limit_is_refused():

@@ -1,0 +1,142 @@
+"""The edge: limits of headers and connections, probes in time, and OpenAI's error shape for Serve's own errors."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.http.edge import CONNECTIONS_VARIABLE, EdgeLimits, EdgeMiddleware, edge_middleware
+from testkit.http.api import refusal
+from testkit.limits import until
+
+LIMITS = EdgeLimits(max_headers=10, max_header_bytes=1000, max_connections_per_address=2, probe_limit_s=0.05)
+Answer = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class Front:
+    """An edge in front of an application that gives one answer to every request."""
+
+    def __init__(self, answer: Answer, address: str = "192.0.2.7") -> None:
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            self.seen.append(scope["path"])
+            await (await answer(Request(scope)))(scope, receive, send)
+
+        self.seen: list[str] = []
+        self.edge = EdgeMiddleware(application, LIMITS)
+        transport = httpx.ASGITransport(self.edge, client=(address, 5000))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://test", headers={"user-agent": "test"})
+
+
+async def fine(request: Request) -> ASGIApp:
+    return JSONResponse({"ok": True})
+
+
+async def test_headers_beyond_a_limit_are_told_with_the_limit() -> None:
+    front = Front(fine)
+    assert (await front.http.get("/", headers={"x-large": "x" * 500})).json() == {"ok": True}
+    many = await front.http.get("/", headers={f"x-{number}": "1" for number in range(20)})
+    large = await front.http.get("/", headers={"x-large": "x" * 1000})
+    for response, limit in ((many, "at most 10"), (large, "at most 1000")):
+        assert refusal(response) == (431, "headers_too_large", None)
+        assert limit in response.json()["error"]["message"] and response.headers["connection"] == "close"
+    assert front.seen == ["/"]
+
+
+async def test_an_address_has_so_many_open_requests() -> None:
+    gate = asyncio.Event()
+
+    async def held(request: Request) -> ASGIApp:
+        await gate.wait()
+        return JSONResponse({})
+
+    for address, is_limited in (("192.0.2.7", True), ("127.0.0.1", False), ("::1", False), ("::ffff:127.0.0.1", False)):
+        gate.clear()
+        front = Front(held, address)
+        held_back = [asyncio.create_task(front.http.get("/")) for _ in range(2)]
+        await until(lambda front=front: len(front.seen) == 2)  # type: ignore[misc]
+        third = asyncio.create_task(front.http.get("/"))
+        if is_limited:
+            assert refusal(await third) == (429, "too_many_connections", None)
+        gate.set()
+        assert [one.status_code for one in await asyncio.gather(*held_back)] == [200, 200]
+        await third
+        assert not front.edge.num_open
+        assert (await front.http.get("/")).is_success
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (404, (503, "no_ready_replica", None)),
+        (500, (502, "ingress_lost", None)),
+        (503, (503, "no_ready_replica", None)),
+        (408, (408, "request_timeout", None)),
+    ],
+)
+async def test_serves_own_errors_have_the_shape_of_all_others(status: int, expected: tuple[Any, ...]) -> None:
+    async def serves(request: Request) -> ASGIApp:
+        return PlainTextResponse("Path '/v1/secret' not found.", status)
+
+    response = await Front(serves).http.get("/v1/secret")
+    assert refusal(response) == expected
+    assert response.headers["content-type"] == "application/json" and "secret" not in response.text
+    assert int(response.headers["content-length"]) == len(response.content)
+
+
+async def test_the_applications_own_answers_pass_unchanged() -> None:
+    async def own(request: Request) -> ASGIApp:
+        if request.url.path == "/metrics":
+            return PlainTextResponse("up 1")
+        if request.url.path == "/stream":
+
+            async def parts() -> Any:
+                yield "a"
+                yield "b"
+
+            return StreamingResponse(parts(), media_type="text/event-stream")
+        return JSONResponse({"error": {}}, 404, headers={"x-own": "1"})
+
+    front = Front(own)
+    assert (await front.http.get("/metrics")).text == "up 1"
+    assert (await front.http.get("/stream")).text == "ab"
+    response = await front.http.get("/nowhere")
+    assert (response.status_code, response.json(), response.headers["x-own"]) == (404, {"error": {}}, "1")
+
+
+async def test_serves_list_of_routes_is_closed() -> None:
+    front = Front(fine)
+    assert refusal(await front.http.get("/-/routes")) == (404, "not_found", None)
+    assert (await front.http.get("/-/healthz")).is_success
+    assert front.seen == ["/-/healthz"]
+
+
+async def test_a_probe_that_no_ingress_answers_fails_in_time() -> None:
+    cancelled = asyncio.Event()
+
+    async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # as Serve does
+            cancelled.set()
+            await PlainTextResponse("cancelled", 499)(scope, receive, send)
+
+    transport = httpx.ASGITransport(EdgeMiddleware(nobody, LIMITS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        for path in ("/health", "/health/live", "/health/ready"):
+            cancelled.clear()
+            assert refusal(await http.get(path)) == (503, "no_ready_replica", None)
+            await asyncio.wait_for(cancelled.wait(), 5)
+
+
+def test_serve_gets_the_limit_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONNECTIONS_VARIABLE, "7")
+    [middleware] = edge_middleware()
+    app = middleware.cls(Starlette(), *middleware.args, **middleware.kwargs)
+    assert isinstance(app, EdgeMiddleware)
+    assert middleware.kwargs["limits"] == EdgeLimits(max_connections_per_address=7)
