@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
-from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
+from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy, StepWatch
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import ConstraintCompiler
@@ -45,6 +45,8 @@ class Backend:
     """Kernels that compute attention; empty: not known."""
     constraints: ConstraintCompiler | None = None
     """Compiler of grammars; None: outputs cannot have one."""
+    warm_step_s: float = 0.0
+    """Seconds that a few of the largest steps take once kernels are compiled."""
 
 
 def load_torch_backend(options: ReplicaOptions) -> Backend:
@@ -57,6 +59,9 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
     loaded = load_model(options.model)
     runner = build_runner(loaded, options.limits, options.runner)
     warm_up(runner, options.limits)
+    warmed_s = time.monotonic()
+    warm_up(runner, options.limits)  # Without compilation: what a large step takes.
+    warm_step_s = time.monotonic() - warmed_s
     return Backend(
         runner=runner,
         decoders=lambda request: make_decoder(
@@ -72,6 +77,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         constraints=None
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
+        warm_step_s=warm_step_s,
     )
 
 
@@ -115,13 +121,14 @@ class ModelReplica:
             align_when_throttled=is_on_cpu,
         )
         self._constraints = backend.constraints
+        self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid())
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
 
     def start(self) -> AsyncEngine:
         """Start the engine on the running event loop, and return it. Called once."""
-        engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints)
+        engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints, steps=self._steps)
         engine.start()
         return engine
 

@@ -29,6 +29,7 @@ from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
 from router.scaling.autoscaling import AutoscalingSettings
 from router.types import LatencyTargets
+from router.watch import WatchSettings
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
@@ -44,6 +45,7 @@ PARTS = (
     EngineLimits,
     StreamOptions,
     FlowLimits,
+    WatchSettings,
     AutoscalingSettings,
     IngressSettings,
     RequestLimits,
@@ -125,7 +127,7 @@ class HeadwayConfig(_SettingsOfParts):
     """Time that running requests have to finish when a replica is stopped, seconds."""
     health_check_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two health checks of a replica."""
-    health_check_timeout_s: float = Field(default=10.0, gt=0)
+    health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
     max_queued_requests: int = Field(default=1024, ge=1)
@@ -352,6 +354,10 @@ class HeadwayConfig(_SettingsOfParts):
             max_replicas=self.effective_max_replicas,
             num_replicas=self.num_replicas,
         )
+
+    def watch_settings(self) -> WatchSettings:
+        """Compose the settings of an ingress's polls, and of the streams that leave a replica."""
+        return self._part(WatchSettings, poll_period_s=self.load_poll_period_s)
 
     def allowed_webhook_hosts(self) -> AllowedHosts:
         """Return the hosts that may receive webhooks although they are not public."""

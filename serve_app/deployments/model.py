@@ -4,6 +4,7 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
-from replicas.errors import ReplicaLost
+from replicas.errors import EngineDead, ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
@@ -76,6 +77,8 @@ class Model:
         """
         if report is not None:
             self._ingresses.heartbeat(report.ingress_id)
+        with contextlib.suppress(EngineDead):  # A dead engine reports that it takes no requests.
+            self._engine.check_alive()
         return PollReply(self._engine.stats(), self._board.publish(report))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -86,12 +89,12 @@ class Model:
         """Return all metrics of the engine."""
         return self._engine.metrics()
 
-    async def describe(self) -> ModelCard:
-        """Return the model's card."""
+    async def describe(self, ranking: Sequence[str] = ()) -> ModelCard:
+        """Return the model's card; `ranking` is for `RankedRouter`."""
         return self._card
 
     async def check_health(self) -> None:
-        """Raise if the engine is dead, so that Serve replaces the replica."""
+        """Raise if the engine is dead or hung, so that Serve replaces the replica."""
         self._engine.check_alive()
 
     async def __del__(self) -> None:

@@ -59,7 +59,7 @@ class Routing:
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
         client = ServeReplicaClient(model, gossip)
-        self.dispatcher = Dispatcher(client, flow, observer, config.load_poll_period_s)
+        self.dispatcher = Dispatcher(client, flow, observer, config.watch_settings())
         autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
