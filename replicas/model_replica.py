@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy, StepWatch
 from replicas.engine.batch import ModelRunner
@@ -24,6 +26,8 @@ from replicas.protocol import ModelCard, ReplicaIdentity
 
 _log = logging.getLogger(__name__)
 
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_SAMPLE_BYTES = 65536
 _STREAM_CHUNKS_PER_S = 2000.0
 _STREAM_CHUNKS_PER_S_ON_CPU = 25.0
 """Chunks per second and processor, for an engine that computes on the processors that carry the chunks."""
@@ -122,7 +126,8 @@ class ModelReplica:
         )
         self._constraints = backend.constraints
         self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s)
-        identity = ReplicaIdentity(replica_id, node_id, os.getpid())
+        weights_id = weights_digest(options.model.path, f"{backend.dtype} {options.model.quantization}")
+        identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
 
@@ -131,6 +136,26 @@ class ModelReplica:
         engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints, steps=self._steps)
         engine.start()
         return engine
+
+
+def weights_digest(path: str, precision: str) -> str:
+    """Return a digest of a checkpoint's weights and their precision: equal ones give the same tokens.
+
+    It reads three samples of each file of weights, which differ between any two trained models, and not all of it. The
+    digest of what is not a directory, such as a hub id, is that of its name.
+    """
+    digest = hashlib.blake2b(precision.encode(), digest_size=16)
+    files = sorted(file for pattern in _WEIGHT_FILES for file in Path(path).glob(pattern))
+    if not files:
+        digest.update(path.encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                opened.seek(position)
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:

@@ -144,6 +144,20 @@ class Dispatcher:
         """Return everything that every replica's engine counts."""
         return await self._client.poll_metrics()
 
+    async def drain(self, replica_id: str) -> bool:
+        """Have a replica refuse new requests and hand over its streams; return False if there is no such replica.
+
+        Raises:
+            ServingError: the replica did not answer.
+        """
+        if replica_id not in {view.stats.replica_id for view in self._table.views()}:
+            await self._try_refresh()
+        is_known = replica_id in {view.stats.replica_id for view in self._table.views()}
+        if not is_known or not await self._client.drain(replica_id):
+            return False
+        await self._try_refresh()
+        return True
+
     async def model_card(self) -> ModelCard:
         """Return the description of the model that the replicas serve.
 

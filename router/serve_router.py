@@ -64,6 +64,7 @@ class ServeReplicaClient:
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
         self._poll = handle.options(method_name="poll")
+        self._drain = handle.options(method_name="drain")
         self._num_streams: Counter[str] = Counter()
         self._probe: asyncio.Task[list[PollReply]] | None = None
         """Broadcast of a poll beside a replica that hangs; None: the last broadcast was answered."""
@@ -117,6 +118,21 @@ class ServeReplicaClient:
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""
         return await self._broadcast("metrics")
+
+    async def drain(self, replica_id: str) -> bool:
+        """Have a replica refuse new requests; return False if it is not running.
+
+        Raises:
+            ServingError: the replica did not answer.
+        """
+        try:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                # Serve may pass by the replica, which then is not the one that answers.
+                return bool(await in_own_context(self._drain.remote, replica_id, ranking=[replica_id]))
+        except TimeoutError:
+            raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
+        except HANDLE_ERRORS as error:
+            raise _as_serving_error(error) from error
 
     async def describe(self) -> ModelCard:
         """Return the model description of any one replica. Does not have a replica started where there is none.

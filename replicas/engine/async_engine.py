@@ -282,9 +282,13 @@ class AsyncEngine:
         if self._death is not None:
             raise self._death
 
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; the load reports it."""
+        self._inbox.put(self._engine.drain)
+
     async def drain(self) -> None:
         """Refuse new requests; return when the accepted ones have ended."""
-        self._inbox.put(self._engine.drain)
+        self.begin_drain()
         await self._is_idle.wait()
 
     async def stop(self) -> None:

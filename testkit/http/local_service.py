@@ -58,6 +58,9 @@ class LocalReplicaClient:
     async def poll_metrics(self) -> list[EngineMetrics]:
         return [self._engine.metrics()]
 
+    async def drain(self, replica_id: str) -> bool:
+        return False
+
     async def describe(self) -> ModelCard:
         return self._card
 

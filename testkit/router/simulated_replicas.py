@@ -303,6 +303,10 @@ class FakeClient:
     async def poll_metrics(self) -> list[EngineMetrics]:
         return [EngineMetrics(replica_id, (), ()) for replica_id in self.replicas]
 
+    async def drain(self, replica_id: str) -> bool:
+        self.replicas[replica_id].drain()
+        return True
+
     async def describe(self) -> ModelCard:
         if not self.replicas:
             raise NoReplicaAvailable("none")

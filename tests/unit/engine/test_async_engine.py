@@ -297,6 +297,7 @@ async def test_hung_step_fails_the_streams_and_is_not_waited_for(num_steps: int)
         assert engine.stats().is_draining
         await asyncio.wait_for(engine.stop(), 1.0)
         runner.gate.release(100)  # What the step computes after all has no reader.
+        await asyncio.to_thread(engine._thread.join, LIMIT_S)
 
 
 async def test_slow_steps_are_not_hung() -> None:

@@ -164,3 +164,15 @@ async def test_a_draining_replica_hands_over_no_more_than_others_have_slots_for(
     assert len(old.running) == 2 and world.observer.migrations == {"resumed": 1}
     for outcome, of in zip(await asyncio.gather(*reading), wanted, strict=True):
         outcome.check(of)
+
+
+async def test_a_replica_is_drained_by_its_id(make_world: MakeWorld):
+    world = make_world(FakeReplica("a"), FakeReplica("b"), is_polled=True)
+    wanted = long("wanted", 100)
+    [reading] = await begin(world, wanted)
+    leaving = serving(world)
+    assert await world.dispatcher.drain(leaving.replica_id)
+    assert not await world.dispatcher.drain("nobody")
+    await world.read_all([request(str(number)) for number in range(3)])
+    (await reading).check(wanted)
+    assert len(leaving.started) == 1 and world.observer.migrations == {"resumed": 1}
