@@ -70,6 +70,18 @@ _RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
 _REMOVED = {"routing_policy": "least_tokens", "num_bound_early": "0"}
 """Map from a removed field to the behaviour that is now fixed; only that value is accepted, with a warning."""
 
+_MODEL_PARTS = (ModelOptions, RunnerOptions, EngineLimits, StreamOptions)
+_ROUTING_PARTS = (FlowLimits, WatchSettings, AutoscalingSettings, RequestLimits)
+_ROUTING_FIELDS = {
+    "model", "served_model_name", "enable_prefix_caching", "max_queued_requests", "max_queued_tokens",
+    "max_queued_batch_requests", "max_queued_batch_tokens", "max_tenant_queue_share", "max_starvation_s",
+    "max_interactive_wait_s", "max_standard_wait_s", "interactive_ttft_target_s", "interactive_tpot_target_s",
+    "standard_ttft_target_s", "standard_tpot_target_s", "batch_ttft_target_s", "batch_tpot_target_s",
+    "load_poll_period_s", "data_dir", "webhook_allowed_hosts",
+}  # fmt: skip
+"""Fields of `HeadwayConfig` that every process with a router reads."""
+_HTTP_SETTINGS_OF_JOBS = {"api_key_file", "max_body_bytes", "num_tokenizer_threads", "tool_call_parser"}
+
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
 """A number of bytes, also with a unit."""
@@ -281,6 +293,32 @@ class HeadwayConfig(_SettingsOfParts):
     def jobs_files_url(self) -> str:
         """URL of the folder that holds the bytes of files, for fsspec."""
         return self.files_url or f"{self.data_dir}/files"
+
+    def of_model(self) -> HeadwayConfig:
+        """Return the settings that a model replica reads; all others have their defaults."""
+        names = {"model", "num_ingress_replicas", "max_queued_tokens", "max_starvation_s", "cpus_per_replica"}
+        return self._only(names | {"load_poll_period_s"}, *_MODEL_PARTS)
+
+    def of_ingress(self) -> HeadwayConfig:
+        """Return the settings that an ingress reads; all others have their defaults."""
+        return self._only(_ROUTING_FIELDS | {"files_url"}, *_ROUTING_PARTS, IngressSettings, JobsSettings)
+
+    def of_jobs(self) -> HeadwayConfig:
+        """Return the settings that the jobs process reads; all others have their defaults."""
+        names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
+        return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings)
+
+    def replica_bounds(self) -> dict[str, int]:
+        """Return the bounds on the number of model replicas, which may change while the processes run."""
+        return {
+            "min_replicas": self.effective_min_replicas,
+            "max_replicas": self.effective_max_replicas,
+            "num_replicas": self.num_replicas,
+        }
+
+    def _only(self, names: set[str], *parts: type) -> HeadwayConfig:
+        names = names.union(*(settings_of(part) for part in parts))
+        return HeadwayConfig.model_construct(**{name: getattr(self, name) for name in sorted(names)})
 
     @property
     def effective_min_replicas(self) -> int:
