@@ -82,6 +82,9 @@ class ScriptedReplica:
         """Return no metrics."""
         return []
 
+    async def drain(self, replica_id: str) -> bool:
+        return False
+
     async def describe(self) -> ModelCard:
         """Return a card with limits that admit every request."""
         return ModelCard(_MODEL, 4096, 512, 16, 10**6, self.num_streams, "none", "scripted")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
+from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy, StepWatch
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import ConstraintCompiler
@@ -24,6 +26,8 @@ from replicas.protocol import ModelCard, ReplicaIdentity
 
 _log = logging.getLogger(__name__)
 
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+_SAMPLE_BYTES = 65536
 _STREAM_CHUNKS_PER_S = 2000.0
 _STREAM_CHUNKS_PER_S_ON_CPU = 25.0
 """Chunks per second and processor, for an engine that computes on the processors that carry the chunks."""
@@ -45,6 +49,8 @@ class Backend:
     """Kernels that compute attention; empty: not known."""
     constraints: ConstraintCompiler | None = None
     """Compiler of grammars; None: outputs cannot have one."""
+    warm_step_s: float = 0.0
+    """Seconds that a few of the largest steps take once kernels are compiled."""
 
 
 def load_torch_backend(options: ReplicaOptions) -> Backend:
@@ -57,6 +63,9 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
     loaded = load_model(options.model)
     runner = build_runner(loaded, options.limits, options.runner)
     warm_up(runner, options.limits)
+    warmed_s = time.monotonic()
+    warm_up(runner, options.limits)  # Without compilation: what a large step takes.
+    warm_step_s = time.monotonic() - warmed_s
     return Backend(
         runner=runner,
         decoders=lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids, request.params),
@@ -70,6 +79,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         constraints=None
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
+        warm_step_s=warm_step_s,
     )
 
 
@@ -113,15 +123,37 @@ class ModelReplica:
             align_when_throttled=is_on_cpu,
         )
         self._constraints = backend.constraints
-        identity = ReplicaIdentity(replica_id, node_id, os.getpid())
+        self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s)
+        weights_id = weights_digest(options.model.path, f"{backend.dtype} {options.model.quantization}")
+        identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
 
     def start(self) -> AsyncEngine:
         """Start the engine on the running event loop, and return it. Called once."""
-        engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints)
+        engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints, steps=self._steps)
         engine.start()
         return engine
+
+
+def weights_digest(path: str, precision: str) -> str:
+    """Return a digest of a checkpoint's weights and their precision: equal ones give the same tokens.
+
+    It reads three samples of each file of weights, which differ between any two trained models, and not all of it. The
+    digest of what is not a directory, such as a hub id, is that of its name.
+    """
+    digest = hashlib.blake2b(precision.encode(), digest_size=16)
+    files = sorted(file for pattern in _WEIGHT_FILES for file in Path(path).glob(pattern))
+    if not files:
+        digest.update(path.encode())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as opened:
+            for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                opened.seek(position)
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:

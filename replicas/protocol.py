@@ -152,6 +152,8 @@ class ReplicaIdentity:
     replica_id: str
     node_id: str
     pid: int
+    weights_id: str = ""
+    """Digest of the model's weights; replicas with the same one give the same tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,8 @@ class ReplicaStats:
     """Seconds since the engine thread last reported, while sequences wait or run; in polled stats only."""
     served_tokens: tuple[TenantTokens, ...] = ()
     """Tokens computed since the replica started, for the tenants served last; in polled stats only."""
+    weights_id: str = ""
+    """Digest of the model's weights."""
 
     @property
     def num_running(self) -> int:

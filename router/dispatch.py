@@ -22,6 +22,7 @@ from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, T
 from router.flow.flow_control import FlowController, SampleGroup
 from router.flow.usage import Placement
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
+from router.watch import WATCH_PERIOD_S, ReplicaWatch, WatchSettings
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +94,16 @@ class Dispatcher:
 
     def __init__(
         self, client: ReplicaClient, flow: FlowController, observer: RouterObserver,
-        poll_period_s: float = 1.0, unix_clock: Callable[[], float] = time.time,
+        settings: WatchSettings | None = None, unix_clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        """`poll_period_s` bounds the time for which load from another ingress stays unknown, seconds."""
+        """`settings`: None for the defaults."""
+        settings = settings or WatchSettings()
         self._client = client
         self._flow = flow
         self._table = flow.table
         self._observer = observer
-        self._poll_period_s = poll_period_s
+        self._poll_period_s = settings.poll_period_s
+        self._watch = ReplicaWatch(settings, self._table.now)
         self._unix_clock = unix_clock
         self._learning = asyncio.Lock()
 
@@ -129,7 +132,10 @@ class Dispatcher:
             ServingError: the poll failed; the table keeps what it knew, and its ages grow.
         """
         asked_s = self._table.now()
+        self._watch.asked()
         polled = await self._client.poll_stats()
+        for stats in polled:
+            self._watch.heard(stats)
         for replica_id in self._table.replace(polled, asked_s):
             self._flow.forget(replica_id)
         self._flow.polled(polled)
@@ -137,6 +143,20 @@ class Dispatcher:
     async def metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""
         return await self._client.poll_metrics()
+
+    async def drain(self, replica_id: str) -> bool:
+        """Have a replica refuse new requests and hand over its streams; return False if there is no such replica.
+
+        Raises:
+            ServingError: the replica did not answer.
+        """
+        if replica_id not in {view.stats.replica_id for view in self._table.views()}:
+            await self._try_refresh()
+        is_known = replica_id in {view.stats.replica_id for view in self._table.views()}
+        if not is_known or not await self._client.drain(replica_id):
+            return False
+        await self._try_refresh()
+        return True
 
     async def model_card(self) -> ModelCard:
         """Return the description of the model that the replicas serve.
@@ -147,10 +167,25 @@ class Dispatcher:
         return await self._client.describe()
 
     async def run(self) -> None:
-        """Poll all replicas until cancelled, to learn of new replicas, idle ones and other ingresses' load."""
+        """Poll and watch over all replicas until cancelled.
+
+        Polls tell of new replicas, idle ones and other ingresses' load. Streams leave hung and draining replicas.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._poll())
+            tasks.create_task(self._move_streams())
+
+    async def _poll(self) -> None:
         while True:
             await self._try_refresh()
             await asyncio.sleep(self._poll_period_s)
+
+    async def _move_streams(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            num_free = sum(max(0, view.num_free_slots(Band.BATCH)) for view in self._table.views())
+            for replica_id in self._watch.tick(num_free):
+                self._flow.forget(replica_id)
 
     async def _try_refresh(self) -> None:
         try:
@@ -190,6 +225,7 @@ class Dispatcher:
         """
         limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
         num_before = len(resumable.output_token_ids)
+        self._watch.begin(placement.in_flight)
         try:
             sent_request = replace(
                 request,
@@ -197,7 +233,7 @@ class Dispatcher:
                 is_promoted=placement.is_promoted,
             )
             async with aclosing(self._client.generate(sent_request, placement.ranking)) as deltas:
-                while (delta := await _next_before(limit_s, deltas)) is not None:
+                while (delta := await self._next(deltas, placement, limit_s)) is not None:
                     self._learn(delta, request, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
                         yield resumable.record(delta)
@@ -212,7 +248,29 @@ class Dispatcher:
             self._flow.forget(placement.in_flight.replica_id)
             raise
         finally:
+            self._watch.end(placement.in_flight)
             self._flow.settle(placement, request, len(resumable.output_token_ids) - num_before)
+
+    async def _next(
+        self, deltas: AsyncGenerator[TokenDelta, None], placement: Placement, limit_s: float | None
+    ) -> TokenDelta | None:
+        """Return the next delta; None at the end of the stream.
+
+        `limit_s` is a time of the event loop's clock. It limits this wait alone, so a slow reader is not interrupted
+        while it processes a delta. It lies a little after the deadline, which the engine enforces itself.
+
+        Raises:
+            DeadlineExceeded: no delta came in time.
+            ReplicaLost: the replica hangs, or is to leave.
+        """
+        try:
+            async with self._watch.within(placement.in_flight, limit_s):
+                return await anext(deltas, None)
+        except TimeoutError:
+            self._watch.check(placement.in_flight)
+            raise DeadlineExceeded("the deadline passed and the replica did not answer") from None
+        finally:
+            self._watch.waited(placement.in_flight)
 
     def _learn(self, delta: TokenDelta, request: GenerateRequest, placement: Placement) -> None:
         """Update the load table from a delta."""
@@ -223,6 +281,7 @@ class Dispatcher:
                 self._table.move(placement.in_flight, delta.stats.replica_id)
             self._flow.account.progressed(placement, request, len(delta.token_ids))
             self._table.record(delta.stats)
+            self._watch.heard(delta.stats)
             self._flow.notify()
 
     def _learn_end(self, request: GenerateRequest, resumable: ResumableRequest, started_s: float) -> None:
@@ -272,21 +331,3 @@ class Dispatcher:
 
     def _loop_time_of(self, moment_s: float) -> float:
         return asyncio.get_running_loop().time() + moment_s - self._table.now()
-
-
-async def _next_before(limit_s: float | None, deltas: AsyncGenerator[TokenDelta, None]) -> TokenDelta | None:
-    """Return the next delta; None at the end of the stream.
-
-    `limit_s` is a time of the event loop's clock. It limits this wait alone, so a slow reader is not interrupted while
-    it processes a delta. It lies a little after the deadline, which the engine enforces itself.
-
-    Raises:
-        DeadlineExceeded: no delta came in time.
-    """
-    if limit_s is None:
-        return await anext(deltas, None)
-    try:
-        async with asyncio.timeout_at(limit_s):
-            return await anext(deltas, None)
-    except TimeoutError:
-        raise DeadlineExceeded("the deadline passed and the replica did not answer") from None

@@ -64,7 +64,10 @@ class ServeReplicaClient:
         self._generate = handle.options(method_name="generate", stream=True)
         self._describe = handle.options(method_name="describe")
         self._poll = handle.options(method_name="poll")
+        self._drain = handle.options(method_name="drain")
         self._num_streams: Counter[str] = Counter()
+        self._probe: asyncio.Task[list[PollReply]] | None = None
+        """Broadcast of a poll beside a replica that hangs; None: the last broadcast was answered."""
         self._missed: set[str] = set()
         """Replicas with open streams of this client that answered an earlier poll but not the last one."""
 
@@ -116,18 +119,36 @@ class ServeReplicaClient:
         """Return everything that every replica's engine counts."""
         return await self._broadcast("metrics")
 
+    async def drain(self, replica_id: str) -> bool:
+        """Have a replica refuse new requests; return False if it is not running.
+
+        Raises:
+            ServingError: the replica did not answer.
+        """
+        try:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                # Serve may pass by the replica, which then is not the one that answers.
+                return bool(await in_own_context(self._drain.remote, replica_id, ranking=[replica_id]))
+        except TimeoutError:
+            raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
+        except HANDLE_ERRORS as error:
+            raise _as_serving_error(error) from error
+
     async def describe(self) -> ModelCard:
         """Return the model description of any one replica. Does not have a replica started where there is none.
 
         Raises:
             ServingError: no replica is running, or the call failed.
         """
+        answered: list[str] = []
         with contextlib.suppress(ReplicaLost):
-            if not await self.poll_stats():
+            answered = [stats.replica_id for stats in await self.poll_stats()]
+            if not answered:
                 raise NoReplicaAvailable("no model replica is running yet", code="model_loading")
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
-                card: ModelCard = await in_own_context(self._describe.remote)
+                # Ask one that has answered: another one may hang.
+                card: ModelCard = await in_own_context(self._describe.remote, ranking=answered)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
         except HANDLE_ERRORS as error:
@@ -135,15 +156,32 @@ class ServeReplicaClient:
         return card
 
     async def _poll_all(self) -> list[PollReply]:
-        try:
-            replies: list[PollReply] = await self._broadcast("poll", self._gossip.own)
-        except ReplicaLost:
-            # A replica that hangs fails the whole broadcast until Serve notices it. Poll the known ones one by one.
-            asked = await asyncio.gather(*(self._poll_one(stats.replica_id) for stats in self._gossip.polled))
-            replies = list({reply.stats.replica_id: reply for reply in asked if reply is not None}.values())
-            if not replies:
-                raise
+        """Return the replies of all replicas; beside a replica that hangs, those of the others.
+
+        A replica that hangs fails the whole broadcast until Serve removes it. Then the known replicas are polled one by
+        one, while a broadcast in the background finds out when all answer again.
+        """
+        if self._probe is None:
+            try:
+                return await self._broadcast("poll", self._gossip.own)
+            except ReplicaLost as error:
+                lost = error
+        else:
+            lost = ReplicaLost("no model replica answers")
+        replies = await self._poll_known()
+        if self._probe is not None and self._probe.done():
+            done, self._probe = self._probe, None
+            if done.exception() is None:
+                return done.result()
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._broadcast("poll", self._gossip.own))
+        if not replies:
+            raise lost
         return replies
+
+    async def _poll_known(self) -> list[PollReply]:
+        asked = await asyncio.gather(*(self._poll_one(stats.replica_id) for stats in self._gossip.polled))
+        return list({reply.stats.replica_id: reply for reply in asked if reply is not None}.values())
 
     async def _poll_one(self, replica_id: str) -> PollReply | None:
         """Return the poll reply of one replica, or of another one in its place; None if there is no reply in time."""

@@ -268,6 +268,9 @@ class ReplicaClient(Protocol):
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""
 
+    async def drain(self, replica_id: str) -> bool:
+        """Have a replica refuse new requests; return False if it is not running."""
+
     async def describe(self) -> ModelCard:
         """Return the description of the model that the replicas serve.
 

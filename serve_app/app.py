@@ -16,6 +16,7 @@ from serve_app.deployments.ingress import Ingress
 from serve_app.deployments.jobs import Jobs
 from serve_app.deployments.model import Model
 from serve_app.deployments.process import MakeFlow, late_binding_flow
+from serve_app.deployments.versions import keep_version, own_version
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -54,6 +55,9 @@ def build_with(
         name="Ingress",
         max_ongoing_requests=config.max_ongoing_requests_per_ingress,
         ray_actor_options={"num_cpus": config.cpus_per_ingress},
+        user_config=config.replica_bounds(),
+        # A new ingress starts beside the old one, unless Ray has to reserve CPUs for it, which may not be free.
+        max_surge_percent=0 if config.cpus_per_ingress else 100,
         **num_fixed_replicas(config, config.num_ingress_replicas),
         **_lifecycle(config),
     )
@@ -62,11 +66,17 @@ def build_with(
         name="Jobs",
         max_ongoing_requests=config.max_ongoing_requests_for_jobs,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
+        user_config=config.replica_bounds(),
         **num_fixed_replicas(config, 1),
         **_lifecycle(config),
     )
-    served = model.bind(config, load_backend)
-    return ingress.bind(config, served, jobs.bind(config, served, make_flow), make_flow)
+    # Each is bound to the settings that it reads, so that a change of others does not replace its processes.
+    of_model, of_jobs, of_ingress = config.of_model(), config.of_jobs(), config.of_ingress()
+    model = keep_version(model, own_version(of_model))
+    jobs = keep_version(jobs, own_version(of_jobs))
+    ingress = keep_version(ingress, own_version(of_ingress))
+    served = model.bind(of_model, load_backend)
+    return ingress.bind(of_ingress, served, jobs.bind(of_jobs, served, make_flow), make_flow)
 
 
 def _lifecycle(config: HeadwayConfig) -> dict[str, Any]:

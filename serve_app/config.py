@@ -29,6 +29,7 @@ from router.flow.flow_control import FlowLimits
 from router.flow.flow_queue import BandLimits
 from router.scaling.autoscaling import AutoscalingSettings
 from router.types import LatencyTargets
+from router.watch import WatchSettings
 from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
@@ -44,6 +45,7 @@ PARTS = (
     EngineLimits,
     StreamOptions,
     FlowLimits,
+    WatchSettings,
     AutoscalingSettings,
     IngressSettings,
     RequestLimits,
@@ -67,6 +69,18 @@ _RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
 """Map from a former name of a field to its present name; former names are accepted with a warning."""
 _REMOVED = {"routing_policy": "least_tokens", "num_bound_early": "0"}
 """Map from a removed field to the behaviour that is now fixed; only that value is accepted, with a warning."""
+
+_MODEL_PARTS = (ModelOptions, RunnerOptions, EngineLimits, StreamOptions)
+_ROUTING_PARTS = (FlowLimits, WatchSettings, AutoscalingSettings, RequestLimits)
+_ROUTING_FIELDS = {
+    "model", "served_model_name", "enable_prefix_caching", "max_queued_requests", "max_queued_tokens",
+    "max_queued_batch_requests", "max_queued_batch_tokens", "max_tenant_queue_share", "max_starvation_s",
+    "max_interactive_wait_s", "max_standard_wait_s", "interactive_ttft_target_s", "interactive_tpot_target_s",
+    "standard_ttft_target_s", "standard_tpot_target_s", "batch_ttft_target_s", "batch_tpot_target_s",
+    "load_poll_period_s", "data_dir", "webhook_allowed_hosts",
+}  # fmt: skip
+"""Fields of `HeadwayConfig` that every process with a router reads."""
+_HTTP_SETTINGS_OF_JOBS = {"api_key_file", "max_body_bytes", "num_tokenizer_threads", "tool_call_parser"}
 
 _PLAIN = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 _Bytes = Annotated[ByteSize, AfterValidator(int)]
@@ -125,7 +139,7 @@ class HeadwayConfig(_SettingsOfParts):
     """Time that running requests have to finish when a replica is stopped, seconds."""
     health_check_period_s: float = Field(default=1.0, gt=0)
     """Seconds between two health checks of a replica."""
-    health_check_timeout_s: float = Field(default=10.0, gt=0)
+    health_check_timeout_s: float = Field(default=3.0, gt=0)
     """Seconds after which an unanswered health check has failed; three failures replace the replica."""
 
     max_queued_requests: int = Field(default=1024, ge=1)
@@ -280,6 +294,32 @@ class HeadwayConfig(_SettingsOfParts):
         """URL of the folder that holds the bytes of files, for fsspec."""
         return self.files_url or f"{self.data_dir}/files"
 
+    def of_model(self) -> HeadwayConfig:
+        """Return the settings that a model replica reads; all others have their defaults."""
+        names = {"model", "num_ingress_replicas", "max_queued_tokens", "max_starvation_s", "cpus_per_replica"}
+        return self._only(names | {"load_poll_period_s"}, *_MODEL_PARTS)
+
+    def of_ingress(self) -> HeadwayConfig:
+        """Return the settings that an ingress reads; all others have their defaults."""
+        return self._only(_ROUTING_FIELDS | {"files_url"}, *_ROUTING_PARTS, IngressSettings, JobsSettings)
+
+    def of_jobs(self) -> HeadwayConfig:
+        """Return the settings that the jobs process reads; all others have their defaults."""
+        names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
+        return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings)
+
+    def replica_bounds(self) -> dict[str, int]:
+        """Return the bounds on the number of model replicas, which may change while the processes run."""
+        return {
+            "min_replicas": self.effective_min_replicas,
+            "max_replicas": self.effective_max_replicas,
+            "num_replicas": self.num_replicas,
+        }
+
+    def _only(self, names: set[str], *parts: type) -> HeadwayConfig:
+        names = names.union(*(settings_of(part) for part in parts))
+        return HeadwayConfig.model_construct(**{name: getattr(self, name) for name in sorted(names)})
+
     @property
     def effective_min_replicas(self) -> int:
         """Fewest model replicas."""
@@ -352,6 +392,10 @@ class HeadwayConfig(_SettingsOfParts):
             max_replicas=self.effective_max_replicas,
             num_replicas=self.num_replicas,
         )
+
+    def watch_settings(self) -> WatchSettings:
+        """Compose the settings of an ingress's polls, and of the streams that leave a replica."""
+        return self._part(WatchSettings, poll_period_s=self.load_poll_period_s)
 
     def allowed_webhook_hosts(self) -> AllowedHosts:
         """Return the hosts that may receive webhooks although they are not public."""

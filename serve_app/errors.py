@@ -179,6 +179,12 @@ def operator_key_required() -> HttpError:
     return HttpError(ErrorReply(403, message, "permission_error", "operator_key_required"))
 
 
+def replica_not_found(replica_id: str) -> HttpError:
+    """Return the 404 for a model replica that is not running."""
+    message = f"no model replica {shortened(replica_id)} is running; GET /load lists them"
+    return HttpError(ErrorReply(404, message, "not_found_error", "replica_not_found", "replica_id"))
+
+
 def http_failure(status: int, detail: str, headers: Sequence[tuple[str, str]] = ()) -> HttpError:
     """Return the error for any other status that the web framework itself gives."""
     kind = "invalid_request_error" if status < 500 else "server_error"

@@ -103,6 +103,9 @@ class _Replica:
         """Return the engine's metrics."""
         return [self.engine.metrics()]
 
+    async def drain(self, replica_id: str) -> bool:
+        return False
+
     async def describe(self) -> ModelCard:
         """Refuse: no caller of this client needs the model card."""
         raise NotImplementedError

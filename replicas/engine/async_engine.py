@@ -33,6 +33,44 @@ from replicas.protocol import (
 _log = logging.getLogger(__name__)
 
 _STOP_LIMIT_S = 30.0
+_SLOW_STEP_FACTOR = 4.0
+_NUM_FIRST_STEPS = 16
+_FIRST_STEP_FACTOR = 10.0
+
+
+@dataclass(slots=True)
+class StepWatch:
+    """Watch over the engine's present step: a step that does not end is hung, a slow one is not.
+
+    A step is hung after `max_step_s`, but never before 4 times the longest known step. The first 16 steps may compile
+    kernels and get ten times as long. The engine's thread writes, any thread may read.
+    """
+
+    max_step_s: float
+    longest_step_s: float = 0.0
+    """Longest step that has ended; at first the largest step of the warm-up."""
+    num_steps: int = 0
+    started_s: float | None = None
+    """Start of the present step; None: no step runs."""
+
+    def begin(self, now: float) -> None:
+        """Note the start of a step."""
+        self.started_s = now
+
+    def end(self, now: float) -> None:
+        """Note the end of a step."""
+        if self.started_s is not None:
+            self.longest_step_s = max(self.longest_step_s, now - self.started_s)
+        self.started_s = None
+        self.num_steps += 1
+
+    def hung_for_s(self, now: float) -> float | None:
+        """Return the age of the present step if it is hung, else None."""
+        started_s = self.started_s
+        limit_s = max(self.max_step_s, _SLOW_STEP_FACTOR * self.longest_step_s)
+        if self.num_steps < _NUM_FIRST_STEPS:
+            limit_s *= _FIRST_STEP_FACTOR
+        return None if started_s is None or now - started_s <= limit_s else now - started_s
 
 
 class FlushPolicy(NamedTuple):
@@ -147,8 +185,12 @@ class AsyncEngine:
         coalescing: Coalescing,
         clock: Clock | None = None,
         constraints: ConstraintCompiler | None = None,
+        steps: StepWatch | None = None,
     ) -> None:
-        """Prepare the engine thread. Called on the event loop that will read the streams."""
+        """Prepare the engine thread. Called on the event loop that will read the streams.
+
+        `steps` tells a hung step from a slow one; None: a step may take any time.
+        """
         self._engine = engine
         self._constraints = constraints
         self._coalescing = coalescing
@@ -156,6 +198,8 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_stopping = False
+        self._steps = steps or StepWatch(math.inf)
+        self._is_hung = False
         self._num_streams = 0
         self._mailboxes: dict[str, Mailbox] = {}  # By stream id.
         self._num_by_band = [0] * len(Band)
@@ -208,7 +252,12 @@ class AsyncEngine:
     def stats(self) -> ReplicaStats:
         """Return the load after the last step; while the engine is idle, the load now."""
         now = self._clock.unix()
-        stats = replace(self._stats, served_tokens=self._engine.served_tokens())
+        # A dead engine refuses every request, as a draining one does.
+        stats = replace(
+            self._stats,
+            served_tokens=self._engine.served_tokens(),
+            is_draining=self._stats.is_draining or self._death is not None,
+        )
         if stats.num_running == stats.num_waiting == 0:
             return replace(stats, taken_unix_s=now)
         return replace(stats, stalled_s=max(0.0, now - stats.taken_unix_s))
@@ -221,26 +270,35 @@ class AsyncEngine:
         return replace(metrics, metrics=(*metrics.metrics, *self._constraints.metrics()))
 
     def check_alive(self) -> None:
-        """Raise the error that ended the engine, if one did.
+        """Raise the error that ended the engine, if one did. A hung step ends it now: its streams fail at once.
 
         Raises:
             EngineDead: the engine has ended; the replica must be replaced.
         """
+        hung_for_s = self._steps.hung_for_s(self._clock.monotonic())
+        if self._death is None and hung_for_s is not None:
+            self._is_hung = True
+            self._die(EngineDead(f"the engine is hung: its step has not ended for {hung_for_s:.1f} s"))
         if self._death is not None:
             raise self._death
 
+    def begin_drain(self) -> None:
+        """Refuse new requests from now on; the load reports it."""
+        self._inbox.put(self._engine.drain)
+
     async def drain(self) -> None:
         """Refuse new requests; return when the accepted ones have ended."""
-        self._inbox.put(self._engine.drain)
+        self.begin_drain()
         await self._is_idle.wait()
 
     async def stop(self) -> None:
         """End the engine thread after its present step; open streams end with `EngineDead`.
 
-        A thread whose step hangs is left behind after `_STOP_LIMIT_S`; it ends with the process.
+        A thread whose step hangs is left behind, at once or after `_STOP_LIMIT_S`; it ends with the process.
         """
         self._inbox.put(self._request_stop)
-        await asyncio.to_thread(self._thread.join, _STOP_LIMIT_S)
+        if not self._is_hung:
+            await asyncio.to_thread(self._thread.join, _STOP_LIMIT_S)
         self._die(EngineDead("the engine was stopped"))
 
     async def _constraint_of(self, request: GenerateRequest) -> Constraint | None:
@@ -264,7 +322,10 @@ class AsyncEngine:
         try:
             use_normal_scheduling()
             while self._take_messages():
-                self._post(self._engine.step())
+                self._steps.begin(self._clock.monotonic())
+                deltas = self._engine.step()
+                self._steps.end(self._clock.monotonic())
+                self._post(deltas)
         except Exception as error:
             _log.exception("the engine died")
             self._loop.call_soon_threadsafe(self._die, EngineDead(f"the engine died: {type(error).__name__}: {error}"))

@@ -128,6 +128,7 @@ class Engine:
             replica_id=self._identity.replica_id,
             node_id=self._identity.node_id,
             pid=self._identity.pid,
+            weights_id=self._identity.weights_id,
             taken_unix_s=self._clock.unix(),
             num_slots=self._config.max_num_seqs,
             num_blocks=self._config.num_blocks,

@@ -126,6 +126,7 @@ class Autoscaler:
     def __init__(self, settings: AutoscalingSettings, clock: Callable[[], float]) -> None:
         """`clock` gives monotonic seconds."""
         self.settings = settings
+        """Settings; the owner may replace them between two decisions."""
         self._clock = clock
         self._speed = settings.replica_tokens_per_s
         self._has_seen_replicas = False

@@ -11,8 +11,8 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.errors import ServingError
@@ -152,7 +152,6 @@ class AutoscalingLoop:
         self, autoscaler: Autoscaler, load: IngressLoad, gossip: IngressGossip, wake: Callable[[], Awaitable[None]]
     ) -> None:
         """`wake` has a replica started if there is none."""
-        self.settings = autoscaler.settings
         self._autoscaler = autoscaler
         self._load = load
         self._gossip = gossip
@@ -162,6 +161,15 @@ class AutoscalingLoop:
         self._waking: asyncio.Future[None] | None = None
         self._woke_s = float("-inf")
         self._has_seen_replicas = False
+
+    @property
+    def settings(self) -> AutoscalingSettings:
+        """Present settings of the autoscaler."""
+        return self._autoscaler.settings
+
+    def change_bounds(self, bounds: Mapping[str, int]) -> None:
+        """Replace the bounds on the number of replicas: `min_replicas`, `max_replicas` and `num_replicas`."""
+        self._autoscaler.settings = replace(self._autoscaler.settings, **bounds)
 
     def decide(self) -> ScalingDecision:
         """Decide anew from the present load. Later polls carry the new report of this ingress."""

@@ -118,7 +118,7 @@ class Server:
             self._wait_for_signal(lines)
 
     def _wait_for_signal(self, lines: TextIO) -> None:
-        """Wait for a signal and let the requests end; without Ray none can end."""
+        """Wait for a signal and let the requests end; return at once if Ray has ended."""
         limit_s = self._config.graceful_shutdown_timeout_s
         try:
             while True:

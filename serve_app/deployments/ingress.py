@@ -18,6 +18,10 @@ from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics
 
+_FIRST_REPLICA_LIMIT_S = 30.0
+"""Longest wait of a new ingress for the first replica that it hears of, seconds. It is shorter than a model takes to
+load: at the first start, when there is none, the ingress answers that the model loads."""
+
 
 class Ingress:
     """Serve deployment around the HTTP application, which is created in the replica's process."""
@@ -43,6 +47,15 @@ class Ingress:
         """Stop the loops; Serve calls it when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
+
+    async def reconfigure(self, bounds: dict[str, int]) -> None:
+        """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
+
+        The ingress is not ready before it ends: at the start it waits for the first replica that it hears of.
+        """
+        self._routing.change_bounds(bounds)
+        if bounds["min_replicas"] > 0:
+            await self._routing.await_replica(_FIRST_REPLICA_LIMIT_S)
 
     async def drain(self, limit_s: float) -> int:
         """Admit no further request, wait at most `limit_s` for the running ones, and return the number of those left.

@@ -70,6 +70,10 @@ class Jobs:
         """Return the counts of all tenants' work, and this process's router metrics."""
         return JobsCounts(await self._runtime.metrics(self._webhooks.outcomes), tuple(self._registry.collect()))
 
+    async def reconfigure(self, bounds: dict[str, int]) -> None:
+        """Set the bounds on the number of model replicas; Serve calls it at the start and after each change."""
+        self._routing.change_bounds(bounds)
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this process's report for `application_autoscaling_policy`; Serve calls it."""
         return self._routing.autoscaling_stats()

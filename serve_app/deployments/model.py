@@ -4,6 +4,7 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
-from replicas.errors import ReplicaLost
+from replicas.errors import EngineDead, ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
@@ -41,10 +42,11 @@ class Model:
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
         replica = await asyncio.to_thread(
             model_replica.ModelReplica,
             config.replica_options(),
-            context.replica_id.unique_id,
+            self._replica_id,
             ray.get_runtime_context().get_node_id(),
             load_backend or model_replica.load_torch_backend,
         )
@@ -76,23 +78,39 @@ class Model:
         """
         if report is not None:
             self._ingresses.heartbeat(report.ingress_id)
+        with contextlib.suppress(EngineDead):  # A dead engine reports that it takes no requests.
+            self._engine.check_alive()
         return PollReply(self._engine.stats(), self._board.publish(report))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's report for `deployment_autoscaling_policy`; Serve calls it."""
         return self._board.autoscaling_stats()
 
+    async def drain(self, replica_id: str, ranking: Sequence[str] = ()) -> bool:
+        """Refuse new requests from now on, if this is the replica that is meant; return whether it is.
+
+        Once its streams have ended or moved, the replica fails its health checks, so that Serve replaces it. `ranking`
+        is for `RankedRouter`.
+        """
+        if replica_id != self._replica_id:
+            return False
+        self._engine.begin_drain()
+        return True
+
     async def metrics(self) -> EngineMetrics:
         """Return all metrics of the engine."""
         return self._engine.metrics()
 
-    async def describe(self) -> ModelCard:
-        """Return the model's card."""
+    async def describe(self, ranking: Sequence[str] = ()) -> ModelCard:
+        """Return the model's card; `ranking` is for `RankedRouter`."""
         return self._card
 
     async def check_health(self) -> None:
-        """Raise if the engine is dead, so that Serve replaces the replica."""
+        """Raise if the engine is dead, hung or drained, so that Serve replaces the replica."""
         self._engine.check_alive()
+        stats = self._engine.stats()
+        if stats.is_draining and stats.num_running + stats.num_waiting == 0:
+            raise RuntimeError("the replica has been drained and may be replaced")
 
     async def __del__(self) -> None:
         """Stop the engine; Serve calls it when no request is left or the time for graceful shutdown is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import random
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from replicas.errors import ServingError
 from router.balancing.load_table import LoadTable
 from router.balancing.policy import PREFIX_INDEX_BLOCKS, LeastTokens, PrefixIndex
 from router.dispatch import Dispatcher
@@ -27,6 +29,7 @@ from serve_app.config import HeadwayConfig
 from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
 
+_CARD_PERIOD_S = 0.2
 _REQUEST_LOGGER = "serve_app.http.exchange"
 MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
 """Factory of an ingress's flow control, called in the ingress's process."""
@@ -59,7 +62,7 @@ class Routing:
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
         client = ServeReplicaClient(model, gossip)
-        self.dispatcher = Dispatcher(client, flow, observer, config.load_poll_period_s)
+        self.dispatcher = Dispatcher(client, flow, observer, config.watch_settings())
         autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
@@ -70,6 +73,27 @@ class Routing:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
+
+    async def await_replica(self, limit_s: float) -> None:
+        """Return once a model replica has told its card, or after `limit_s`.
+
+        A new ingress that replaces one would else refuse requests until then. At the first start no replica has ever
+        run, and Serve starts the deployments side by side, so the wait has a bound.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not await self._has_replica():  # noqa: ASYNC110  # Nothing in this process tells of a replica.
+                    await asyncio.sleep(_CARD_PERIOD_S)
+
+    async def _has_replica(self) -> bool:
+        with contextlib.suppress(ServingError):
+            await self.dispatcher.model_card()
+            return True
+        return False
+
+    def change_bounds(self, bounds: dict[str, int]) -> None:
+        """Replace the bounds on the number of model replicas."""
+        self.autoscaling.change_bounds(bounds)
 
     def autoscaling_stats(self) -> dict[str, float]:
         """Return a deployment's report to Serve's controller, for `application_autoscaling_policy`."""

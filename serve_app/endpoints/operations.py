@@ -1,4 +1,4 @@
-"""Endpoints for operators and orchestrators: the probes below /health, /metrics and /load."""
+"""Endpoints for operators and orchestrators: the probes below /health, /metrics, /load, and replicas that leave."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from replicas.protocol import Band, EngineMetrics
 from router.dispatch import Dispatcher
 from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import ReplicaView
+from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts
@@ -50,8 +51,12 @@ class OperationsEndpoints:
         return {"GET /health/live": self.live, "GET /health/ready": self.ready, "GET /health": self.health}
 
     def watched(self) -> Routes:
-        """Return the handlers that show all tenants' load, for operators alone, by method and path."""
-        return {"GET /metrics": self.metrics, "GET /load": self.load}
+        """Return the handlers for operators alone, which show and steer all tenants' load, by method and path."""
+        return {
+            "GET /metrics": self.metrics,
+            "GET /load": self.load,
+            "POST /v1/replicas/{replica_id}/drain": self.drain,
+        }
 
     async def live(self, request: Request) -> Response:
         """Answer 200 if this process runs and no engine has stalled, else 503.
@@ -113,6 +118,16 @@ class OperationsEndpoints:
                 return await self.backends.jobs.service.storage_fault() or "ok"
         except (ServingError, TimeoutError):
             return "unavailable"
+
+    async def drain(self, request: Request) -> Response:
+        """Answer POST /v1/replicas/{id}/drain: the replica takes no more requests, and its streams leave it.
+
+        Streams that last longer than `max_drain_wait_s` go on elsewhere. Serve then replaces the replica.
+        """
+        replica_id = request.path_params["replica_id"]
+        if not await self.backends.dispatcher.drain(replica_id):
+            raise replica_not_found(replica_id)
+        return json_response({"replica_id": replica_id, "status": "draining"})
 
     async def _jobs_metrics(self) -> JobsCounts:
         if self.backends.jobs is None:

@@ -156,6 +156,14 @@ class ReplicaLoad(TypedDict):
 
 
 @described
+class DrainReply(TypedDict):
+    """Replica that takes no more requests."""
+
+    replica_id: str
+    status: Literal["draining"]
+
+
+@described
 class WaitingWork(TypedDict):
     """Work that waits in a queue, as autoscaling sees it."""
 

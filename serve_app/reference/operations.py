@@ -376,6 +376,12 @@ _OPERATIONS = {
         "Server", "Return the metrics, in Prometheus's text format.", (Answer(media_type="text/plain"),)
     ),
     "GET /load": Operation("Server", "Show the load of every replica.", _json(answers.LoadReply)),
+    "POST /v1/replicas/{replica_id}/drain": Operation(
+        "Server",
+        "Have a replica take no more requests, hand its streams over, and be replaced.",
+        _json(answers.DrainReply),
+        failures=frozenset({404, 503}),
+    ),
 }
 
 OPERATIONS: Mapping[str, Operation] = {

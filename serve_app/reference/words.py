@@ -19,8 +19,8 @@ FAILURES: Mapping[int, str] = {
     403: "The `Host` header is not one of `allowed_hosts`, or a web page of an origin that is not one of "
     "`allowed_origins` calls, or the route is for operators. Codes: `host_not_allowed`, `origin_not_allowed`, "
     "`operator_key_required`.",
-    404: "The model, file, batch or job does not exist. Codes: `model_not_found`, `file_not_found`, `batch_not_found`, "
-    "`job_not_found`.",
+    404: "The model, file, batch, job or replica does not exist. Codes: `model_not_found`, `file_not_found`, "
+    "`batch_not_found`, `job_not_found`, `replica_not_found`.",
     408: "The body did not arrive in time. Code: `upload_timeout`.",
     409: "The state of the object does not allow the request. Codes: `batch_not_cancellable`, `file_in_use`, "
     "`idempotency_key_in_use`.",

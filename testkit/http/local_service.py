@@ -22,6 +22,7 @@ from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
 from router.types import LatencyTargets, ReplicaClient
+from router.watch import WatchSettings
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts, JobsService, JobsSettings
@@ -57,6 +58,9 @@ class LocalReplicaClient:
     async def poll_metrics(self) -> list[EngineMetrics]:
         return [self._engine.metrics()]
 
+    async def drain(self, replica_id: str) -> bool:
+        return False
+
     async def describe(self) -> ModelCard:
         return self._card
 
@@ -70,7 +74,7 @@ class LocalRouting:
         limits = FlowLimits({band: BandLimits(5000, 10**9) for band in Band}, promote_after_s=30.0)
         flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
         self.queue = flow.queue
-        self.dispatcher = Dispatcher(client, flow, observer, _POLL_PERIOD_S)
+        self.dispatcher = Dispatcher(client, flow, observer, WatchSettings(_POLL_PERIOD_S))
 
 
 class LocalJobs:

@@ -162,6 +162,7 @@ class FakeDispatcher:
     )
     error: ServingError | None = None
     """Error raised by every call that asks the replicas."""
+    drained: list[str] = field(default_factory=list)
 
     def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
         return [self.replica.generate(request) for request in requests]
@@ -177,6 +178,11 @@ class FakeDispatcher:
     async def refresh(self) -> None:
         self._raise()
         self.views = self.views_after_refresh
+
+    async def drain(self, replica_id: str) -> bool:
+        self._raise()
+        self.drained.append(replica_id)
+        return replica_id in {view.stats.replica_id for view in self.load()}
 
     async def metrics(self) -> list[EngineMetrics]:
         self._raise()

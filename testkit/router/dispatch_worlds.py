@@ -14,6 +14,7 @@ from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
+from router.watch import WatchSettings
 from testkit.router.simulated_replicas import FakeClient, FakeObserver, FakeReplica, prompt_logprobs, undisturbed
 from testkit.router.simulated_time import simulated_clock
 
@@ -72,7 +73,7 @@ class World:
         *replicas: FakeReplica,
         known: Iterable[ReplicaStats] = (),
         limits: FlowLimits = ROOMY,
-        poll_period_s: float = 1.0,
+        settings: WatchSettings | None = None,
     ) -> None:
         """Create the world; `known` are reports in its load table."""
         self.clock = simulated_clock()
@@ -85,7 +86,7 @@ class World:
         for report in known:
             self.table.record(report)
         self.flow = FlowController(limits, self.table, LeastTokens(random.Random(0)), self.observer)
-        self.dispatcher = Dispatcher(self.client, self.flow, self.observer, poll_period_s, unix_clock=self.clock.unix)
+        self.dispatcher = Dispatcher(self.client, self.flow, self.observer, settings, unix_clock=self.clock.unix)
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         [stream] = self.dispatcher.start([request])

@@ -33,7 +33,7 @@ _EOS = 0
 def stats(
     replica_id: str = "a", *, taken: float = 0.0, running: Sequence[int] = (0, 0, 0),
     waiting: Sequence[int] = (0, 0, 0), slots: int = 4, free_blocks: int = 1000, held: Sequence[int] = (0, 0, 0),
-    outstanding: int = 0, rate: float = 0.0, is_draining: bool = False,
+    outstanding: int = 0, rate: float = 0.0, is_draining: bool = False, weights: str = "",
 ) -> ReplicaStats:  # fmt: skip
     """Return a report of a replica with a thousand blocks; counts are by band."""
     return ReplicaStats(
@@ -53,6 +53,7 @@ def stats(
         outstanding_tokens=outstanding,
         saturated_tokens_per_s=rate,
         block_size=BLOCK_SIZE,
+        weights_id=weights,
     )
 
 
@@ -153,7 +154,8 @@ def prompt_logprobs(of: GenerateRequest) -> tuple[PositionLogprobs, ...]:
 class FakeReplica:
     """Replica that runs `num_slots` requests at a time, `tokens_per_delta` tokens each step.
 
-    `die` and `stop` fail open streams at their next step. `drain` refuses new requests. A request that comes after a
+    `die` and `stop` fail open streams at their next step. `drain` refuses new requests. While `is_hung`, neither
+    streams nor polls are answered. A request that comes after a
     death was not on the replica when it died: a dead engine says so, and Serve passes by an actor that is dead.
     """
 
@@ -166,6 +168,8 @@ class FakeReplica:
     fails_in_delta: bool = True
     """True if a failure comes as a last delta, False if it is raised."""
     is_draining: bool = False
+    is_hung: bool = False
+    weights: str = ""
     death: ServingError | None = None
     running: dict[str, GenerateRequest] = field(default_factory=dict)
     waiting: dict[str, GenerateRequest] = field(default_factory=dict)
@@ -230,6 +234,8 @@ class FakeReplica:
 
     async def _step(self) -> None:
         await asyncio.sleep(self.step_s)
+        while self.is_hung:
+            await asyncio.sleep(0.1)
         self._check_alive()
 
     def _check_alive(self) -> None:
@@ -261,7 +267,7 @@ class FakeReplica:
         ]
         return stats(
             self.replica_id, taken=simulated_clock().unix(), running=by_band[0], waiting=by_band[1],
-            slots=self.num_slots, is_draining=self.is_draining,
+            slots=self.num_slots, is_draining=self.is_draining, weights=self.weights,
         )  # fmt: skip
 
 
@@ -292,10 +298,14 @@ class FakeClient:
         await asyncio.sleep(0)
         if self.poll_error is not None:
             raise self.poll_error
-        return [replica.stats() for replica in self.replicas.values() if replica.death is None]
+        return [replica.stats() for replica in self.replicas.values() if replica.death is None and not replica.is_hung]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         return [EngineMetrics(replica_id, (), ()) for replica_id in self.replicas]
+
+    async def drain(self, replica_id: str) -> bool:
+        self.replicas[replica_id].drain()
+        return True
 
     async def describe(self) -> ModelCard:
         if not self.replicas:

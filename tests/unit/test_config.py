@@ -164,7 +164,7 @@ def test_every_setting_reaches_its_part(part):
     options = config.replica_options()
     composed = [options.model, options.runner, options.limits, options.streams, config.flow_limits(),
                 config.autoscaling_settings(), config.ingress_settings(), config.ingress_settings().limits,
-                config.jobs_settings()]  # fmt: skip
+                config.jobs_settings(), config.watch_settings()]  # fmt: skip
     (made,) = (one for one in composed if type(one) is part)
     expected = {name: getattr(config, name) for name in values}
     assert {name: getattr(made, name) for name in values} == expected

@@ -85,6 +85,19 @@ async def test_all_tenants_load_is_shown_to_operators_alone(make_api: MakeApi, k
     assert (await api.http.get(path, headers={"authorization": "Bearer watch"})).status_code == 200
 
 
+async def test_replicas_are_drained_by_operators_alone(make_api: MakeApi, key_file: str) -> None:
+    with Path(key_file).open("a") as file:
+        file.write(f"{digest_of('watch')}:\n  tenant: ops\n  operator: true\n")
+    api = make_api(settings={"api_key_file": key_file})
+    path, operator = "/v1/replicas/replica-a/drain", {"authorization": "Bearer watch"}
+    tenants = await api.http.post(path, headers={"authorization": "Bearer secret"})
+    assert refusal(tenants) == (403, "operator_key_required", None) and not api.dispatcher.drained
+    assert (await api.http.post(path, headers=operator)).json() == {"replica_id": "replica-a", "status": "draining"}
+    assert api.dispatcher.drained == ["replica-a"]
+    unknown = await api.http.post("/v1/replicas/nobody/drain", headers=operator)
+    assert refusal(unknown) == (404, "replica_not_found", "replica_id")
+
+
 async def test_a_model_in_a_directory_does_not_show_its_path(make_api: MakeApi) -> None:
     api = make_api()
     card = (await api.http.get("/v1/models")).json()["data"][0]

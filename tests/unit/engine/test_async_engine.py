@@ -8,13 +8,15 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicas.clock import Clock
 from replicas.cpu_scheduling import use_batch_scheduling
-from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy
+from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy, StepWatch
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
@@ -31,10 +33,11 @@ async def running(
     coalescing: Coalescing | None = None,
     runner: ShadowRunner | None = None,
     make_decoder: DecoderFactory = decoders,
+    **options: Any,
 ) -> AsyncGenerator[AsyncEngine, None]:
     engine_config = engine_config or config()
     runner = runner or ShadowRunner(engine_config.block_size)
-    engine = AsyncEngine(Engine(engine_config, runner, make_decoder, IDENTITY), coalescing or Coalescing())
+    engine = AsyncEngine(Engine(engine_config, runner, make_decoder, IDENTITY), coalescing or Coalescing(), **options)
     engine.start()
     try:
         yield engine
@@ -72,10 +75,10 @@ class GatedRunner(ShadowRunner):
 
 @asynccontextmanager
 async def gated(
-    engine_config: EngineConfig | None = None, coalescing: Coalescing | None = None
+    engine_config: EngineConfig | None = None, coalescing: Coalescing | None = None, **options: Any
 ) -> AsyncGenerator[tuple[AsyncEngine, GatedRunner], None]:
     runner = GatedRunner(4)
-    async with running(engine_config, coalescing, runner) as engine:
+    async with running(engine_config, coalescing, runner, **options) as engine:
         yield engine, runner
 
 
@@ -276,6 +279,38 @@ async def test_stats_report_the_duration_of_a_hung_step(num_done: int, waiting_a
         await stream
         await until_idle(engine)
         assert engine.stats().stalled_s == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 16])
+async def test_hung_step_fails_the_streams_and_is_not_waited_for(num_steps: int) -> None:
+    """The first steps may compile, so they have ten times as long."""
+    now = [100.0]
+    async with gated(clock=Clock(lambda: now[0]), steps=StepWatch(5.0, num_steps=num_steps)) as (engine, runner):
+        stream = asyncio.create_task(collect(engine, request(max_tokens=9)))
+        await asyncio.to_thread(runner.entered.acquire)
+        now[0] += 4.9 if num_steps else 49.0
+        engine.check_alive()
+        now[0] += 0.2 if num_steps else 2.0
+        with pytest.raises(EngineDead, match="step has not ended for"):
+            engine.check_alive()
+        assert isinstance((await stream)[-1].error, EngineDead)
+        assert engine.stats().is_draining
+        await asyncio.wait_for(engine.stop(), 1.0)
+        runner.gate.release(100)  # What the step computes after all has no reader.
+        await asyncio.to_thread(engine._thread.join, LIMIT_S)
+
+
+async def test_slow_steps_are_not_hung() -> None:
+    now = [100.0]
+    steps = StepWatch(5.0, longest_step_s=3.0, num_steps=16)
+    async with gated(clock=Clock(lambda: now[0]), steps=steps) as (engine, runner):
+        stream = asyncio.create_task(collect(engine, request(max_tokens=2)))
+        for seconds in (11.9, 40.0):  # Each within four times the longest before.
+            await asyncio.to_thread(runner.entered.acquire)
+            now[0] += seconds
+            engine.check_alive()
+            runner.gate.release()
+        assert (await stream)[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_drain_ends_when_the_accepted_streams_have() -> None:

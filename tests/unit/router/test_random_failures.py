@@ -15,6 +15,7 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.protocol import Band, GenerateRequest
+from router.watch import WatchSettings
 from testkit.router.dispatch_worlds import Outcome, World, read
 from testkit.router.flow_worlds import limits
 from testkit.router.simulated_replicas import FakeReplica, request
@@ -35,7 +36,7 @@ class RandomWorld:
         self.is_gentle = is_gentle
         self.max_deaths = 2 if is_gentle else 1000
         self.world = World(
-            limits=limits(max_requests=self.rng.choice([8, 1000]), promote_after_s=3.0), poll_period_s=0.5
+            limits=limits(max_requests=self.rng.choice([8, 1000]), promote_after_s=3.0), settings=WatchSettings(0.5)
         )
         self.everywhere: list[FakeReplica] = []
         for _ in range(self.rng.randrange(1, 5)):

@@ -1,0 +1,98 @@
+"""Updates by `serve deploy` under load: only what reads a changed setting is replaced, and no request fails."""
+
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+
+from testkit.limits import LIMIT_S, START_LIMIT_S
+from testkit.serving.served import wait_for
+from tests.ray.serve.conftest import MODEL_NAME
+from tests.ray.serve.test_deploy import Cluster, cluster, local_config  # noqa: F401
+
+pytestmark = pytest.mark.deep
+
+
+class Load:
+    """Clients that each read one short stream after another, until the load is stopped."""
+
+    def __init__(self, url: str, num_clients: int) -> None:
+        self.num_whole = 0
+        self.failures: list[str] = []
+        self.longest_s = 0.0
+        self._url = url
+        self._is_over = threading.Event()
+        self._clients = [threading.Thread(target=self._read_all) for _ in range(num_clients)]
+
+    def __enter__(self) -> "Load":
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for client in self._clients:
+            client.join(START_LIMIT_S)
+
+    def wait_until_running(self) -> None:
+        wait_for(lambda: self.num_whole > 4, "the load runs", LIMIT_S)
+
+    def _read_all(self) -> None:
+        body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        while not self._is_over.is_set():
+            started_s = time.monotonic()
+            try:
+                with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=START_LIMIT_S) as response:
+                    text = "".join(response.iter_text())
+                if response.status_code != 200 or "data: [DONE]" not in text or '"error"' in text:
+                    self.failures.append(f"{response.status_code} {text[-300:]}")
+            except httpx.TransportError as error:
+                self.failures.append(repr(error))
+            self.num_whole += 1
+            self.longest_s = max(self.longest_s, time.monotonic() - started_s)
+            time.sleep(0.1)
+
+
+def replicas_of(cluster: Cluster) -> dict[str, set[str]]:  # noqa: F811
+    """Return the running replicas' ids by deployment."""
+    return {
+        name: {each["replica_id"] for each in deployment["replicas"] if each["state"] == "RUNNING"}
+        for name, deployment in cluster.application()["deployments"].items()
+    }
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_an_update_replaces_only_what_reads_the_setting_and_fails_no_request(
+    cluster, checkpoint, tmp_path, num_replicas  # noqa: F811
+):  # fmt: skip
+    fields: dict[str, Any] = {
+        "model": str(checkpoint), "dtype": "float32", "kv_cache_bytes": "64MiB", "num_replicas": num_replicas,
+    }  # fmt: skip
+    fields |= {"data_dir": str(tmp_path / "data"), "num_gpus_per_replica": 0, "cpus_per_replica": 0}
+    cluster.run(f"serve deploy {local_config(tmp_path, **fields)}")
+    cluster.wait_until_running()
+    wait_for(lambda: len(replicas_of(cluster).get("Model", ())) == num_replicas, "all replicas run", START_LIMIT_S)
+    for change, replaced in (
+        ({"max_num_seqs": 8}, {"Model"}),
+        ({"keep_alive_s": 5}, {"Ingress"}),
+        ({"num_replicas": num_replicas + 1, "max_replicas": num_replicas + 1}, set()),
+    ):
+        before = replicas_of(cluster)
+        fields |= change
+        with Load(cluster.served.url, 4) as load:
+            load.wait_until_running()
+            started_s = time.monotonic()
+            cluster.run(f"serve deploy {local_config(tmp_path, **fields)}")
+            with suppress(TimeoutError):  # Nothing has to be done for some changes.
+                wait_for(lambda: cluster.application().get("status") != "RUNNING", "it begins", 10.0, 0.1)
+            cluster.wait_until_running()
+            time.sleep(3)
+        after = replicas_of(cluster)
+        kept = {name for name in before if before[name] <= after[name]}
+        print(f"{change}: {time.monotonic() - started_s:.1f} s, {load.num_whole} streams, {len(load.failures)} failed, "
+              f"longest {load.longest_s:.1f} s, kept {sorted(kept)}")  # fmt: skip
+        assert not load.failures, load.failures[:3]
+        assert kept == set(before) - replaced
