@@ -10,7 +10,8 @@ from serve_app.openai.tools.shapes.calls import Event, Sink, Tool, random_id
 from serve_app.openai.tools.shapes.reader import Reader, Wait
 
 MAX_MALFORMED = 100
-"""Blocks of an output that turn out to be no calls, after which the rest of it is text. Each may be read up to the end of the text."""
+"""Blocks of an output that turn out to be no calls, after which the rest of it is text. Each may be read up to the end
+of the text."""
 
 
 class OutputParser:
