@@ -362,7 +362,7 @@ class HeadwayConfig(_SettingsOfParts):
 
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""
-        share = 1.0 if self.ingress_settings().api_key_file is None else self.max_tenant_queue_share
+        share = self._tenant_share
         usual = BandLimits(self.max_queued_requests, self.max_queued_tokens, max_tenant_share=share)
         batch = BandLimits(self.max_queued_batch_requests, self.max_queued_batch_tokens, max_tenant_share=share)
         return self._part(
@@ -417,6 +417,7 @@ class HeadwayConfig(_SettingsOfParts):
             aliases=self.model_names[1:],
             limits=self._part(RequestLimits),
             server_sets_request_id=True,
+            max_tenant_share=self._tenant_share,
         )
 
     def engine_limits(self) -> EngineLimits:
@@ -434,6 +435,12 @@ class HeadwayConfig(_SettingsOfParts):
         if model.num_threads is None:
             model = replace(model, num_threads=max(1, int(self.cpus_per_replica)))
         return ReplicaOptions(model, self._part(RunnerOptions), self.engine_limits(), self._part(StreamOptions))
+
+    @property
+    def _tenant_share(self) -> float:
+        """Share of a queue that one tenant may fill."""
+        has_keys: bool = getattr(self, "api_key_file") is not None  # noqa: B009  # a field of one of the parts
+        return self.max_tenant_queue_share if has_keys else 1.0
 
     @property
     def _max_num_seqs(self) -> int:

@@ -37,7 +37,7 @@ from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
-from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.rate_limits import KeyLimiter
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
@@ -64,7 +64,7 @@ def create_api(
     clock, dispatcher, jobs = Clock(), backends.dispatcher, backends.jobs
     key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
     authenticator = Authenticator(key_file, clock.monotonic)
-    workers = WorkerThreads(settings.num_tokenizer_threads)
+    workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits)
     text = ModelText.load(settings.model, workers, settings.tool_call_parser)
     bodies = BodyReader(settings, workers)
     defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)

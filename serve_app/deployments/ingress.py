@@ -10,8 +10,15 @@ from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.process import MakeFlow, Routing, freeze_heap, log_through_serve, with_local_model
+from serve_app.deployments.process import (
+    MakeFlow,
+    Routing,
+    freeze_heap,
+    log_through_serve,
+    with_local_model,
+)
 from serve_app.http.gate import Gate
+from serve_app.http.process import return_freed_memory, share_gil
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
@@ -30,6 +37,7 @@ class Ingress:
         self, config: HeadwayConfig, model: DeploymentHandle[Any], jobs: DeploymentHandle[Any], make_flow: MakeFlow
     ) -> None:
         log_through_serve()
+        return_freed_memory()
         config = await asyncio.to_thread(with_local_model, config)
         self._config = config
         self._gate = Gate()
@@ -84,4 +92,5 @@ class Ingress:
             gate=self._gate,
         )
         freeze_heap()
+        share_gil()
         return api

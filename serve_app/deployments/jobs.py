@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from replicas.clock import Clock
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import MakeFlow, Routing, freeze_heap, log_through_serve, with_local_model
+from serve_app.http.process import return_freed_memory
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
 
@@ -65,6 +66,7 @@ class Jobs:
         self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
         await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
         freeze_heap()
+        return_freed_memory()
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
@@ -91,10 +93,10 @@ class Jobs:
 async def _completions(config: HeadwayConfig, dispatcher: "Dispatcher", clock: Clock) -> "CompletionService":
     from serve_app.openai.request.sampling_defaults import SamplingDefaults
     from serve_app.openai.service import CompletionService, KnownModel, ModelText
-    from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+    from serve_app.openai.tokenize.worker_threads import WorkerThreads
 
     settings = config.ingress_settings()
-    workers = WorkerThreads(settings.num_tokenizer_threads)
+    workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits)
     text = await asyncio.to_thread(ModelText.load, config.model_path, workers, settings.tool_call_parser)
     defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
     known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)

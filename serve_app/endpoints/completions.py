@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Routes, caller_of, exchange_of, json_response
+from serve_app.http.exchange import Routes, caller_of, exchange_of
 from serve_app.http.settings import IngressSettings
 from serve_app.http.streaming import EventStream, while_connected
 from serve_app.openai.request.caller import Caller
@@ -62,7 +62,7 @@ class CompletionEndpoints:
             header_wait_s = min(self._settings.max_header_wait_s, wait_s)
             keep_alive_s = min(self._settings.keep_alive_s, wait_s)
             return EventStream(self._service, prepared, exchange, header_wait_s, keep_alive_s)
-        reply = await while_connected(request.receive, self._service.answer(prepared))
+        reply = await while_connected(request.receive, self._service.answer_json(prepared))
         replica_id = prepared.progress.replica_id
         headers = {} if replica_id is None else {"x-model-replica": replica_id}
-        return json_response(reply, headers=headers)
+        return Response(reply, headers=headers, media_type="application/json")

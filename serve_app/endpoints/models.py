@@ -8,8 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Routes, json_response
+from serve_app.http.exchange import Routes, caller_of, json_response
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import TOKENIZE_IGNORED, DetokenizeBody, TokenizeBody
 from serve_app.openai.request.validation import check_model, check_num_tokens, check_token_ids
 from serve_app.openai.service import KnownModel
@@ -50,11 +51,12 @@ class ModelEndpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize: encode a prompt or messages."""
+        owner = caller_of(request).unread
         body = await self._bodies.read(request, TokenizeBody, TOKENIZE_IGNORED)
         check_model(body.model, self._model.names)
         card = await self._model.card()
-        token_ids = await self._token_ids(body, card.max_model_len)
-        token_strs = await self._tokenizer.token_strings(token_ids) if body.return_token_strs else None
+        token_ids = await self._token_ids(body, card.max_model_len, owner)
+        token_strs = await self._tokenizer.token_strings(token_ids, owner) if body.return_token_strs else None
         return json_response(
             {
                 "count": len(token_ids),
@@ -66,29 +68,34 @@ class ModelEndpoints:
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
+        owner = caller_of(request).unread
         body = await self._bodies.read(request, DetokenizeBody, {})
         check_model(body.model, self._model.names)
         card = await self._model.card()
         check_num_tokens("tokens", body.tokens, card.max_model_len)
         check_token_ids("tokens", body.tokens, card.vocab_size)
-        return json_response({"prompt": await self._tokenizer.decode(body.tokens)})
+        return json_response({"prompt": await self._tokenizer.decode(body.tokens, owner)})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Answer GET /tokenizer_info: the tokenizer, its chat template and the template's family, as vLLM and more."""
         return json_response(self._tokenizer.info())
 
-    async def _token_ids(self, body: TokenizeBody, max_model_len: int) -> tuple[int, ...]:
+    async def _token_ids(self, body: TokenizeBody, max_model_len: int, owner: WorkOwner) -> tuple[int, ...]:
         """Return the token ids; they may exceed `max_model_len`, but a text that certainly does is refused."""
         if body.messages is not None:
             prompt = await self._tokenizer.encode_chat(
                 ChatTurns.of(body),
                 max_prompt_tokens=max_model_len,
                 add_special_tokens=body.add_special_tokens is True,
+                owner=owner,
             )
         else:
             texts = [] if body.prompt is None else [body.prompt]
             (prompt,) = await self._tokenizer.encode_prompts(
-                texts, max_prompt_tokens=max_model_len, add_special_tokens=body.add_special_tokens is not False
+                texts,
+                max_prompt_tokens=max_model_len,
+                add_special_tokens=body.add_special_tokens is not False,
+                owner=owner,
             )
         return prompt.token_ids
 

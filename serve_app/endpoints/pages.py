@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve_app.http.exchange import Routes, json_response
-from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.reference.answers import EngineVersion, VersionReply, Welcome
 from serve_app.reference.document import api_document
 from serve_app.reference.html import reference_page, welcome_page

@@ -113,7 +113,7 @@ class PromptRun:
             async with self.service.start(prepared) as deltas:
                 async for item in deltas:
                     prepared.progress.add(item)
-                    for chunk in prepared.format.chunks(item):
+                    for chunk in await self.service.chunks(prepared, item):
                         await arrived.put({**chunk["choices"][0], "index": index})
         except Exception as error:  # fails this prompt only
             await arrived.put(self._failed(index, error))

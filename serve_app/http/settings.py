@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from replicas.settings import check_bounds, setting
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.openai.tokenize.work_queue import WorkLimits
 from serve_app.openai.tools.families import family_named
 
 _LOOPBACK = "loopback"
@@ -74,7 +75,14 @@ class IngressSettings:
     upload_timeout_s: float = setting(60.0, gt=0)
     """Longest time for the arrival of a request body, seconds; then 408. For a file the time grows with its size."""
     num_tokenizer_threads: int = setting(2, ge=1)
-    """Threads of an ingress that parse large bodies, render chat templates and tokenize; work beyond them waits."""
+    """Threads of an ingress that parse large bodies, render chat templates and tokenize. Work beyond them waits, in
+    order of bands and fair between tenants. Bands below `interactive` leave one of several threads free for it."""
+    max_queued_preparations: int = setting(1024, ge=1)
+    """Most bodies and texts of a band that wait for these threads in an ingress; then 429."""
+    max_queued_preparation_bytes: int = setting(256 * 2**20, gt=0)
+    """Most bytes of a band's bodies and texts that wait for these threads in an ingress; then 429."""
+    max_tenant_share: float = 1.0
+    """Most of both that one tenant may fill, as a share."""
     tool_call_parser: str | None = setting(None)
     """Family of the chat template, which decides the form of tool calls and reasoning: a name in docs/tools.md, such as
     hermes or llama3_json, as vLLM has them. None: the family is found from the template."""
@@ -92,6 +100,11 @@ class IngressSettings:
     server_sets_request_id: bool = False
     """True: the HTTP server, as Ray Serve's does, writes the request's `x-request-id` on every response. False: this
     application writes it."""
+
+    @property
+    def work_limits(self) -> WorkLimits:
+        """Limits of the work that waits for the threads."""
+        return WorkLimits(self.max_queued_preparations, self.max_queued_preparation_bytes, self.max_tenant_share)
 
     @property
     def model_names(self) -> tuple[str, ...]:

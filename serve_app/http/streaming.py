@@ -172,7 +172,7 @@ class EventStream(Response):
                 async for item in deltas:
                     opening = self._written(self._prepared.format.opening(item.index))
                     self._prepared.progress.add(item)
-                    await sender.send(opening + self._written(self._prepared.format.chunks(item)))
+                    await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
                 if self._include_usage:
                     await sender.send(event(self._prepared.format.usage_chunk(self._prepared.usage())))
                 await sender.send(DONE)

@@ -8,14 +8,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from replicas.errors import ServingError
 from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from router.dispatch import Dispatcher
 from router.types import Headroom
-from serve_app.openai.reply.fan_in import Deltas, read_together
+from serve_app.openai.reply.fan_in import Deltas, IndexedDelta, read_together
 from serve_app.openai.reply.format import (
     ChatFormat,
     CompletionFormat,
@@ -25,7 +25,8 @@ from serve_app.openai.reply.format import (
     ReplyHead,
     fingerprint_of,
 )
-from serve_app.openai.request.caller import Caller, tier_of
+from serve_app.openai.reply.json_pieces import json_in_pieces
+from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
 from serve_app.openai.request.validation import (
@@ -33,6 +34,7 @@ from serve_app.openai.request.validation import (
     chat_requests,
     check_at_most,
     check_counts,
+    check_echo,
     check_model,
     completion_requests,
     refuse_unusable_prompts,
@@ -40,9 +42,19 @@ from serve_app.openai.request.validation import (
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
-from serve_app.openai.tokenize.prompt_tokenizer import ChatTurns, PromptTokenizer, WorkerThreads
+from serve_app.openai.tokenize.prompt_tokenizer import ChatTurns, PromptTokenizer
+from serve_app.openai.tokenize.work_queue import WorkLimits
+from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.openai.tools.grammar import Thinking, thinking_of
 from serve_app.openai.tools.parser import OutputParser
+
+_MANY_LOGPROBS = 1000
+"""Log probabilities from which a thread formats a reply. To format so many takes some 2 milliseconds."""
+_NUM_REPLY_THREADS = 2
+_NO_REFUSAL = WorkLimits(max_queued=10**9, max_queued_bytes=2**62, max_wait_s=86_400.0)
+"""Limits of the replies that wait to be formatted: none of its own, since open requests are bounded before."""
+
+ResultT = TypeVar("ResultT")
 
 
 class KnownModel:
@@ -147,6 +159,7 @@ class CompletionService:
         self._grammars = text.grammars
         self._limits = limits
         self._rng = rng
+        self._replies = WorkerThreads(_NUM_REPLY_THREADS, "replies", _NO_REFUSAL)
 
     def check_chat(self, body: ChatBody) -> None:
         """Check a chat body as far as possible without rendering or tokenizing it.
@@ -180,13 +193,15 @@ class CompletionService:
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         turns = ChatTurns.of(body)
-        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=_max_prompt_tokens(body, card))
+        owner = caller.owner_of(body)
+        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=_max_prompt_tokens(body, card), owner=owner)
         text = prompt.text or ""
         prompt = truncated(prompt, body, body.max_completion_tokens or body.max_tokens, card)
-        grammar = await self._chat_grammar(body, text)
+        check_echo(body, len(prompt.token_ids), self._limits)
+        grammar = await self._chat_grammar(body, text, owner)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
         requests = self._salted(body, caller, chat_requests(body, prompt, caller, card, self._rng))
-        requests = await self._constrained(body, requests, grammar)
+        requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
         make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
         if make_parser is not None and self._tokenizer.marker_token_ids:
@@ -206,16 +221,19 @@ class CompletionService:
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         refuse_unusable_prompts(body.prompt, card, keeps_end=body.truncate_prompt_tokens is not None)
-        grammar = None
+        grammar, owner, max_tokens = None, caller.owner_of(body), _max_prompt_tokens(body, card)
+        if max_tokens is not None:
+            check_echo(body, sum(map(self._tokenizer.min_tokens, body.prompt)), self._limits)
         if body.has_constraint:
-            grammar = await self._grammars.checked(partial(output_grammar, body))
-        encoded = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=_max_prompt_tokens(body, card))
+            grammar = await self._grammars.checked(partial(output_grammar, body), owner)
+        encoded = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=max_tokens, owner=owner)
         prompts = [truncated(prompt, body, body.max_tokens, card) for prompt in encoded]
+        check_echo(body, sum(len(prompt.token_ids) for prompt in prompts), self._limits)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
         requests = self._salted(body, caller, completion_requests(body, prompts, caller, card, self._rng))
-        requests = await self._constrained(body, requests, grammar)
+        requests = await self._constrained(body, requests, grammar, owner)
         if body.echo:
-            prompts = [await self._with_text(prompt) for prompt in prompts]
+            prompts = [await self._with_text(prompt, owner) for prompt in prompts]
         head = self._head(caller, card, requests)
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
         progress = self._progress([len(prompt.token_ids) for prompt in prompts], body)
@@ -235,21 +253,51 @@ class CompletionService:
         Raises:
             ServingError: a sequence failed. The first failure is raised and the other sequences are aborted.
         """
+        deltas = await self._deltas(prepared)
+        return await self._formatted(prepared, deltas, partial(_full_reply, prepared, deltas))
+
+    async def answer_json(self, prepared: PreparedCompletion) -> bytes:
+        """Do as `answer`, and return the reply as JSON."""
+        deltas = await self._deltas(prepared)
+        return await self._formatted(prepared, deltas, lambda: json_in_pieces(_full_reply(prepared, deltas)))
+
+    async def chunks(self, prepared: PreparedCompletion, item: IndexedDelta) -> list[JsonObject]:
+        """Return the chunks of a stream for a delta."""
+        return await self._formatted(prepared, [item.delta], partial(prepared.format.chunks, item))
+
+    async def _deltas(self, prepared: PreparedCompletion) -> list[TokenDelta]:
+        """Run the completion and return one merged delta for each sequence."""
         deltas: Sequence[list[TokenDelta]] = [[] for _ in prepared.requests]
         async with self.start(prepared) as arriving:
             async for item in arriving:
                 prepared.progress.add(item)
                 deltas[item.index].append(item.delta)
-        reply = prepared.format.full_reply([merge(parts) for parts in deltas], prepared.progress.usage())
-        if prepared.not_enforced:
-            reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
-        return reply
+        return [merge(parts) for parts in deltas]
+
+    async def _formatted(
+        self, prepared: PreparedCompletion, deltas: Sequence[TokenDelta], make: Callable[[], ResultT]
+    ) -> ResultT:
+        """Return what `make` makes of deltas; with many log probabilities a thread does it."""
+        num_logprobs = sum(
+            len(positions) * (1 + len(positions[0].top))
+            for delta in deltas
+            for positions in (delta.logprobs, delta.prompt_logprobs)
+            if positions
+        )
+        if num_logprobs < _MANY_LOGPROBS:
+            return make()
+        first = prepared.requests[0]
+        return await self._replies.run(make, WorkOwner(first.band, first.tenant))
 
     async def _constrained(
-        self, body: GenerationBody, requests: tuple[GenerateRequest, ...], grammar: OutputGrammar | None
+        self,
+        body: GenerationBody,
+        requests: tuple[GenerateRequest, ...],
+        grammar: OutputGrammar | None,
+        owner: WorkOwner,
     ) -> tuple[GenerateRequest, ...]:
         """Return the requests with the grammar of their outputs, and the tokens of the words not to be written."""
-        bad_words = await self._tokenizer.word_tokens(body.bad_words) if body.bad_words else ()
+        bad_words = await self._tokenizer.word_tokens(body.bad_words, owner) if body.bad_words else ()
         if grammar is None and not bad_words:
             return requests
         text = None if grammar is None else grammar.grammar
@@ -263,11 +311,11 @@ class CompletionService:
         salt = None if scope is None and body.cache_salt is None else json.dumps([scope, body.cache_salt])
         return tuple(replace(each, cache_salt=salt) for each in requests)
 
-    async def _chat_grammar(self, body: ChatBody, prompt: str) -> OutputGrammar | None:
+    async def _chat_grammar(self, body: ChatBody, prompt: str, owner: WorkOwner) -> OutputGrammar | None:
         if not (body.offered_tools or body.has_constraint):
             return None
         dialect = ChatDialect(self._tokenizer.family, self._tokenizer.marker)
-        return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt))
+        return await self._grammars.checked(partial(chat_grammar, body, dialect, prompt), owner)
 
     def _parser_factory(self, body: ChatBody, prompt: str, is_bound: bool) -> Callable[[], OutputParser] | None:
         """Return the factory of the choices' parsers; None if outputs have neither calls nor reasoning."""
@@ -278,10 +326,10 @@ class CompletionService:
         # Calls that a grammar binds are valid, so they may be shown before they are whole.
         return partial(OutputParser, family, tools, self._rng, starts_in_reasoning, whole_calls=not is_bound)
 
-    async def _with_text(self, prompt: EncodedPrompt) -> EncodedPrompt:
+    async def _with_text(self, prompt: EncodedPrompt, owner: WorkOwner) -> EncodedPrompt:
         if prompt.text is not None:
             return prompt
-        return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids))
+        return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids, owner))
 
     def _progress(self, prompt_lengths: Sequence[int], body: GenerationBody) -> Progress:
         return Progress(prompt_lengths, body.n, self._model.clock)
@@ -294,6 +342,13 @@ class CompletionService:
             system_fingerprint=fingerprint_of(card),
             service_tier=tier_of(requests[0].band),
         )
+
+
+def _full_reply(prepared: PreparedCompletion, deltas: Sequence[TokenDelta]) -> JsonObject:
+    reply = prepared.format.full_reply(deltas, prepared.progress.usage())
+    if prepared.not_enforced:
+        reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
+    return reply
 
 
 def _max_prompt_tokens(body: GenerationBody, card: ModelCard) -> int | None:

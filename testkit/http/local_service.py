@@ -37,7 +37,7 @@ from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics, RouterMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
-from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from testkit.http.api import serving
 
 _POLL_PERIOD_S = 0.2

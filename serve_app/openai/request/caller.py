@@ -27,6 +27,14 @@ _BAND_OF_NAME = {band.name.lower(): band for band in Band} | {str(band.value): b
 
 
 @dataclass(frozen=True, slots=True)
+class WorkOwner:
+    """Band and tenant for which a worker thread works."""
+
+    band: Band
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
 class Caller:
     """Sender of a request, with the urgency that its headers ask for; None: the header is not given."""
 
@@ -78,6 +86,17 @@ class Caller:
         else:
             wanted = _BAND_OF_TIER[body.service_tier or "auto"]
         return max(wanted, self.principal.band_ceiling)
+
+    @property
+    def unread(self) -> WorkOwner:
+        """Owner of the work on a body that has not been parsed: in the most urgent band that the body may ask for."""
+        ceiling = self.principal.band_ceiling
+        band = ceiling if self.wanted_band is None else max(self.wanted_band, ceiling)
+        return WorkOwner(band, self.principal.tenant)
+
+    def owner_of(self, body: GenerationBody) -> WorkOwner:
+        """Return the owner of the work on a body."""
+        return WorkOwner(self.band_of(body), self.tenant_of(body))
 
     def background_band_of(self, body: GenerationBody) -> Band:
         """Return the band of asynchronous work: `batch`, unless the request asks for another band."""

@@ -32,6 +32,15 @@ class RequestLimits:
     """Most prompts in one completions request."""
     max_choices: int = setting(128, ge=1)
     """Most choices in one request: `n` times the number of prompts."""
+    max_messages: int = setting(2048, ge=1)
+    """Most messages of one conversation."""
+    max_body_values: int = setting(524_288, ge=1)
+    """Most values in a JSON body: items of lists, such as token ids, and fields of objects."""
+    max_body_objects: int = setting(65_536, ge=1)
+    """Most objects, lists and names of fields in a JSON body; each takes longer to read than a number or a text."""
+    max_echo_logprobs: int = setting(131_072, ge=1)
+    """Most log probabilities of prompt tokens in one reply (`echo` with `logprobs`, `prompt_logprobs`): the tokens of
+    all prompts, times `n`, times one more than the alternatives per position."""
     max_logprobs: int = setting(20, ge=0)
     """Most alternatives per position (`logprobs`, `top_logprobs`) that a request may ask for."""
     generation_config: Literal["auto", "vllm"] = setting("auto")
@@ -146,13 +155,34 @@ def check_counts(body: GenerationBody, num_prompts: int, limits: RequestLimits) 
     """
     check_at_most("n", body.n, limits.max_choices)
     if num_prompts > limits.max_prompts:
-        message = f"`prompt` has {num_prompts} prompts; at most {limits.max_prompts} are accepted"
-        raise InvalidRequest(message, "prompt")
+        raise too_many_prompts(num_prompts, limits.max_prompts)
     if num_prompts * body.n > limits.max_choices:
         raise InvalidRequest(
             f"{num_prompts} prompts times `n` = {body.n} are {num_prompts * body.n} "
             f"choices; at most {limits.max_choices} are accepted",
             "n",
+        )
+
+
+def too_many_prompts(num_prompts: int, max_prompts: int) -> InvalidRequest:
+    """Return the error for a request with too many prompts."""
+    return InvalidRequest(f"`prompt` has {num_prompts} prompts; at most {max_prompts} are accepted", "prompt")
+
+
+def check_echo(body: GenerationBody, num_tokens: int, limits: RequestLimits) -> None:
+    """Refuse more log probabilities of prompt tokens than one reply may have; the prompts have `num_tokens` at least.
+
+    Raises:
+        InvalidRequest: naming the field, the limit and the value.
+    """
+    name, wanted = "prompt_logprobs", [] if body.prompt_logprobs is None else [body.prompt_logprobs]
+    if isinstance(body, CompletionBody) and body.echo and body.logprobs is not None:
+        name, wanted = "logprobs", [*wanted, body.logprobs]
+    num_logprobs = num_tokens * body.n * (max(wanted) + 1) if wanted else 0
+    if num_logprobs > limits.max_echo_logprobs:
+        message = f"{num_tokens} prompt tokens, times `n` = {body.n}, times `{name}` + 1 = {max(wanted) + 1}"
+        raise InvalidRequest(
+            f"{message}, are {num_logprobs} log probabilities; at most {limits.max_echo_logprobs} are accepted", name
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from pydantic import ValidationError
 
-from replicas.errors import InvalidRequest
+from replicas.errors import InvalidRequest, Overloaded
 from replicas.grammar import (
     GrammarCompiler,
     MarkedPart,
@@ -21,10 +21,11 @@ from replicas.grammar import (
     structural_tag_grammar,
 )
 from replicas.protocol import Metric
+from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTag, StructuredOutputs
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.structured.json_schema import Schema, enforceable_schema
-from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 
 MAX_COMPILATION_S = 10.0
 """Longest wait for a grammar's compilation, seconds."""
@@ -55,16 +56,28 @@ class GrammarChecker:
         self._compiler = compiler
         self._threads = WorkerThreads(_NUM_THREADS, "grammars")
 
-    async def checked(self, make: Callable[[], OutputGrammar | None]) -> OutputGrammar | None:
+    async def checked(
+        self, make: Callable[[], OutputGrammar | None], owner: WorkOwner = SERVER
+    ) -> OutputGrammar | None:
         """Return the grammar that `make` returns, which can be compiled; None if it returns none.
 
         Raises:
             InvalidRequest: as `make` raises, or the grammar cannot be compiled, or not in time.
+            Overloaded: too much work waits, or all threads compile longer than that.
         """
+        has_begun = threading.Event()
+
+        def check() -> OutputGrammar | None:
+            has_begun.set()
+            return self._checked(make)
+
         try:
             async with asyncio.timeout(MAX_COMPILATION_S):
-                return await self._threads.run(partial(self._checked, make))
+                return await self._threads.run(check, owner)
         except TimeoutError:
+            if not has_begun.is_set():
+                message = f"the grammars of other requests have been compiled for {MAX_COMPILATION_S:g} s"
+                raise Overloaded(message, MAX_COMPILATION_S, "preparation_wait") from None
             message = f"the grammar of the output takes more than {MAX_COMPILATION_S:g} s to compile; make it simpler"
             raise InvalidRequest(message) from None
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
@@ -17,15 +15,15 @@ from transformers import PreTrainedTokenizerFast
 from replicas.errors import InvalidRequest
 from replicas.tokenizer_files import load_tokenizer
 from serve_app.errors import shortened
+from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import ChatBody, ChatMessage, EncodedPrompt, Prompt, TokenizeBody
 from serve_app.openai.request.validation import prompt_too_long
+from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 from serve_app.openai.tools.detection import adapted, detect, probed
 from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, family_named
 from serve_app.openai.tools.messages import prompt_messages
 from serve_app.openai.tools.response_template import described_family
 from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
-
-ResultT = TypeVar("ResultT")
 
 _RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -35,24 +33,6 @@ _RESERVED = frozenset({
 """Variables of a chat template, and arguments of its rendering, that a request cannot set."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class WorkerThreads:
-    """Thread pool of fixed size; work waits for a free thread in order of arrival.
-
-    Work that holds the GIL throughout a call into C still blocks the event loop.
-    """
-
-    def __init__(self, num_threads: int, name: str = "tokenizer") -> None:
-        self._executor = ThreadPoolExecutor(num_threads, name)
-
-    async def run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run `work` in a thread and return its result.
-
-        A cancelled caller returns at once. Work that still waits is then dropped; work that runs continues to its end
-        and occupies its thread until then.
-        """
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,57 +123,75 @@ class PromptTokenizer:
         *,
         max_prompt_tokens: int | None = None,
         add_special_tokens: bool = False,
+        owner: WorkOwner = SERVER,
     ) -> EncodedPrompt:
         """Render a conversation with the model's chat template and encode it.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses the messages, or their text
                 is too long for `max_prompt_tokens` tokens.
+            Overloaded: too much work waits.
         """
+        num_chars = sum(len(message.content or "") for message in turns.messages)
 
         def encode() -> EncodedPrompt:
+            self._refuse_hopeless(turns, max_prompt_tokens)
             text = self._render(turns)
             self._refuse_oversized(text, "messages", max_prompt_tokens)
             return self._encode(text, add_special_tokens)
 
-        return await self._workers.run(encode)
+        return await self._workers.run(encode, owner, num_chars)
 
     async def encode_prompts(
-        self, prompts: Sequence[Prompt], *, max_prompt_tokens: int | None = None, add_special_tokens: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_prompt_tokens: int | None = None,
+        add_special_tokens: bool = True,
+        owner: WorkOwner = SERVER,
     ) -> list[EncodedPrompt]:
         """Encode texts, by default with the model's special tokens; token ids stay as they are.
 
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
+            Overloaded: too much work waits.
         """
+        num_bytes = sum(map(len, prompts))
 
         def encode(prompt: Prompt) -> EncodedPrompt:
             if not isinstance(prompt, str):
                 return EncodedPrompt(tuple(prompt), None)
-            self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
             return self._encode(prompt, add_special_tokens)
 
-        return await self._workers.run(lambda: [encode(prompt) for prompt in prompts])
+        def encode_all() -> list[EncodedPrompt]:
+            for prompt in prompts:
+                if isinstance(prompt, str):
+                    self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
+            return [encode(prompt) for prompt in prompts]
 
-    async def word_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return await self._workers.run(encode_all, owner, num_bytes)
+
+    async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and behind a space."""
         texts = [f"{space}{word.lstrip()}" for word in words for space in ("", " ")]
-        encoded = await self.encode_prompts(texts, add_special_tokens=False)
+        encoded = await self.encode_prompts(texts, add_special_tokens=False, owner=owner)
         return tuple(dict.fromkeys(prompt.token_ids for prompt in encoded if prompt.token_ids))
 
-    async def decode(self, token_ids: Sequence[int]) -> str:
+    async def decode(self, token_ids: Sequence[int], owner: WorkOwner = SERVER) -> str:
         """Return the text of token ids, special tokens included."""
 
         def decode() -> str:
             (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=False)
             return text
 
-        return await self._workers.run(decode)
+        return await self._workers.run(decode, owner, len(token_ids))
 
-    async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+    async def token_strings(self, token_ids: Sequence[int], owner: WorkOwner = SERVER) -> list[str]:
         """Return the tokens as the vocabulary spells them."""
         return await self._workers.run(
             lambda: [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids],
+            owner,
+            len(token_ids),
         )
 
     def info(self) -> dict[str, Any]:
@@ -253,9 +251,23 @@ class PromptTokenizer:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return EncodedPrompt(tuple(encoding.ids), text)
 
+    def min_tokens(self, prompt: Prompt) -> int:
+        """Return the least number of tokens that a prompt may have: as if each were the vocabulary's longest."""
+        return -(-len(prompt) // self._max_token_chars) if isinstance(prompt, str) else len(prompt)
+
+    def _refuse_hopeless(self, turns: ChatTurns, max_prompt_tokens: int | None) -> None:
+        """Refuse, without rendering, a conversation whose users' texts alone are too long.
+
+        Templates strip texts, and some leave out parts of the model's turns.
+        """
+        texts = (message.content or "" for message in turns.messages if message.role == "user")
+        min_tokens = -(-sum(len(text.strip()) for text in texts) // self._max_token_chars)
+        if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
+            raise prompt_too_long(min_tokens, max_prompt_tokens, "messages", at_least=True)
+
     def _refuse_oversized(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
         """Refuse, without tokenizing, a text that is too long even if every token were the vocabulary's longest."""
-        min_tokens = -(-len(text) // self._max_token_chars)
+        min_tokens = self.min_tokens(text)
         if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
             raise prompt_too_long(min_tokens, max_prompt_tokens, param, at_least=True)
 

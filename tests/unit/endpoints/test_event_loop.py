@@ -3,9 +3,12 @@
 import asyncio
 import gc
 import json
+import sys
+import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
@@ -14,24 +17,32 @@ from serve_app.openai.request.schema import ChatBody, CompletionBody, Detokenize
 from testkit.http.api import MODEL, Api, MakeApi, card_of
 
 MANY = 300_000
+MAX_STANDSTILL_S = 0.05
 
 
-async def worst_share(api: Api, path: str, body: dict[str, Any]) -> float:
-    """Return the longest standstill of the event loop while a request is answered, as a share of the whole.
+class Standstill(NamedTuple):
+    """Longest standstill of the event loop while a request is answered.
 
     In processor seconds of this process: time that other processes take is no standstill.
     """
-    content = json.dumps(body).encode()
+
+    status: int
+    worst_s: float
+    whole_s: float
+
+
+async def standstill(api: Api, path: str, content: bytes) -> Standstill:
     headers = {"content-type": "application/json"}
     begun_s = last_s = time.process_time()
-    answer = asyncio.create_task(api.http.post(path, content=content, headers=headers))
+    # Not `api.http`, which checks the answer on the same event loop.
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
+    answer = asyncio.create_task(http.post(path, content=content, headers=headers))
     worst_s = 0.0
     while not answer.done():
         await asyncio.sleep(0.001)
         now_s = time.process_time()
         worst_s, last_s = max(worst_s, now_s - last_s), now_s
-    assert answer.result().status_code == 200
-    return worst_s / (last_s - begun_s)
+    return Standstill(answer.result().status_code, worst_s, last_s - begun_s)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +57,70 @@ async def test_event_loop_runs_while_the_tokenizer_works(
     make_api: MakeApi, tokenizer: Any, path: str, body: dict[str, Any]
 ) -> None:
     api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=2_000_000)})
-    assert await worst_share(api, path, body) < 0.5
+    found = await standstill(api, path, json.dumps(body).encode())
+    assert found.status == 200
+    assert found.worst_s / found.whole_s < 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/tokenize", b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 190_000) + b"]}"),
+        ("/v1/completions", b'{"model":"tiny","prompt":[' + b",".join([b'"a"'] * 1_500_000) + b"]}"),
+        ("/v1/completions", b"{" + b",".join(b'"%d":1' % number for number in range(600_000)) + b"}"),
+        ("/v1/completions", b'{"model":"tiny","prompt":[' + b",".join([b"{}"] * 2_000_000) + b"]}"),
+        (
+            "/v1/completions",
+            json.dumps({"model": MODEL, "prompt": ["fox " * 800] * 128, "echo": True, "logprobs": 5}).encode(),
+        ),
+    ],
+    ids=["messages", "prompts", "names", "objects", "echo"],
+)
+async def test_event_loop_does_not_stand_still_for_a_hopeless_body(
+    make_api: MakeApi, tokenizer: Any, path: str, content: bytes
+) -> None:
+    api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=8192)})
+    found = await standstill(api, path, content)
+    assert found.status == 400
+    assert found.worst_s < MAX_STANDSTILL_S
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("/tokenize", b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 2000) + b"]}"),
+        ("/v1/completions", json.dumps({"model": MODEL, "prompt": [[1000] * 4000] * 128, "max_tokens": 1}).encode()),
+    ],
+    ids=["messages", "token ids"],
+)
+async def test_event_loop_does_not_stand_still_for_the_largest_body(
+    make_api: MakeApi, tokenizer: Any, path: str, content: bytes
+) -> None:
+    api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=100_000)})
+    await standstill(api, "/tokenize", b'{"messages":[{"role":"user","content":"a"}]}')  # compiles the template
+    found = await standstill(api, path, content)
+    assert found.worst_s < MAX_STANDSTILL_S
+
+
+async def test_a_large_reply_is_formatted_outside_of_the_event_loop(make_api: MakeApi, tokenizer: Any) -> None:
+    api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=8192)})
+    threads: set[int] = set()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "_append":
+            threads.add(threading.get_ident())
+
+    body = {"model": MODEL, "prompt": [5] * 400, "echo": True, "logprobs": 5, "max_tokens": 1}
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        for is_streamed in (False, True):
+            answer = await api.post("/v1/completions", body | {"stream": is_streamed})
+            assert answer.status_code == 200
+    finally:
+        threading.setprofile(None)
+        sys.setprofile(None)
+    assert threads and threading.get_ident() not in threads
 
 
 def test_parsing_does_not_collect_garbage() -> None:

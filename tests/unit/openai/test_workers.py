@@ -1,11 +1,16 @@
-"""Work in threads: the number that runs at once, cancellation, and errors."""
+"""Work in threads: the number that runs at once, its order, cancellation, and errors."""
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 
-from serve_app.openai.tokenize.prompt_tokenizer import WorkerThreads
+from replicas.errors import Overloaded
+from replicas.protocol import Band
+from serve_app.openai.request.caller import WorkOwner
+from serve_app.openai.tokenize.work_queue import WorkLimits
+from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from testkit.limits import until
 
 
@@ -56,3 +61,51 @@ async def test_failure_of_the_work_reaches_its_caller() -> None:
 
     with pytest.raises(ZeroDivisionError):
         await WorkerThreads(1).run(fail)
+
+
+BATCH = WorkOwner(Band.BATCH, "flood")
+INTERACTIVE = WorkOwner(Band.INTERACTIVE, "idle")
+
+
+async def test_batch_work_leaves_a_thread_to_interactive_work() -> None:
+    workers, work = WorkerThreads(2), Work()
+    flood = [asyncio.create_task(workers.run(work, BATCH)) for _ in range(5)]
+    await until(lambda: len(work.starts) == 1)
+    assert await workers.run(lambda: "at once", INTERACTIVE) == "at once"
+    assert len(work.starts) == 1
+    work.may_end.set()
+    await asyncio.gather(*flood)
+
+
+async def test_work_waits_in_order_of_bands() -> None:
+    workers, work, order = WorkerThreads(1), Work(), list[str]()
+    running = asyncio.create_task(workers.run(work))
+    await until(lambda: len(work.starts) == 1)
+    owners = [BATCH, BATCH, WorkOwner(Band.STANDARD, "a"), INTERACTIVE]
+    waiting = [asyncio.create_task(workers.run(partial(order.append, owner.tenant), owner)) for owner in owners]
+    await asyncio.sleep(0)
+    work.may_end.set()
+    await asyncio.gather(running, *waiting)
+    assert order == ["idle", "a", "flood", "flood"]
+
+
+async def test_work_beyond_the_limit_is_refused() -> None:
+    workers, work = WorkerThreads(1, limits=WorkLimits(max_queued=2)), Work()
+    begun = [asyncio.create_task(workers.run(work, BATCH)) for _ in range(3)]
+    await until(lambda: len(work.starts) == 1)
+    with pytest.raises(Overloaded, match="the limit is 2"):
+        await workers.run(work, BATCH)
+    work.may_end.set()
+    await asyncio.gather(*begun)
+    await workers.run(work, BATCH)
+
+
+async def test_work_that_waits_too_long_is_refused() -> None:
+    workers, work = WorkerThreads(1, limits=WorkLimits(max_wait_s=0.01)), Work()
+    begun = asyncio.create_task(workers.run(work))
+    await until(lambda: len(work.starts) == 1)
+    with pytest.raises(Overloaded, match=r"waited 0\.01 s"):
+        await workers.run(work)
+    work.may_end.set()
+    await begun
+    assert len(work.starts) == 1

@@ -1,0 +1,36 @@
+"""Run-time of a process that serves requests: turns of the GIL, and the C heap."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+_SWITCH_INTERVAL_S = 0.0005
+_MMAP_BYTES = 128 * 2**10
+_NUM_ARENAS = 2
+# Parameters of mallopt in glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+def share_gil() -> None:
+    """Let the event loop have the GIL back soon while worker threads parse and render.
+
+    By default a thread that computes in Python keeps the GIL for 5 ms. A request takes a dozen turns of the loop, each
+    of which waits for the GIL.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+
+
+def return_freed_memory() -> None:
+    """Have glibc give large blocks back to the system when they are freed.
+
+    By default the first large block that is freed raises the size from which blocks have mappings of their own, up to
+    32 MiB. Bodies then come from the heaps, one for each thread, which keep what lies below the last block in use. A
+    fixed size keeps large blocks apart. Other C libraries have no such parameters and are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _MMAP_BYTES)
+    mallopt(_M_ARENA_MAX, _NUM_ARENAS)
