@@ -49,7 +49,7 @@ from serve_app.openai.tools.grammar import Thinking, thinking_of
 from serve_app.openai.tools.parser import OutputParser
 
 _MANY_LOGPROBS = 1000
-"""Log probabilities from which a thread formats a reply. To format so many takes some 2 milliseconds."""
+"""Log probabilities from which a thread formats a reply."""
 _NUM_REPLY_THREADS = 2
 _NO_REFUSAL = WorkLimits(max_queued=10**9, max_queued_bytes=2**62, max_wait_s=86_400.0)
 """Limits of the replies that wait to be formatted: none of its own, since open requests are bounded before."""
