@@ -41,25 +41,7 @@ from serve_app.openai.structured.json_schema import Schema, enforceable_schema
 
 _MEMBER = "vendor/llama.cpp/models/ggml-vocab-qwen2.gguf"
 _VOCAB_SIZE = 151_936
-_WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "and",
-    "answers",
-    "with",
-    "some",
-    "ordinary",
-    "text",
-    "12",
-    "times",
-]
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "answers", "with", "text", "12")
 
 
 def vocabulary(path: Path | None, folder: Path) -> PreTrainedTokenizerFast:

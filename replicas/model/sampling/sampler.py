@@ -100,7 +100,9 @@ class Sampler:
     def _choose(self, logits: Tensor, on_device: DeviceBuffer, masks: RowMasks | None) -> SampledTokens:
         processed = self._logits_processors.apply(logits.float(), on_device)
         if masks is not None:
-            processed = masks.apply(processed)
+            # In float32 these may be the model's own logits, of which log probabilities are taken later.
+            processed = processed.clone() if processed is logits else processed
+            masks.apply(processed)
         sampled = sample_greedy(processed)
         for sampling, sample in ((self._full, sample_full), (self._truncated, sample_truncated)):
             if sampling is not None:

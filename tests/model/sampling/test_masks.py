@@ -68,13 +68,13 @@ def sample(logits: torch.Tensor, *items: ScheduledSequence) -> list[int | None]:
 def test_masks_forbid_tokens_of_their_rows_alone(vocab_size: int) -> None:
     items = [item(Tokens(0, 3)), item(None), item(Tokens(vocab_size - 1))]
     logits = torch.randn(3, vocab_size)
-    before = logits.clone()
     masks = masks_of(vocab_size, *items)
     assert masks is not None
-    masked = masks.apply(logits)
+    masked = logits.clone()
+    masks.apply(masked)
     allowed = [[int(token) for token in row.isfinite().nonzero()[:, 0]] for row in masked]
     assert allowed == [[0, 3], list(range(vocab_size)), [vocab_size - 1]]
-    assert torch.equal(logits, before) and torch.equal(masked[masked.isfinite()], before[masked.isfinite()])
+    assert torch.equal(masked[masked.isfinite()], logits[masked.isfinite()])
 
 
 def test_without_constraints_there_are_no_masks() -> None:
@@ -85,7 +85,8 @@ def test_without_constraints_there_are_no_masks() -> None:
 def test_rows_of_the_head_beyond_the_vocabulary_are_no_tokens(rows: int) -> None:
     masks = masks_of(40, *[item(Tokens(1)), item(None)][:rows])
     assert masks is not None
-    masked = masks.apply(torch.zeros(rows, 128))
+    masked = torch.zeros(rows, 128)
+    masks.apply(masked)
     assert masked[0].isfinite().nonzero().flatten().tolist() == [1]
     assert rows == 1 or bool(masked[1].isfinite().all())
 
@@ -125,6 +126,14 @@ def test_stop_tokens_before_min_tokens_come_only_if_nothing_else_may() -> None:
     logits[:, 9] = 50.0
     items = [item(Tokens(9, 11, EOS), seed=seed, min_tokens=5, stop_token_ids=(9,)) for seed in range(20)]
     assert set(sample(logits, *items)) == {11}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_models_own_logits_are_not_changed(dtype: torch.dtype) -> None:
+    logits = torch.randn(2, 97).to(dtype)
+    before = logits.clone()
+    assert sample(logits, item(Tokens(4)), item(Tokens(5), logit_bias=())) == [4, 5]
+    assert torch.equal(logits, before)
 
 
 def test_a_row_without_any_allowed_token_is_an_error() -> None:
