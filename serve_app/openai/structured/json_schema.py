@@ -69,7 +69,7 @@ def enforceable_schema(
     if fault is not None:
         raise InvalidRequest(f"`{param}` cannot be enforced: {fault}", param)
     if is_strict and reduction.not_enforced:
-        listed = ", ".join(f"`{shortened(place)}`" for place in reduction.not_enforced[:_MAX_NAMED])
+        listed = ", ".join(f"`{_shown(place)}`" for place in reduction.not_enforced[:_MAX_NAMED])
         message = f"`{param}` is strict and has keywords that cannot be enforced: {listed}"
         raise InvalidRequest(message, param, "unsupported_parameter")
     return EnforceableSchema(reduced, tuple(reduction.not_enforced))
@@ -134,7 +134,7 @@ class _Reduction:
         counts = (self._num_patterns, MAX_PATTERNS, ""), (self._num_met_patterns, MAX_MET_PATTERNS, " within `allOf`")
         for count, limit, where in counts:
             if count > limit:
-                counted = f"{count} regular expressions{where} up to `{shortened(place)}`"
+                counted = f"{count} regular expressions{where} up to `{_shown(place)}`"
                 message = f"`{self._param}` has {counted}; at most {limit} are accepted"
                 raise InvalidRequest(message, self._param)
 
@@ -178,6 +178,12 @@ def _num_remainders(divisor: float) -> int:
     if not 0 < divisor < 10**12:
         return 1 if divisor <= 0 else MAX_MULTIPLE + 1
     return int(f"{divisor:.12f}".rstrip("0").replace(".", "")) or MAX_MULTIPLE + 1
+
+
+def _shown(place: str) -> str:
+    """Return a JSON pointer for a message; of a long one the keyword stays."""
+    parent, _, keyword = place.rpartition("/")
+    return f"{shortened(parent)}/{keyword}"
 
 
 def _escaped(name: str) -> str:

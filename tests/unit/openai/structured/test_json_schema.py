@@ -48,6 +48,13 @@ def test_strict_refuses_it_and_names_the_place(keyword: str, schema: Schema) -> 
     assert f"`/properties/a/{keyword}`" in str(error) and error.code == "unsupported_parameter"
 
 
+def test_of_a_long_place_the_keyword_is_named() -> None:
+    schema: Schema = {"type": "array", "uniqueItems": True}
+    for _ in range(20):
+        schema = {"type": "object", "properties": {"name": schema}}
+    assert ".../uniqueItems`" in str(fault(schema, is_strict=True))
+
+
 @EACH
 def test_the_rest_is_enforced(keyword: str, schema: Schema) -> None:
     found = enforceable_schema(schema, "field")
