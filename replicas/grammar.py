@@ -69,6 +69,7 @@ class GrammarConstraint:
         self._is_alone = False
         self._accepted: list[int] = []
         self._spent_s = 0.0
+        self._overrun: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -78,10 +79,7 @@ class GrammarConstraint:
     @property
     def error(self) -> str | None:
         """Reason why the grammar cannot be followed; None: there is none."""
-        if self._matcher.is_error():
-            return _reason(self._matcher.get_error())
-        budget_s = _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self._accepted)
-        return f"it takes more than {budget_s:.1f} s for these tokens" if self._spent_s > budget_s else None
+        return _reason(self._matcher.get_error()) if self._matcher.is_error() else self._overrun
 
     def accept(self, token_id: int) -> None:
         """Add the next output token.
@@ -101,7 +99,7 @@ class GrammarConstraint:
         self._accepted += token_ids
         if not self._matcher.consume_tokens(list(token_ids)):
             self._leave_shared_lexer()
-        self._spent_s += time.thread_time() - started_s
+        self._spend(time.thread_time() - started_s)
         if self.error is not None:
             raise ValueError(self.error)
 
@@ -113,7 +111,14 @@ class GrammarConstraint:
         self._fill(np.frombuffer(mask, dtype=np.uint8))
         if self._matcher.is_error() and self._leave_shared_lexer():
             self._fill(np.frombuffer(mask, dtype=np.uint8))
-        self._spent_s += time.thread_time() - started_s
+        self._spend(time.thread_time() - started_s)
+
+    def _spend(self, seconds: float) -> None:
+        """Count processor time. Beyond the budget the constraint has an error from then on."""
+        self._spent_s += seconds
+        budget_s = _BUDGET_S + _BUDGET_PER_TOKEN_S * len(self._accepted)
+        if self._spent_s > budget_s and self._overrun is None:
+            self._overrun = f"it takes more than {budget_s:.1f} s for {len(self._accepted)} tokens"
 
     def _fill(self, mask: np.ndarray) -> None:
         """Fill a mask that is as long as the model's logits, which may be fewer or more than the tokenizer's tokens."""

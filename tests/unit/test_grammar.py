@@ -169,6 +169,7 @@ def test_a_sequence_has_a_budget_of_processor_time(compiler: GrammarCompiler, mo
     monkeypatch.setattr(module, "_BUDGET_PER_TOKEN_S", 0.0)
     allowed(constraint)
     assert constraint.error is not None and "takes more than" in constraint.error
+    monkeypatch.setattr(module, "_BUDGET_S", 9.0)
     with pytest.raises(ValueError, match="takes more than"):
         constraint.accept(ids("{")[0])
 
