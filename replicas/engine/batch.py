@@ -128,7 +128,7 @@ class LaunchedStep(Protocol):
     def sample(self) -> None:
         """Launch the sampling that depends on the tokens of earlier steps: that of constrained sequences.
 
-        Called once, when the results of all earlier steps have been applied. The device computes the step meanwhile.
+        Called once, after the results of all earlier steps have been applied, while the device computes the step.
 
         Raises:
             Exception: the batch failed; steps launched before are not affected.

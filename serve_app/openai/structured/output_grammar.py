@@ -20,7 +20,6 @@ from replicas.grammar import (
     regex_grammar,
     structural_tag_grammar,
 )
-from replicas.protocol import Metric
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTag, StructuredOutputs
 from serve_app.openai.request.schema import GenerationBody
@@ -80,10 +79,6 @@ class GrammarChecker:
                 raise Overloaded(message, MAX_COMPILATION_S, "preparation_wait") from None
             message = f"the grammar of the output takes more than {MAX_COMPILATION_S:g} s to compile; make it simpler"
             raise InvalidRequest(message) from None
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """Return the metrics of the compiler."""
-        return self._compiler.metrics()
 
     def _checked(self, make: Callable[[], OutputGrammar | None]) -> OutputGrammar | None:
         found = make()

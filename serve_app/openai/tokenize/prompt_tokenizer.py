@@ -96,7 +96,8 @@ class PromptTokenizer:
         # A tokenizer file may switch on truncation and padding; both would silently change prompts.
         backend.no_truncation()
         backend.no_padding()
-        self.fast = self._templates = tokenizer
+        self.fast = tokenizer
+        """The tokenizer as transformers has it, with its chat template."""
         self._tokenizer = backend
         self._name = name
         self._workers = workers
@@ -213,9 +214,9 @@ class PromptTokenizer:
 
     def _family_of(self, name: str | None, added: Mapping[str, tuple[int, bool]]) -> ChatFamily:
         """Return the family of the chat template, adapted to what the template renders."""
-        template = str(self._templates.chat_template or "")
+        template = str(self.fast.chat_template or "")
         family = detect(template, added) if name is None else adapted(family_named(name), template, added)
-        described = getattr(self._templates, "response_template", None)
+        described = getattr(self.fast, "response_template", None)
         if name is None and family.name == GENERIC.name and isinstance(described, dict):
             family = adapted(described_family(described) or family, template, added)
         if not template:
@@ -223,7 +224,7 @@ class PromptTokenizer:
         return probed(family, lambda turns: self._apply_template(turns, add_generation_prompt=True))
 
     def _render(self, turns: ChatTurns) -> str:
-        if not self._templates.chat_template:
+        if not self.fast.chat_template:
             raise InvalidRequest(f"model `{self._name}` has no chat template; use /v1/completions", "messages")
         messages = [message.turn() for message in turns.messages]
         for message in messages:
@@ -245,7 +246,7 @@ class PromptTokenizer:
             raise InvalidRequest(refusal, "messages") from None
 
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        return str(self._templates.apply_chat_template(messages, tokenize=False, **variables))
+        return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
 
     def _encode(self, text: str, add_special_tokens: bool) -> EncodedPrompt:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
