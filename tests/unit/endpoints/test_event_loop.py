@@ -1,12 +1,12 @@
 """Large requests leave the event loop to the others."""
 
-import asyncio
 import gc
 import json
 import sys
 import threading
-import time
-from typing import Any, NamedTuple
+from collections import defaultdict
+from types import FrameType
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -17,49 +17,67 @@ from serve_app.openai.request.schema import ChatBody, CompletionBody, Detokenize
 from testkit.http.api import MODEL, Api, MakeApi, card_of
 
 MANY = 300_000
-MAX_STANDSTILL_S = 0.05
 
 
-class Standstill(NamedTuple):
-    """Longest standstill of the event loop while a request is answered.
+class Calls:
+    """Threads in which functions, also those of extension modules, were called, by the functions' names.
 
-    In processor seconds of this process: time that other processes take is no standstill.
+    Counts only in threads that begin while it is open, and in its own.
     """
 
-    status: int
-    worst_s: float
-    whole_s: float
+    def __init__(self) -> None:
+        self._threads: defaultdict[str, set[int]] = defaultdict(set)
+
+    def __enter__(self) -> Self:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        threading.setprofile(None)
+        sys.setprofile(None)
+
+    def on_event_loop(self, *names: str) -> list[bool]:
+        """Return of each function whether this thread called it."""
+        assert all(self._threads[name] for name in names), f"never called: {names}"
+        return [threading.get_ident() in self._threads[name] for name in names]
+
+    def num_threads(self, name: str) -> int:
+        return len(self._threads[name])
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self._threads[frame.f_code.co_name].add(threading.get_ident())
+        elif event == "c_call":
+            self._threads[argument.__qualname__].add(threading.get_ident())
 
 
-async def standstill(api: Api, path: str, content: bytes) -> Standstill:
-    headers = {"content-type": "application/json"}
-    begun_s = last_s = time.process_time()
-    # Not `api.http`, which checks the answer on the same event loop.
+async def post(api: Api, path: str, content: bytes) -> int:
+    """Return the status of the answer, which is not checked on the event loop as `api.http` does."""
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
-    answer = asyncio.create_task(http.post(path, content=content, headers=headers))
-    worst_s = 0.0
-    while not answer.done():
-        await asyncio.sleep(0.001)
-        now_s = time.process_time()
-        worst_s, last_s = max(worst_s, now_s - last_s), now_s
-    return Standstill(answer.result().status_code, worst_s, last_s - begun_s)
+    return (await http.post(path, content=content, headers={"content-type": "application/json"})).status_code
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "work"),
     [
-        ("/tokenize", {"prompt": "the quick brown fox " * (MANY // 5)}),
-        ("/detokenize", {"tokens": [5] * MANY}),
-        ("/v1/completions", {"model": MODEL, "prompt": "the quick brown fox " * (MANY // 5), "max_tokens": 1}),
+        ("/tokenize", {"prompt": "the quick brown fox " * (MANY // 5)}, "Tokenizer.encode_batch_fast"),
+        ("/detokenize", {"tokens": [5] * MANY}, "Tokenizer.decode_batch"),
+        (
+            "/v1/completions",
+            {"model": MODEL, "prompt": "the quick brown fox " * (MANY // 5), "max_tokens": 1},
+            "Tokenizer.encode_batch_fast",
+        ),
     ],
 )
-async def test_event_loop_runs_while_the_tokenizer_works(
-    make_api: MakeApi, tokenizer: Any, path: str, body: dict[str, Any]
+async def test_the_tokenizer_works_outside_of_the_event_loop(
+    make_api: MakeApi, tokenizer: Any, path: str, body: dict[str, Any], work: str
 ) -> None:
     api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=2_000_000)})
-    found = await standstill(api, path, json.dumps(body).encode())
-    assert found.status == 200
-    assert found.worst_s / found.whole_s < 0.5
+    content = json.dumps(body).encode()
+    with Calls() as calls:
+        assert await post(api, path, content) == 200
+    assert calls.on_event_loop("from_json", work) == [False, False]
 
 
 @pytest.mark.parametrize(
@@ -69,58 +87,57 @@ async def test_event_loop_runs_while_the_tokenizer_works(
         ("/v1/completions", b'{"model":"tiny","prompt":[' + b",".join([b'"a"'] * 1_500_000) + b"]}"),
         ("/v1/completions", b"{" + b",".join(b'"%d":1' % number for number in range(600_000)) + b"}"),
         ("/v1/completions", b'{"model":"tiny","prompt":[' + b",".join([b"{}"] * 2_000_000) + b"]}"),
-        (
-            "/v1/completions",
-            json.dumps({"model": MODEL, "prompt": ["fox " * 800] * 128, "echo": True, "logprobs": 5}).encode(),
-        ),
     ],
-    ids=["messages", "prompts", "names", "objects", "echo"],
+    ids=["messages", "prompts", "names", "objects"],
 )
-async def test_event_loop_does_not_stand_still_for_a_hopeless_body(
+async def test_a_hopeless_body_is_counted_elsewhere_and_never_parsed(
     make_api: MakeApi, tokenizer: Any, path: str, content: bytes
 ) -> None:
     api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=8192)})
-    found = await standstill(api, path, content)
-    assert found.status == 400
-    assert found.worst_s < MAX_STANDSTILL_S
+    with Calls() as calls:
+        assert await post(api, path, content) == 400
+    assert calls.on_event_loop("_outside_strings") == [False]
+    assert calls.num_threads("from_json") == 0
+
+
+async def test_hopeless_prompts_are_never_tokenized(make_api: MakeApi, tokenizer: Any) -> None:
+    api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=8192)})
+    body = {"model": MODEL, "prompt": ["fox " * 800] * 128, "echo": True, "logprobs": 5}
+    with Calls() as calls:
+        assert await post(api, "/v1/completions", json.dumps(body).encode()) == 400
+    assert calls.on_event_loop("from_json", "SchemaValidator.validate_python") == [False, False]
+    assert calls.num_threads("Tokenizer.encode_batch_fast") == 0
 
 
 @pytest.mark.parametrize(
-    ("path", "content"),
+    ("path", "content", "work"),
     [
-        ("/tokenize", b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 2000) + b"]}"),
-        ("/v1/completions", json.dumps({"model": MODEL, "prompt": [[1000] * 4000] * 128, "max_tokens": 1}).encode()),
+        (
+            "/tokenize",
+            b'{"messages":[' + b",".join([b'{"role":"user","content":""}'] * 2000) + b"]}",
+            ["apply_chat_template", "Tokenizer.encode_batch_fast"],
+        ),
+        ("/v1/completions", json.dumps({"model": MODEL, "prompt": [[5] * 4000] * 128, "max_tokens": 1}).encode(), []),
     ],
     ids=["messages", "token ids"],
 )
-async def test_event_loop_does_not_stand_still_for_the_largest_body(
-    make_api: MakeApi, tokenizer: Any, path: str, content: bytes
+async def test_the_largest_body_is_read_outside_of_the_event_loop(
+    make_api: MakeApi, tokenizer: Any, path: str, content: bytes, work: list[str]
 ) -> None:
     api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=100_000)})
-    await standstill(api, "/tokenize", b'{"messages":[{"role":"user","content":"a"}]}')  # compiles the template
-    found = await standstill(api, path, content)
-    assert found.worst_s < MAX_STANDSTILL_S
+    with Calls() as calls:
+        assert await post(api, path, content) == 200
+    names = ["check_json", "from_json", "SchemaValidator.validate_python", *work]
+    assert calls.on_event_loop(*names) == [False] * len(names)
 
 
 async def test_a_large_reply_is_formatted_outside_of_the_event_loop(make_api: MakeApi, tokenizer: Any) -> None:
     api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=8192)})
-    threads: set[int] = set()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name == "_append":
-            threads.add(threading.get_ident())
-
     body = {"model": MODEL, "prompt": [5] * 400, "echo": True, "logprobs": 5, "max_tokens": 1}
-    threading.setprofile(note)
-    sys.setprofile(note)
-    try:
-        for is_streamed in (False, True):
-            answer = await api.post("/v1/completions", body | {"stream": is_streamed})
-            assert answer.status_code == 200
-    finally:
-        threading.setprofile(None)
-        sys.setprofile(None)
-    assert threads and threading.get_ident() not in threads
+    with Calls() as calls:
+        answers = [await api.post("/v1/completions", body | {"stream": is_streamed}) for is_streamed in (False, True)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert calls.on_event_loop("_append") == [False]
 
 
 def test_parsing_does_not_collect_garbage() -> None:
