@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -29,6 +30,10 @@ _NOT_ENFORCED = frozenset({
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
 })  # fmt: skip
 """Keywords that no grammar here expresses."""
+
+_NAMED_GROUP = re.compile(r"\(\?<(?=[^=!])")
+_NAMED_REFERENCE = re.compile(r"\\k<(\w+)>")
+"""Named groups and references to them as JavaScript, and so JSON Schema, writes them."""
 
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -98,6 +103,7 @@ class _Reduction:
         reduced: Schema = {}
         for keyword, value in schema.items():
             here = f"{place}/{_escaped(keyword)}"
+            self._check_patterns(keyword, value, here)
             if keyword == "x-guidance" or (keyword == "uniqueItems" and value is False):
                 continue
             if keyword == "format" and not _takes_strings(schema):
@@ -138,13 +144,26 @@ class _Reduction:
                 message = f"`{self._param}` has {counted}; at most {limit} are accepted"
                 raise InvalidRequest(message, self._param)
 
+    def _check_patterns(self, keyword: str, value: Any, place: str) -> None:
+        """Check that a keyword's patterns are regular expressions.
+
+        Raises:
+            InvalidRequest: one is none, for llguidance and for Python alike.
+        """
+        for pattern in _patterns_of(keyword, value):
+            reason = None if _has_grammar("pattern", pattern) else _regex_fault(pattern)
+            if reason is not None:
+                raise InvalidRequest(
+                    f"`{self._param}`: `{_shown(place)}` is no regular expression: {reason}", self._param
+                )
+
     def _is_enforceable(self, keyword: str, value: Any) -> bool:
         if keyword in _NOT_ENFORCED or keyword == "uniqueItems":
             return False
-        if keyword in ("format", "pattern") and isinstance(value, str):
+        if keyword == "format" and isinstance(value, str):
             return _has_grammar(keyword, value)
-        if keyword == "patternProperties" and isinstance(value, dict):
-            return all(_has_grammar("pattern", name) for name in value)
+        if not all(_has_grammar("pattern", pattern) for pattern in _patterns_of(keyword, value)):
+            return False
         if keyword != "multipleOf" or not isinstance(value, int | float):
             return True
         multiple = lcm(self._multiple, _num_remainders(value))
@@ -165,6 +184,25 @@ def _has_optional(schema: Schema) -> bool:
     return (
         isinstance(properties, dict) and isinstance(required, list) and any(name not in required for name in properties)
     )
+
+
+def _patterns_of(keyword: str, value: Any) -> Iterable[str]:
+    """Return the regular expressions in a keyword's value."""
+    if keyword == "pattern" and isinstance(value, str):
+        return (value,)
+    return value if keyword == "patternProperties" and isinstance(value, dict) else ()
+
+
+def _regex_fault(pattern: str) -> str | None:
+    """Return the reason why a text is no regular expression, not even one that has no grammar; None: it is one."""
+    in_python = _NAMED_REFERENCE.sub(r"(?P=\1)", _NAMED_GROUP.sub("(?P<", pattern))
+    try:
+        re.compile(in_python)
+    except re.error as error:
+        return error.msg
+    except (RecursionError, OverflowError):
+        return "it is too large"
+    return None
 
 
 @lru_cache(maxsize=1024)
