@@ -128,6 +128,27 @@ HERMES = ChatFamily(
 GENERIC = ChatFamily("generic", HERMES.calls)
 """Family of templates without a sign of any other."""
 
+
+def _dsml_family(name: str, block: str) -> ChatFamily:
+    """Return a family of DeepSeek with tags that say which values are strings."""
+    return ChatFamily(
+        name,
+        XmlCalls(
+            f"<｜DSML｜{block}>",
+            '<｜DSML｜parameter name="',
+            '" string="true">',
+            "</｜DSML｜parameter>\n",
+            "</｜DSML｜invoke>",
+            '\n<｜DSML｜invoke name="',
+            '">\n',
+            f"\n</｜DSML｜{block}>",
+            json_key_end='" string="false">',
+            separator="",
+        ),
+        signs=(("｜DSML｜", f"{block}>"),),
+    )
+
+
 FAMILIES = (
     ChatFamily(
         "harmony",
@@ -161,6 +182,8 @@ FAMILIES = (
         ),
         signs=(("<｜tool▁calls▁begin｜>",),),
     ),
+    _dsml_family("deepseek_v32", "function_calls"),
+    _dsml_family("deepseek_v4", "tool_calls"),
     ChatFamily(
         "kimi_k2",
         NamedCalls(

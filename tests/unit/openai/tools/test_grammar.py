@@ -31,7 +31,7 @@ CASES = pytest.mark.parametrize(
         for case in product((False, True), (False, True), Thinking)
     ],
 )
-NO_TEXT = ("qwen3_coder", "glm45", "seed_oss", "minimax_m2")
+NO_TEXT = ("qwen3_coder", "glm45", "seed_oss", "minimax_m2", "deepseek_v32")
 ONE = Call("get_weather", {"city": 'Zürich "x" 東京 {[', "days": -3})
 WRONG = (
     Call("get_weather", {"days": 3}),
@@ -80,7 +80,7 @@ def vocabulary(family: ChatFamily, has_special: bool) -> Vocabulary:
     assert reasoning
     text = family.calls.write([Call("f", {"a": 1}, "i")]) + " ".join(family.markers)
     text += reasoning.turn_begin + reasoning.answer_begin
-    markers = sorted(set(re.findall(r"<[|｜/]?[^<>=\s\"]*>|\[/?[A-Z_]+\]", text)))
+    markers = sorted(set(re.findall(r"｜DSML｜|<(?!/?｜DSML)[|｜/]?[^<>=\s\"]*>|\[/?[A-Z_]+\]", text)))
     if has_special:
         tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
     added = {token.content: (i, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}

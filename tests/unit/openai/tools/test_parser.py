@@ -189,6 +189,33 @@ def test_values_between_tags_get_the_type_of_their_schema(step: int) -> None:
         assert parse(family, pieces(family.calls.write([written]), step), tools=[tool]).calls == [("f", expected)]
 
 
+@STREAMED
+def test_tags_that_say_what_is_a_string_decide_where_the_schema_leaves_it_open(step: int) -> None:
+    properties = {"text": {"type": "string"}, "number": {"type": "number"}, "either": {"type": ["string", "integer"]}}
+    tool = Tool("f", {"type": "object", "properties": properties})
+    written = {
+        "text": ("false", "12", "12"),
+        "number": ("true", "1.5", 1.5),
+        "either": ("true", "7", "7"),
+        "open": ("false", '{"a": [null, "x"]}', {"a": [None, "x"]}),
+        "python": ("false", "{'a': True}", {"a": True}),
+        "plain": ("true", "[1]", "[1]"),
+        "no_json": ("false", "some text", "some text"),
+    }
+    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
+        tags = [
+            f'<｜DSML｜parameter name="{key}" string="{mark}">{text}</｜DSML｜parameter>'
+            for key, (mark, text, _) in written.items()
+        ]
+        call = f'<｜DSML｜invoke name="f">{"".join(tags)}</｜DSML｜invoke>'
+        text = f"Hm.\n\n<｜DSML｜{block}>\n{call}\n{call}</｜DSML｜{block}>"
+        parsed = parse(family_named(name), pieces(text, step), tools=[tool])
+        assert parsed.calls == [("f", {key: value for key, (_, _, value) in written.items()})] * 2
+        assert (parsed.content, parsed.num_malformed) == ("Hm.", 0)
+        for bad in (text.replace('"true"', '"maybe"'), text.replace("</｜DSML｜invoke>", "")):
+            assert parse(family_named(name), pieces(bad, step), tools=[tool]).content == bad
+
+
 def test_a_closing_tag_within_a_value_is_text() -> None:
     family = family_named("qwen3_coder")
     call = Call("get_weather", {"city": "a</parameter> b\n</parameter>\nc"})
