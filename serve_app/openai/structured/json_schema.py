@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -12,6 +12,7 @@ from typing import Any
 from replicas.errors import InvalidRequest
 from replicas.grammar import check_length, json_schema_fault, json_schema_grammar, schema_options
 from serve_app.errors import shortened
+from serve_app.openai.tools.shapes.schemas import pointer_part
 
 Schema = dict[str, Any]
 
@@ -73,11 +74,21 @@ def enforceable_schema(
         fault = json_schema_fault(reduced)
     if fault is not None:
         raise InvalidRequest(f"`{param}` cannot be enforced: {fault}", param)
-    if is_strict and reduction.not_enforced:
-        listed = ", ".join(f"`{_shown(place)}`" for place in reduction.not_enforced[:_MAX_NAMED])
+    if is_strict:
+        refuse_unenforced(reduction.not_enforced, param)
+    return EnforceableSchema(reduced, tuple(reduction.not_enforced))
+
+
+def refuse_unenforced(places: Sequence[str], param: str) -> None:
+    """Refuse keywords of a strict schema that are not enforced, given as JSON pointers.
+
+    Raises:
+        InvalidRequest: there are such keywords; the error names `param` and their places.
+    """
+    if places:
+        listed = ", ".join(f"`{_shown(place)}`" for place in places[:_MAX_NAMED])
         message = f"`{param}` is strict and has keywords that cannot be enforced: {listed}"
         raise InvalidRequest(message, param, "unsupported_parameter")
-    return EnforceableSchema(reduced, tuple(reduction.not_enforced))
 
 
 class _Reduction:
@@ -102,7 +113,7 @@ class _Reduction:
         self._count_patterns(schema, place)
         reduced: Schema = {}
         for keyword, value in schema.items():
-            here = f"{place}/{_escaped(keyword)}"
+            here = f"{place}/{pointer_part(keyword)}"
             self._check_patterns(keyword, value, here)
             if keyword == "x-guidance" or (keyword == "uniqueItems" and value is False):
                 continue
@@ -122,7 +133,7 @@ class _Reduction:
     def _value(self, keyword: str, value: Any, place: str, depth: int) -> Any:
         """Return a keyword's value; schemas in it are reduced."""
         if keyword in _SCHEMA_MAPS and isinstance(value, Mapping):
-            return {name: self._any(each, f"{place}/{_escaped(name)}", depth) for name, each in value.items()}
+            return {name: self._any(each, f"{place}/{pointer_part(name)}", depth) for name, each in value.items()}
         if keyword in _SCHEMA_LISTS or keyword in _SCHEMAS:
             if isinstance(value, list):
                 return [self._any(each, f"{place}/{index}", depth) for index, each in enumerate(value)]
@@ -222,8 +233,3 @@ def _shown(place: str) -> str:
     """Return a JSON pointer for a message; of a long one the keyword stays."""
     parent, _, keyword = place.rpartition("/")
     return f"{shortened(parent)}/{keyword}"
-
-
-def _escaped(name: str) -> str:
-    """Return a part of a JSON pointer (RFC 6901)."""
-    return name.replace("~", "~0").replace("/", "~1")

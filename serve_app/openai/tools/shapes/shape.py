@@ -53,7 +53,7 @@ class CallShape(Protocol):
         """Return the Lark expression of a block behind its marker, of one call or of several."""
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return the paths of the schema's keywords that `bind` does not enforce."""
+        """Return JSON pointers to the schema's keywords that `bind` does not enforce."""
 
 
 class Lark:

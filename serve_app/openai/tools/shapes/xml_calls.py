@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_app.openai.tools.shapes.calls import Call, JsonObject, Sink, Tool
 from serve_app.openai.tools.shapes.reader import Reader, Wait
-from serve_app.openai.tools.shapes.schemas import bound_properties, property_schema
+from serve_app.openai.tools.shapes.schemas import bound_properties, pointer_part, property_schema
 from serve_app.openai.tools.shapes.shape import Lark
 from serve_app.openai.tools.shapes.values import admitted_types, is_text, json_of, literal, typed_value
 
@@ -87,12 +87,12 @@ class XmlCalls:
         return f"{calls} {lark.text(self.end)}"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return the paths of keywords of strings: a string between tags is any text, or one of an enumeration."""
+        """Return pointers to keywords of strings: a string between tags is any text, or one of an enumeration."""
         return tuple(
-            f"properties.{name}.{keyword}"
+            f"/properties/{pointer_part(name)}/{keyword}"
             for name, schema in tool.properties.items()
             if isinstance(schema, dict) and is_text(schema)
-            for keyword in schema.keys() - _ENFORCED_OF_TEXT
+            for keyword in sorted(schema.keys() - _ENFORCED_OF_TEXT)
         )
 
     def _text(self, call: Call) -> str:

@@ -205,7 +205,7 @@ def test_strings_between_tags_are_bound_by_their_enumeration_alone(name: str) ->
     grammar = call_grammar(family, [tool], CallRule(is_required=True), words.marker)
     assert words.takes(grammar, family.calls.write([Call("f", {"unit": "C", "city": "a"})]))
     assert not words.takes(grammar, family.calls.write([Call("f", {"unit": "K", "city": "abc"})]))
-    assert family.calls.unenforced(tool) == ("properties.city.minLength", "properties.n.minimum")
+    assert family.calls.unenforced(tool) == ("/properties/city/minLength", "/properties/n/minimum")
 
 
 def test_constants_of_a_pythonic_call_are_pythons() -> None:
