@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from serve_app.openai.tools.shapes.braced_calls import BracedCalls
 from serve_app.openai.tools.shapes.calls import Call
 from serve_app.openai.tools.shapes.channel_calls import ChannelCalls
 from serve_app.openai.tools.shapes.json_calls import JsonCalls
@@ -334,6 +335,12 @@ FAMILIES = (
         JsonCalls("<TOOLCALL>", "</TOOLCALL>", "[", "]", ", "),
         signs=(("<TOOLCALL>",),),
         aliases=("nemotron_json", "nemotron_nano_v2"),
+    ),
+    ChatFamily(
+        "gemma4",
+        BracedCalls("<|tool_call>", "<tool_call|>", "call:", '<|"|>'),
+        signs=(("<|tool_call>", "<tool_call|>"),),
+        reasoning=ReasoningMarkers("<|channel>thought", "<channel|>"),
     ),
     ChatFamily("gigachat3", JsonCalls("<|function_call|>"), signs=(("<|function_call|>",),)),
     ChatFamily(

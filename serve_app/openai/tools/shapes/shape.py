@@ -69,6 +69,14 @@ class Lark:
         self._rules.append(f"{name}{options}: {expression}")
         return name
 
+    def recursive(self, expression_of: Callable[[str], str]) -> str:
+        """Add a rule whose expression may hold the rule itself; return its name."""
+        index = len(self._rules)
+        name = f"rule_{index}"
+        self._rules.append("")
+        self._rules[index] = f"{name}: {expression_of(name)}"
+        return name
+
     def text_until(self, literal: str, text: str = "TEXT") -> str:
         """Return the expression of any text up to the first occurrence of the literal, which it includes."""
         expression = self.text(literal)
