@@ -23,7 +23,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,7 +60,6 @@ _PROMPT_TOKENS, _OUTPUT_TOKENS, _BLOCK_SIZE = 512, 256, 16
 _NUM_CHANGED = 10
 _NUM_SERVED, _NUM_SERVED_NEWLY = 64, 16
 """Tenants in a replica's report, and those of them that it has served since the last poll."""
-_HAS_VERSIONS = any(field.name == "version" for field in fields(ReplicaStats))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +184,14 @@ class ScaleWorld:
     def report(self, replica_id: str, has_changed: bool = True) -> ReplicaStats:
         """Return the replica's next report, as it comes out of another process."""
         self.versions[replica_id] = self.versions.get(replica_id, 1) + has_changed
-        version = {"version": self.versions[replica_id]} if _HAS_VERSIONS else {}
         outstanding = (100 + self.versions[replica_id] * 7919 % 97) * _NUM_SLOTS
         return ReplicaStats(
             replica_id=replica_id, node_id="node", pid=1, taken_unix_s=self.clock.now_s, num_slots=_NUM_SLOTS,
             num_blocks=10_000, num_free_blocks=5_000 - self.versions[replica_id] % 89,
             num_running_by_band=(0, _NUM_SLOTS, 0), num_waiting_by_band=(0, 0, _NUM_BATCH_AHEAD), waiting_tokens=1000,
             generated_tokens_per_s=900.0, is_draining=False, num_held_blocks_by_band=(0, 5_000, 0),
-            outstanding_tokens=outstanding, saturated_tokens_per_s=1000.0, block_size=_BLOCK_SIZE, **version,
+            outstanding_tokens=outstanding, saturated_tokens_per_s=1000.0, block_size=_BLOCK_SIZE,
+            version=self.versions[replica_id],
         )  # fmt: skip
 
     def poll(self, num_changed: int) -> list[ReplicaStats]:
@@ -223,7 +222,7 @@ class ScaleWorld:
         """Let one request arrive; return the microseconds until it waits."""
         [deltas] = self.dispatcher.start([self._request(Band.STANDARD)])
         num_queued = len(self.flow.queue)
-        self.queued.append(asyncio.create_task(anext(deltas)))  # type: ignore[arg-type]
+        self.queued.append(asyncio.create_task(anext(deltas)))
         started_s = time.perf_counter()
         await asyncio.sleep(0)
         spent_us = self._us_since(started_s)
