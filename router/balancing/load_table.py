@@ -134,7 +134,7 @@ class LoadTable:
             answered.add(stats.replica_id)
             known = self._entries.get(stats.replica_id)
             if known is not None and self._is_unchanged(known, stats):
-                known.stats, known.received_s = stats, now
+                known.received_s = now
             else:
                 self.record(stats)
                 changed.append(stats)
@@ -233,10 +233,7 @@ class LoadTable:
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
         assert len(self._entries) <= self._max_replicas
-        for replica_id, load in self._loads.items():
-            entry = self._entries[replica_id]
-            # An unchanged report replaces the stats alone.
-            assert replace(load, stats=entry.stats) == self._view(entry)
+        assert all(load == self._view(self._entries[replica_id]) for replica_id, load in self._loads.items())
         assert all(replica_id in self.ring for replica_id in self._entries)
         expected = ClusterTotals()
         for replica_id, entry in self._entries.items():
@@ -272,12 +269,12 @@ class LoadTable:
             self.ring.add(replica_id)
 
     def _is_unchanged(self, known: _Entry, stats: ReplicaStats) -> bool:
-        """Return True if a report says nothing new: only times differ, and the own requests have not changed since."""
+        """Return True if a report says nothing new but its time, and the own requests have not changed since."""
         return (
             known.stats.version == stats.version != 0
             and known.stats.is_draining == stats.is_draining
+            and known.stats.stalled_s == stats.stalled_s
             and known.own_changed_at == self._own.get(stats.replica_id, self._no_own).changed_at
-            and known.stats.taken_unix_s <= stats.taken_unix_s
         )
 
     def _add(self, in_flight: InFlight) -> None:
