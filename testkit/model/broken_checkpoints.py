@@ -49,7 +49,7 @@ DAMAGES = {
     "no config": Damage(lambda model: (model / "config.json").unlink(), "has no config.json"),
     "broken config": Damage(lambda model: (model / "config.json").write_text("{"), "is not a config"),
     "unknown architecture": Damage(edited(model_type="nonesuch"), "`nonesuch`"),
-    "unsupported quantization": Damage(edited(quantization_config={"quant_method": "gptq"}), "is quantized (gptq)"),
+    "unsupported quantization": Damage(edited(quantization_config={"quant_method": "hqq"}), "is quantized (hqq)"),
     "missing weights": Damage(lambda model: (model / _WEIGHTS).unlink(), "there is no model.safetensors"),
     "truncated weights": Damage(truncate, "is truncated or damaged"),
     "too little memory": Damage(enlarge, "GiB of memory are free"),
