@@ -125,7 +125,7 @@ def _read_mxfp4(tensors: Tensors, layout: Layout, _: Quantization) -> QuantizedL
     numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
     exponents = tensors["_scales"].reshape(layout.num_outputs, -1).int() - _MXFP4_BIAS
     table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
-    scales = torch.ldexp(torch.ones(()), exponents)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents)
     return QuantizedLinear(numbers, scales, None, 4, inputs_per_scale=layout.inputs_per_scale, table=table)
 
 
