@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from replicas.errors import ModelLoadError, UnsupportedModel
@@ -46,6 +47,20 @@ def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype) -> Lo
     return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch.")))
 
 
+def check_shapes(directory: Path, config: PretrainedConfig) -> None:
+    """Check that a checkpoint has all weights of the model of `config`, in their shapes, without reading any.
+
+    Raises:
+        ModelLoadError: it has not.
+        UnsupportedModel: transformers cannot build the model as a decoder.
+    """
+    weights = read_weights(directory)
+    shapes = {name: tensor.shape for name, tensor in weights.plain.items()}
+    shapes |= {name: weight.layout.shape for name, weight in weights.quantized.items()}
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    _build(str(directory), config, torch.bfloat16, state, device="meta")
+
+
 def _directory_of(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
@@ -56,9 +71,13 @@ def _directory_of(model: str) -> Path:
 
 
 def _build(
-    model: str, config: PretrainedConfig, dtype: torch.dtype, state: Mapping[str, LazyWeight]
+    model: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    state: Mapping[str, LazyWeight] | Mapping[str, Tensor],
+    device: str | None = None,
 ) -> PreTrainedModel:
-    """Build transformers' model of `config` and fill it with the weights `state`."""
+    """Build transformers' model of `config` and fill it with the weights `state`; `device` None: on the CPU."""
     register_attention()
     # A copy: `from_pretrained` writes the attention implementation to the config object.
     config = copy.deepcopy(config)
@@ -70,6 +89,7 @@ def _build(
             state_dict=state,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
+            device_map=None if device is None else {"": device},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
         )
