@@ -44,6 +44,9 @@ _ENVIRONMENT = {
     # killed proxy would leave the port closed for half a minute.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
+    # A replica that has failed three health checks is killed. By default it first has `graceful_shutdown_timeout_s` to
+    # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
