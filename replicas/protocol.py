@@ -266,6 +266,8 @@ class ModelCard:
     device: str
     kernels: str = ""
     """Kernels that compute attention; empty: not known."""
+    weights: str = ""
+    """Format of the weights in the checkpoint and in memory; empty: not known."""
 
 
 class MetricKind(Enum):
