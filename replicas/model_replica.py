@@ -128,7 +128,9 @@ class ModelReplica:
         )
         self._constraints = backend.constraints
         self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s)
-        weights_id = weights_digest(options.model.path, f"{backend.dtype} {options.model.quantization}")
+        weights_id = weights_digest(
+            options.model.path, f"{backend.dtype} {options.model.quantization} {backend.weights}"
+        )
         identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)
