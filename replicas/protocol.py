@@ -202,6 +202,9 @@ class ReplicaStats:
     """Tokens computed since the replica started, for the tenants served last; in polled stats only."""
     weights_id: str = ""
     """Digest of the model's weights."""
+    version: int = 0
+    """Number of the engine's last change. Reports of a replica with one version differ in times alone. 0: no number is
+    known."""
 
     @property
     def num_running(self) -> int:
