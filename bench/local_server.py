@@ -1,6 +1,7 @@
 """The HTTP application with the demo model in a process of its own, for measurements: `LocalServer`.
 
-With DEFAULT_RUN_TIME in its environment the process leaves the GIL's interval and the C heap as they are by default.
+With DEFAULT_RUN_TIME in its environment the process leaves the GIL's interval, the C heap and the garbage collector as
+they are by default.
 It prints one line of JSON each second: its memory, descriptors, threads and tasks, and the longest time for which its
 event loop stood still in that second.
 """
@@ -138,6 +139,9 @@ async def _serve(data_dir: Path) -> None:
     )
     settings = IngressSettings(model=model, served_model_name=DEMO_MODEL_NAME, api_key_file=str(keys))
     async with local_service(options, settings) as service:
+        if not os.environ.get("DEFAULT_RUN_TIME"):
+            gc.collect()
+            gc.freeze()  # As the processes of the deployments do: a collection of the whole heap takes a second here.
         print(json.dumps({"url": service.url}), flush=True)
         await _watch()
 
