@@ -49,6 +49,8 @@ class Backend:
     device: str
     kernels: str = ""
     """Kernels that compute attention; empty: not known."""
+    weights: str = ""
+    """Format of the weights in the checkpoint and in memory; empty: not known."""
     constraints: ConstraintCompiler | None = None
     """Compiler of grammars; None: outputs cannot have one."""
     warm_step_s: float = 0.0
@@ -78,6 +80,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         kernels=runner.kernels,
+        weights=loaded.weights,
         constraints=None
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
@@ -114,6 +117,7 @@ class ModelReplica:
             dtype=backend.dtype,
             device=backend.device,
             kernels=backend.kernels,
+            weights=backend.weights,
         )
         is_on_cpu = backend.device == "cpu"
         default_chunks_per_s = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
@@ -77,16 +77,7 @@ class HttpMetrics:
             ["model_name", "reason"],
             registry=self.registry,
         )
-        self._not_enforced = Counter(
-            "headway:unenforced_keywords",
-            "Keywords of requests' JSON Schemas that no grammar enforces; x-headway-not-enforced names them.",
-            ["model_name"],
-            registry=self.registry,
-        ).labels(model_name)
-        self._malformed_calls = Counter(
-            "headway:malformed_tool_calls", "Tool calls that were malformed or cut off.", ["model_name"],
-            registry=self.registry,
-        ).labels(model_name)  # fmt: skip
+        self.outputs = OutputMetrics(self.registry, model_name)
         for reason in _REFUSAL_REASONS:
             self._refusals.labels(model_name, reason)
 
@@ -107,13 +98,37 @@ class HttpMetrics:
         """Count a request refused for lack of room; `reason` is that of the error."""
         self._refusals.labels(self._model_name, reason).inc()
 
-    def malformed_calls(self, num_calls: int) -> None:
-        """Count tool calls that a model began and did not write as its family does; they are text of the answer."""
-        self._malformed_calls.inc(num_calls)
 
-    def not_enforced(self, num_keywords: int) -> None:
-        """Count the keywords of a request's JSON Schema that its grammar does not enforce."""
-        self._not_enforced.inc(num_keywords)
+class OutputMetrics:
+    """Counters of what outputs lack: keywords that no grammar enforces, and calls that were malformed."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._not_enforced = Counter(
+            "headway:unenforced_keywords",
+            "Keywords of requests' JSON Schemas that no grammar enforces; x-headway-not-enforced names them.",
+            ["model_name"],
+            registry=registry,
+        ).labels(model_name)
+        self._malformed_calls = Counter(
+            "headway:malformed_tool_calls", "Tool calls that were malformed or cut off.", ["model_name"],
+            registry=registry,
+        ).labels(model_name)  # fmt: skip
+
+    def count(self, *, num_not_enforced: int, num_malformed_calls: int) -> None:
+        """Count one request's keywords that its grammar does not enforce, and the malformed calls of its output."""
+        self._not_enforced.inc(num_not_enforced)
+        self._malformed_calls.inc(num_malformed_calls)
+
+
+class CountsCollector(Collector):
+    """Collector of metrics that a part of this process counts itself."""
+
+    def __init__(self, counts: Callable[[], Iterable[Metric]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Family]:
+        """Return one family per metric name."""
+        return plain_families(self._counts())
 
 
 class RouterMetrics:
@@ -264,8 +279,8 @@ def engine_families(engines: Iterable[EngineMetrics], model_name: str) -> Iterab
     return families.values()
 
 
-def jobs_families(metrics: Iterable[Metric]) -> Iterable[Family]:
-    """Return one family per metric name of the jobs deployment."""
+def plain_families(metrics: Iterable[Metric]) -> Iterable[Family]:
+    """Return one family per metric name, whose samples have the metrics' own labels."""
     families: dict[str, Family] = {}
     for metric in metrics:
         _add_metric(families, metric, {})
@@ -299,7 +314,7 @@ def exposition(
     """Return the page for Prometheus, in its text format."""
     parts = (
         engine_families(engines, model_name),
-        jobs_families(jobs.own),
+        plain_families(jobs.own),
         ingress_families(http.registry, jobs.router),
     )
     return b"".join(generate_latest(_Page(families)) for families in parts)

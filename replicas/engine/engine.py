@@ -61,6 +61,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._num_added = 0
         self._is_draining = False
+        self._version = 1
 
     @property
     def has_work(self) -> bool:
@@ -78,6 +79,7 @@ class Engine:
         """
         if self._is_draining:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
+        self._version += 1
         if request.request_id in self._output_processors:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         self._check_size(request)
@@ -96,15 +98,18 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are free when this returns. An unknown id is ignored: it may have ended."""
         processor = self._output_processors.get(request_id)
+        self._version += 1
         if processor is not None:
             self._end(processor.sequence, FinishReason.ABORT)
 
     def drain(self) -> None:
         """Refuse new requests from now on; accepted ones are finished."""
         self._is_draining = True
+        self._version += 1
 
     def step(self) -> list[TokenDelta]:
         """Schedule and launch a step, collect the steps that are due, and return the sequences' new deltas."""
+        self._version += 1
         expired = self._expire()
         step = self._schedule()
         results = self._pipeline.run(step)
@@ -142,6 +147,7 @@ class Engine:
             outstanding_tokens=outstanding_tokens,
             block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
+            version=self._version,
         )
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:

@@ -20,7 +20,7 @@ from replicas.protocol import Band, ReplicaStats
 from replicas.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
-from router.flow.usage import served_since, served_totals
+from router.flow.usage import ServedTokens
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs, urgent_tokens
 from router.scaling.ingress_reports import IngressGossip, IngressReport, PendingWork
 from router.types import ReplicaView
@@ -59,26 +59,29 @@ class ServedRate:
     def __init__(self) -> None:
         self._polled: Sequence[ReplicaStats] | None = None
         self._polled_s = float("-inf")
-        self._seen: dict[str, dict[tuple[str, Band], int]] = {}
+        self._seen: dict[str, ServedTokens] = {}
         self._rates: tuple[SlidingRate, ...] = ()
 
     def observe(self, polled: Sequence[ReplicaStats], now: float) -> None:
         """Count the answers to a poll of all replicas; the same answers again change nothing."""
         if polled is self._polled:
             return
-        totals = {stats.replica_id: served_totals(stats) for stats in polled}
-        num_tokens = sum(
-            tokens
-            for replica_id in totals.keys() & self._seen.keys()
-            for (_, band), tokens in served_since(self._seen[replica_id], totals[replica_id]).items()
-            if band is not Band.BATCH
-        )
+        known, self._seen = self._seen, {}
+        num_tokens = 0
+        for stats in polled:
+            seen = known.get(stats.replica_id)
+            if seen is None:
+                seen = ServedTokens(stats.served_tokens)
+            else:
+                since = seen.since(stats.served_tokens)
+                num_tokens += sum(tokens for (_, band), tokens in since if band is not Band.BATCH)
+            self._seen[stats.replica_id] = seen
         if not self._rates:
             self._rates = tuple(SlidingRate(window_s, start_s=now) for window_s in _SERVED_WINDOWS_S)
         else:
             for rate in self._rates:
                 rate.add(num_tokens, now, now - self._polled_s)
-        self._polled, self._polled_s, self._seen = polled, now, totals
+        self._polled, self._polled_s = polled, now
 
     def tokens_per_s(self, now: float) -> float:
         """Return the larger of the means over 3 s and 10 s before the last poll; 0 if that poll is over 10 s ago."""

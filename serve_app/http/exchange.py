@@ -241,8 +241,10 @@ class ExchangeMiddleware:
     def _close(self, exchange: Exchange, scope: Scope) -> None:
         now_s = self._clock.monotonic()
         if exchange.prepared is not None:
-            self._metrics.not_enforced(len(exchange.prepared.not_enforced))
-            self._metrics.malformed_calls(exchange.prepared.format.num_malformed_calls)
+            self._metrics.outputs.count(
+                num_not_enforced=len(exchange.prepared.not_enforced),
+                num_malformed_calls=exchange.prepared.format.num_malformed_calls,
+            )
         if exchange.key_use is not None:
             if exchange.prepared is not None:
                 exchange.key_use.charge(exchange.prepared.progress.completion_tokens)

@@ -67,6 +67,11 @@ class OutputParser:
         """Number of calls reported so far."""
         return self._sink.num_calls
 
+    @property
+    def has_whole_calls(self) -> bool:
+        """True if there are calls, and each one reported so far is whole and valid."""
+        return self._sink.num_calls > 0 and self._sink.num_broken == 0
+
     def push(self, text: str) -> list[Event]:
         """Add text; return the events that it decides."""
         self._reader.push(text)

@@ -91,7 +91,7 @@ def update(cluster: Cluster, config: Path) -> Load:  # noqa: F811
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_an_update_replaces_only_what_reads_the_setting_and_fails_no_request(
+def test_an_update_replaces_only_what_reads_the_setting(
     cluster, checkpoint, tmp_path, num_replicas  # noqa: F811
 ):  # fmt: skip
     fields: dict[str, Any] = {

@@ -18,6 +18,11 @@ def property_schema(tool: Tool, name: str) -> JsonObject:
     return {key: found[key] for key in _DEFINITIONS if key in found} | own
 
 
+def pointer_part(name: str) -> str:
+    """Return a name as a part of a JSON pointer (RFC 6901)."""
+    return name.replace("~", "~0").replace("/", "~1")
+
+
 def bound_properties(lark: Lark, tool: Tool, argument: Callable[[str], str], separator: str) -> str:
     """Return the Lark expression of a tool's arguments in the order of its schema.
 

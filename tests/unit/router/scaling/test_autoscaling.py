@@ -132,7 +132,7 @@ def test_served_rate_is_over_all_replicas_and_forgets():
     assert rate.tokens_per_s(0.0) == 0.0  # served before the first observation
     rate.observe([served("a", x=1100), served("b", x=5000)], 1.0)
     rate.observe([served("a", x=1100, y=50), served("b", x=5050)], 2.0)
-    rate.observe([served("a", x=30, y=50), served("b", x=5050)], 3.0)  # x was forgotten, and came back
+    rate.observe([served("a", y=50, x=30), served("b", x=5050)], 3.0)  # x was forgotten, and came back
     assert rate.tokens_per_s(3.0) == (100 + 50 + 50 + 30) / 3.0
     rate.observe(quiet := [served("a", x=30, y=50), served("b", x=5050)], 4.0)
     rate.observe(quiet, 9.0)  # the same answers, looked at again
