@@ -60,6 +60,7 @@ class Load:
     def __init__(self, url: str, model: str, callback_url: str) -> None:
         self.seen = Seen()
         self._url = url
+        self._http = httpx.Client(base_url=url, timeout=_LIMIT_S, trust_env=False)
         self._callback_url = callback_url
         self._bodies = [
             {"model": model, "prompt": f"{number} the quick brown fox", "seed": number, "max_tokens": STREAM_TOKENS,
@@ -103,13 +104,27 @@ class Load:
             body = {"prompt": "x", "max_tokens": 2, "callback_url": callback_url}
             self.seen.job_ids.append(with_retries(self._accepted, "/generate", body, {})["job_id"])
 
+    def ended_job(self, job_id: str) -> str:
+        """Return the status of an ended job; a job that is not known is `lost`.
+
+        Raises:
+            RuntimeError: it has not ended.
+        """
+        answer = self._http.get(f"/status/{job_id}")
+        if answer.status_code == 404:
+            return "lost"
+        status = str(answer.raise_for_status().json()["status"])
+        if status in ("queued", "running"):
+            raise RuntimeError(f"job {job_id} is {status}")
+        return status
+
     def outputs(self, batch_id: str) -> list[dict[str, Any]]:
         """Return the outputs of an ended batch.
 
         Raises:
             RuntimeError: it has not ended.
         """
-        answer = httpx.get(f"{self._url}/v1/batch/{batch_id}?limit=1000", timeout=_LIMIT_S, trust_env=False)
+        answer = self._http.get(f"/v1/batch/{batch_id}?limit=1000")
         batch = answer.raise_for_status().json()
         if batch["status"] in ("pending", "processing"):
             raise RuntimeError(f"batch {batch_id} is {batch['status']}")
