@@ -22,6 +22,7 @@ from router.types import Headroom
 from serve_app.auth import ANONYMOUS, Principal
 from serve_app.errors import ErrorReply, is_expected, reply_to
 from serve_app.http.access_log import AccessLog
+from serve_app.http.edge import refuse_websocket
 from serve_app.metrics import HttpMetrics
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.service import PreparedCompletion
@@ -178,6 +179,8 @@ class ExchangeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and answer the error if the application raises one before the response has begun."""
+        if scope["type"] == "websocket" and await refuse_websocket(scope, send):
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -262,6 +262,10 @@ class CompletionService:
         deltas = await self._deltas(prepared)
         return await self._formatted(prepared, deltas, lambda: json_in_pieces(_full_reply(prepared, deltas)))
 
+    async def as_json(self, reply: JsonObject, caller: Caller) -> bytes:
+        """Return a reply that may be large as JSON, which a thread writes."""
+        return await self._replies.run(lambda: json_in_pieces(reply), caller.unread)
+
     async def chunks(self, prepared: PreparedCompletion, item: IndexedDelta) -> list[JsonObject]:
         """Return the chunks of a stream for a delta."""
         return await self._formatted(prepared, [item.delta], partial(prepared.format.chunks, item))

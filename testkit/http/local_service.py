@@ -116,7 +116,10 @@ async def local_service(
         if data_dir is not None:
             jobs = await stack.enter_async_context(_jobs(client, settings, data_dir))
         metrics = HttpMetrics(settings.served_model_name)
-        app = create_api(settings, Backends(LocalRouting(client, metrics).dispatcher, jobs=jobs), metrics=metrics)
+        dispatcher = LocalRouting(client, metrics).dispatcher
+        polling = asyncio.create_task(dispatcher.run())
+        stack.callback(polling.cancel)
+        app = create_api(settings, Backends(dispatcher, jobs=jobs), metrics=metrics)
         yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 
