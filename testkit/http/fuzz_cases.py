@@ -47,6 +47,10 @@ _HEADERS: Mapping[str, tuple[str, ...]] = {
     "origin": ("null", "http://evil.example", "http://localhost:3"),
     "sec-fetch-site": ("cross-site", "same-origin", "x"),
     "if-none-match": ("*", "x"),
+    "x-request-timeout-seconds": ("0", "-1", "0.001", "nan", "x", "\xff"),
+    "x-request-disconnect-disabled": ("?1", "x", "\xff"),
+    "x-session-id": ("a", "\xff"),
+    "serve_multiplexed_model_id": ("a", "", "\xff"),
     "x-unknown": ("x" * 10_000, "\xff"),
 }
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "PROPFIND")
