@@ -131,7 +131,8 @@ class ModelReplica:
         self._constraints = backend.constraints
         first_step_s = 0.0 if is_on_cpu else _FIRST_STEP_S
         self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s, first_step_s)
-        weights_id = weights_digest(options.model.path, f"{backend.dtype} {options.model.quantization}")
+        precision = f"{backend.dtype} {options.model.quantization} {backend.weights}"
+        weights_id = weights_digest(options.model.path, precision)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)

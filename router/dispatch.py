@@ -134,8 +134,7 @@ class Dispatcher:
         asked_s = self._table.now()
         self._watch.asked()
         polled = await self._client.poll_stats()
-        for stats in polled:
-            self._watch.heard(stats)
+        self._watch.heard(*polled)
         changes = self._table.replace(polled, asked_s)
         for replica_id in changes.gone:
             self._flow.forget(replica_id)

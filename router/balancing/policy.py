@@ -127,7 +127,7 @@ class LeastTokens:
 
     def __init__(self, rng: random.Random, index: PrefixIndex | None = None) -> None:
         self._rng = rng
-        self._index = index or PrefixIndex()
+        self._index = PrefixIndex() if index is None else index
 
     def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
         """Rank the candidates by work. The cost depends on the number of equal ones, up to 32, and of holders."""

@@ -10,8 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.headers import read_headers
-from replicas.model.loading.checks import available_memory_bytes, check_config, check_weights
+from replicas.model.loading.checks import available_memory_bytes, check_config, check_weights, shapes_digest
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
@@ -85,9 +84,7 @@ def _check(directory: str, config: HeadwayConfig) -> None:
 
 def _check_architecture(directory: str) -> None:
     """Have transformers build the model without values in a process of its own, which takes seconds: once for each."""
-    config = (Path(directory) / "config.json").read_bytes()
-    tensors = [(name, tensor.dtype, tensor.shape) for name, tensor in sorted(read_headers(Path(directory)).items())]
-    digest = hashlib.sha256(version("transformers").encode() + config + repr(tensors).encode()).hexdigest()
+    digest = hashlib.sha256((version("transformers") + shapes_digest(Path(directory))).encode()).hexdigest()
     passed = _CHECKS.expanduser() / digest[:24]
     if passed.exists():
         return

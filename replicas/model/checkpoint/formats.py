@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,12 +100,19 @@ class Weights:
         plain = sum(tensor.num_values for tensor in self.plain.values())
         return plain + sum(math.prod(weight.layout.shape) for weight in self.quantized.values())
 
-    def description(self, dtype: str) -> str:
-        """Return the formats of the weights and what becomes of them in a replica that computes in `dtype`."""
+    def description(self, dtype: str, kept: Collection[str] = ()) -> str:
+        """Return the formats of the weights and what becomes of them in a replica that computes in `dtype`.
+
+        `kept` are the names of weights that keep their bits.
+        """
         if self.quantization is None:
             return dtype
-        names = sorted({f"{weight.layout.bits}-bit" for weight in self.quantized.values()})
-        text = f"{self.quantization.method}, {' and '.join(names) or 'none'}, dequantized to {dtype}"
+        names = " and ".join(sorted({f"{weight.layout.bits}-bit" for weight in self.quantized.values()}))
+        become = f"dequantized to {dtype}"
+        if kept:
+            rest = len(self.quantized) - len(kept)
+            become = "kept in 4 bits" + (f", {rest} of {len(self.quantized)} {become}" if rest else "")
+        text = f"{self.quantization.method}, {names or 'none'}, {become}"
         note = self.quantization.activations
         return text if note is None else f"{text}; activations stay in {dtype}, not {note}"
 
@@ -151,6 +158,30 @@ def _quantized_weight(
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise ModelLoadError(f"{prefix}{found.numbers} cannot be read as {found.name}: {error}") from error
     return QuantizedWeight(prefix + found.dense, found, parts, layout)
+
+
+def is_int4(weight: QuantizedWeight) -> bool:
+    """Return True if a weight has 4-bit integers with scales by group, which kernels can compute with as they are.
+
+    The groups have adjacent inputs, a multiple of 4.
+    """
+    layout = weight.layout
+    order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
+    return (
+        weight.format in (_PACKED, _AWQ, _GPTQ)
+        and layout.bits == 4
+        and layout.num_inputs % 4 == 0
+        and layout.inputs_per_scale % 4 == 0
+        and layout.num_inputs % layout.inputs_per_scale == 0
+        and (order is None or _is_plain_order(order, layout.inputs_per_scale))
+    )
+
+
+def _is_plain_order(order: StoredTensor, group_size: int) -> bool:
+    if order.dtype != "I32":
+        return False
+    groups = memoryview(order.read_bytes()).cast("i")
+    return all(group == index // group_size for index, group in enumerate(groups))
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization:

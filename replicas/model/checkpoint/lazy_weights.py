@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Lock
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from replicas.model.checkpoint.formats import QuantizedWeight, Weights
 from replicas.model.checkpoint.headers import StoredTensor
+from replicas.model.checkpoint.quantized_linear import QuantizedLinear
 from replicas.model.checkpoint.readers import read_quantized, shape_dense
 
 
@@ -30,39 +30,34 @@ class LazyWeight:
         return self._read()
 
 
-@contextmanager
-def lazy_weights(weights: Weights, dtype: torch.dtype) -> Iterator[dict[str, LazyWeight]]:
-    """Give the weights of a checkpoint by name, dense and in `dtype` if they are quantized. Files are open until exit.
+class WeightReader:
+    """Reader of the weights of a checkpoint. It opens each file once; files are mapped, and closed with the reader."""
 
-    Files are mapped, so only the weights that are being read take memory.
-    """
-    with ExitStack() as stack:
-        files = Files(stack)
-        found = {name: LazyWeight(partial(files.read, name, tensor)) for name, tensor in weights.plain.items()}
-        for name, weight in weights.quantized.items():
-            found[name] = LazyWeight(partial(_read_dense, weight, weights, dtype, files))
-        yield found
-
-
-class Files:
-    """Open safetensors files, which `stack` closes."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
+    def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
         self._opened: dict[Path, Any] = {}
         self._lock = Lock()  # transformers reads weights in several threads.
 
-    def read(self, name: str, tensor: StoredTensor) -> Tensor:
-        """Read a tensor."""
+    def lazy(self) -> dict[str, LazyWeight]:
+        """Return all weights by name. Quantized ones are read as dense ones of the reader's dtype."""
+        plain, quantized = self._weights.plain, self._weights.quantized
+        found = {name: LazyWeight(partial(self._read, name, tensor)) for name, tensor in plain.items()}
+        return found | {name: LazyWeight(partial(self._read_dense, weight)) for name, weight in quantized.items()}
+
+    def quantized(self, weight: QuantizedWeight) -> QuantizedLinear:
+        """Read a quantized weight."""
+        assert self._weights.quantization is not None
+        prefix = weight.name.removesuffix(weight.format.dense)
+        tensors = {suffix: self._read(prefix + suffix, tensor) for suffix, tensor in weight.parts.items()}
+        return read_quantized(weight, tensors, self._weights.quantization)
+
+    def _read_dense(self, weight: QuantizedWeight) -> Tensor:
+        return shape_dense(weight, self.quantized(weight).dense(self._dtype))
+
+    def _read(self, name: str, tensor: StoredTensor) -> Tensor:
         with self._lock:
             if tensor.file not in self._opened:
-                self._opened[tensor.file] = self._stack.enter_context(safe_open(tensor.file, framework="pt"))
+                self._opened[tensor.file] = safe_open(tensor.file, framework="pt")
         found: Tensor = self._opened[tensor.file].get_tensor(name)
         return found
-
-
-def _read_dense(weight: QuantizedWeight, weights: Weights, dtype: torch.dtype, files: Files) -> Tensor:
-    assert weights.quantization is not None
-    prefix = weight.name.removesuffix(weight.format.dense)
-    tensors = {suffix: files.read(prefix + suffix, tensor) for suffix, tensor in weight.parts.items()}
-    return shape_dense(weight, read_quantized(weight, tensors, weights.quantization).dense(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -80,6 +81,17 @@ def read_weights(directory: Path) -> Weights:
         return find_weights(tensors, quantization)
     except ModelLoadError as error:
         raise ModelLoadError(f"{directory} cannot be read: {error}") from None
+
+
+def shapes_digest(directory: Path) -> str:
+    """Return a digest of a checkpoint's config, and of the names, dtypes and shapes of its tensors.
+
+    Raises:
+        ModelLoadError: a file is missing or not whole.
+    """
+    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_headers(directory).items())
+    config = (directory / "config.json").read_bytes()
+    return hashlib.sha256(config + repr(tensors).encode()).hexdigest()
 
 
 def available_memory_bytes() -> int:

@@ -78,11 +78,12 @@ def load_model(options: ModelOptions) -> LoadedModel:
     config = read_config(options.path)
     max_model_len = choose_max_model_len(config, options.max_model_len)
     tokenizer = _load_tokenizer(options.path)
-    weights = load_weights(options.path, config, dtype)
+    has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
+    keep_int4 = has_kernels and options.quantization != "int8"
+    weights = load_weights(options.path, config, dtype, keep_int4=keep_int4)
     model = weights.model.to(device).eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
-    has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     _optimize(model, port, layers, options, has_kernels)
     return LoadedModel(
         model_id=options.path,

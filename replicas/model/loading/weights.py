@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
-from replicas.model.checkpoint.lazy_weights import LazyWeight, lazy_weights
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_int4
+from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
+from replicas.model.layers.linear import Int4Linear, PackedInt4, pack_int4
 from replicas.model.loading.checks import read_weights
 
 _FILES = ("*.json", "*.safetensors")
@@ -31,8 +34,10 @@ class LoadedWeights:
     """Format of the weights in the checkpoint and in memory, for people."""
 
 
-def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype) -> LoadedWeights:
+def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype, *, keep_int4: bool = False) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
+
+    With `keep_int4`, linear layers whose weights have 4 bits in the checkpoint keep them, for the compiled kernels.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
@@ -40,11 +45,42 @@ def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype) -> Lo
     """
     directory = _directory_of(model)
     weights = read_weights(directory)
-    with lazy_weights(weights, dtype) as state:
-        loaded = _build(model, config, dtype, state)
+    reader = WeightReader(weights, dtype)
+    state = reader.lazy()
+    kept = _linears_in_4_bits(weights, config) if keep_int4 else {}
+    for name, weight in kept.items():
+        # Zeros that share one number in memory; the layer is replaced below.
+        state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype).expand, weight.layout.shape))
+    loaded = _build(model, config, dtype, state)
+    for name, weight in kept.items():
+        _replace(loaded, name.removesuffix(".weight"), pack_int4(reader.quantized(weight)))
     if (directory / _GENERATION_CONFIG).is_file():
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
-    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch.")))
+    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept))
+
+
+def _linears_in_4_bits(weights: Weights, config: PretrainedConfig) -> dict[str, QuantizedWeight]:
+    """Return the weights in 4 bits of linear layers with which the kernels compute, by name."""
+    if not any(is_int4(weight) for weight in weights.quantized.values()):
+        return {}
+    with torch.device("meta"):
+        model = _class_of(config)(_plain(config))
+    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
+    return {name: weight for name, weight in weights.quantized.items() if name in linears and is_int4(weight)}
+
+
+def _replace(model: PreTrainedModel, name: str, weight: PackedInt4) -> None:
+    """Replace a linear layer of `model` by one that computes with `weight`."""
+    parent, _, last = name.rpartition(".")
+    linear = model.get_submodule(name)
+    setattr(model.get_submodule(parent), last, Int4Linear(weight, linear.bias, linear.weight.dtype))
+
+
+def _plain(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given."""
+    copied = copy.deepcopy(config)
+    vars(copied).pop("quantization_config", None)
+    return copied
 
 
 def check_shapes(directory: Path, config: PretrainedConfig) -> None:
@@ -79,13 +115,10 @@ def _build(
 ) -> PreTrainedModel:
     """Build transformers' model of `config` and fill it with the weights `state`; `device` None: on the CPU."""
     register_attention()
-    # A copy: `from_pretrained` writes the attention implementation to the config object.
-    config = copy.deepcopy(config)
-    vars(config).pop("quantization_config", None)
     try:
         loaded, report = _class_of(config).from_pretrained(
             None,
-            config=config,
+            config=_plain(config),
             state_dict=state,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,

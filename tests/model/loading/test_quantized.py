@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from replicas.errors import ModelLoadError
+from replicas.model.attention.cpp import CppAttention
 from replicas.model.loading.checks import check_config, num_weights, read_weights
 from replicas.model.loading.config import read_config
 from replicas.model.loading.weights import load_weights
 from testkit.model.cached_checkpoints import cached_checkpoint
-from testkit.model.engine_runs import build_engine, check_equals_generate, load, random_prompts
+from testkit.model.compiled_kernels import need_kernels
+from testkit.model.engine_runs import build_engine, check_equals_generate, load, load_compiled, random_prompts
 from testkit.model.quantized_checkpoints import METHODS, Tensors, quantize_checkpoint
 
 COARSE = 0.3
@@ -50,6 +52,37 @@ def test_weights_are_those_that_the_format_describes(tmp_path: Path, name: str) 
 def test_tokens_are_those_of_the_dequantized_model(tmp_path: Path, name: str) -> None:
     path = write(name, tmp_path)
     check_equals_generate(build_engine(load(path)), path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors W4A16 asymmetric", "AWQ", "GPTQ", "GPTQ desc_act"])
+def test_weights_that_keep_their_bits_give_the_same_tokens(tmp_path: Path, name: str) -> None:
+    need_kernels()
+    path = write(name, tmp_path)
+    loaded = load_compiled(path)
+    is_kept = name != "GPTQ desc_act"
+    assert loaded.weights.endswith("4-bit, kept in 4 bits" if is_kept else "4-bit, dequantized to float32")
+    linears = [type(module).__name__ for module in loaded.model.modules()]
+    assert linears.count("Int4Linear") == (12 if is_kept else 0)
+    engine = build_engine(loaded, attention=CppAttention)
+    check_equals_generate(engine, path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
+
+
+def test_models_that_are_not_fused_keep_their_bits_too(tmp_path: Path) -> None:
+    need_kernels()
+    path = quantize_checkpoint(cached_checkpoint("olmo2"), tmp_path, METHODS["GPTQ"])
+    loaded = load_compiled(path)
+    assert loaded.weights == "GPTQ, 4-bit, kept in 4 bits"
+    engine = build_engine(loaded, attention=CppAttention)
+    check_equals_generate(engine, path.parent / "dense", random_prompts((5, 40)), max_tokens=32)
+
+
+def test_experts_in_4_bits_are_dequantized(tmp_path: Path) -> None:
+    need_kernels()
+    path = quantize_checkpoint(cached_checkpoint("qwen3_moe"), tmp_path, METHODS["AWQ"])
+    loaded = load_compiled(path)
+    assert "kept in 4 bits, 36 of 48 dequantized to float32" in loaded.weights
+    engine = build_engine(loaded, attention=CppAttention)
+    check_equals_generate(engine, path.parent / "dense", random_prompts((5, 40)), max_tokens=32)
 
 
 def test_the_model_says_what_became_of_its_weights(tmp_path: Path) -> None:

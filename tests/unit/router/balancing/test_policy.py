@@ -2,14 +2,15 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from replicas.block_hash import extend_hashes
-from router.balancing.policy import LeastTokens
+from router.balancing.policy import LeastTokens, PrefixIndex
 from router.types import Ranking, Reason, RoutingRequest
-from testkit.router.plain_decisions import ListedCandidates
-from testkit.router.simulated_replicas import BLOCK_SIZE, request, routing, view
+from testkit.router.plain_decisions import ListedCandidates, cluster_of
+from testkit.router.simulated_replicas import BLOCK_SIZE, request, routing, stats, view
 
 PROMPT = tuple(range(1, 41))
 
@@ -104,6 +105,22 @@ def test_a_lightly_loaded_holder_beats_an_idle_replica():
     policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
     policy.placed(wanted, "busy")
     assert policy.rank(wanted, ListedCandidates([view("busy", outstanding=500), view("idle")])).first == "busy"
+
+
+def test_a_policy_keeps_to_the_bound_of_its_index():
+    """Without a prefix cache the bound is 0. An empty index is false in a condition, and must not be replaced."""
+    policy, wanted = LeastTokens(random.Random(0), PrefixIndex(max_blocks=0)), with_prefix()
+    policy.placed(wanted, "a")
+    assert policy.placed(wanted, "a") == len(PROMPT)
+
+
+def test_full_replicas_keep_their_blocks_in_the_index():
+    """The index is bounded by the blocks of all replicas, also of those without room."""
+    policy, wanted = least_tokens(), with_prefix(tuple(range(1, 4001)))
+    policy.placed(wanted, "full")
+    views = [view("full", outstanding=900), view("free", outstanding=900, of=replace(stats(), num_blocks=10))]
+    policy.rank(routing(), ListedCandidates(views[1:], cluster_of(views)))
+    assert policy.rank(wanted, ListedCandidates(views)) == Ranking(["full", "free"], Reason.PREFIX_HIT)
 
 
 def test_placed_counts_what_is_left_of_the_prompt_to_compute():
