@@ -10,7 +10,8 @@ microseconds of processor time of the event loop's thread:
 - `poll`: the answers of all replicas are taken in; ten of them have changed;
 - `metrics`: the page `/metrics` is built.
 
-`others` are growing costs besides: the tick of the autoscaling loop, also after a poll, and the counts by tenant.
+`others` are growing costs besides: the tick of the autoscaling loop, also after a poll, and the tenants with most
+waiting requests.
 """
 
 from __future__ import annotations
@@ -340,7 +341,7 @@ async def measure(size: Size) -> dict[str, dict[str, float]]:
         samples["poll"].append(await world.take_poll())
         samples["autoscaling_tick_after_poll"].append(world.timed(world.autoscaling.decide))
         samples["autoscaling_tick"].append(world.timed(world.autoscaling.decide))
-        samples["num_by_tenant"].append(world.timed(lambda: world.flow.queue.num_by_tenant(Band.STANDARD)))
+        samples["largest_tenants"].append(world.timed(lambda: world.flow.queue.largest(Band.STANDARD, 100)))
     for stream in streams:
         samples["end_and_dispatch"].append(await world.end(stream))
     assert world.num_dispatched >= 0.9 * len(streams), "waiting requests were not dispatched"
