@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.faults import Stage
-from bench.chaos.load import Load, longest_gap_s
+from bench.chaos.load import BATCH_PROMPTS, Load, longest_gap_s
 from bench.chaos.receivers import Receivers, receiving
 from bench.jobs.submitter import RETRY_LIMIT_S, with_retries
 from bench.record import write
@@ -83,7 +83,7 @@ def judge(load: Load, receivers: Receivers) -> dict[str, Any]:
     num_expected = len(seen.accepted_s)
     with contextlib.suppress(TimeoutError):
         wait_for(lambda: len(receivers.ids) >= num_expected, "all webhooks", RETRY_LIMIT_S, _POLL_S)
-    num_prompts = load.num_prompts() * len(seen.batch_ids)
+    num_prompts = BATCH_PROMPTS * len(seen.batch_ids)
     return {
         "num_jobs": len(seen.job_ids),
         "jobs_by_status": dict(ended),

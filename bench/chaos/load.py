@@ -17,8 +17,8 @@ import httpx
 from bench.jobs.submitter import PERIOD_S, RETRY_LIMIT_S, with_retries
 
 NUM_STREAMS, STREAM_TOKENS = 4, 200
+BATCH_PROMPTS = 60
 _NUM_BODIES, _LIMIT_S, _PROBE_PERIOD_S = 6, 120.0, 0.1
-_BATCH_PROMPTS = 60
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Load:
 
     def submit_batch(self) -> None:
         """Submit a prompt batch; it must be accepted."""
-        body = {"prompts": [f"{number}" for number in range(_BATCH_PROMPTS)], "max_tokens": 8}
+        body = {"prompts": [f"{number}" for number in range(BATCH_PROMPTS)], "max_tokens": 8}
         self.seen.batch_ids.append(with_retries(self._accepted, "/v1/batch/async", body, {})["batch_id"])
 
     def submit_jobs_to(self, callback_url: str, number: int) -> None:
@@ -130,11 +130,6 @@ class Load:
             raise RuntimeError(f"batch {batch_id} is {batch['status']}")
         found: list[dict[str, Any]] = batch["outputs"]
         return found
-
-    @staticmethod
-    def num_prompts() -> int:
-        """Return the number of prompts of each batch."""
-        return _BATCH_PROMPTS
 
     def _streams(self) -> None:
         number = threading.get_ident() % _NUM_BODIES
