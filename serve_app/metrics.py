@@ -15,6 +15,7 @@ from replicas.protocol import Band, EngineMetrics, HistogramMetric, Metric, Metr
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
 from router.scaling.autoscaling_loop import AutoscalingLoop
+from router.timeline import Part, Seconds
 from router.types import LatencyTargets, Outcome, Reason, Slo
 from serve_app.jobs.api.records import JobsCounts
 
@@ -87,6 +88,16 @@ class HttpMetrics:
             "headway:malformed_tool_calls", "Tool calls that were malformed or cut off.", ["model_name"],
             registry=self.registry,
         ).labels(model_name)  # fmt: skip
+        self._parts = Counter(
+            "headway:request_part_seconds",
+            "Seconds that completions spent in each part of their time (see router.timeline.Part); of several "
+            "sequences the one that ended last.",
+            ["band", "part"],
+            registry=self.registry,
+        )
+        for band in Band:
+            for part in Part:
+                self._parts.labels(_name(band), part.value)
         for reason in _REFUSAL_REASONS:
             self._refusals.labels(model_name, reason)
 
@@ -102,6 +113,12 @@ class HttpMetrics:
         self._duration.labels(handler, method).observe(duration_s)
         self._request_size.labels(handler).observe(request_bytes)
         self._response_size.labels(handler).observe(response_bytes)
+
+    def spent(self, band: Band, seconds: Seconds) -> None:
+        """Count the parts of a completion's time."""
+        for part, part_s in seconds.items():
+            if part_s > 0:
+                self._parts.labels(_name(band), part.value).inc(part_s)
 
     def refused(self, reason: str) -> None:
         """Count a request refused for lack of room; `reason` is that of the error."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import replace
 
 from replicas.clock import Clock
 from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
@@ -197,7 +198,8 @@ class Engine:
                 f"the deadline, {sequence.deadline_s - sequence.arrival_s:.3f} s after arrival, passed with "
                 f"{sequence.num_output_tokens} output tokens generated"
             )
-            deltas.append(self._ended(sequence, self._output_processors[sequence.request_id].fail(error)))
+            delta = self._output_processors[sequence.request_id].fail(error)
+            deltas.append(self._ended(sequence, _with_phases(sequence, delta, self._clock.monotonic())))
         return deltas
 
     def _schedule(self) -> ScheduledStep | None:
@@ -218,7 +220,7 @@ class Engine:
             for item, result in step.results:
                 delta = self._advance(item, result, step.collected_s)
                 if delta is not None:
-                    deltas.append(self._ended(item.sequence, delta))
+                    deltas.append(self._ended(item.sequence, _with_phases(item.sequence, delta, step.collected_s)))
         return deltas
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
@@ -262,6 +264,13 @@ class Engine:
                 enable_prefix_caching=str(self._config.enable_prefix_caching),
             ),
         )  # fmt: skip
+
+
+def _with_phases(sequence: Sequence, delta: TokenDelta, now: float) -> TokenDelta:
+    """Return a sequence's delta, with its times if a reader needs them anew."""
+    if delta.finish_reason is None and not sequence.phases.has_news:
+        return delta
+    return replace(delta, phases=sequence.phases.read(now, sequence.num_preemptions))
 
 
 class Deadlines:

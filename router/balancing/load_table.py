@@ -148,6 +148,11 @@ class LoadTable:
         if not own.requests:
             del self._own[in_flight.replica_id]
 
+    @property
+    def takes_requests(self) -> bool:
+        """True if a replica is known that is not draining."""
+        return any(not entry.stats.is_draining for entry in self._entries.values())
+
     def views(self) -> list[ReplicaView]:
         """Return a view of every known replica, sorted by id."""
         now = self._clock()

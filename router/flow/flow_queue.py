@@ -274,6 +274,11 @@ class FlowQueue:
         """Return the size of a tenant's part of a band's queue."""
         return self._bands[band].of_tenant(tenant)
 
+    def next_tenants(self) -> dict[Band, str]:
+        """Return the tenant that is next in each band with waiting requests."""
+        heads = {band: next(queue.heads(), None) for band, queue in self._bands.items() if queue.num_requests}
+        return {band: head.request.tenant for band, head in heads.items() if head is not None}
+
     def waiting(self, band: Band) -> Iterator[QueuedRequest]:
         """Yield every request that waits in a band, in no order. The queue must not change during the iteration."""
         return self._bands[band].waiting()

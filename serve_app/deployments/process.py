@@ -30,7 +30,7 @@ from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
 
 _CARD_PERIOD_S = 0.2
-_REQUEST_LOGGER = "serve_app.http.exchange"
+_REQUEST_LOGGERS = ("serve_app.http.exchange", "serve_app.http.exchange_middleware")
 MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
 """Factory of an ingress's flow control, called in the ingress's process."""
 
@@ -113,9 +113,9 @@ def log_through_serve() -> None:
         logger.handlers = serve_logger.handlers
         logger.setLevel(serve_logger.level)
         logger.propagate = False
-    requests = logging.getLogger(_REQUEST_LOGGER)
-    requests.handlers = [handler for handler in serve_logger.handlers if not _prints(handler)]
-    requests.propagate = False
+    for requests in map(logging.getLogger, _REQUEST_LOGGERS):
+        requests.handlers = [handler for handler in serve_logger.handlers if not _prints(handler)]
+        requests.propagate = False
 
 
 def _prints(handler: logging.Handler) -> bool:

@@ -6,7 +6,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from serve_app.openai.reply.schema import described
+from serve_app.openai.reply.schema import ReplyTier, RequestMetrics, described
 
 
 @described
@@ -161,6 +161,38 @@ class DrainReply(TypedDict):
 
     replica_id: str
     status: Literal["draining"]
+
+
+@described
+class RequestObject(TypedDict):
+    """Completion that runs or ended recently; it has no text."""
+
+    id: str
+    """The client's `x-request-id`, or the one that the server made."""
+    object: Literal["request"]
+    response_id: str | None
+    """Id of the reply; null while the request is tokenized."""
+    status: Literal["running", "cancelling", "completed", "cancelled", "failed"]
+    part: str | None
+    """Part of its time that a running completion is in, a name of `parts_ms`; null after its end."""
+    path: str
+    model: str
+    stream: bool
+    tenant: str
+    band: Literal["interactive", "standard", "batch"]
+    service_tier: ReplyTier
+    created: int
+    """Arrival, unix seconds."""
+    http_status: int | None
+    """Status of the answer; null while there is none."""
+    error_code: str | None
+    num_sequences: int | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    finish_reasons: list[str]
+    replica_id: str | None
+    """Replica that gave the last token."""
+    metrics: RequestMetrics
 
 
 @described

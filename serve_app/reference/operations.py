@@ -172,6 +172,21 @@ _COMPLETIONS = {
     ),
 }
 
+_REQUESTS = {
+    "GET /v1/requests/{request_id}": Operation(
+        "Completions",
+        "Show a completion that runs, or that ended within the last hour, and where its time went.",
+        _json(answers.RequestObject),
+        failures=frozenset({404}),
+    ),
+    "POST /v1/requests/{request_id}/cancel": Operation(
+        "Completions",
+        "Cancel a running completion.",
+        _json(answers.RequestObject),
+        failures=frozenset({404, 409}),
+    ),
+}
+
 _MODELS = {
     "GET /v1/models": Operation("Model", "List the served model.", _json(answers.ModelList), failures=frozenset({503})),
     "GET /v1/models/{model_id}": Operation(
@@ -386,6 +401,7 @@ _OPERATIONS = {
 
 OPERATIONS: Mapping[str, Operation] = {
     **_COMPLETIONS,
+    **_REQUESTS,
     **_JOBS,
     **_BATCHES,
     **_FILES,
