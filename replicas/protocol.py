@@ -312,6 +312,7 @@ class HistogramMetric:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     sum: float
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

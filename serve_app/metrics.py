@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -287,6 +288,42 @@ def jobs_families(metrics: Iterable[Metric]) -> Iterable[Family]:
     for metric in metrics:
         _add_metric(families, metric, {})
     return families.values()
+
+
+def registry_metrics(registry: CollectorRegistry) -> tuple[list[Metric], list[HistogramMetric]]:
+    """Return a registry's metrics of engines and routers: those with a prefix, such as `headway:queue_size`."""
+    metrics: list[Metric] = []
+    histograms: list[HistogramMetric] = []
+    for family in registry.collect():
+        if ":" not in family.name:
+            continue
+        if family.type == "histogram":
+            histograms += _histograms_of(family)
+            continue
+        kind = MetricKind.COUNTER if family.type == "counter" else MetricKind.GAUGE
+        metrics += [
+            Metric(family.name, family.documentation, kind, sample.value, tuple(sorted(sample.labels.items())))
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+    return metrics, histograms
+
+
+def _histograms_of(family: Family) -> Iterator[HistogramMetric]:
+    """Yield one histogram for each set of labels of a family."""
+    buckets: dict[tuple[tuple[str, str], ...], dict[float, float]] = {}
+    sums: dict[tuple[tuple[str, str], ...], float] = {}
+    for sample in family.samples:
+        labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
+        if sample.name.endswith("_bucket"):
+            buckets.setdefault(labels, {})[float(sample.labels["le"])] = sample.value
+        elif sample.name.endswith("_sum"):
+            sums[labels] = sample.value
+    for labels, cumulative in buckets.items():
+        *bounds, _ = sorted(cumulative)
+        totals = [0.0, *(cumulative[bound] for bound in sorted(cumulative))]
+        counts = tuple(int(after - before) for before, after in pairwise(totals))
+        yield HistogramMetric(family.name, family.documentation, tuple(bounds), counts, sums[labels], labels)
 
 
 def ingress_families(registry: CollectorRegistry, jobs: Iterable[Family]) -> Iterator[Family]:

@@ -26,6 +26,7 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.ray_metrics import export_forever, registry_exporter
 from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
 
@@ -67,12 +68,14 @@ class Routing:
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
         registry.register(RouterCollector(self.queue, table, self.autoscaling))
+        self._export = registry_exporter(config.model_name, registry)
 
     async def run(self) -> None:
-        """Poll the replicas' load and update the autoscaling decision until cancelled."""
+        """Poll the replicas' load, update the autoscaling decision and export metrics to Ray until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
+            tasks.create_task(export_forever(self._export))
 
     async def await_replica(self, limit_s: float) -> None:
         """Return once a model replica has told its card, or after `limit_s`.
