@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import psutil
 
 from bench.record import write
-from serve_app.cli.private_cluster import end_processes, free_port
+from serve_app.cli.private_cluster import free_port
 from testkit.limits import START_LIMIT_S
-from testkit.serving.served import answers, wait_for
+from testkit.serving.served import answers, end_processes, wait_for
 
 _IDLE_S = 3.0
 _TIMES = ("start_s", "start_cpu_s", "stop_s")

@@ -20,8 +20,7 @@ import psutil
 
 from bench.peers import driver
 from bench.peers.engine import Events, PeerEngine, PeerRequest
-from serve_app.cli.private_cluster import end_processes
-from testkit.serving.served import CannotStart, answers, wait_for
+from testkit.serving.served import CannotStart, answers, end_processes, wait_for
 
 _START_LIMIT_S, _STOP_LIMIT_S = 600.0, 20.0
 _DATA, _DONE = b"data: ", b"data: [DONE]"
@@ -141,7 +140,8 @@ def start(arguments: argparse.Namespace) -> HttpEngine:
     return HttpEngine(server, process.pid, lambda: end_processes([psutil.Process(process.pid)], _STOP_LIMIT_S))
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of a server."""
     parser.add_argument("--serve", required=True, help="command that serves on --port")
     parser.add_argument("--kind", choices=("openai", "llama"), default="openai")
     parser.add_argument("--served", default="m", help="the model's name in requests")
@@ -150,4 +150,4 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    driver.main(start, "HTTP server", _add_arguments)
+    driver.main(start, "HTTP server", add_arguments)

@@ -63,7 +63,7 @@ class Scheduler:
         self._num_steps = 0
         self._now_s = 0.0
         self.num_preemptions = 0
-        self.num_given_way = 0
+        self.num_fairness_preemptions = 0
         """Number of preemptions for other tenants' fair shares; `num_preemptions` counts them too."""
         self.num_promotions = 0
 
@@ -312,7 +312,7 @@ class Scheduler:
         return giving_way
 
     def _may_give_way(self, sequence: Sequence) -> bool:
-        last = sequence.given_way_step
+        last = sequence.fairness_preemption_step
         has_rested = last is None or self._num_steps - last >= self._config.fairness_rest_steps
         return has_rested and not sequence.is_promoted
 
@@ -337,8 +337,8 @@ class Scheduler:
         assert self._slots.of(band, tenant) > self._slots.share(band, self.waiting.tenants(band))
         assert self._may_give_way(sequence)
         self._preempt(sequence)
-        sequence.has_given_way, sequence.given_way_step = True, self._num_steps
-        self.num_given_way += 1
+        sequence.is_fairness_preempted, sequence.fairness_preemption_step = True, self._num_steps
+        self.num_fairness_preemptions += 1
 
     def _preempt(self, sequence: Sequence) -> Sequence:
         self.running.remove(sequence)
@@ -348,7 +348,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         sequence.phases.enter(Phase.PREEMPTED, self._now_s)
         sequence.num_preemptions += 1
-        sequence.has_given_way = False
+        sequence.is_fairness_preempted = False
         self.num_preemptions += 1
         self.waiting.add(sequence)
         return sequence

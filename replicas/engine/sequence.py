@@ -118,9 +118,9 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         self.num_preemptions = 0
         self.num_preempted_tokens = 0
-        self.has_given_way = False
+        self.is_fairness_preempted = False
         """True if the last preemption was for another tenant's fair share."""
-        self.given_way_step: int | None = None
+        self.fairness_preemption_step: int | None = None
         """Number of the step of the last such preemption."""
         self.num_prompt_logprobs = 0
         self.phases = PhaseTimes()

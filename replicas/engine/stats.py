@@ -229,9 +229,9 @@ class EngineStats:
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
         self._utilization.observe(len(items) / self._config.max_num_seqs)
         if num_recomputed := sum([item.num_recomputed_tokens for item, _ in step.results]):
-            given_way = [item.num_recomputed_tokens for item, _ in step.results if item.sequence.has_given_way]
-            self._wasted[WasteCause.FAIRNESS] += sum(given_way)
-            self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(given_way)
+            recomputed = [item.num_recomputed_tokens for item, _ in step.results if item.sequence.is_fairness_preempted]
+            self._wasted[WasteCause.FAIRNESS] += sum(recomputed)
+            self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(recomputed)
 
     def produced(self, sequence: Sequence, now: float) -> None:
         """Count an output token of a sequence, and stamp its timings."""

@@ -31,6 +31,7 @@ from serve_app.http.edge import CONNECTIONS_VARIABLE, MIDDLEWARE_PATH
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3
+_KILL_LIMIT_S = 5.0
 MAX_CONNECTIONS_PER_ADDRESS = 1024
 _ENVIRONMENT = {
     # A model that cannot be loaded is a mistake of the user: report it at once instead of after three attempts.
@@ -191,15 +192,6 @@ def free_port(host: str) -> int:
     raise OSError(f"no free port on {host or 'this machine'} from {_PORTS[0]} to {_PORTS[-1]}")
 
 
-def end_processes(processes: list[psutil.Process], grace_s: float = 5.0) -> None:
-    """Terminate processes, and kill those that still run after `grace_s`."""
-    for stop in (psutil.Process.terminate, psutil.Process.kill):
-        for process in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                stop(process)
-        _, processes = psutil.wait_procs(processes, timeout=grace_s)
-
-
 def _forget_ray() -> None:
     """End what a failed start has left."""
     import ray
@@ -209,12 +201,12 @@ def _forget_ray() -> None:
         ray.shutdown()
 
 
-def kill_processes(processes: list[psutil.Process], limit_s: float = 5.0) -> None:
+def kill_processes(processes: list[psutil.Process]) -> None:
     """Kill processes, and wait until they have ended."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=limit_s)
+    psutil.wait_procs(processes, timeout=_KILL_LIMIT_S)
 
 
 def _become_subreaper() -> None:

@@ -53,6 +53,8 @@ from serve_app.openai.tools.parser import OutputParser
 _MANY_LOGPROBS = 1000
 """Log probabilities from which a thread formats a reply."""
 _NUM_REPLY_THREADS = 2
+_MAX_CARD_AGE_S = 30.0
+"""Age from which the model's card is asked for again."""
 _NO_REFUSAL = WorkLimits(max_queued=10**9, max_queued_bytes=2**62, max_wait_s=86_400.0)
 """Limits of the replies that wait to be formatted: none of its own, since open requests are bounded before."""
 
@@ -68,14 +70,13 @@ class KnownModel:
 
     def __init__(
         self, names: Sequence[str], dispatcher: Dispatcher, clock: Callable[[], float],
-        sampling_defaults: SamplingDefaults | None = None, max_age_s: float = 30.0,
+        sampling_defaults: SamplingDefaults | None = None,
     ) -> None:  # fmt: skip
         """Create the cache; `names` are the names that requests may use, the first of which is in responses."""
         self.names = names
         self.sampling_defaults = sampling_defaults or SamplingDefaults()
         self._dispatcher = dispatcher
         self.clock = clock
-        self._max_age_s = max_age_s
         self._card: ModelCard | None = None
         self._asked_s = 0.0
 
@@ -85,14 +86,14 @@ class KnownModel:
         return self.names[0]
 
     async def card(self) -> ModelCard:
-        """Return the model's card; while replicas answer it is at most a little older than `max_age_s`.
+        """Return the model's card; while replicas answer it is at most a little older than `_MAX_CARD_AGE_S`.
 
         Raises:
             NoReplicaAvailable: no replica has ever answered.
         """
         if self._card is None:
             return await self.refresh()
-        if self.clock() - self._asked_s > self._max_age_s:
+        if self.clock() - self._asked_s > _MAX_CARD_AGE_S:
             self._asked_s = self.clock()
             with contextlib.suppress(ServingError):
                 return await self.refresh()

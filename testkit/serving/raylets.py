@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import end_processes, free_port, private_ray_environment
+from serve_app.cli.private_cluster import free_port, private_ray_environment
 from serve_app.config import HeadwayConfig
-from testkit.serving.served import Served, running, wait_for
+from testkit.serving.served import Served, end_processes, running, wait_for
 from testkit.serving.streams import Clients, Stream
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import end_processes, free_port
+from serve_app.cli.private_cluster import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -270,6 +270,15 @@ def _served(
             raise
         finally:
             end_processes(descendants)
+
+
+def end_processes(processes: list[psutil.Process], grace_s: float = 5.0) -> None:
+    """Terminate processes, and kill those that still run after `grace_s`."""
+    for stop in (psutil.Process.terminate, psutil.Process.kill):
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                stop(process)
+        _, processes = psutil.wait_procs(processes, timeout=grace_s)
 
 
 def _answers(home: Path) -> list[dict[str, str]]:

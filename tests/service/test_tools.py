@@ -81,9 +81,7 @@ async def test_a_call_and_its_result_give_the_answer(client: openai.AsyncOpenAI,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_forced_call_that_the_model_would_not_make_is_valid_and_ends(
-    client: openai.AsyncOpenAI, stream: bool
-) -> None:
+async def test_a_forced_call_of_an_unwilling_model_is_valid(client: openai.AsyncOpenAI, stream: bool) -> None:
     tools: Any = [{"type": "function", "function": {"name": "get_news"}}, *TOOLS]
     messages: list[Any] = [{"role": "user", "content": "Hello?"}]
     choice = {"type": "function", "function": {"name": "get_news"}}

@@ -201,7 +201,7 @@ def test_threads_share_a_compiler(compiler: GrammarCompiler) -> None:
     assert sorted(outputs) == sorted(expected * 2)
 
 
-def test_a_tokenizer_that_cannot_be_read_refuses_grammars_and_nothing_else() -> None:
+def test_an_unreadable_tokenizer_refuses_only_grammars() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     compiler = GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=words))
     with pytest.raises(InvalidRequest, match="`field` cannot be enforced: the model's tokenizer has no grammars"):

@@ -82,12 +82,11 @@ class WebhookClient:
         *,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = _TIMEOUT_S,
-        clock: Clock | None = None,
     ) -> None:
         """`timeout_s`: most seconds of an attempt, from the name's resolution to the response status."""
         self._signer = signer
         self._timeout_s = timeout_s
-        self._clock = clock or Clock()
+        self._clock = Clock()
         self._http = httpx.AsyncClient(
             transport=PinnedTransport(guard, tls), timeout=timeout_s, follow_redirects=False, trust_env=False
         )

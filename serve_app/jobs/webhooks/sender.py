@@ -149,14 +149,19 @@ class WebhookSender:
             await self._note(AttemptOutcome.DELIVERED, lambda: self._outbox.delivered(delivery.id))
         return True
 
-    async def _fail(self, delivery: Delivery, why: str) -> None:
+    async def _fail(self, delivery: Delivery, reason: str) -> None:
         next_unix_s = next_attempt_unix_s(delivery, self._clock.unix(), self._rng)
         outcome = AttemptOutcome.DEAD if next_unix_s is None else AttemptOutcome.FAILED
         logger.warning(
             "a webhook was not delivered",
-            extra={"delivery_id": delivery.id, "batch_id": delivery.batch_id, "outcome": outcome.value, "why": why},
+            extra={
+                "delivery_id": delivery.id,
+                "batch_id": delivery.batch_id,
+                "outcome": outcome.value,
+                "reason": reason,
+            },
         )
-        error = why[:_MAX_ERROR_CHARACTERS]
+        error = reason[:_MAX_ERROR_CHARACTERS]
         await self._note(outcome, lambda: self._outbox.delivery_failed(delivery.id, next_unix_s, error))
 
     async def _note(self, outcome: AttemptOutcome, note: Callable[[], Awaitable[None]]) -> None:

@@ -67,7 +67,7 @@ def test_the_edge_of_the_default_profile_answers_in_one_shape(app):
     check_edge(app.url)
 
 
-def test_the_throughput_profile_has_an_edge_and_no_port_that_is_open_to_others(checkpoint, tmp_path):
+def test_the_throughput_profile_opens_no_port_to_others(checkpoint, tmp_path):
     with serving(tmp_path, f"MODEL={checkpoint}", "PROFILE=throughput", "ARGS=kv_cache_bytes=64MiB") as instance:
         assert "haproxy" in check_ports(instance)
         check_edge(instance.url)

@@ -41,7 +41,7 @@ def answers_until_well(app: Served) -> list[httpx.Response]:
     raise TimeoutError("the server does not come back")
 
 
-def test_a_killed_proxy_or_ingress_is_replaced_and_errors_have_one_shape(own_app):
+def test_a_killed_proxy_or_ingress_is_replaced(own_app):
     for command in ("ray::ProxyActor", "ray::ServeReplica:headway:Ingress"):
         kill(own_app, command)
         for error in answers_until_well(own_app):

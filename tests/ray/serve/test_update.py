@@ -65,7 +65,7 @@ def replicas_of(cluster: Cluster) -> dict[str, set[str]]:  # noqa: F811
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_an_update_replaces_only_what_reads_the_setting_and_fails_no_request(
+def test_an_update_replaces_only_what_reads_the_setting(
     cluster, checkpoint, tmp_path, num_replicas  # noqa: F811
 ):  # fmt: skip
     fields: dict[str, Any] = {

@@ -60,7 +60,7 @@ def test_a_key_is_revoked_by_itself_or_its_first_digits(file: Path) -> None:
     assert set(read_owners(file)) == {digest_of(third)}
 
 
-def test_a_file_that_is_not_there_is_told_without_a_number_of_the_system(file: Path) -> None:
+def test_a_missing_file_is_told_without_an_errno(file: Path) -> None:
     result = keys(file, "list")
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {file}: No such file or directory; `headway keys create` makes")

@@ -161,7 +161,7 @@ async def test_reply_can_be_sent_back_as_history(api: Api) -> None:
     assert (await api.chat(messages=history, max_tokens=4)).status_code == 200
 
 
-async def test_what_sdks_add_to_a_reply_is_accepted_as_history_and_not_rendered(api: Api) -> None:
+async def test_additions_of_sdks_are_accepted_and_not_rendered(api: Api) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     reply = {"role": "assistant", "content": "{}", "tool_calls": [call]}
     added = reply | {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}}

@@ -90,7 +90,7 @@ async def test_the_tokenizer_works_outside_of_the_event_loop(
     ],
     ids=["messages", "prompts", "names", "objects"],
 )
-async def test_a_hopeless_body_is_counted_elsewhere_and_never_parsed(
+async def test_a_hopeless_body_is_counted_and_never_parsed(
     make_api: MakeApi, tokenizer: Any, path: str, content: bytes
 ) -> None:
     api = make_api(dispatcher={"card": card_of(tokenizer, max_model_len=8192)})

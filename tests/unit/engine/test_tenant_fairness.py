@@ -52,9 +52,9 @@ def test_a_second_flood_gets_half_of_the_slots_and_no_more() -> None:
     flood(world, 12, "one")
     flood(world, 12, "two")
     assert held(world) == {"one": 4, "two": 4}
-    assert world.engine._scheduler.num_given_way == 4
+    assert world.engine._scheduler.num_fairness_preemptions == 4
     world.step(10)
-    assert world.engine._scheduler.num_given_way == 4, "a tenant at its share takes nothing back"
+    assert world.engine._scheduler.num_fairness_preemptions == 4, "a tenant at its share takes nothing back"
     world.run()
 
 
@@ -76,7 +76,7 @@ def test_more_tenants_than_slots_keep_one_slot_each() -> None:
         flood(world, 1, f"tenant{number}-")
     world.add(request("ninth", prompt(9, 40), 5, tenant="ninth"))
     world.step(10)
-    assert world.engine._scheduler.num_given_way == 0
+    assert world.engine._scheduler.num_fairness_preemptions == 0
     assert not world.outcomes["ninth"].token_ids
     world.run()
 
@@ -98,7 +98,7 @@ def test_lower_bands_are_preempted_before_the_same_band() -> None:
     world.add(request("idle", prompt(9, 40), 5, tenant="idle"))
     world.step()
     assert held(world) == {"flood": 7, "idle": 1}
-    assert world.engine._scheduler.num_given_way == 0
+    assert world.engine._scheduler.num_fairness_preemptions == 0
     world.run()
 
 
@@ -145,7 +145,7 @@ class WatchedWorld(World):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._given_way: dict[Sequence, int] = {}
+        self._preempted_at: dict[Sequence, int] = {}
 
     def step(self, num_steps: int = 1) -> None:
         for _ in range(num_steps):
@@ -155,15 +155,15 @@ class WatchedWorld(World):
                 self._check(sequence)
 
     def _check(self, sequence: Sequence) -> None:
-        step, last = sequence.given_way_step, self._given_way.get(sequence)
+        step, last = sequence.fairness_preemption_step, self._preempted_at.get(sequence)
         if step is not None and step != last:
             assert last is None or step - last >= self.config.fairness_rest_steps
-            self._given_way[sequence] = step
+            self._preempted_at[sequence] = step
 
 
 @pytest.mark.random_worlds(300, per_call=50)
 def test_random_tenants_are_preempted_seldom_and_exactly(seeds: Seeds) -> None:
-    num_given_way = 0
+    num_fairness_preemptions = 0
     for seed in seeds:
         rng = random.Random(seed)
         limits = random_config(rng, async_scheduling=rng.random() < 0.5)
@@ -173,9 +173,9 @@ def test_random_tenants_are_preempted_seldom_and_exactly(seeds: Seeds) -> None:
             expected = continuation(asked.prompt_token_ids, asked.params.max_tokens)
             assert tuple(outcome.token_ids) == expected[: len(outcome.token_ids)]
             assert not is_whole or len(outcome.token_ids) == len(expected)
-        num_given_way += world.engine._scheduler.num_given_way
+        num_fairness_preemptions += world.engine._scheduler.num_fairness_preemptions
     if seeds.are_many:
-        assert num_given_way > 3, "the worlds do not reach what they should test"
+        assert num_fairness_preemptions > 3, "the worlds do not reach what they should test"
 
 
 @pytest.mark.parametrize("policy", list(KVPressurePolicy))
@@ -196,5 +196,5 @@ def test_waste_for_fairness_is_bounded_by_the_rest_steps(policy: KVPressurePolic
             world.add(request(f"idle{number}", prompt(9, 40), rng.randint(1, 9), tenant="idle"))
         world.step()
     scheduler = world.engine._scheduler
-    assert 0 < scheduler.num_given_way <= 12 * (1 + world.num_steps // rest)
+    assert 0 < scheduler.num_fairness_preemptions <= 12 * (1 + world.num_steps // rest)
     world.run()

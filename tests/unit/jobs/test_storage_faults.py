@@ -120,7 +120,7 @@ async def test_a_damaged_database_stops_jobs_alone_until_it_is_restored(path, pr
     assert (await process.service.batch(accepted.tenant, accepted.id)).status.is_final
 
 
-async def test_a_process_that_starts_on_a_damaged_database_waits_for_another(path, completions):
+async def test_a_process_waits_while_the_database_is_damaged(path, completions):
     Database.opened(f"sqlite:///{path}").close()
     path.rename(f"{path}.copy")
     path.write_bytes(os.urandom(20_000))

@@ -54,7 +54,7 @@ def test_the_default_model_is_downloaded_and_converted_once(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_model_that_an_earlier_version_fetched_gets_the_sampling_values(tmp_path: Path) -> None:
+def test_a_model_fetched_earlier_gets_the_sampling_values(tmp_path: Path) -> None:
     config = tmp_path / "SmolLM2-135M-Instruct" / "generation_config.json"
     config.parent.mkdir()
     config.write_text(json.dumps({"eos_token_id": 2, "temperature": 0.2, "top_p": 0.9}))

@@ -28,7 +28,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("include_reasoning", [True, False])
-def test_reasoning_tokens_are_in_the_usage_of_whole_and_streamed_replies(include_reasoning: bool) -> None:
+def test_reasoning_tokens_are_in_the_usage_of_all_replies(include_reasoning: bool) -> None:
     tokenizer = byte_tokenizer()
     family = adapted(family_named("hermes"), "<think>")
     messages = [{"role": "user", "content": "1 + 1?"}]

@@ -152,7 +152,7 @@ async def test_a_draining_replica_keeps_what_no_other_can_continue(make_world: M
     assert not world.observer.migrations
 
 
-async def test_a_draining_replica_hands_over_no_more_than_others_have_slots_for(make_world: MakeWorld):
+async def test_a_draining_replica_hands_over_what_others_can_take(make_world: MakeWorld):
     old = FakeReplica("old", num_slots=3)
     world = make_world(old, settings=WatchSettings(max_drain_wait_s=1), is_polled=True)
     wanted = [long(str(number), 200) for number in range(3)]

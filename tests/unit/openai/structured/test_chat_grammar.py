@@ -98,7 +98,7 @@ def test_reasoning_before_an_answer_is_free() -> None:
     assert is_whole(ended, GOOD) and not is_whole(ended, thought + GOOD)
 
 
-def test_keywords_of_tools_that_are_not_enforced_are_named_by_their_place_in_the_request() -> None:
+def test_keywords_of_tools_not_enforced_are_named_by_place() -> None:
     grammar = made(tools=[TOOLS[0], tool("sets", SETS)])
     assert grammar is not None
     assert grammar.not_enforced == ("/tools/1/function/parameters/properties/x/uniqueItems",)

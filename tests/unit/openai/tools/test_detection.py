@@ -28,7 +28,7 @@ def test_a_template_with_a_familys_signs_is_of_that_family(name: str, template: 
     assert found.calls == family_named(name).calls
 
 
-def test_a_template_without_signs_is_generic_unless_the_tokens_have_one() -> None:
+def test_tokens_may_name_the_family_of_a_plain_template() -> None:
     assert detect("{{ messages }}").name == "generic"
     assert detect("{{ messages }}", ["<|im_end|>", "[TOOL_CALLS]"]).name == "mistral_v3"
     assert detect('<tool_call>{"name"', ["[TOOL_CALLS]"]).name == "hermes"
@@ -43,7 +43,7 @@ def test_reasoning_is_found_in_the_template_or_the_tokens() -> None:
     assert mistral and mistral.end == "[/THINK]"
 
 
-def test_special_tokens_of_calls_and_reasoning_are_visible_and_others_are_not() -> None:
+def test_only_special_tokens_of_calls_and_reasoning_are_visible() -> None:
     tokens = ["<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "[ARGS]", "[TOOL_CALLS]", "[CALL_ID]"]
     assert detect('<tool_call>{"name" <think>').visible_tokens(tokens) == {*tokens[1:5]}
     assert detect("[TOOL_CALLS][ARGS]").visible_tokens(tokens) == {*tokens[5:]}

@@ -27,7 +27,7 @@ def history(*calls: dict[str, Any], content: str | None = None) -> list[dict[str
     return [USER, {"role": "assistant", "content": content, "tool_calls": list(calls)}, *results]
 
 
-def test_arguments_become_an_object_and_results_get_their_functions_name() -> None:
+def test_arguments_become_an_object_and_results_get_a_name() -> None:
     messages = history(call('{"city": "Zürich \\"x\\""}'), call("", "call_2", "now"))
     before = json.dumps(messages)
     user, assistant, first, second = prompt_messages(HERMES, messages)
@@ -64,7 +64,7 @@ def test_mistrals_ids_get_the_length_that_its_templates_want() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_calls_that_a_template_leaves_out_become_text_that_parses_back(family: ChatFamily) -> None:
+def test_calls_that_a_template_leaves_out_become_text(family: ChatFamily) -> None:
     adapted = replace(family, renders_calls=False)
     calls = CALLS if can_call_in_parallel(family) else CALLS[:1]
     made = [call(each.arguments_json, each.id, each.name) for each in calls]
@@ -73,7 +73,7 @@ def test_calls_that_a_template_leaves_out_become_text_that_parses_back(family: C
     assert parse(family, [assistant["content"]]).calls == [(each.name, each.arguments) for each in calls]
 
 
-def test_a_template_without_tools_gets_them_in_the_system_message_and_results_from_the_user() -> None:
+def test_a_template_without_tools_gets_them_as_text() -> None:
     assert GENERIC.tool_list is ToolList.SYSTEM_TEXT
     messages = history(call('{"city": "Oslo"}'), call("{}", "call_2", "now"), content="Let me see.")
     system, user, assistant, results = prompt_messages(GENERIC, messages, TOOL_OBJECTS)

@@ -81,7 +81,7 @@ async def test_a_deadline_that_passed_before_arrival_has_its_own_error():
             flow.ask(within_s=within_s)
 
 
-async def test_a_deadline_that_passes_during_admission_is_never_told_as_negative():
+async def test_a_passed_deadline_is_never_told_as_negative():
     reads = itertools.count(0.0, 0.001)
     table = LoadTable(lambda: next(reads))
     table.record(stats(rate=10.0, running=(4, 0, 0), slots=4, waiting=(0, 1, 0)))
