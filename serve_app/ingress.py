@@ -17,6 +17,7 @@ from replicas.errors import ServingError
 from serve_app.auth import Authenticator, require_operator
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.completions import CompletionEndpoints
+from serve_app.endpoints.dashboard import DashboardEndpoints, Snapshots
 from serve_app.endpoints.files import FileEndpoints
 from serve_app.endpoints.job_requests import JobRequests
 from serve_app.endpoints.jobs import JobEndpoints
@@ -94,14 +95,17 @@ def create_api(
         }
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
     observers = ExchangeObservers(metrics, registry, access_log, settings.slow_request_s)
-    middleware = _middleware(settings, observers, clock, gate or Gate())
+    gate = gate or Gate()
+    middleware = _middleware(settings, observers, clock, gate)
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)
     operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s)
-    probes, watched = operations.probes(), operations.watched()
+    dashboard = DashboardEndpoints(Snapshots(model.name, backends, registry), gate)
+    probes, watched = operations.probes(), {**operations.watched(), **dashboard.watched()}
     own = (*watched, *answered_at_once, *routes)
     keyed_routes = () if key_file is None else own
-    _add_routes(app, probes)
-    _add_routes(app, PageEndpoints(model.name, workers, (*probes, *own), keyed_routes).routes())
+    open_routes = {**probes, **dashboard.pages()}
+    _add_routes(app, open_routes)
+    _add_routes(app, PageEndpoints(model.name, workers, (*open_routes, *own), keyed_routes).routes())
 
     async def authenticate(request: Request) -> None:
         await authenticator.refresh()

@@ -32,9 +32,9 @@ Routes = Mapping[str, Callable[[Request], Awaitable[Response]]]
 
 SCOPE_KEY = "headway.exchange"
 _LENGTH = re.compile(r"[0-9]{1,18}")
-QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load"})
-"""Routes that are polled all the time: logged at debug level only, and not in the HTTP metrics, as in vLLM. There the
-503 of a model that loads or drains would look like failed requests."""
+QUIET_HANDLERS = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/load", "/dashboard/events"})
+"""Routes that are polled or read all the time: logged at debug level only, and not in the HTTP metrics, as in vLLM.
+There the 503 of a model that loads or drains would look like failed requests."""
 
 
 @dataclass(slots=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, islice, takewhile
 
 from replicas.errors import RequestAborted
+from replicas.protocol import Band
 from serve_app.auth import Principal
 from serve_app.errors import request_not_cancellable, request_not_found
 from serve_app.http.exchange import CLIENT_CLOSED, Exchange
@@ -22,6 +24,16 @@ _Key = tuple[str | None, str]
 """Tenant and id; without a tenant for operators."""
 
 
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Latencies of a completion that ended well."""
+
+    ttft_s: float
+    """From the arrival of the request to its first output, seconds."""
+    tpot_s: float | None
+    """(last - first output) / (output tokens - 1), seconds; None: there are fewer than two tokens."""
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     """Completion in the registry."""
@@ -35,6 +47,8 @@ class _Entry:
     """Tenant of the API key, whose keys may see the completion."""
     keys: tuple[_Key, ...]
     ended_s: float = 0.0
+    latency: Latency | None = None
+    """Latencies; None: the completion runs, or did not end well."""
     description: JsonObject | None = None
     """Description of an ended completion."""
 
@@ -71,6 +85,7 @@ class RequestRegistry:
         if entry is None:
             return
         entry.ended_s = self._clock()
+        entry.latency = _latency_of(exchange)
         entry.description, entry.exchange = self._describe(entry, exchange), None
         self._ended[exchange.sequence_id] = entry
         self._trim()
@@ -94,6 +109,22 @@ class RequestRegistry:
             raise request_not_cancellable(request_id)
         entry.exchange.cancellation.request()
         return self._shown(entry)
+
+    def newest(self, num_requests: int) -> list[JsonObject]:
+        """Return descriptions: of the running completions, then of the ended ones, newest first."""
+        self._trim()
+        newest = islice(chain(reversed(self._running.values()), reversed(self._ended.values())), num_requests)
+        return [self._shown(entry) for entry in newest]
+
+    def latencies(self, max_age_s: float) -> dict[Band, list[Latency]]:
+        """Return the latencies of the completions that ended well within the last `max_age_s`, by band."""
+        self._trim()
+        found: dict[Band, list[Latency]] = {band: [] for band in Band}
+        oldest_s = self._clock() - max_age_s
+        for entry in takewhile(lambda entry: entry.ended_s >= oldest_s, reversed(self._ended.values())):
+            if entry.latency is not None:
+                found[entry.owner.band].append(entry.latency)
+        return found
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
@@ -152,6 +183,16 @@ class RequestRegistry:
             "replica_id": None if progress is None else progress.replica_id,
             "metrics": request_metrics(timeline, self._clock()),
         }
+
+
+def _latency_of(exchange: Exchange) -> Latency | None:
+    """Return the latencies of an exchange that ended; None if it has no complete answer."""
+    timeline = exchange.slowest
+    first_s, last_s, num_tokens = timeline.first_delta_s, timeline.finished_s, timeline.num_output_tokens
+    if exchange.error is not None or first_s is None or last_s is None:
+        return None
+    tpot_s = None if num_tokens < 2 else (last_s - first_s) / (num_tokens - 1)
+    return Latency(first_s - timeline.started_s, tpot_s)
 
 
 def _status(exchange: Exchange) -> str:

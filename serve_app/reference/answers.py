@@ -229,3 +229,70 @@ class LoadReply(TypedDict):
 
     replicas: list[ReplicaLoad]
     autoscaling: AutoscalingState | None
+
+
+@described
+class TenantInQueue(TypedDict):
+    """Requests of a tenant that wait in a band."""
+
+    tenant: str
+    num_requests: int
+    num_tokens: int
+
+
+@described
+class BandQueue(TypedDict):
+    """Requests that wait in a band of the ingress that answers."""
+
+    band: str
+    num_requests: int
+    num_tokens: int
+    num_tenants: int
+    tenants: list[TenantInQueue]
+    """Tenants with most requests."""
+
+
+@described
+class Percentiles(TypedDict):
+    """Median and 95th percentile."""
+
+    p50: float
+    p95: float
+
+
+@described
+class BandLatencies(TypedDict):
+    """Latencies of the completions of a band that ended here in the last five minutes, seconds."""
+
+    band: str
+    num_requests: int
+    ttft_s: Percentiles | None
+    tpot_s: Percentiles | None
+    ttft_target_s: float | None
+    tpot_target_s: float | None
+
+
+@described
+class JobsValue(TypedDict):
+    """Metric of the jobs process."""
+
+    name: str
+    labels: dict[str, str]
+    value: float | None
+    """Value; null stands for infinity."""
+
+
+@described
+class DashboardSnapshot(TypedDict):
+    """State of the server as the ingress that answers knows it."""
+
+    time_unix_s: float
+    model: str
+    replicas: list[ReplicaLoad]
+    queues: list[BandQueue]
+    latencies: list[BandLatencies]
+    autoscaling: AutoscalingState | None
+    jobs: list[JobsValue] | None
+    """Metrics of the jobs process; null: it does not answer, or there is none."""
+    requests: list[RequestObject]
+    """Completions that run, then those that ended, newest first."""

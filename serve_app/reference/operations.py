@@ -390,6 +390,21 @@ _OPERATIONS = {
     "GET /metrics": Operation(
         "Server", "Return the metrics, in Prometheus's text format.", (Answer(media_type="text/plain"),)
     ),
+    "GET /dashboard": Operation(
+        "Server", "Show the dashboard; with API keys it asks for an operator's.", (Answer(media_type="text/html"),)
+    ),
+    "GET /dashboard/dashboard.js": Operation(
+        "Server", "Return the dashboard's script.", (Answer(media_type="text/javascript"),)
+    ),
+    "GET /dashboard/dashboard.css": Operation(
+        "Server", "Return the dashboard's style.", (Answer(media_type="text/css"),)
+    ),
+    "GET /dashboard/events": Operation(
+        "Server",
+        "Send a snapshot of the server's state each second, for the dashboard and `headway top`.",
+        (Answer(media_type="text/event-stream", events=(answers.DashboardSnapshot,)),),
+        failures=frozenset({429}),
+    ),
     "GET /load": Operation("Server", "Show the load of every replica.", _json(answers.LoadReply)),
     "POST /v1/replicas/{replica_id}/drain": Operation(
         "Server",

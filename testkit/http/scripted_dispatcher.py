@@ -23,6 +23,7 @@ from replicas.protocol import (
     TokenLogprob,
     Usage,
 )
+from router.flow.flow_queue import TenantQueue
 from router.timeline import Timeline
 from router.types import Headroom, Reason, ReplicaView
 from serve_app.key_file import digest_of
@@ -166,6 +167,7 @@ class FakeDispatcher:
     error: ServingError | None = None
     """Error raised by every call that asks the replicas."""
     drained: list[str] = field(default_factory=list)
+    queued: dict[Band, dict[str, TenantQueue]] = field(default_factory=dict)
 
     def start(
         self, requests: Sequence[GenerateRequest], timelines: Sequence[Timeline] = ()
@@ -185,6 +187,9 @@ class FakeDispatcher:
 
     def headroom(self, band: Band, tenant: str) -> Headroom:
         return self.headrooms[band]
+
+    def waiting(self, band: Band) -> dict[str, TenantQueue]:
+        return self.queued.get(band, {})
 
     def load(self) -> list[ReplicaView]:
         if self.views is not None:
