@@ -37,7 +37,8 @@ def _refusal(damage: Damage, home: Path) -> dict[str, object]:
     model = write_checkpoint(home / "model")
     damage.apply(model)
     port = free_port("127.0.0.1")
-    command = [sys.executable, "-m", "serve_app.cli.main", "serve", str(model), "--port", str(port)]
+    served = str(damage.served(model))
+    command = [sys.executable, "-m", "serve_app.cli.main", "serve", served, "--port", str(port)]
     started_s = time.monotonic()
     ended = subprocess.run(
         command, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True, timeout=_LIMIT_S, check=False
@@ -48,6 +49,7 @@ def _refusal(damage: Damage, home: Path) -> dict[str, object]:
         "seconds": round(duration_s, 2),
         "exit_status": ended.returncode,
         "is_told": damage.reason in "\n".join(last_lines),
+        "executed": (model / "executed").exists(),
         "last_line": last_lines[-1].replace(str(home), ""),
     }
 

@@ -116,9 +116,9 @@ async def read(http: httpx.AsyncClient, answer: Answer) -> None:
                 answer.take(json.loads(line.removeprefix("data: ")))
 
 
-async def all_streams(served: Served, *, kills: bool) -> tuple[list[Answer], int]:
+async def all_streams(served: Served, *, kills: bool, num_streams: int = _NUM_STREAMS) -> tuple[list[Answer], int]:
     """Return the streams' answers, and how many were in mid-document when their replica was killed."""
-    answers = [Answer(number) for number in range(_NUM_STREAMS)]
+    answers = [Answer(number) for number in range(num_streams)]
     async with httpx.AsyncClient(base_url=served.url, timeout=_LIMIT_S) as http, asyncio.TaskGroup() as group:
         for answer in answers:
             group.create_task(read(http, answer))

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -138,6 +138,18 @@ class GrammarConstraint:
         return bool(self._matcher.consume_tokens(self._accepted))
 
 
+@dataclass(frozen=True, slots=True)
+class CacheCounts:
+    """Counts of a compiler's cache."""
+
+    num_requests: int
+    """Requests with a grammar."""
+    num_hits: int
+    """Requests whose grammar was compiled before."""
+    size: int
+    """Compiled grammars in the cache."""
+
+
 class GrammarCompiler:
     """Compiler of grammars for one tokenizer, with a cache of those used last. Threads may share it.
 
@@ -219,10 +231,14 @@ class GrammarCompiler:
 
         return GrammarConstraint(shared.deep_copy(), self._vocab_size, compile_again)
 
+    def counts(self) -> CacheCounts:
+        """Return the counts of the cache."""
+        with self._lock:
+            return CacheCounts(self._num_requests, self._num_hits, len(self._cache))
+
     def metrics(self) -> tuple[Metric, ...]:
         """Return the counts of requests with a grammar and of those whose grammar was in the cache, and its size."""
-        with self._lock:
-            counts = (self._num_requests, self._num_hits, len(self._cache))
+        counts = astuple(self.counts())
         helps = (
             ("headway:grammar_requests", "requests with a grammar", MetricKind.COUNTER),
             ("headway:grammar_cache_hits", "requests whose grammar was compiled before", MetricKind.COUNTER),
@@ -349,6 +365,7 @@ def _reason(message: str) -> str:
     lines = [line for line in message.strip().split("\n") if line != "<non-verbose/>"]
     first = _LOCATION.sub("", lines[0]) if lines else ""
     if first.endswith(":") and len(lines) > 1:  # The lines between quote the text.
-        first = f"{first} {lines[-1].removeprefix('error: ')}"
+        detail = next((line for line in lines[1:] if line.startswith("error: ")), lines[-1])
+        first = f"{first} {detail.removeprefix('error: ')}"
     meaning = next((meaning for begin, meaning in _EXPLAINED.items() if first.startswith(begin)), None)
     return (first if meaning is None else f"{meaning} ({first})")[:300]

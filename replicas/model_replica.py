@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 _SAMPLE_BYTES = 65536
+_FIRST_STEP_S = 30.0
+"""Least limit of the first steps with a GPU, seconds. Some kernels are compiled when a step first needs them."""
 _STREAM_CHUNKS_PER_S = 2000.0
 _STREAM_CHUNKS_PER_S_ON_CPU = 25.0
 """Chunks per second and processor, for an engine that computes on the processors that carry the chunks."""
@@ -47,6 +49,8 @@ class Backend:
     device: str
     kernels: str = ""
     """Kernels that compute attention; empty: not known."""
+    weights: str = ""
+    """Format of the weights in the checkpoint and in memory; empty: not known."""
     constraints: ConstraintCompiler | None = None
     """Compiler of grammars; None: outputs cannot have one."""
     warm_step_s: float = 0.0
@@ -76,6 +80,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=str(loaded.device),
         kernels=runner.kernels,
+        weights=loaded.weights,
         constraints=None
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
@@ -112,6 +117,7 @@ class ModelReplica:
             dtype=backend.dtype,
             device=backend.device,
             kernels=backend.kernels,
+            weights=backend.weights,
         )
         is_on_cpu = backend.device == "cpu"
         default_chunks_per_s = (
@@ -123,8 +129,10 @@ class ModelReplica:
             align_when_throttled=is_on_cpu,
         )
         self._constraints = backend.constraints
-        self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s)
-        weights_id = weights_digest(options.model.path, f"{backend.dtype} {options.model.quantization}")
+        first_step_s = 0.0 if is_on_cpu else _FIRST_STEP_S
+        self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s, first_step_s)
+        precision = f"{backend.dtype} {options.model.quantization} {backend.weights}"
+        weights_id = weights_digest(options.model.path, precision)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
         _log.info("loaded in %.1f s: %s", time.monotonic() - started_s, self.card)

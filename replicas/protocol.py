@@ -202,6 +202,9 @@ class ReplicaStats:
     """Tokens computed since the replica started, for the tenants served last; in polled stats only."""
     weights_id: str = ""
     """Digest of the model's weights."""
+    version: int = 0
+    """Number of the engine's last change. Reports of a replica with one version differ in times alone. 0: no number is
+    known."""
 
     @property
     def num_running(self) -> int:
@@ -283,6 +286,8 @@ class ModelCard:
     device: str
     kernels: str = ""
     """Kernels that compute attention; empty: not known."""
+    weights: str = ""
+    """Format of the weights in the checkpoint and in memory; empty: not known."""
 
 
 class MetricKind(Enum):
@@ -301,6 +306,8 @@ class Metric:
     kind: MetricKind
     value: float
     labels: tuple[tuple[str, str], ...] = ()
+    is_mean: bool = False
+    """True if the mean stands for several engines: a share or a setting. Other values are summed."""
 
 
 @dataclass(frozen=True, slots=True)

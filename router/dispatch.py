@@ -154,11 +154,11 @@ class Dispatcher:
         asked_s = self._table.now()
         self._watch.asked()
         polled = await self._client.poll_stats()
-        for stats in polled:
-            self._watch.heard(stats)
-        for replica_id in self._table.replace(polled, asked_s):
+        self._watch.heard(*polled)
+        changes = self._table.replace(polled, asked_s)
+        for replica_id in changes.gone:
             self._flow.forget(replica_id)
-        self._flow.polled(polled)
+        self._flow.polled(polled, changes.changed)
 
     async def metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""
@@ -170,10 +170,9 @@ class Dispatcher:
         Raises:
             ServingError: the replica did not answer.
         """
-        if replica_id not in {view.stats.replica_id for view in self._table.views()}:
+        if replica_id not in self._table:
             await self._try_refresh()
-        is_known = replica_id in {view.stats.replica_id for view in self._table.views()}
-        if not is_known or not await self._client.drain(replica_id):
+        if replica_id not in self._table or not await self._client.drain(replica_id):
             return False
         await self._try_refresh()
         return True
@@ -203,8 +202,7 @@ class Dispatcher:
     async def _move_streams(self) -> None:
         while True:
             await asyncio.sleep(WATCH_PERIOD_S)
-            num_free = sum(max(0, view.num_free_slots(Band.BATCH)) for view in self._table.views())
-            for replica_id in self._watch.tick(num_free):
+            for replica_id in self._watch.tick(self._table.cluster().num_free_slots):
                 self._flow.forget(replica_id)
 
     async def _try_refresh(self) -> None:
@@ -219,7 +217,7 @@ class Dispatcher:
         resumable = ResumableRequest(request, timeline)
         timeline.arrived(self._table.now())
         deadline_s = self._deadline_s(request)
-        if not self._table.views():
+        if not len(self._table):
             await self._learn_replicas()
         # No `await` between here and the queue: an admitted request counts against the limits only once it is queued.
         arrival_index = self._flow.admit(request, deadline_s)
@@ -320,7 +318,7 @@ class Dispatcher:
         Concurrent requests poll one after the other, until a poll finds a replica.
         """
         async with self._learning:
-            if not self._table.views():
+            if not len(self._table):
                 await self._try_refresh()
 
     def _leave_replica(self, resumable: ResumableRequest, request_id: str, error: ServingError) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -67,8 +67,10 @@ class ReplicaView:
         """
         if self.stats.is_draining or self.num_free_slots(band) > 0:
             return 0
-        held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
         num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
+        if num_slots <= 0:
+            return 0
+        held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
         share = fair_share(num_slots, len(held.keys() | {tenant}))
         num_own = held.get(tenant, 0) if tenant is not None else 0
@@ -89,6 +91,44 @@ class ReplicaView:
         """
         has_running = self.stats.num_running_by_band[band] > 0
         return has_running and self.own_by_band[band] == 0 and not self.stats.is_draining
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterLoad:
+    """Load of all known replicas together."""
+
+    num_replicas: int = 0
+    num_serving: int = 0
+    """Replicas that are not draining."""
+    outstanding_tokens: int = 0
+    num_blocks: int = 0
+    num_free_slots: int = 0
+    """Slots that a batch request would find."""
+    saturated_tokens_per_s: float = 0.0
+    """Sum of the replicas' speeds under load, prompt and output tokens per second."""
+
+
+class Candidates(Protocol):
+    """Replicas with room for a request, in the orders that routing policies need.
+
+    A policy takes from an iterator no more than it needs: the cost of a choice must not grow with their number.
+    """
+
+    @property
+    def cluster(self) -> ClusterLoad:
+        """Load of all replicas, also of those without room."""
+
+    def get(self, replica_id: str) -> ReplicaView | None:
+        """Return the load of a replica; None: it is no candidate."""
+
+    def by_tokens(self) -> Iterator[ReplicaView]:
+        """Yield the candidates, at least one: the fewest outstanding tokens first, then by id."""
+
+    def clockwise(self, position: int) -> Iterator[ReplicaView]:
+        """Yield the candidates in the order of their points on the hash ring from a position, some more than once."""
+
+    def distance(self, replica_id: str, position: int) -> int:
+        """Return the way on the hash ring from a position to the next point of a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +169,10 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Ranking of at least one replica, by id and best first, with the reason for the first place."""
+    """Ranking of at least one replica, by id and best first, with the reason for the first place.
+
+    A ranking may leave out replicas: they are tried last.
+    """
 
     replica_ids: list[str]
     reason: Reason
@@ -139,11 +182,9 @@ class Ranking:
         """Replica that the request is meant for."""
         return self.replica_ids[0]
 
-    def with_first(self, replica_id: str | None, reason: Reason) -> Ranking:
-        """Return the ranking with this replica first, for this reason; unchanged if the replica is not in it."""
-        if replica_id not in self.replica_ids:
-            return self
-        return Ranking(sorted(self.replica_ids, key=lambda other: other != replica_id), reason)
+    def with_first(self, replica_id: str, reason: Reason) -> Ranking:
+        """Return the ranking with this replica first, for this reason."""
+        return Ranking([replica_id, *(other for other in self.replica_ids if other != replica_id)], reason)
 
 
 class Slo(Enum):
@@ -215,8 +256,8 @@ class Headroom:
 class RoutingPolicy(Protocol):
     """Policy that ranks replicas for a request. Synchronous, without I/O, and deterministic given its RNG."""
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """Rank the replicas in `views`, of which there is at least one."""
+    def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
+        """Rank the best candidates."""
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
         """Note that a request was given to a replica; return the prompt tokens that the replica has to compute."""

@@ -36,8 +36,9 @@ class WatchSettings:
 class _Watched:
     """State of one replica; durations count only time in which the watch itself ran."""
 
-    stats: ReplicaStats
     heard_s: float
+    is_draining: bool = False
+    weights_id: str = ""
     silent_since_s: float | None = None
     """Time of the first poll that the replica has not answered; None: it has answered or sent a delta since."""
     silence_s: float = 0.0
@@ -80,12 +81,18 @@ class ReplicaWatch:
             if watched.silent_since_s is None:
                 watched.silent_since_s, watched.silence_s = now, 0.0
 
-    def heard(self, stats: ReplicaStats) -> None:
-        """Note an answer to a poll, or a delta."""
-        watched = self._watched.setdefault(stats.replica_id, _Watched(stats, self._clock()))
-        watched.stats, watched.heard_s, watched.silent_since_s = stats, self._clock(), None
-        if not stats.is_draining:
-            watched.draining_s = 0.0
+    def heard(self, *reports: ReplicaStats) -> None:
+        """Note the answers to a poll, or a delta."""
+        now = self._clock()
+        for stats in reports:
+            watched = self._watched.get(stats.replica_id)
+            if watched is None:
+                watched = self._watched[stats.replica_id] = _Watched(now)
+            # Kept apart from the reports: a poll of many replicas would else spend its time on freeing earlier ones.
+            watched.is_draining, watched.weights_id = stats.is_draining, stats.weights_id
+            watched.heard_s, watched.silent_since_s = now, None
+            if not stats.is_draining:
+                watched.draining_s = 0.0
 
     def is_hung(self, replica_id: str) -> bool:
         """Return True if the replica is silent for too long while another one answers."""
@@ -107,7 +114,7 @@ class ReplicaWatch:
         elapsed_s, self._ticked_s = min(now - self._ticked_s, 2 * WATCH_PERIOD_S), now
         for watched in self._watched.values():
             watched.silence_s += elapsed_s
-            watched.draining_s += elapsed_s if watched.stats.is_draining else 0.0
+            watched.draining_s += elapsed_s if watched.is_draining else 0.0
         hung = [replica_id for replica_id in self._watched if self.is_hung(replica_id)]
         for in_flight, error in list(self._lost(hung)):
             self._interrupt(in_flight, error)
@@ -144,7 +151,7 @@ class ReplicaWatch:
                     in_flight,
                     ReplicaLost(
                         f"the replica has not answered for {watched.silence_s:.1f} s",
-                        has_died=not watched.stats.is_draining,
+                        has_died=not watched.is_draining,
                     ),
                 )
 
@@ -156,10 +163,10 @@ class ReplicaWatch:
 
     def _may_leave(self, watched: _Watched) -> bool:
         """Return True if a draining replica's streams should go on elsewhere, with the same weights wherever it is."""
-        if not watched.stats.is_draining or watched.draining_s < self._settings.max_drain_wait_s:
+        if not watched.is_draining or watched.draining_s < self._settings.max_drain_wait_s:
             return False
         others = self._others(watched)
-        return bool(others) and all(other.stats.weights_id == watched.stats.weights_id for other in others)
+        return bool(others) and all(other.weights_id == watched.weights_id for other in others)
 
     def _others(self, watched: _Watched) -> list[_Watched]:
         """Return the other replicas that take requests and answer."""
@@ -168,7 +175,7 @@ class ReplicaWatch:
             other
             for other in self._watched.values()
             if other is not watched
-            and not other.stats.is_draining
+            and not other.is_draining
             and (other.silent_since_s is None or other.silence_s < limit_s)
         ]
 

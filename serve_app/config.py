@@ -55,6 +55,7 @@ PARTS = (
 
 _DEMO_MODEL_DIRECTORY = Path(__file__).resolve().parents[1] / "replicas" / "demo"
 
+_NUM_KNOWN_INGRESSES = 8
 _PROMOTE_SHARE = 0.75
 """Share of `max_starvation_s` after which a request is promoted. The rest is for waiting for a free slot and computing
 the prompt."""
@@ -296,8 +297,9 @@ class HeadwayConfig(_SettingsOfParts):
 
     def of_model(self) -> HeadwayConfig:
         """Return the settings that a model replica reads; all others have their defaults."""
-        names = {"model", "num_ingress_replicas", "max_queued_tokens", "max_starvation_s", "cpus_per_replica"}
-        return self._only(names | {"load_poll_period_s"}, *_MODEL_PARTS)
+        names = {"model", "max_queued_tokens", "max_starvation_s", "cpus_per_replica", "load_poll_period_s"}
+        own = self._only(names, *_MODEL_PARTS)
+        return own.model_copy(update={"num_ingress_replicas": self.max_known_ingresses})
 
     def of_ingress(self) -> HeadwayConfig:
         """Return the settings that an ingress reads; all others have their defaults."""
@@ -336,13 +338,24 @@ class HeadwayConfig(_SettingsOfParts):
         return self.effective_min_replicas < self.effective_max_replicas
 
     @property
+    def max_known_ingresses(self) -> int:
+        """Ingresses whose requests a model replica has room for: 8, 16 and so on.
+
+        More ingresses than there are now, so that a change of their number replaces no model replica.
+        """
+        num_ingresses = _NUM_KNOWN_INGRESSES
+        while num_ingresses < self.num_ingress_replicas:
+            num_ingresses *= 2
+        return num_ingresses
+
+    @property
     def max_queued_requests_per_replica(self) -> int:
         """Most sequences that wait in an engine; a replica returns further ones to their ingress.
 
         In each band, every ingress and the jobs process may fill all slots before it learns of the others' requests. As
         many more sequences may be preempted ones.
         """
-        return self._max_num_seqs * (self.num_ingress_replicas + 2) * len(Band)
+        return self._max_num_seqs * (self.max_known_ingresses + 2) * len(Band)
 
     @property
     def max_ongoing_requests_per_replica(self) -> int:

@@ -38,7 +38,7 @@ from serve_app.http.paths import PathMiddleware, allowed_methods
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
-from serve_app.metrics import HttpMetrics
+from serve_app.metrics import CountsCollector, HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
@@ -74,6 +74,7 @@ def create_api(
     defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)
     model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)
     metrics = metrics or HttpMetrics(settings.served_model_name)
+    metrics.registry.register(CountsCollector(text.grammars.metrics))
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random())
     prompts = PromptBatchMaker(service, model.name)
     registry = RequestRegistry(clock.monotonic)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Protocol, Self
 
 import torch
@@ -17,6 +19,7 @@ from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams
 
 NUM_ITERATIONS = 20
+_NUM_OPERATORS = 40
 
 
 class Mark(Protocol):
@@ -38,6 +41,55 @@ class CudaMark:
         """Return the milliseconds to a later mark; wait for it."""
         later._event.synchronize()
         return float(self._event.elapsed_time(later._event))
+
+
+class HostMark:
+    """Moment of a device that computes while the host waits."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def ms_until(self, later: HostMark) -> float:
+        """Return the milliseconds to a later mark."""
+        return 1000 * (later._at_s - self._at_s)
+
+
+def median_ms(run: Callable[[], object], device: str, num_repetitions: int = NUM_ITERATIONS) -> float:
+    """Return the median time of `run` by the device's clock, after three warm-up runs."""
+    durations = []
+    for _ in range(num_repetitions + 3):
+        if device == "cuda":
+            begun = CudaMark()
+            run()
+            durations.append(begun.ms_until(CudaMark()))
+        else:
+            started = HostMark()
+            run()
+            durations.append(started.ms_until(HostMark()))
+    return statistics.median(durations[3:])
+
+
+def profiled(runner: TorchModelRunner, num_seqs: int, context: int, folder: Path) -> tuple[str, Path]:
+    """Return the operators of 20 decodes by their time, as text, and the file of their trace."""
+    batch = decode_batch(runner, num_seqs, context)
+    runner.execute(batch)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(NUM_ITERATIONS):
+            runner.execute(batch)
+    trace = folder / "decodes_trace.json.gz"
+    profiler.export_chrome_trace(str(trace))
+    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=order, row_limit=_NUM_OPERATORS), trace
+
+
+def release() -> None:
+    """Give back the device memory of objects that are no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def num_graphs(runner: TorchModelRunner) -> int:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,17 +40,6 @@ LONG: dict[str, Chunks] = {
 ALL = {**MIXTURES, **LONG}
 # With 0 processors no keys are split into parts, with 132 all that are long enough.
 FEW_PROCESSORS, MANY_PROCESSORS = 0, 132
-
-
-def kernel_checks() -> list[Callable[[str], Check]]:
-    """Return the checks: every layer over every mixture of chunks, keys whole and in parts; then a captured graph."""
-    layers = [
-        partial(check_layer, name, replace(layer, dtype=dtype))
-        for name, layer in LAYERS.items()
-        for dtype in ((BFLOAT16, FLOAT16, FLOAT32) if name in IN_EVERY_DTYPE else (BFLOAT16,))
-    ]
-    small = [partial(check_small_operations, dtype) for dtype in (BFLOAT16, FLOAT16, FLOAT32)]
-    return [*layers, *small, check_captured_graph]
 
 
 def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks] = ALL) -> Check:

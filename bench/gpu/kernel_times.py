@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
 from bench.engines import GREEDY
-from bench.gpu.device_time import CudaMark, measure_decode
+from bench.gpu.device_time import NUM_ITERATIONS, measure_decode, median_ms, release
 from bench.models import LLAMA_1B, random_model
+from replicas.engine.batch import ScheduledSequence
 from replicas.engine.config import EngineLimits
+from replicas.engine.sequence import Sequence as EngineSequence
 from replicas.model.attention.interface import AttentionCall, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per_block
 from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.batch.inputs import build_inputs
 from replicas.model.build import build_runner
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
+from replicas.protocol import GenerateRequest, SamplingParams
+from testkit.model.engine_runs import sample
 
 CONTEXT = 1024
 BATCH_SIZES = (1, 64, 256)
 BLOCK_SIZE = 16
-NUM_REPETITIONS = 20
 _COPIED_BYTES = 4 * 2**30
 SHAPES: dict[str, PretrainedConfig] = {
     "Qwen2.5-0.5B": Qwen2Config(
@@ -68,7 +73,7 @@ def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes per second, read and written, of a copy within the device's memory."""
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
-    return 2 * _COPIED_BYTES / (_median_ms(lambda: target.copy_(source)) / 1000)
+    return 2 * _COPIED_BYTES / (median_ms(lambda: target.copy_(source), "cuda") / 1000)
 
 
 def measure_decodes(device: str, bandwidth: float) -> list[DecodeTime]:
@@ -81,12 +86,12 @@ def measure_decodes(device: str, bandwidth: float) -> list[DecodeTime]:
             runner = build_runner(loaded, limits, RunnerOptions(attention_backend=attention))
             steps_ms = [measure_decode(runner, size, CONTEXT, GREEDY).median_ms for size in BATCH_SIZES]
             del runner  # frees most of the device's memory
-            _release()
+            release()
             for batch_size, step_ms in zip(BATCH_SIZES, steps_ms, strict=True):
                 times.append(_compare(shape, attention, loaded, batch_size, step_ms, bandwidth))
                 print(times[-1].describe(), flush=True)
         del loaded
-        _release()
+        release()
     return times
 
 
@@ -134,12 +139,14 @@ def attention_ms(layers: tuple[AttentionLayer, ...], batch_size: int, device: to
     with torch.cuda.graph(graph):
         for call in calls:
             attention.attend(call)
-    return _median_ms(graph.replay)
+    return median_ms(graph.replay, "cuda")
 
 
-def _call(layer: AttentionLayer, batch_size: int, device: torch.device) -> AttentionCall:
+def _call(
+    layer: AttentionLayer, batch_size: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> AttentionCall:
     def draw(num_heads: int, size: int) -> torch.Tensor:
-        return torch.randn(batch_size, num_heads, size, dtype=torch.bfloat16, device=device)
+        return torch.randn(batch_size, num_heads, size, dtype=dtype, device=device)
 
     return AttentionCall(
         layer=layer.index,
@@ -152,16 +159,67 @@ def _call(layer: AttentionLayer, batch_size: int, device: torch.device) -> Atten
     )
 
 
-def _release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+@dataclass(frozen=True, slots=True)
+class PrefillTime:
+    """Attention of one layer over a whole prompt, beside torch's own attention on keys without blocks."""
+
+    head_size: int
+    num_tokens: int
+    kernel_ms: float
+    tflop_per_s: float
+    sdpa_ms: float
+    """Time of `scaled_dot_product_attention`, which has no cache to write."""
+
+    def describe(self) -> str:
+        """Return some words of text."""
+        ratio = f"{self.sdpa_ms / self.kernel_ms:.2f} of torch's speed"
+        return f"{self.num_tokens} x {self.head_size}: {self.kernel_ms:.3f} ms, {self.tflop_per_s:.1f} TFLOP/s, {ratio}"
 
 
-def _median_ms(run: Callable[[], object]) -> float:
-    """Return the median by the device's clock, after three warm-up runs."""
-    durations = []
-    for _ in range(NUM_REPETITIONS + 3):
-        begun = CudaMark()
-        run()
-        durations.append(begun.ms_until(CudaMark()))
-    return statistics.median(durations[3:])
+def measure_prefills(device: str, is_tiny: bool = False) -> list[PrefillTime]:
+    """Measure prompts of several lengths and heads of several sizes: 32 heads, 8 of keys and values, bfloat16."""
+    sizes, lengths, num_heads = ((16,), (32,), 2) if is_tiny else ((64, 128, 256), (512, 2048, 8192), 32)
+    dtype = torch.float32 if is_tiny else torch.bfloat16
+    num_kv_heads = max(1, num_heads // 4)
+    layers = [AttentionLayer(0, num_heads, num_kv_heads, size, size, None, None, False) for size in sizes]
+    return [_prefill(layer, length, dtype, torch.device(device)) for layer in layers for length in lengths]
+
+
+def _prefill(layer: AttentionLayer, num_tokens: int, dtype: torch.dtype, device: torch.device) -> PrefillTime:
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    cache = KVCache((layer,), num_blocks, BLOCK_SIZE, dtype, device)
+    sequence = EngineSequence(GenerateRequest("prompt", (5,) * num_tokens, GREEDY), 0.0, None, 0)
+    sequence.block_table = list(range(1, num_blocks + 1))
+    inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], BLOCK_SIZE, device)
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    attention = TritonBackend(num_processors)(cache, inputs)
+    call = _call(layer, num_tokens, device, dtype)
+    repetitions = NUM_ITERATIONS if device.type == "cuda" else 1
+    kernel_ms = median_ms(lambda: attention.attend(call), device.type, repetitions)
+    query, key, value = (each.transpose(0, 1)[None] for each in (call.query, call.key, call.value))
+
+    def plain() -> Tensor:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    sdpa_ms = median_ms(plain, device.type, repetitions)
+    num_flop = 2 * 2 * layer.num_query_heads * layer.key_size * num_tokens * (num_tokens + 1) / 2
+    return PrefillTime(layer.key_size, num_tokens, kernel_ms, num_flop / kernel_ms / 1e9, sdpa_ms)
+
+
+def measure_sampling(
+    device: str, kinds: Mapping[str, SamplingParams], sizes: Sequence[int], vocab_size: int
+) -> dict[str, dict[str, float]]:
+    """Return the milliseconds of the choice of tokens by kind and number of rows; each row has 1,000 tokens."""
+    times: dict[str, dict[str, float]] = {}
+    for kind, params in kinds.items():
+        times[kind] = {}
+        for size in sizes:
+            logits = torch.randn(size, vocab_size, device=device)
+            prompt = tuple(range(1000))
+            rows = [
+                EngineSequence(GenerateRequest(str(row), prompt, replace(params, seed=row)), 0.0, None, row)
+                for row in range(size)
+            ]
+            choose = partial(sample, logits, rows)
+            times[kind][str(size)] = round(median_ms(choose, device, NUM_ITERATIONS if device == "cuda" else 2), 3)
+    return times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from replicas.model.attention.select import choose_attention
 from replicas.model.build import build_runner
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import Device, RunnerOptions
+from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 from testkit.model.engine_runs import (
     Sizes,
@@ -42,10 +44,14 @@ ARCHITECTURES = (
     "gpt_oss-window",
     "deepseek_v3",
 )
+# The grouped matrix product of their experts waits for the device, except in bfloat16 on compute capability 9.0 and
+# 10.0: their float32 steps cannot be captured.
+NOT_CAPTURED = ("gpt_oss-window", "qwen3_moe", "deepseek_v3")
 AHEAD_ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3")
 # Two logits this close may swap between two orders of summation in float32.
 NEAR_TIE = 1e-3
 _MAX_NUM_SEQS = 12
+_LIMITS = EngineLimits(max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70)
 _PARAMS = (
     SamplingParams(max_tokens=40, temperature=0.0),
     SamplingParams(max_tokens=32, seed=3),
@@ -122,22 +128,44 @@ def check_ahead(architecture: str, device: Device, *, compile_layers: bool = Fal
     layers = "with compiled layers, " if compile_layers else ""
     return Check(
         f"{architecture}, {layers}a step ahead and in graphs equals plain steps",
-        num_different == 0 and (num_captured > 0 or loaded.device.type != "cuda"),
+        num_different == 0 and (num_captured > 0 or loaded.device.type != "cuda" or architecture in NOT_CAPTURED),
         f"{num_different} of {len(plain)} sequences differ, {num_captured} graphs",
     )
 
 
+def check_threads(device: Device) -> Check:
+    """Check that a runner whose graphs one thread has captured computes the same in another, after the first's end."""
+    with tempfile.TemporaryDirectory() as directory:
+        loaded = load(write_checkpoint(Path(directory), "llama", with_tokenizer=False), device=device)
+        plain, _ = _run(loaded, is_ahead=False)
+        with ThreadPoolExecutor(1) as building:
+            runner = building.submit(_runner, loaded, is_ahead=True).result()
+        with ThreadPoolExecutor(1) as running:
+            ahead = running.submit(_outputs, runner, is_ahead=True).result()
+    num_different = sum(one != other for one, other in zip(plain, ahead, strict=True))
+    detail = f"{num_different} of {len(plain)} sequences differ, {num_graphs(runner)} graphs"
+    return Check("built in one thread, run in another", num_different == 0, detail)
+
+
 def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]], int]:
     """Return each sequence's tokens, and the number of captured graphs."""
-    limits = EngineLimits(max_num_seqs=_MAX_NUM_SEQS, max_num_batched_tokens=70)
+    runner = _runner(loaded, is_ahead=is_ahead)
+    return _outputs(runner, is_ahead=is_ahead), num_graphs(runner)
+
+
+def _runner(loaded: LoadedModel, *, is_ahead: bool) -> TorchModelRunner:
     options = RunnerOptions(kv_cache_bytes=2**22, gpu_memory_utilization=0.4, enforce_eager=not is_ahead)
-    runner = build_runner(loaded, limits, options)
+    return build_runner(loaded, _LIMITS, options)
+
+
+def _outputs(runner: TorchModelRunner, *, is_ahead: bool) -> list[tuple[int, ...]]:
+    """Return each sequence's tokens."""
     engine = make_engine(
         runner,
         num_blocks=min(60, runner.num_blocks),  # so few that some are preempted
         max_model_len=200,
         max_num_seqs=_MAX_NUM_SEQS,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_num_batched_tokens=_LIMITS.max_num_batched_tokens,
         enable_prefix_caching=True,
         async_scheduling=is_ahead,
     )
@@ -146,4 +174,4 @@ def _run(loaded: LoadedModel, *, is_ahead: bool) -> tuple[list[tuple[int, ...]],
         GenerateRequest(f"request-{number}", prompt, _PARAMS[number % len(_PARAMS)])
         for number, prompt in enumerate(prompts)
     ]
-    return [output.token_ids for output in run(engine, requests)], num_graphs(runner)
+    return [output.token_ids for output in run(engine, requests)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from replicas.protocol import Band, GenerateRequest
 from router.balancing.load_table import LoadTable
 from router.flow.flow_control import FlowController
-from router.types import Ranking, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
+from router.types import Candidates, Ranking, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
 from serve_app.config import HeadwayConfig
 
 
@@ -30,9 +30,9 @@ class LeastRequests(_PrefixBlindPolicy):
 
     rng: random.Random
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+    def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
         """Rank replicas by number of requests, fewest first."""
-        keyed = [(sum(view.num_by_band), self.rng.random(), view.stats.replica_id) for view in views]
+        keyed = [(sum(view.num_by_band), self.rng.random(), view.stats.replica_id) for view in candidates.by_tokens()]
         return Ranking([replica_id for *_, replica_id in sorted(keyed)], Reason.LEAST_LOADED)
 
 
@@ -42,8 +42,9 @@ class PowerOfTwo(_PrefixBlindPolicy):
 
     rng: random.Random
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+    def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
         """Rank the two drawn replicas first, then the others at random."""
+        views = list(candidates.by_tokens())
         order = self.rng.sample(views, len(views))
         order[:2] = sorted(order[:2], key=lambda view: sum(view.num_by_band))
         return Ranking([view.stats.replica_id for view in order], Reason.LEAST_LOADED)
@@ -55,9 +56,9 @@ class RoundRobin(_PrefixBlindPolicy):
 
     _num_ranked: int = 0
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+    def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
         """Rank the next replica in turn first."""
-        replica_ids = sorted(view.stats.replica_id for view in views)
+        replica_ids = sorted(view.stats.replica_id for view in candidates.by_tokens())
         start = self._num_ranked % len(replica_ids)
         self._num_ranked += 1
         return Ranking(replica_ids[start:] + replica_ids[:start], Reason.ROUND_ROBIN)
@@ -69,9 +70,9 @@ class Random(_PrefixBlindPolicy):
 
     rng: random.Random
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
+    def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
         """Rank replicas in random order."""
-        replica_ids = sorted(view.stats.replica_id for view in views)
+        replica_ids = sorted(view.stats.replica_id for view in candidates.by_tokens())
         self.rng.shuffle(replica_ids)
         return Ranking(replica_ids, Reason.RANDOM)
 
@@ -97,17 +98,17 @@ class EarlyBinding:
         """Return the number of free slots plus `num_ahead`; 0 for a draining replica."""
         return 0 if view.stats.is_draining else view.num_free_slots(band) + self.num_ahead
 
-    def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        """Return True: the request waits for blocks at the replica."""
+    def max_tokens(self, view: ReplicaView, band: Band, starved: Set[Band]) -> float:
+        """Return no limit: the request waits for blocks at the replica."""
+        return float("inf")
+
+    def is_ready(self, view: ReplicaView, band: Band) -> bool:
+        """Return True: all replicas are alike, full or not."""
         return True
 
     def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
         """Return False: the replica has room as long as `places` says so."""
         return False
-
-    def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
-        """Return all replicas, full or not."""
-        return list(views)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,6 @@ _log = logging.getLogger(__name__)
 _STOP_LIMIT_S = 30.0
 _SLOW_STEP_FACTOR = 4.0
 _NUM_FIRST_STEPS = 16
-_FIRST_STEP_FACTOR = 10.0
 
 
 @dataclass(slots=True)
@@ -43,12 +42,14 @@ class StepWatch:
     """Watch over the engine's present step: a step that does not end is hung, a slow one is not.
 
     A step is hung after `max_step_s`, but never before 4 times the longest known step. The first 16 steps may compile
-    kernels and get ten times as long. The engine's thread writes, any thread may read.
+    kernels and have at least `first_step_s`. The engine's thread writes, any thread may read.
     """
 
     max_step_s: float
     longest_step_s: float = 0.0
     """Longest step that has ended; at first the largest step of the warm-up."""
+    first_step_s: float = 0.0
+    """Least limit of the first steps, seconds; 0: nothing is compiled in them."""
     num_steps: int = 0
     started_s: float | None = None
     """Start of the present step; None: no step runs."""
@@ -69,7 +70,7 @@ class StepWatch:
         started_s = self.started_s
         limit_s = max(self.max_step_s, _SLOW_STEP_FACTOR * self.longest_step_s)
         if self.num_steps < _NUM_FIRST_STEPS:
-            limit_s *= _FIRST_STEP_FACTOR
+            limit_s = max(limit_s, self.first_step_s)
         return None if started_s is None or now - started_s <= limit_s else now - started_s
 
 

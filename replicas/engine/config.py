@@ -44,8 +44,8 @@ class EngineLimits:
     """Schedule and launch a step before the tokens of the previous step are known. None: only with a GPU."""
     max_step_s: float = setting(8.0, gt=0)
     """Seconds after which a step that has not ended counts as hung: the replica's streams go on elsewhere and the
-    replica is replaced. Never before 4 times the longest step so far; the first 16 steps, which may compile kernels,
-    have ten times as long."""
+    replica is replaced. Never before 4 times the longest step so far; with a GPU the first 16 steps, which may compile
+    kernels, have at least 30 s."""
     max_queued_requests: int = 1024
     """Most waiting sequences beyond those that find a free slot; a request above it is refused."""
     max_queued_tokens: int = 4_000_000

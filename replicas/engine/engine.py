@@ -62,6 +62,7 @@ class Engine:
         self._deadlines = Deadlines()
         self._num_added = 0
         self._is_draining = False
+        self._version = 1
 
     @property
     def has_work(self) -> bool:
@@ -79,6 +80,7 @@ class Engine:
         """
         if self._is_draining:
             raise NoReplicaAvailable("this replica is draining and takes no new requests", "draining")
+        self._version += 1
         if request.request_id in self._output_processors:
             raise InvalidRequest(f"request id {request.request_id} is in use", "request_id")
         self._check_size(request)
@@ -97,15 +99,18 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request; its blocks are free when this returns. An unknown id is ignored: it may have ended."""
         processor = self._output_processors.get(request_id)
+        self._version += 1
         if processor is not None:
             self._end(processor.sequence, FinishReason.ABORT)
 
     def drain(self) -> None:
         """Refuse new requests from now on; accepted ones are finished."""
         self._is_draining = True
+        self._version += 1
 
     def step(self) -> list[TokenDelta]:
         """Schedule and launch a step, collect the steps that are due, and return the sequences' new deltas."""
+        self._version += 1
         expired = self._expire()
         step = self._schedule()
         results = self._pipeline.run(step)
@@ -143,6 +148,7 @@ class Engine:
             outstanding_tokens=outstanding_tokens,
             block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
+            version=self._version,
         )
 
     def served_tokens(self) -> tuple[TenantTokens, ...]:
@@ -248,22 +254,21 @@ class Engine:
         del self._output_processors[sequence.request_id]
 
     def _gauges(self, load: ReplicaStats) -> tuple[Metric, ...]:
+        settings = gauge(
+            "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
+            num_gpu_blocks=str(self._config.num_blocks),
+            enable_prefix_caching=str(self._config.enable_prefix_caching),
+        )  # fmt: skip
+        usage = gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage)
+        budget = gauge(
+            "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
+        )
         return (
             gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
-            gauge(
-                "vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"
-            ),
-            gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage),
-            gauge(
-                "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
-            ),
-            gauge(
-                "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
-                num_gpu_blocks=str(self._config.num_blocks),
-                enable_prefix_caching=str(self._config.enable_prefix_caching),
-            ),
-        )  # fmt: skip
+            gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
+            *(replace(metric, is_mean=True) for metric in (usage, budget, settings)),
+        )
 
 
 def _with_phases(sequence: Sequence, delta: TokenDelta, now: float) -> TokenDelta:

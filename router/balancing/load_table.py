@@ -1,13 +1,15 @@
-"""Load table: this ingress's knowledge of every replica's load."""
+"""Load table: this ingress's knowledge of every replica's load, with what decisions need of it kept up to date."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from replicas.protocol import Band, ReplicaStats
-from router.types import ReplicaView
+from router.balancing.cluster_totals import ClusterTotals
+from router.balancing.hash_ring import HashRing
+from router.types import ClusterLoad, ReplicaView
 
 _MAX_REORDERING_S = 5.0
 """Reports arrive over several streams and by poll. No report is overtaken by one that is this much newer, seconds."""
@@ -37,22 +39,38 @@ class _Own:
     unseen_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     stats: ReplicaStats
     received_s: float
     foreign_by_band: tuple[int, ...]
     """Requests of other ingresses: those reported beyond this ingress's own at the arrival of the report."""
     foreign_tokens: int
+    version: int | None
+    """Version of the report; None: it has none, or the own requests have changed since."""
+
+
+@dataclass(frozen=True, slots=True)
+class PollChanges:
+    """Changes of the table by a poll of all replicas."""
+
+    changed: list[ReplicaStats]
+    """Answers that may say something new."""
+    gone: list[str]
+    """Replicas that did not answer, which the table has forgotten."""
 
 
 class LoadTable:
     """Table of the newest report of each replica, and of this ingress's own requests on each one.
 
+    A change of a replica's load costs the same however many replicas there are. It only marks the replica as changed,
+    for the totals and for each subscriber. They take in the changed replicas when they are next asked.
+
     Invariants:
         at most `max_replicas` entries;
         the stats of an entry never go back in time, unless the replica's clock does;
-        a replica's own counts are the sums over this ingress's requests in flight on it.
+        a replica's own counts are the sums over this ingress's requests in flight on it;
+        the load kept of a replica is that of its entry and its own counts.
     """
 
     def __init__(self, clock: Callable[[], float], max_replicas: int = 4096) -> None:
@@ -61,6 +79,21 @@ class LoadTable:
         self._max_replicas = max_replicas
         self._entries: dict[str, _Entry] = {}
         self._own: dict[str, _Own] = {}
+        self._no_own = _Own()
+        """Counts of a replica without own requests; never changed."""
+        self._loads: dict[str, ReplicaView] = {}
+        """Loads computed since their replicas' last change, with an age of zero."""
+        self._changed: set[str] = set()
+        self._subscribers = [self._changed]
+        self._totals = ClusterTotals()
+        self.ring = HashRing()
+        """Ring of the known replicas, and for a while of forgotten ones."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, replica_id: str) -> bool:
+        return replica_id in self._entries
 
     def now(self) -> float:
         """Return the time of the table's clock, in monotonic seconds."""
@@ -75,38 +108,52 @@ class LoadTable:
         known = self._entries.get(stats.replica_id)
         if known is not None and 0 < known.stats.taken_unix_s - stats.taken_unix_s < _MAX_REORDERING_S:
             return
-        if known is None and len(self._entries) >= self._max_replicas:
-            del self._entries[min(self._entries, key=lambda replica_id: self._entries[replica_id].received_s)]
-        own = self._own.get(stats.replica_id, _Own())
+        if known is None:
+            self._make_place(stats.replica_id)
+        own = self._own.get(stats.replica_id, self._no_own)
         reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, own.num_by_band, strict=True)
         self._entries[stats.replica_id] = _Entry(
             stats,
             self._clock(),
-            tuple(max(0, running + waiting - sent) for running, waiting, sent in reported),
+            tuple([max(0, running + waiting - sent) for running, waiting, sent in reported]),
             max(0, stats.outstanding_tokens - own.outstanding_tokens),
+            stats.version or None,
         )
+        self._mark(stats.replica_id)
 
-    def replace(self, polled: Iterable[ReplicaStats], asked_s: float) -> list[str]:
-        """Store the answers to a poll of all replicas. Forget the replicas that did not answer, and return their ids.
+    def replace(self, polled: Iterable[ReplicaStats], asked_s: float) -> PollChanges:
+        """Store the answers to a poll of all replicas, and forget the replicas that did not answer.
 
         `asked_s` is `now()` before the poll: a replica that has reported since then stays.
         """
-        answered = set()
+        answered, changed, now = set(), [], self._clock()
+        entries = self._entries
         for stats in polled:
-            self.record(stats)
             answered.add(stats.replica_id)
-        gone = [
-            replica_id
-            for replica_id, entry in self._entries.items()
-            if replica_id not in answered and entry.received_s <= asked_s
-        ]
+            known = entries.get(stats.replica_id)
+            # An engine that is stuck or dead has the version of its last step.
+            if (
+                known is not None
+                and known.version == stats.version
+                and known.stats.stalled_s == stats.stalled_s
+                and known.stats.is_draining == stats.is_draining
+            ):
+                known.received_s = now
+            else:
+                self.record(stats)
+                changed.append(stats)
+        silent = sorted(self._entries.keys() - answered)
+        gone = [replica_id for replica_id in silent if self._entries[replica_id].received_s <= asked_s]
         for replica_id in gone:
-            del self._entries[replica_id]
-        return gone
+            self.forget(replica_id)
+            if replica_id in self.ring:
+                self.ring.remove(replica_id)
+        return PollChanges(changed, gone)
 
     def forget(self, replica_id: str) -> None:
         """Drop the report of a replica. This ingress's requests on it are counted until they end."""
-        self._entries.pop(replica_id, None)
+        if self._entries.pop(replica_id, None) is not None:
+            self._mark(replica_id)
 
     def begin(
         self, replica_id: str, band: Band, prompt_tokens: int, output_tokens: int, tenant: str = "anonymous"
@@ -133,6 +180,7 @@ class LoadTable:
         done = min(num_tokens, in_flight.outstanding_tokens - 1)
         in_flight.outstanding_tokens -= done
         own.outstanding_tokens -= done
+        self._own_changed(in_flight.replica_id)
 
     def end(self, in_flight: InFlight) -> None:
         """Stop counting a request. Called exactly once for each `begin`."""
@@ -145,22 +193,56 @@ class LoadTable:
         own.outstanding_tokens -= in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens -= in_flight.prompt_tokens
+        self._own_changed(in_flight.replica_id)
         if not own.requests:
             del self._own[in_flight.replica_id]
 
-    @property
-    def takes_requests(self) -> bool:
-        """True if a replica is known that is not draining."""
-        return any(not entry.stats.is_draining for entry in self._entries.values())
-
     def views(self) -> list[ReplicaView]:
-        """Return a view of every known replica, sorted by id."""
+        """Return a view of every known replica, sorted by id. Its cost grows with their number."""
         now = self._clock()
-        return [self._view(entry, now) for _, entry in sorted(self._entries.items())]
+        return [
+            replace(self._view(entry), age_s=max(0.0, now - entry.received_s))
+            for _, entry in sorted(self._entries.items())
+        ]
+
+    def ages_s(self) -> dict[str, float]:
+        """Return the seconds since each replica's last report, by id."""
+        now = self._clock()
+        return {replica_id: max(0.0, now - entry.received_s) for replica_id, entry in self._entries.items()}
+
+    def load_of(self, replica_id: str) -> ReplicaView | None:
+        """Return the load of a replica, with an age of zero; None: it is not known."""
+        load = self._loads.get(replica_id)
+        if load is None and (entry := self._entries.get(replica_id)) is not None:
+            load = self._loads[replica_id] = self._view(entry)
+        return load
+
+    def cluster(self) -> ClusterLoad:
+        """Return the load of all known replicas together."""
+        while self._changed:
+            replica_id = self._changed.pop()
+            self._totals.update(replica_id, self.load_of(replica_id))
+        return self._totals.load()
+
+    def block_size(self) -> int | None:
+        """Return the number of token slots in a block of any replica; None: no replica is known."""
+        return next((entry.stats.block_size for entry in self._entries.values()), None)
+
+    def subscribe(self) -> set[str]:
+        """Return a set to which the id of each replica is added that changes, comes or goes; its owner empties it."""
+        changed = set(self._entries)
+        self._subscribers.append(changed)
+        return changed
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
         assert len(self._entries) <= self._max_replicas
+        assert all(load == self._view(self._entries[replica_id]) for replica_id, load in self._loads.items())
+        assert all(replica_id in self.ring for replica_id in self._entries)
+        expected = ClusterTotals()
+        for replica_id, entry in self._entries.items():
+            expected.update(replica_id, self._view(entry))
+        assert self.cluster() == expected.load()
         assert all(replica_id == entry.stats.replica_id for replica_id, entry in self._entries.items())
         for replica_id, own in self._own.items():
             assert own.requests
@@ -170,6 +252,26 @@ class LoadTable:
             assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
             assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
 
+    def _own_changed(self, replica_id: str) -> None:
+        if (entry := self._entries.get(replica_id)) is not None:
+            entry.version = None
+        self._mark(replica_id)
+
+    def _mark(self, replica_id: str) -> None:
+        self._loads.pop(replica_id, None)
+        for changed in self._subscribers:
+            changed.add(replica_id)
+
+    def _make_place(self, replica_id: str) -> None:
+        """Prepare for the first report of a replica."""
+        if len(self._entries) >= self._max_replicas:
+            self.forget(min(self._entries, key=lambda known: self._entries[known].received_s))
+        if len(self.ring) >= 2 * self._max_replicas:
+            for gone in [known for known in self.ring if known not in self._entries]:
+                self.ring.remove(gone)
+        if replica_id not in self.ring:
+            self.ring.add(replica_id)
+
     def _add(self, in_flight: InFlight) -> None:
         own = self._own.setdefault(in_flight.replica_id, _Own())
         own.requests[in_flight] = None
@@ -178,13 +280,14 @@ class LoadTable:
         own.outstanding_tokens += in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens += in_flight.prompt_tokens
+        self._own_changed(in_flight.replica_id)
 
-    def _view(self, entry: _Entry, now: float) -> ReplicaView:
-        own = self._own.get(entry.stats.replica_id, _Own())
+    def _view(self, entry: _Entry) -> ReplicaView:
+        own = self._own.get(entry.stats.replica_id, self._no_own)
         return ReplicaView(
             stats=entry.stats,
-            age_s=max(0.0, now - entry.received_s),
-            num_by_band=tuple(f + o for f, o in zip(entry.foreign_by_band, own.num_by_band, strict=True)),
+            age_s=0.0,
+            num_by_band=tuple([f + o for f, o in zip(entry.foreign_by_band, own.num_by_band, strict=True)]),
             own_by_band=tuple(own.num_by_band),
             own_by_tenant=dict(own.num_by_tenant),
             outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,

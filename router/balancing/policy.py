@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 
-from router.types import Ranking, Reason, ReplicaView, RoutingRequest
+from router.balancing.hash_ring import CIRCLE, position_of
+from router.types import Candidates, Ranking, Reason, ReplicaView, RoutingRequest
 
 PREFIX_INDEX_BLOCKS = 200_000
 _LOAD_BOUND = 1.25
 _AFFINITY_TOLERANCE = 0.1
+_NUM_RANKED = 8
+_NUM_LISTED = 32
+"""Most replicas that a choice lists. Of more it takes them in order until it finds the right one."""
 
 
 class PrefixIndex:
@@ -36,12 +40,15 @@ class PrefixIndex:
     def add(self, replica_id: str, hashes: Sequence[bytes]) -> None:
         """Note that a replica was given a prompt with these block hashes, in order."""
         alone = self._alone.setdefault(replica_id, frozenset((replica_id,)))
+        before = after = alone
         # Add the last blocks first, so that the ends of chains are forgotten first: a chain without its start is
         # useless.
         for block_hash in reversed(hashes):
             holders = self._holders.setdefault(block_hash, alone)
             if replica_id not in holders:
-                self._holders[block_hash] = holders | alone
+                if holders is not before:
+                    before, after = holders, holders | alone
+                self._holders[block_hash] = after
             self._holders.move_to_end(block_hash)
         self._trim()
 
@@ -50,32 +57,47 @@ class PrefixIndex:
         self._bound = min(num_blocks, self._max_blocks)
         self._trim()
 
+    def holders(self, hashes: Sequence[bytes]) -> list[tuple[int, frozenset[str]]]:
+        """Return pairs of a number of leading blocks and the replicas that hold them without a gap, most blocks first.
+
+        A number is left out if the same replicas hold more blocks. So each pair has replicas that no earlier one has.
+        """
+        found: list[tuple[int, frozenset[str]]] = []
+        for count, block_hash in enumerate(hashes, start=1):
+            holders = self._holders.get(block_hash)
+            if holders is None:
+                break
+            if found and holders is not found[-1][1]:
+                # Successive blocks mostly share their set of holders, or the next one's is a part of it.
+                holders = holders if holders < found[-1][1] else found[-1][1] & holders
+                if not holders:
+                    break
+            if found and len(holders) == len(found[-1][1]):
+                found.pop()
+            found.append((count, holders))
+        return found[::-1]
+
     def num_blocks_held(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Return the number of leading blocks that each replica holds without a gap; zeros are left out."""
-        held: dict[str, int] = defaultdict(int)
-        remaining: frozenset[str] | None = None
-        for count, block_hash in enumerate(hashes, start=1):
-            holders = self._holders.get(block_hash, frozenset())
-            remaining = holders if remaining is None else remaining & holders
-            if not remaining:
-                break
-            for replica_id in remaining:
-                held[replica_id] = count
-        return dict(held)
+        held: dict[str, int] = {}
+        for count, holders in reversed(self.holders(hashes)):
+            held |= dict.fromkeys(holders, count)
+        return held
 
     def forget(self, replica_id: str) -> None:
         """Remove a replica that is gone from every block."""
         gone = self._alone.pop(replica_id, None)
         if gone is None:
             return
-        for block_hash in [block_hash for block_hash, holders in self._holders.items() if replica_id in holders]:
-            left = self._holders[block_hash] - gone
-            if not left:
-                del self._holders[block_hash]
-            elif len(left) == 1:
-                self._holders[block_hash] = self._alone[next(iter(left))]
+        left_of: dict[frozenset[str], frozenset[str]] = {}
+        for block_hash, holders in [item for item in self._holders.items() if replica_id in item[1]]:
+            if holders not in left_of:
+                left = holders - gone
+                left_of[holders] = self._alone[next(iter(left))] if len(left) == 1 else left
+            if left_of[holders]:
+                self._holders[block_hash] = left_of[holders]
             else:
-                self._holders[block_hash] = left
+                del self._holders[block_hash]
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
@@ -93,43 +115,41 @@ class LeastTokens:
 
     1. A replica's work is its outstanding tokens plus this request's: the prompt tokens that it does not hold yet, and
        the expected output. The prompt tokens that it holds are subtracted only while its outstanding tokens are at most
-       1.25 times the mean, this request's tokens included (bounded loads: Mirrokni et al., SODA 2018), so that a
-       popular prefix makes no hot spot.
-    2. Replicas are ordered by that work.
-    3. Replicas whose work exceeds the least by at most a tenth of this request's own tokens count as equal. Rendezvous
-       hashing (Thaler and Ravishankar, 1998) of the request's affinity key, or else of its first block, chooses among
-       them. So ingresses that do not know of each other's requests send one prefix to one replica.
-    4. A request with neither a key nor a full block goes to a random one of them.
+       1.25 times the mean of all replicas, this request's tokens included (bounded loads: Mirrokni et al., SODA 2018),
+       so that a popular prefix makes no hot spot.
+    2. Replicas whose work exceeds the least by at most a tenth of this request's own tokens count as equal. Consistent
+       hashing (Karger et al., 1997) of the request's affinity key, or else of its first block, chooses among them: the
+       first one clockwise on the ring. So ingresses that do not know of each other's requests send one prefix to one
+       replica.
+    3. A request with neither a key nor a full block goes to a random one of them.
+    4. The ranking goes on with the replicas of the fewest outstanding tokens, up to 8 in all.
     """
 
     def __init__(self, rng: random.Random, index: PrefixIndex | None = None) -> None:
         self._rng = rng
-        self._index = index or PrefixIndex()
+        self._index = PrefixIndex() if index is None else index
 
-    def rank(self, routing: RoutingRequest, views: list[ReplicaView]) -> Ranking:
-        """Rank the replicas by work."""
-        self._index.resize(sum(view.stats.num_blocks for view in views))
-        held = self._index.num_blocks_held(routing.block_hashes)
-        num_tokens = routing.num_tokens + sum(view.outstanding_tokens for view in views)
-        bound = _LOAD_BOUND * num_tokens / len(views)
-        work, saved = {}, {}
-        for view in views:
-            replica_id = view.stats.replica_id
-            is_within_bound = view.outstanding_tokens <= bound
-            saved[replica_id] = held.get(replica_id, 0) * view.stats.block_size if is_within_bound else 0
-            work[replica_id] = view.outstanding_tokens + routing.num_tokens - saved[replica_id]
-        equal_up_to = min(work.values()) + _AFFINITY_TOLERANCE * routing.num_tokens
+    def rank(self, routing: RoutingRequest, candidates: Candidates) -> Ranking:
+        """Rank the candidates by work. The cost depends on the number of equal ones, up to 32, and of holders."""
+        self._index.resize(candidates.cluster.num_blocks)
+        work = _Work(routing, candidates, self._index.holders(routing.block_hashes))
+        equal_up_to = work.least() + _AFFINITY_TOLERANCE * routing.num_tokens
+        # More need not be counted: the ring finds the first of many soon.
+        equal = work.at_most(equal_up_to, _NUM_LISTED + 1)
         key = self._key(routing)
-        ranked = sorted(work, key=lambda replica_id: (max(work[replica_id], equal_up_to), self._tie(key, replica_id)))
-        if saved[ranked[0]]:
-            return Ranking(ranked, Reason.PREFIX_HIT)
-        if max(held.values(), default=0) > held.get(ranked[0], 0):
-            return Ranking(ranked, Reason.PREFIX_OVERRIDDEN)
-        return Ranking(ranked, _reason_without_prefix([tokens <= equal_up_to for tokens in work.values()], key))
+        first = self._choose(equal, key, work, equal_up_to)
+        others = (view.stats.replica_id for view in candidates.by_tokens() if view is not first)
+        first_id = first.stats.replica_id
+        replica_ids = [first_id, *islice(others, _NUM_RANKED - 1)]
+        if work.saved(first):
+            return Ranking(replica_ids, Reason.PREFIX_HIT)
+        if work.most_held > work.held(first_id):
+            return Ranking(replica_ids, Reason.PREFIX_OVERRIDDEN)
+        return Ranking(replica_ids, _reason_without_prefix(len(replica_ids), len(equal), key))
 
     def placed(self, routing: RoutingRequest, replica_id: str) -> int:
         """Note that a replica will hold the request's blocks; return the prompt tokens that it has to compute."""
-        held = self._index.num_blocks_held(routing.block_hashes).get(replica_id, 0)
+        held = _num_held(self._index.holders(routing.block_hashes), replica_id)
         self._index.add(replica_id, routing.block_hashes)
         num_prompt_tokens = len(routing.request.prompt_token_ids)
         if not held:
@@ -140,22 +160,99 @@ class LeastTokens:
         """Note that a replica's blocks are gone."""
         self._index.forget(replica_id)
 
+    def _choose(self, equal: list[ReplicaView], key: bytes | None, work: _Work, equal_up_to: float) -> ReplicaView:
+        if len(equal) > _NUM_LISTED:
+            position = self._rng.randrange(CIRCLE) if key is None else position_of(key)
+            return next(view for view in work.candidates.clockwise(position) if work.of(view) <= equal_up_to)
+        if key is None:
+            return equal[self._rng.randrange(len(equal))]
+        position = position_of(key)
+        return min(equal, key=lambda view: work.candidates.distance(view.stats.replica_id, position))
+
     def _key(self, routing: RoutingRequest) -> bytes | None:
         if routing.request.affinity_key is not None:
             return routing.request.affinity_key.encode()
         return routing.block_hashes[0] if routing.block_hashes else None
 
-    def _tie(self, key: bytes | None, replica_id: str) -> float:
-        if key is None:
-            return self._rng.random()
-        digest = blake2b(key + replica_id.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") / 2**64
+
+class _Work:
+    """Work of the candidates for one request: their outstanding tokens, less the prompt tokens that they hold."""
+
+    def __init__(self, routing: RoutingRequest, candidates: Candidates, holders: list[tuple[int, frozenset[str]]]):
+        """`holders` are those of the prompt's blocks, as `PrefixIndex.holders` returns them."""
+        self.candidates = candidates
+        self._holders = holders
+        self._first = next(candidates.by_tokens())
+        num_tokens = candidates.cluster.outstanding_tokens + routing.num_tokens
+        self._bound = _LOAD_BOUND * num_tokens / candidates.cluster.num_replicas
+
+    @property
+    def most_held(self) -> int:
+        """Most leading blocks that any replica holds."""
+        return self._holders[0][0] if self._holders else 0
+
+    def held(self, replica_id: str) -> int:
+        """Return the number of leading blocks that a replica holds."""
+        return _num_held(self._holders, replica_id)
+
+    def saved(self, view: ReplicaView) -> int:
+        """Return the prompt tokens that a replica need not compute."""
+        if not self._holders or view.outstanding_tokens > self._bound:
+            return 0
+        return self.held(view.stats.replica_id) * view.stats.block_size
+
+    def of(self, view: ReplicaView) -> int:
+        """Return the work of a candidate."""
+        return view.outstanding_tokens - self.saved(view)
+
+    def least(self) -> int:
+        """Return the least work of any candidate."""
+        least = self._first.outstanding_tokens
+        for count, holders in self._holders:
+            # Of the replicas that hold as many blocks, the one with the fewest outstanding tokens has the least work.
+            for view in islice(self._holding(holders, least + self._tokens(count)), 1):
+                least = min(least, self.of(view))
+        return least
+
+    def at_most(self, tokens: float, most: int) -> list[ReplicaView]:
+        """Return the candidates with at most so much work, the fewest outstanding tokens first; or `most` of them."""
+        within = takewhile(lambda view: view.outstanding_tokens <= tokens, self.candidates.by_tokens())
+        found = {view.stats.replica_id: view for view in islice(within, most)}
+        for count, holders in self._holders:
+            for view in self._holding(holders, tokens + self._tokens(count)):
+                if len(found) >= most:
+                    break
+                if self.of(view) <= tokens:
+                    found[view.stats.replica_id] = view
+        return sorted(found.values(), key=_by_tokens)
+
+    def _holding(self, holders: frozenset[str], most_tokens: float) -> Iterator[ReplicaView]:
+        """Yield the candidates among `holders` with at most so many outstanding tokens, the fewest first."""
+        if len(holders) <= _NUM_LISTED:
+            listed = [view for replica_id in holders if (view := self.candidates.get(replica_id)) is not None]
+            ordered: Iterable[ReplicaView] = sorted(listed, key=_by_tokens)
+        else:
+            ordered = self.candidates.by_tokens()
+        for view in takewhile(lambda view: view.outstanding_tokens <= most_tokens, ordered):
+            if view.stats.replica_id in holders:
+                yield view
+
+    def _tokens(self, num_blocks: int) -> int:
+        return num_blocks * self._first.stats.block_size
 
 
-def _reason_without_prefix(is_equal: list[bool], key: bytes | None) -> Reason:
-    """Return the reason for the first place; `is_equal`: for each replica, True if it counts as least loaded."""
-    if len(is_equal) == 1:
+def _num_held(holders: list[tuple[int, frozenset[str]]], replica_id: str) -> int:
+    return next((count for count, some in holders if replica_id in some), 0)
+
+
+def _by_tokens(view: ReplicaView) -> tuple[int, str]:
+    return (view.outstanding_tokens, view.stats.replica_id)
+
+
+def _reason_without_prefix(num_candidates: int, num_equal: int, key: bytes | None) -> Reason:
+    """Return the reason for the first place; `num_equal` candidates count as least loaded."""
+    if num_candidates == 1:
         return Reason.SINGLE_CANDIDATE
-    if sum(is_equal) == 1:
+    if num_equal == 1:
         return Reason.LEAST_LOADED
     return Reason.RANDOM if key is None else Reason.AFFINITY

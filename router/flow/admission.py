@@ -11,6 +11,7 @@ from replicas.protocol import Band, GenerateRequest
 from replicas.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue
+from router.flow.rooms import Rooms
 from router.types import Headroom
 
 _WINDOW_S = 4.0
@@ -39,10 +40,11 @@ class Admission:
     return long after an overload would prolong it.
     """
 
-    def __init__(self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable) -> None:
+    def __init__(self, limits: Mapping[Band, BandLimits], queue: FlowQueue, table: LoadTable, rooms: Rooms) -> None:
         self._limits = limits
         self._queue = queue
         self._table = table
+        self._rooms = rooms
         self._wanted = {band: SlidingRate(_WINDOW_S) for band in Band}
 
     def check(self, band: Band, tenant: str, num_tokens: int, left_s: float = math.inf) -> None:
@@ -94,15 +96,12 @@ class Admission:
 
     def _num_before(self, band: Band, tenant: str) -> int:
         urgent = sum(self._queue.num_tokens(other) for other in Band if other < band)
-        if not self._queue.of_tenant(band, tenant).num_requests and self._finds_fair_place(band, tenant):
+        if not self._queue.of_tenant(band, tenant).num_requests and self._rooms.has_fair_place(band, tenant):
             return urgent
         return urgent + self._queue.num_tokens_before(band, tenant)
 
-    def _finds_fair_place(self, band: Band, tenant: str) -> bool:
-        return any(view.num_fair_places(band, tenant) > 0 for view in self._table.views())
-
     def _tokens_per_s(self) -> float:
-        return sum(view.stats.saturated_tokens_per_s for view in self._table.views())
+        return self._table.cluster().saturated_tokens_per_s
 
     def _check_wait(self, band: Band, wait_s: float, left_s: float) -> None:
         limit_s = self._limits[band].max_wait_s

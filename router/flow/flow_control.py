@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from replicas.block_hash import extend_hashes
@@ -14,11 +14,12 @@ from replicas.settings import check_bounds, setting
 from router.balancing.load_table import LoadTable
 from router.flow.admission import Admission, OutputLengths
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
+from router.flow.rooms import Rooms
 from router.flow.slots import LateBinding, SlotPolicy
 from router.flow.usage import Placement, PlacementAccount
 from router.flow.wait_reasons import QueueWait, WaitClock
 from router.timeline import Timeline
-from router.types import Outcome, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
+from router.types import Candidates, Outcome, Reason, RouterObserver, RoutingPolicy, RoutingRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class FlowController:
     replica's slots: they take the slots of tenants that have more.
 
     Its parts: `admission` accepts requests by their predicted wait and by the output that `lengths` predicts; `queue`
-    orders them, and callers only read it; a `SlotPolicy` selects the replicas of `table` with room and a
+    orders them, and callers only read it; `rooms` keeps the replicas of `table` with room by a `SlotPolicy`, and a
     `RoutingPolicy` ranks them; `account` counts dispatched requests.
 
     Invariant: a request is counted on a replica from its dispatch on, so that no room is given twice.
@@ -85,9 +86,9 @@ class FlowController:
         self.table = table
         self._policy = policy
         self._observer = observer
-        self._slots = slots or LateBinding(limits.lookahead, limits.batch_lookahead)
+        self.rooms = Rooms(table, slots or LateBinding(limits.lookahead, limits.batch_lookahead))
         self.queue = FlowQueue(limits.bands, limits.promote_after_s)
-        self.admission = Admission(limits.bands, self.queue, table)
+        self.admission = Admission(limits.bands, self.queue, table, self.rooms)
         self.lengths = OutputLengths()
         self.account = PlacementAccount(self.queue, table)
         self._pending: dict[int, _PendingPlacement] = {}
@@ -168,9 +169,12 @@ class FlowController:
         self.table.forget(placement.in_flight.replica_id)
         self.account.refused(placement, request)
 
-    def polled(self, stats: list[ReplicaStats]) -> None:
-        """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too."""
-        self.account.polled(stats)
+    def polled(self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats]) -> None:
+        """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too.
+
+        `changed` are those of the answers that may say something new.
+        """
+        self.account.polled(polled, changed)
         self.notify()
 
     def notify(self) -> None:
@@ -201,9 +205,8 @@ class FlowController:
 
     def _hash(self, request: GenerateRequest, group: SampleGroup) -> None:
         """Hash the prompt of a group once. Do nothing without a replica: its block size is not known."""
-        views = self.table.views()
-        if views and not group.block_hashes:
-            block_size = views[0].stats.block_size
+        block_size = self.table.block_size()
+        if block_size is not None and not group.block_hashes:
             extend_hashes(group.block_hashes, request.prompt_token_ids, block_size, request.cache_salt)
 
     async def _wait(self, pending: _PendingPlacement, started_s: float) -> Placement:
@@ -214,7 +217,7 @@ class FlowController:
             async with asyncio.timeout(limit_s):
                 return await pending.placement
         except TimeoutError:
-            if limit_s == self._limits.max_queue_wait_s and not self.table.views():
+            if limit_s == self._limits.max_queue_wait_s and not len(self.table):
                 raise NoReplicaAvailable(f"there was no model replica after {round(limit_s, 3)} s") from None
             raise DeadlineExceeded(f"no replica had room for the request within {round(limit_s, 3)} s") from None
 
@@ -229,18 +232,14 @@ class FlowController:
 
     def _note_state(self) -> None:
         """Note whose turn it is, for the reasons of the waits."""
-        self._waits.observe(self.table.now(), not self.table.takes_requests, self.queue.next_tenants())
+        self._waits.observe(self.table.now(), not self.table.cluster().num_serving, self.queue.next_tenants())
 
     def _dispatch_next(self) -> bool:
         """Dispatch the first request in order for which a replica has room; return False if there is none."""
-        views = self.table.views()
         starved = self.account.starved_bands()
-        is_only = sum(not view.stats.is_draining for view in views) == 1
         # In most calls every replica is full: then no band is open and the queue is not ordered at all.
-        with_places = {
-            band: [view for view in views if self._slots.places(view, band, starved, is_only) > 0] for band in Band
-        }
-        open_bands = {band for band in Band if with_places[band]}
+        rooms = {band: self.rooms.of_band(band, band in starved) for band in Band if self.queue.num_requests(band)}
+        open_bands = {band for band, room in rooms.items() if len(room)}
         for queued in self.queue.in_order(starved, open_bands):
             pending, band = self._pending[queued.arrival_index], queued.request.band
             if pending.placement.cancelled():
@@ -248,34 +247,36 @@ class FlowController:
                 return True
             if band not in open_bands:
                 continue
-            with_room = [view for view in with_places[band] if self._slots.has_blocks(view, queued.request, starved)]
-            if with_room:
-                self._dispatch(pending, with_room, is_promoted=band in starved)
+            request = queued.request
+            candidates = rooms[band].candidates(len(request.prompt_token_ids) + len(request.output_token_ids))
+            if candidates is not None:
+                self._dispatch(pending, candidates, is_promoted=band in starved)
                 return True
             open_bands.discard(band)
-        return self._dispatch_fairly(views)
+        return self._dispatch_fairly()
 
-    def _dispatch_fairly(self, views: list[ReplicaView]) -> bool:
+    def _dispatch_fairly(self) -> bool:
         """Dispatch the first request for which other tenants of its band give way; return False if there is none."""
         for band in Band:
-            giving_way = [view for view in views if self._slots.gives_way(view, band, None)]
-            for queued in self.queue.in_order((), (band,)) if giving_way else ():
+            is_open = self.queue.num_requests(band) and len(self.rooms.giving_way(band))
+            for queued in self.queue.in_order((), (band,)) if is_open else ():
                 pending = self._pending[queued.arrival_index]
                 if pending.placement.cancelled():
                     self._withdraw(pending)
                     return True
-                with_room = [view for view in giving_way if self._slots.gives_way(view, band, queued.request)]
-                if with_room:
-                    self._dispatch(pending, with_room, is_promoted=False)
+                candidates = self.rooms.fair_candidates(queued.request)
+                if candidates is not None:
+                    self._dispatch(pending, candidates, is_promoted=False)
                     return True
         return False
 
-    def _dispatch(self, pending: _PendingPlacement, with_room: list[ReplicaView], is_promoted: bool) -> None:
-        request = pending.queued.request
-        ranking = self._policy.rank(pending.routing, self._slots.best(with_room, request.band))
-        ranking = ranking.with_first(pending.group.replica_id, Reason.SAME_PROMPT)
+    def _dispatch(self, pending: _PendingPlacement, candidates: Candidates, is_promoted: bool) -> None:
+        request, group = pending.queued.request, pending.group
+        ranking = self._policy.rank(pending.routing, candidates)
+        if group.replica_id is not None and candidates.get(group.replica_id) is not None:
+            ranking = ranking.with_first(group.replica_id, Reason.SAME_PROMPT)
         self._observer.decided(ranking.reason)
-        pending.group.replica_id = ranking.first
+        group.replica_id = ranking.first
         num_prompt_tokens = self._policy.placed(pending.routing, ranking.first)
         if is_promoted:
             self._observer.promoted(request.band)

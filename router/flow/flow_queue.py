@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from replicas.errors import Overloaded
 from replicas.protocol import Band, GenerateRequest
+from router.flow.turns import LargestFirst, SummedKeys, Turns
 
 _MAX_IDLE_TENANTS = 1000
 
@@ -61,6 +62,10 @@ class TenantQueue:
     num_tokens: int = 0
 
 
+_Priority = tuple[float, float, int, str]
+"""Sort key of a tenant: fewest tokens first, then the tenant whose first request is first; and its name."""
+
+
 @dataclass(slots=True)
 class _Tenant:
     """Tenant of one band: its virtual token counter, and its waiting requests in order."""
@@ -69,23 +74,28 @@ class _Tenant:
     tokens: float
     queue: list[QueuedRequest] = field(default_factory=list)
     num_queued_tokens: int = 0
-
-    @property
-    def priority(self) -> tuple[float, tuple[float, int]]:
-        """Sort key: fewest tokens first, then the tenant whose first request is first."""
-        return (self.tokens, self.queue[0].order)
+    priority: _Priority | None = None
+    """Priority under which it waits; None: it does not wait."""
 
 
 class _BandQueue:
     """Queue of one band, fair between tenants by tokens; the algorithm is `FlowQueue`'s.
 
-    Invariant: `_by_priority` holds the tenants that have waiting requests, sorted by `priority`.
+    Invariant: `_by_priority` holds the priorities of the tenants that have waiting requests, sorted.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
-        self._by_priority: list[_Tenant] = []
+        self._by_priority: list[_Priority] = []
         self._last_floor = 0.0
+        self._turns = Turns()
+        self._by_size = LargestFirst()
+        self.by_deadline = SummedKeys()
+        """Tokens of the waiting requests with a deadline, by it."""
+        self.without_deadline = 0
+        """Tokens of those without one."""
+        self._changed: set[str] = set()
+        """Tenants whose waiting requests or counters have changed since the two above were asked."""
         self.num_requests = 0
         self.num_tokens = 0
 
@@ -93,42 +103,43 @@ class _BandQueue:
         tenant = self._tenant(queued.request.tenant)
         if not tenant.queue:
             tenant.tokens = max(tenant.tokens, self._floor())
-        self._take_out(tenant)
         insort(tenant.queue, queued, key=lambda entry: entry.order)
         tenant.num_queued_tokens += queued.expected_tokens
-        self._insert(tenant)
+        self._place(tenant)
         self.num_requests += 1
         self.num_tokens += queued.expected_tokens
+        if queued.deadline_s is None:
+            self.without_deadline += queued.expected_tokens
+        else:
+            self.by_deadline.add(queued.deadline_s, str(queued.arrival_index), queued.expected_tokens)
 
     def remove(self, queued: QueuedRequest) -> None:
         tenant = self._tenants[queued.request.tenant]
-        self._take_out(tenant)
         index = bisect_left(tenant.queue, queued.order, key=lambda entry: entry.order)
         assert tenant.queue[index] is queued
         del tenant.queue[index]
         tenant.num_queued_tokens -= queued.expected_tokens
-        self._insert(tenant)
+        self._place(tenant)
         self.num_requests -= 1
         self.num_tokens -= queued.expected_tokens
+        if queued.deadline_s is None:
+            self.without_deadline -= queued.expected_tokens
+        else:
+            self.by_deadline.remove(queued.deadline_s, str(queued.arrival_index), queued.expected_tokens)
 
     def heads(self) -> Iterator[QueuedRequest]:
         """Yield each tenant's first request, the tenant with the fewest tokens first. The queue must not change."""
-        for tenant in self._by_priority:
-            yield tenant.queue[0]
+        for *_, name in self._by_priority:
+            yield self._tenants[name].queue[0]
 
     def charge(self, name: str, tokens: float) -> None:
         tenant = self._tenant(name)
-        self._take_out(tenant)
         tenant.tokens += tokens
-        self._insert(tenant)
+        self._place(tenant)
         if not self.num_requests:
             # The queue is empty, so this charge delayed no tenant. Raise the floor, so that the next tenant to queue
             # starts level.
             self._last_floor = max(self._last_floor, tenant.tokens)
-
-    def waiting(self) -> Iterator[QueuedRequest]:
-        for tenant in self._tenants.values():
-            yield from tenant.queue
 
     def of_tenant(self, name: str) -> TenantQueue:
         tenant = self._tenants.get(name)
@@ -137,19 +148,15 @@ class _BandQueue:
     def num_tokens_before(self, name: str) -> int:
         tenant = self._tenants.get(name) or _Tenant(name, self._floor())
         start = tenant.tokens if tenant.queue else max(tenant.tokens, self._floor())
-        turn = start + tenant.num_queued_tokens
-        num_tokens = tenant.num_queued_tokens
-        for other in self._by_priority:
-            if other.tokens > turn:
-                break
-            if other is not tenant:
-                # It is dispatched until its counter has passed the turn: up to one request beyond it.
-                passing = int(turn - other.tokens) + other.queue[0].expected_tokens
-                num_tokens += min(other.num_queued_tokens, passing)
-        return num_tokens
+        self._take_changes()
+        return tenant.num_queued_tokens + self._turns.num_tokens(start + tenant.num_queued_tokens, but=name)
 
     def num_by_tenant(self) -> dict[str, int]:
-        return {tenant.name: len(tenant.queue) for tenant in self._by_priority}
+        return {name: len(self._tenants[name].queue) for *_, name in self._by_priority}
+
+    def largest(self, most: int) -> dict[str, int]:
+        self._take_changes()
+        return self._by_size.first(most)
 
     def _tenant(self, name: str) -> _Tenant:
         """Return the tenant and make it the most recently used one. A new tenant starts at the floor.
@@ -164,20 +171,31 @@ class _BandQueue:
                 del self._tenants[idle]
         return tenant
 
-    def _insert(self, tenant: _Tenant) -> None:
+    def _place(self, tenant: _Tenant) -> None:
+        """Move a tenant that has changed to its place."""
+        if tenant.priority is not None:
+            del self._by_priority[bisect_left(self._by_priority, tenant.priority)]
+            tenant.priority = None
         if tenant.queue:
-            insort(self._by_priority, tenant, key=lambda entry: entry.priority)
+            tenant.priority = (tenant.tokens, *tenant.queue[0].order, tenant.name)
+            insort(self._by_priority, tenant.priority)
+        self._changed.add(tenant.name)
 
-    def _take_out(self, tenant: _Tenant) -> None:
-        if tenant.queue:
-            index = bisect_left(self._by_priority, tenant.priority, key=lambda entry: entry.priority)
-            assert self._by_priority[index] is tenant
-            del self._by_priority[index]
+    def _take_changes(self) -> None:
+        while self._changed:
+            name = self._changed.pop()
+            tenant = self._tenants.get(name)
+            if tenant is None or not tenant.queue:
+                self._turns.update(name, None)
+                self._by_size.update(name, 0)
+            else:
+                self._turns.update(name, (tenant.tokens, tenant.num_queued_tokens, tenant.queue[0].expected_tokens))
+                self._by_size.update(name, len(tenant.queue))
 
     def _floor(self) -> float:
         """Return the least counter of the tenants that wait; if none waits, the last one known."""
         if self._by_priority:
-            self._last_floor = self._by_priority[0].tokens
+            self._last_floor = self._by_priority[0][0]
         return self._last_floor
 
 
@@ -279,13 +297,20 @@ class FlowQueue:
         heads = {band: next(queue.heads(), None) for band, queue in self._bands.items() if queue.num_requests}
         return {band: head.request.tenant for band, head in heads.items() if head is not None}
 
-    def waiting(self, band: Band) -> Iterator[QueuedRequest]:
-        """Yield every request that waits in a band, in no order. The queue must not change during the iteration."""
-        return self._bands[band].waiting()
+    def tokens_by_deadline(self, band: Band) -> tuple[int, SummedKeys]:
+        """Return the tokens of the requests waiting in a band without a deadline, and of the others by deadline."""
+        return self._bands[band].without_deadline, self._bands[band].by_deadline
 
     def num_by_tenant(self, band: Band) -> dict[str, int]:
         """Return the number of requests that wait in a band, by tenant."""
         return self._bands[band].num_by_tenant()
+
+    def largest(self, band: Band, most: int) -> dict[str, int]:
+        """Return the number of requests that wait in a band of each of the `most` tenants with most requests.
+
+        The cost depends on `most` and on the tenants that have changed since the last call.
+        """
+        return self._bands[band].largest(most)
 
     def starved_s(self, band: Band, now: float) -> float:
         """Return the time for which a waiting band has had no first token, seconds; 0 if no request waits."""

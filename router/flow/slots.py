@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,22 +11,26 @@ from router.types import ReplicaView
 
 
 class SlotPolicy(Protocol):
-    """Policy that decides whether a replica has room for a request; `starved` bands may have a request promoted."""
+    """Policy that decides whether a replica has room for a request; `starved` bands may have a request promoted.
+
+    Each answer depends on its arguments alone, so answers may be kept until a replica's load changes.
+    """
 
     def places(self, view: ReplicaView, band: Band, starved: Set[Band], is_only: bool) -> int:
         """Return the number of requests of a band that the replica may be given; `is_only`: there is no other one."""
 
-    def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        """Return True if the replica's KV cache has room for the request."""
+    def max_tokens(self, view: ReplicaView, band: Band, starved: Set[Band]) -> float:
+        """Return the most tokens, prompt and earlier output, of a request for which the KV cache has room."""
+
+    def is_ready(self, view: ReplicaView, band: Band) -> bool:
+        """Return True if the replica, if it has a place, goes before those that are not ready."""
 
     def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
         """Return True if other tenants of the band make room on a replica without a place for a request.
 
-        None stands for a short request of a tenant that has none there.
+        None stands for a short request of a tenant that has none there. No tenant gives way to another request where
+        none gives way to that one.
         """
-
-    def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
-        """Return the replicas, of those with room, from which the routing policy chooses; at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +70,14 @@ class LateBinding:
         num_places = view.num_free_slots(band) + num_ahead
         return max(1, num_places) if view.is_filled_by_other_ingresses(band) else num_places
 
-    def has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        """Return True if the replica has blocks for the request, by 6."""
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return (
-            num_tokens <= view.num_free_tokens(request.band)
-            or sum(view.num_by_band) == 0
-            or request.band in starved
-            or view.is_filled_by_other_ingresses(request.band)
-        )
+    def max_tokens(self, view: ReplicaView, band: Band, starved: Set[Band]) -> float:
+        """Return the most tokens of a request for which the replica has blocks, by 6."""
+        has_exception = sum(view.num_by_band) == 0 or band in starved or view.is_filled_by_other_ingresses(band)
+        return float("inf") if has_exception else view.num_free_tokens(band)
+
+    def is_ready(self, view: ReplicaView, band: Band) -> bool:
+        """Return True if the replica has a free slot; on another one the request waits."""
+        return view.num_free_slots(band) > 0
 
     def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
         """Return True if the replica has room for the request by 7."""
@@ -83,7 +86,3 @@ class LateBinding:
             return num_places > 0
         num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         return num_tokens <= view.num_free_tokens(band) + num_places * view.num_mean_tokens(band)
-
-    def best(self, views: Sequence[ReplicaView], band: Band) -> list[ReplicaView]:
-        """Return the replicas with a free slot, or all if none has one: the request then waits on any of them."""
-        return [view for view in views if view.num_free_slots(band) > 0] or list(views)

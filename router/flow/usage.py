@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Set
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from replicas.protocol import Band, GenerateRequest, ReplicaStats
+from replicas.protocol import Band, GenerateRequest, ReplicaStats, TenantTokens
 from router.balancing.load_table import InFlight, LoadTable
 from router.flow.flow_queue import FlowQueue, QueuedRequest
 from router.types import Ranking, Reason, RoutingRequest
@@ -15,16 +15,39 @@ _Key = tuple[str, Band]
 _MAX_MISSED_POLLS = 60
 
 
-def served_totals(stats: ReplicaStats) -> dict[_Key, int]:
-    """Return the running totals of tokens that a replica has served each tenant, by band."""
-    return {(entry.tenant, entry.band): entry.tokens for entry in stats.served_tokens}
+class ServedTokens:
+    """Running totals of the tokens that one replica has served each tenant and band, as last reported.
 
+    A report lists the tenants served longest ago first. So reading it from its end costs what has changed: before the
+    first entry that is known all are known.
+    """
 
-def served_since(before: dict[_Key, int], totals: dict[_Key, int]) -> dict[_Key, int]:
-    """Return the tokens served since `before`; a tenant that the replica had forgotten counts from zero again."""
-    return {
-        key: tokens - before.get(key, 0) if tokens >= before.get(key, 0) else tokens for key, tokens in totals.items()
-    }
+    def __init__(self, reported: Sequence[TenantTokens]) -> None:
+        self._totals = OrderedDict(((entry.tenant, entry.band), entry.tokens) for entry in reported)
+
+    def since(self, reported: Sequence[TenantTokens]) -> list[tuple[_Key, int]]:
+        """Take in a newer report; return the tokens served since the last one.
+
+        A tenant that the replica had forgotten counts from zero again.
+        """
+        served = []
+        for index in range(len(reported) - 1, -1, -1):
+            entry = reported[index]
+            if self._totals.get((entry.tenant, entry.band)) == entry.tokens:
+                break
+            served.append(entry)
+        changes = [self._since(entry) for entry in reversed(served)]
+        # The replica forgets the tenants served longest ago, which come first here too.
+        while len(self._totals) > len(reported):
+            self._totals.popitem(last=False)
+        return changes
+
+    def _since(self, entry: TenantTokens) -> tuple[_Key, int]:
+        key = (entry.tenant, entry.band)
+        before = self._totals.get(key, 0)
+        self._totals[key] = entry.tokens
+        self._totals.move_to_end(key)
+        return key, entry.tokens - before if entry.tokens >= before else entry.tokens
 
 
 class UsageReconciler:
@@ -40,7 +63,7 @@ class UsageReconciler:
     """
 
     def __init__(self) -> None:
-        self._totals: dict[str, dict[_Key, int]] = {}
+        self._served: dict[str, ServedTokens] = {}
         self._own: dict[str, dict[_Key, int]] = {}
         self._num_missed: dict[str, int] = {}
 
@@ -49,27 +72,39 @@ class UsageReconciler:
         own = self._own.setdefault(replica_id, {})
         own[tenant, band] = own.get((tenant, band), 0) + tokens
 
-    def corrections(self, polled: list[ReplicaStats]) -> dict[_Key, int]:
-        """Return the tokens to charge each tenant and band beyond the recorded charges, since the last call."""
+    def corrections(
+        self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats] | None = None
+    ) -> dict[_Key, int]:
+        """Return the tokens to charge each tenant and band beyond the recorded charges, since the last call.
+
+        `changed` are those of the answers that may say something new; None: all.
+        """
         corrections: dict[_Key, int] = defaultdict(int)
-        for stats in polled:
-            known = self._totals.get(stats.replica_id)
-            totals = self._totals[stats.replica_id] = served_totals(stats)
-            own = self._own.pop(stats.replica_id, {})
-            if known is None:
-                continue  # The first totals are only the baseline.
-            served = served_since(known, totals)
-            for key in {*served, *own}:
-                corrections[key] += served.get(key, 0) - own.get(key, 0)
-        self._forget_missing({stats.replica_id for stats in polled})
+        answered = {stats.replica_id: stats for stats in polled}
+        for replica_id in {stats.replica_id for stats in (polled if changed is None else changed)} | self._own.keys():
+            if (stats := answered.get(replica_id)) is not None:
+                self._correct(stats, corrections)
+        self._forget_missing(answered)
         return {key: tokens for key, tokens in corrections.items() if tokens}
 
-    def _forget_missing(self, answered: set[str]) -> None:
-        missing = {*self._totals, *self._own} - answered
+    def _correct(self, stats: ReplicaStats, corrections: dict[_Key, int]) -> None:
+        known = self._served.get(stats.replica_id)
+        own = self._own.pop(stats.replica_id, {})
+        if known is None:
+            # The first totals are only the baseline.
+            self._served[stats.replica_id] = ServedTokens(stats.served_tokens)
+            return
+        for key, tokens in known.since(stats.served_tokens):
+            corrections[key] += tokens
+        for key, tokens in own.items():
+            corrections[key] -= tokens
+
+    def _forget_missing(self, answered: Mapping[str, ReplicaStats]) -> None:
+        missing = (self._served.keys() | self._own.keys()) - answered.keys()
         self._num_missed = {replica_id: self._num_missed.get(replica_id, 0) + 1 for replica_id in missing}
         for replica_id, num_missed in self._num_missed.items():
             if num_missed > _MAX_MISSED_POLLS:
-                self._totals.pop(replica_id, None)
+                self._served.pop(replica_id, None)
                 self._own.pop(replica_id, None)
 
 
@@ -161,9 +196,12 @@ class PlacementAccount:
         self._end(placement)
         self._queue.charge(request.band, request.tenant, -placement.expected_tokens)
 
-    def polled(self, stats: list[ReplicaStats]) -> None:
-        """Charge each tenant the tokens that the replicas computed beyond this ingress's charges."""
-        for (tenant, band), tokens in self._served.corrections(stats).items():
+    def polled(self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats]) -> None:
+        """Charge each tenant the tokens that the replicas computed beyond this ingress's charges.
+
+        `changed` are those of the answers that may say something new.
+        """
+        for (tenant, band), tokens in self._served.corrections(polled, changed).items():
             self._queue.charge(band, tenant, tokens)
 
     def _end(self, placement: Placement) -> None:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from replicas.errors import ModelLoadError
-from replicas.model.loading.checks import available_memory_bytes, check_config, check_weights
+from replicas.model.loading.checks import available_memory_bytes, check_config, check_weights, shapes_digest
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
@@ -19,7 +19,10 @@ from serve_app.models.torch_process import run_module
 
 _CHECK_LIMIT_S = 60.0
 _CHECKS = Path("~/.cache/headway/checked")
-"""Folder with an empty file for each config that can be served, named by a hash of it and of transformers' version."""
+"""Folder with an empty file for each model that can be served.
+
+It is named by a hash of the config, the weights' shapes and transformers' version.
+"""
 
 
 def prepare_model(config: HeadwayConfig) -> HeadwayConfig:
@@ -80,14 +83,13 @@ def _check(directory: str, config: HeadwayConfig) -> None:
 
 
 def _check_architecture(directory: str) -> None:
-    """Have transformers read the config in a process of its own, which takes seconds: once for each config."""
-    config = (Path(directory) / "config.json").read_bytes()
-    digest = hashlib.sha256(version("transformers").encode() + config).hexdigest()
+    """Have transformers build the model without values in a process of its own, which takes seconds: once for each."""
+    digest = hashlib.sha256((version("transformers") + shapes_digest(Path(directory))).encode()).hexdigest()
     passed = _CHECKS.expanduser() / digest[:24]
     if passed.exists():
         return
     with working("Checking the model ..."):
-        run_module("replicas.model.loading.config", directory, limit_s=_CHECK_LIMIT_S)
+        run_module("replicas.model.loading.check_model", directory, limit_s=_CHECK_LIMIT_S)
     with contextlib.suppress(OSError):  # the next start then checks again
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()

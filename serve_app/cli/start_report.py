@@ -67,9 +67,11 @@ class Report:
     """State of the jobs process in `/health`; None: unknown."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the report, at most thirteen lines."""
+        """Yield the report, at most fourteen lines."""
         yield f"Serving {self.config.model_name} at {self.url}"
         yield f"  model      {self._model()}"
+        if self.card.weights:
+            yield f"  weights    {self.card.weights}"
         yield f"  KV cache   {self._kv_cache()}"
         yield f"  replicas   {self._replicas()}"
         if self.jobs_state not in (None, "ok"):

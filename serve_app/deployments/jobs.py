@@ -21,9 +21,8 @@ from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
 
 if TYPE_CHECKING:
-    from router.dispatch import Dispatcher
+    from serve_app.jobs.execution.line_runner import LineRunner
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
-    from serve_app.openai.service import CompletionService
 
 
 @answers_service_calls
@@ -57,16 +56,31 @@ class Jobs:
         context = JobsContext(database, files, config.jobs_settings(), clock)
         self._runtime = JobsRuntime(
             context,
-            await _completions(config, self._routing.dispatcher, clock),
+            await self._line_runner(config, clock),
             LineCapacity(self._routing.dispatcher.load, self._routing.queue),
             backlog,
-            random.Random(),
         )
         self.service = self._runtime.service
         self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
         await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
         freeze_heap()
         return_freed_memory()
+
+    async def _line_runner(self, config: HeadwayConfig, clock: Clock) -> "LineRunner":
+        from serve_app.jobs.execution.line_runner import LineRunner
+        from serve_app.metrics import CountsCollector, OutputMetrics
+        from serve_app.openai.request.sampling_defaults import SamplingDefaults
+        from serve_app.openai.service import CompletionService, KnownModel, ModelText
+        from serve_app.openai.tokenize.worker_threads import WorkerThreads
+
+        settings, dispatcher = config.ingress_settings(), self._routing.dispatcher
+        workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits)
+        text = await asyncio.to_thread(ModelText.load, config.model_path, workers, settings.tool_call_parser)
+        defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
+        known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
+        self._registry.register(CountsCollector(text.grammars.metrics))
+        service = CompletionService(dispatcher, known, text, settings.limits, random.Random())
+        return LineRunner(service, OutputMetrics(self._registry, known.name), random.Random(), clock)
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
@@ -88,19 +102,6 @@ class Jobs:
         """Stop the runtime; Serve calls it when no call is left or the time for graceful shutdown is over."""
         if hasattr(self, "_runtime"):
             await self._runtime.stop()
-
-
-async def _completions(config: HeadwayConfig, dispatcher: "Dispatcher", clock: Clock) -> "CompletionService":
-    from serve_app.openai.request.sampling_defaults import SamplingDefaults
-    from serve_app.openai.service import CompletionService, KnownModel, ModelText
-    from serve_app.openai.tokenize.worker_threads import WorkerThreads
-
-    settings = config.ingress_settings()
-    workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits)
-    text = await asyncio.to_thread(ModelText.load, config.model_path, workers, settings.tool_call_parser)
-    defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
-    known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
-    return CompletionService(dispatcher, known, text, settings.limits, random.Random())
 
 
 def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "WebhookSender":

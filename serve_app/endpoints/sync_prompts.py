@@ -17,7 +17,7 @@ from replicas.errors import InvalidRequest
 from serve_app.endpoints.job_objects import completed_output, unfinished_output
 from serve_app.endpoints.new_batches import PromptBatchMaker, SyncPrompts
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import Exchange, Routes, caller_of, exchange_of, fail, json_response
+from serve_app.http.exchange import Exchange, Routes, caller_of, exchange_of, fail
 from serve_app.http.settings import IngressSettings
 from serve_app.http.streaming import ByteStream, while_connected
 from serve_app.openai.reply.format import JsonObject
@@ -42,6 +42,11 @@ class PromptRun:
     num_completed: int = 0
     num_failed: int = 0
     num_tokens: int = 0
+
+    async def reply(self) -> bytes:
+        """Run all prompts and return the whole reply as JSON."""
+        outputs = await self.outputs()
+        return await self.service.as_json(self.progress("completed") | {"outputs": outputs}, self.caller)
 
     async def outputs(self) -> list[JsonObject]:
         """Run all prompts and return their outputs in order.
@@ -169,8 +174,7 @@ class SyncPromptEndpoints:
         if query.stream or prompts.is_streamed:
             lines = _lines(run, self._settings.keep_alive_s)
             return ByteStream(lines, exchange, "application/x-ndjson", {"cache-control": "no-cache"})
-        outputs = await while_connected(request.receive, run.outputs())
-        return json_response(run.progress("completed") | {"outputs": outputs})
+        return Response(await while_connected(request.receive, run.reply()), media_type="application/json")
 
 
 async def _lines(run: PromptRun, keep_alive_s: float) -> AsyncGenerator[bytes, None]:

@@ -64,6 +64,9 @@ NO_INGRESS = ErrorReply(
     headers=(("retry-after", "5"),),
 )
 """Reply where no ingress process runs, or none answers a probe in time."""
+NO_WEBSOCKETS = ErrorReply(
+    404, "there are no WebSockets here; streams are server-sent events", "not_found_error", "not_found"
+)
 ROUTES_CLOSED = ErrorReply(404, f"no route matches {_ROUTES}", "not_found_error", "not_found")
 
 
@@ -99,6 +102,8 @@ class EdgeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it."""
+        if scope["type"] == "websocket" and await refuse_websocket(scope, send):
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -195,12 +200,20 @@ def _replacement_of(start: Message) -> ErrorReply | None:
     return INGRESS_LOST if status == 500 else NO_INGRESS
 
 
-async def _answer(reply: ErrorReply, send: Send) -> None:
+async def refuse_websocket(scope: Scope, send: Send) -> bool:
+    """Answer the opening of a WebSocket with a 404 in OpenAI's shape; return False if the HTTP server cannot."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        return False
+    await _answer(NO_WEBSOCKETS, send, "websocket.http.response")
+    return True
+
+
+async def _answer(reply: ErrorReply, send: Send, message: str = "http.response") -> None:
     body = to_json(reply.body)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.encode(), value.encode()) for name, value in reply.headers]
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": f"{message}.start", "status": reply.status, "headers": headers})
+    await send({"type": f"{message}.body", "body": body})
 
 
 def _address_of(scope: Scope) -> str:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replicas.clock import Clock
 from router.timeline import Timeline
 from serve_app.http.access_log import AccessLog
+from serve_app.http.edge import refuse_websocket
 from serve_app.http.exchange import CLIENT_CLOSED, QUIET_HANDLERS, SCOPE_KEY, Exchange, error_response, fail
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.metrics import HttpMetrics
@@ -57,6 +58,8 @@ class ExchangeMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and answer the error if the application raises one before the response has begun."""
+        if scope["type"] == "websocket" and await refuse_websocket(scope, send):
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -119,8 +122,10 @@ class ExchangeMiddleware:
         exchange.end(now_s)
         self._observers.registry.end(exchange)
         if exchange.prepared is not None:
-            metrics.not_enforced(len(exchange.prepared.not_enforced))
-            metrics.malformed_calls(exchange.prepared.format.num_malformed_calls)
+            metrics.outputs.count(
+                num_not_enforced=len(exchange.prepared.not_enforced),
+                num_malformed_calls=exchange.prepared.format.num_malformed_calls,
+            )
             metrics.spent(exchange.prepared.requests[0].band, exchange.slowest.seconds(now_s))
             self._log_slow(exchange, now_s - exchange.started_s)
         if exchange.key_use is not None:

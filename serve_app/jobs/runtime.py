@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 from collections import Counter
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
@@ -30,7 +29,6 @@ from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import EndedLines
 from serve_app.jobs.storage.ownership import Ownership
 from serve_app.jobs.webhooks.sender import AttemptOutcome
-from serve_app.openai.service import CompletionService
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +49,11 @@ class JobsRuntime:
     def __init__(
         self,
         context: JobsContext,
-        completions: CompletionService,
+        line_runner: LineRunner,
         capacity: LineCapacity,
         backlog: BacklogView,
-        rng: random.Random,
     ) -> None:
-        """`capacity` and `backlog` belong to the router that serves the requests of `completions`."""
+        """`capacity` and `backlog` belong to the router that serves the requests of `line_runner`."""
         self._context = context
         self._backlog = backlog
         self._ended_lines: Counter[LineStatus] = Counter()
@@ -65,7 +62,7 @@ class JobsRuntime:
         self._worker = Worker(
             LineQueue(context, self._ownership, backlog),
             self._ownership,
-            LineRunner(completions, rng, context.clock),
+            line_runner,
             capacity,
             ResultWriter(context, self._ownership, self._results_written),
         )

@@ -388,7 +388,11 @@ _OPERATIONS = {
         failures=frozenset({503}),
     ),
     "GET /metrics": Operation(
-        "Server", "Return the metrics, in Prometheus's text format.", (Answer(media_type="text/plain"),)
+        "Server",
+        "Return the metrics, in Prometheus's text format.",
+        (Answer(media_type="text/plain"),),
+        query=job_schema.EngineQuery,
+        failures=frozenset({400}),
     ),
     "GET /dashboard": Operation(
         "Server", "Show the dashboard; with API keys it asks for an operator's.", (Answer(media_type="text/html"),)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from prometheus_client import CollectorRegistry
+
 from replicas.clock import Clock
 from replicas.engine.async_engine import AsyncEngine
 from replicas.model_replica import ModelReplica
@@ -26,6 +28,7 @@ from router.watch import WatchSettings
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts, JobsService, JobsSettings
+from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
 from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.files.store import FsspecStore
@@ -34,7 +37,7 @@ from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.metrics import HttpMetrics, RouterMetrics
+from serve_app.metrics import CountsCollector, HttpMetrics, RouterMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
@@ -80,14 +83,15 @@ class LocalRouting:
 class LocalJobs:
     """The jobs service of this process, with the one method that a deployment adds."""
 
-    def __init__(self, service: SqlJobsService) -> None:
+    def __init__(self, service: SqlJobsService, registry: CollectorRegistry) -> None:
         self._service = service
+        self._registry = registry
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
     async def metrics(self) -> JobsCounts:
-        return JobsCounts()
+        return JobsCounts(router=tuple(self._registry.collect()))
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,10 @@ async def local_service(
         if data_dir is not None:
             jobs = await stack.enter_async_context(_jobs(client, settings, data_dir))
         metrics = HttpMetrics(settings.served_model_name)
-        app = create_api(settings, Backends(LocalRouting(client, metrics).dispatcher, jobs=jobs), metrics=metrics)
+        dispatcher = LocalRouting(client, metrics).dispatcher
+        polling = asyncio.create_task(dispatcher.run())
+        stack.callback(polling.cancel)
+        app = create_api(settings, Backends(dispatcher, jobs=jobs), metrics=metrics)
         yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 
@@ -120,22 +127,25 @@ async def local_service(
 async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir: Path) -> AsyncIterator[JobsAccess]:
     """Run the jobs process's parts; yield an ingress's access to them."""
     name = settings.served_model_name
-    routing, files = LocalRouting(client, HttpMetrics(name)), FsspecStore(f"{data_dir}/files")
+    metrics = HttpMetrics(name)
+    routing, files = LocalRouting(client, metrics), FsspecStore(f"{data_dir}/files")
     job_settings = JobsSettings(name)
     database = await asyncio.to_thread(Database, f"sqlite:///{data_dir}/jobs.sqlite3")
     defaults = SamplingDefaults.load(settings.model)
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
     text = ModelText.load(settings.model, WorkerThreads(1), settings.tool_call_parser)
+    metrics.registry.register(CountsCollector(text.grammars.metrics))
+    service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0))
     runtime = JobsRuntime(
         JobsContext(database, files, job_settings),
-        CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0)),
+        LineRunner(service, metrics.outputs, random.Random(0), Clock()),
         LineCapacity(routing.dispatcher.load, routing.queue),
         BacklogView(Clock()),
-        random.Random(0),
     )
     await runtime.start(routing.dispatcher.run(), files.keep_clean())
     try:
         guard = WebhookGuard(AllowedHosts.parse(""), SystemResolver())
-        yield JobsAccess(cast(JobsService, LocalJobs(runtime.service)), files, guard, job_settings)
+        service_of_jobs = LocalJobs(runtime.service, metrics.registry)
+        yield JobsAccess(cast(JobsService, service_of_jobs), files, guard, job_settings)
     finally:
         await runtime.stop()

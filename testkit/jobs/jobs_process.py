@@ -10,16 +10,20 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+from prometheus_client import CollectorRegistry
+
 from replicas.clock import Clock
 from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
 from router.flow.flow_queue import BandLimits, FlowQueue
 from router.types import ReplicaView
 from serve_app.jobs.api.records import JobsSettings
+from serve_app.jobs.execution.line_runner import LineRunner
 from serve_app.jobs.execution.planning import LineCapacity
 from serve_app.jobs.execution.throughput import BacklogView
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.metrics import OutputMetrics
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.service import CompletionService
@@ -32,6 +36,8 @@ class _Prepared:
     body: Any
     caller: Caller
     requests: tuple[Any, ...] = ()
+    not_enforced: tuple[str, ...] = ()
+    format = SimpleNamespace(num_malformed_calls=0)
     progress = SimpleNamespace(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
 
 
@@ -107,7 +113,9 @@ async def jobs_process(
     context = JobsContext(database, files, settings or JobsSettings(MODEL), clock)
     flow_queue = FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0)
     capacity, backlog = LineCapacity(lambda: [view(completions, num_slots)], flow_queue), BacklogView(clock)
-    runtime = JobsRuntime(context, cast(CompletionService, completions), capacity, backlog, random.Random(0))
+    metrics = OutputMetrics(CollectorRegistry(), MODEL)
+    line_runner = LineRunner(cast(CompletionService, completions), metrics, random.Random(0), clock)
+    runtime = JobsRuntime(context, line_runner, capacity, backlog)
     await runtime.start()
     try:
         yield Process(runtime, backlog, database)

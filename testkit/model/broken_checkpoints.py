@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import gguf
+import numpy as np
+from safetensors.torch import load_file, save_file
+
+from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
+
 _WEIGHTS = "model.safetensors"
+_GGUF = "unknown.gguf"
 _HUGE_BYTES = 2**42
 
 
@@ -18,6 +26,12 @@ class Damage:
 
     apply: Callable[[Path], object]
     reason: str
+    file: str = ""
+    """File in the directory that is served instead of it; empty: the directory is served."""
+
+    def served(self, model: Path) -> Path:
+        """Return the path of the damaged checkpoint in the directory `model`."""
+        return model / self.file if self.file else model
 
 
 def edited(**fields: object) -> Callable[[Path], object]:
@@ -44,14 +58,68 @@ def enlarge(model: Path) -> None:
         file.truncate(8 + len(header) + _HUGE_BYTES)
 
 
+def lie(model: Path) -> None:
+    """Make the header name a shape for which its tensor has not enough bytes."""
+    weights = model / _WEIGHTS
+    content = weights.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.norm.weight"]["shape"] = [10**6]
+    written = json.dumps(header).encode()
+    weights.write_bytes(len(written).to_bytes(8, "little") + written + content[8 + length :])
+
+
+def quantize_without_scales(model: Path) -> None:
+    """Quantize the weights, and leave out the scales of one."""
+    plain = model.rename(model.with_name("plain"))
+    quantized = quantize_checkpoint(plain, model.with_name("written"), METHODS["compressed-tensors W4A16"])
+    tensors = load_file(quantized / _WEIGHTS)
+    del tensors["model.layers.1.mlp.up_proj.weight_scale"]
+    save_file(tensors, quantized / _WEIGHTS, {"format": "pt"})
+    quantized.rename(model)
+
+
+def pickle_weights(model: Path) -> None:
+    """Replace the weights by a pickle that creates the file `executed` when it is loaded."""
+    (model / _WEIGHTS).unlink()
+    with (model / "pytorch_model.bin").open("wb") as file:
+        pickle.dump(_Executed(model / "executed"), file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """Object whose pickle creates a file when it is loaded."""
+
+    path: Path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+def write_unknown_gguf(model: Path) -> None:
+    """Write a GGUF file of an architecture that nobody knows."""
+    writer = gguf.GGUFWriter(model / _GGUF, "nonesuch")
+    writer.add_block_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 DAMAGES = {
     "no such directory": Damage(shutil.rmtree, "there is no directory"),
     "no config": Damage(lambda model: (model / "config.json").unlink(), "has no config.json"),
     "broken config": Damage(lambda model: (model / "config.json").write_text("{"), "is not a config"),
     "unknown architecture": Damage(edited(model_type="nonesuch"), "`nonesuch`"),
-    "unsupported quantization": Damage(edited(quantization_config={"quant_method": "gptq"}), "is quantized (gptq)"),
+    "unsupported quantization": Damage(edited(quantization_config={"quant_method": "hqq"}), "is quantized (hqq)"),
     "missing weights": Damage(lambda model: (model / _WEIGHTS).unlink(), "there is no model.safetensors"),
     "truncated weights": Damage(truncate, "is truncated or damaged"),
+    "file that lies about its sizes": Damage(lie, "cannot have"),
+    "wrong shapes": Damage(edited(intermediate_size=96), "the config asks for"),
+    "missing scales": Damage(quantize_without_scales, "lacks its model.layers.1.mlp.up_proj.weight_scale"),
+    "pickled weights": Damage(pickle_weights, "since pickled weights can run code"),
+    "GGUF of an unknown architecture": Damage(write_unknown_gguf, "architecture nonesuch", _GGUF),
     "too little memory": Damage(enlarge, "GiB of memory are free"),
 }
 """Map from the name of a damage to it. The files alone show each."""

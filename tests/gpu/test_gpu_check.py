@@ -1,5 +1,9 @@
 """The checks and measurements of `make gpu-check`, as tests; and that the command never passes without a device."""
 
+import json
+import os
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,7 +12,17 @@ from transformers import LlamaConfig
 
 from bench import gpu_check
 from bench.gpu import device_time, host_gap, mixed_trace
-from bench.gpu.model_checks import AHEAD_ARCHITECTURES, check_ahead
+from bench.gpu.groups import groups
+from bench.gpu.items import Group, Item, Outcome, OutcomeFile, Target
+from bench.gpu.model_checks import (
+    AHEAD_ARCHITECTURES,
+    ARCHITECTURES,
+    check_ahead,
+    check_architecture,
+    check_sampler,
+    check_threads,
+)
+from bench.models import random_model
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.options import RunnerOptions
@@ -33,14 +47,81 @@ def test_command_fails_without_a_device(tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sampler_draws_as_on_the_cpu(device: str) -> None:
-    assert gpu_check.check_sampler(device).passed
+    assert check_sampler(device).passed
+
+
+def faulty(target: Target) -> tuple[Group, ...]:
+    """Return groups of which some items raise, hang or kill their process."""
+
+    def fine() -> Outcome:
+        return Outcome(True, f"on {target.device}", {"number": 7})
+
+    def raising() -> Outcome:
+        raise ValueError("a wrong number")
+
+    def hanging() -> Outcome:
+        threading.Event().wait()
+        raise AssertionError
+
+    def killing() -> Outcome:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def spoiling() -> Outcome:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    first = (
+        Item("before", fine), Item("spoils", spoiling), Item("raises", raising, "try another number"),
+        Item("hangs", hanging, limit_s=1.0), Item("kills", killing), Item("after", fine),
+    )  # fmt: skip
+    return Group("checks", "faulty", first), Group("checks", "next", (Item("measures", lambda: Outcome(None, "1 ms")),))
+
+
+@pytest.mark.deep
+def test_an_item_that_hangs_or_kills_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "_START_LIMIT_S", 30.0)
+    place = f"{__name__}:faulty"
+    output = tmp_path / "figures.json"
+    assert gpu_check.main(["--device", "cpu", "--groups", place, "--output", str(output), "--budget-s", "100"]) == 1
+    lines = {line.item: line for line in OutcomeFile(output.with_suffix(".jsonl")).lines()}
+    passed = {name: line.passed for name, line in lines.items()}
+    failed = dict.fromkeys(("spoils", "raises", "hangs", "kills"), False)
+    assert passed == {"before": True, **failed, "after": True, "measures": None}
+    assert lines["raises"].detail == "ValueError: a wrong number" and lines["raises"].advice == "try another number"
+    assert "killed" in lines["hangs"].detail and "status -9" in lines["kills"].detail
+    assert lines["after"].figures == {"number": 7}
+    assert [item["item"] for item in json.loads(output.read_text())["items"]] == list(lines)
+
+
+@pytest.mark.deep
+def test_every_item_runs_in_its_smallest_form(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    output = tmp_path / "figures.json"
+    arguments = ["--device", "cpu", "--tiny", "--output", str(output), "--budget-s", "500"]
+    assert gpu_check.main(arguments) == 0
+    lines = OutcomeFile(output.with_suffix(".jsonl")).lines()
+    names = [(group.name, item.name) for group in groups(Target("cpu", is_tiny=True)) for item in group.items]
+    assert [(line.group, line.item) for line in lines] == names
+    assert not [line for line in lines if "not run" in line.detail]
+
+
+def test_items_beyond_the_budget_are_named(tmp_path: Path) -> None:
+    output = tmp_path / "figures.json"
+    arguments = ["--device", "cpu", "--groups", f"{__name__}:faulty", "--output", str(output), "--budget-s", "1"]
+    assert gpu_check.main(arguments) == 0
+    details = {line.detail for line in OutcomeFile(output.with_suffix(".jsonl")).lines()}
+    assert details == {"not run: the budget of 1 s was spent"}
+
+
+def test_a_runner_may_run_in_another_thread_than_it_was_built_in() -> None:
+    assert check_threads("cpu").passed
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("architecture", gpu_check.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_architecture_equals_generate_on_the_gpu(architecture: str) -> None:
-    assert gpu_check.check_architecture(architecture, "cuda", attention="triton").passed
+    assert check_architecture(architecture, "cuda", attention="triton").passed
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
@@ -48,9 +129,7 @@ def test_decodes_read_all_weights_except_untied_embeddings(is_tied: bool) -> Non
     pytest.importorskip("triton")
     from bench.gpu.kernel_times import read_bytes
 
-    loaded = gpu_check.random_model(
-        LlamaConfig(**{**SMALL.to_dict(), "tie_word_embeddings": is_tied}), torch.float32, "cpu"
-    )
+    loaded = random_model(LlamaConfig(**{**SMALL.to_dict(), "tie_word_embeddings": is_tied}), torch.float32, "cpu")
     layer = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
     assert read_bytes(loaded) == 4 * (2 * layer + 64 + 512 * 64)
 
@@ -58,21 +137,19 @@ def test_decodes_read_all_weights_except_untied_embeddings(is_tied: bool) -> Non
 @pytest.mark.gpu
 @needs_gpu
 def test_kernels_equal_attention_by_definition_on_the_gpu() -> None:
-    from bench.gpu.kernel_checks import kernel_checks
-
-    checks = [check("cuda") for check in kernel_checks()]
-    assert not [check for check in checks if not check.passed]
+    checks = [group for group in groups(Target("cuda")) if group.name == "kernels"]
+    assert not [item.name for group in checks for item in group.items if not item.run().passed]
 
 
 def test_architecture_check_runs_on_the_cpu() -> None:
-    assert gpu_check.check_architecture("gpt_oss-window", "cpu").detail == "0 first differences"
+    assert check_architecture("gpt_oss-window", "cpu").detail == "0 first differences"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_steps_are_measured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_time, "NUM_ITERATIONS", 2)
     limits, options = EngineLimits(max_num_seqs=4, max_num_batched_tokens=64), RunnerOptions(kv_cache_bytes=2**22)
-    runner = build_runner(gpu_check.random_model(SMALL, torch.bfloat16, device), limits, options)
+    runner = build_runner(random_model(SMALL, torch.bfloat16, device), limits, options)
     warm_up(runner, limits)
     params = SamplingParams(max_tokens=8, top_p=0.9)
     assert device_time.measure_decode(runner, 4, 100, params).min_ms > 0
@@ -92,7 +169,7 @@ def test_steps_ahead_give_the_tokens_of_plain_steps(architecture: str) -> None:
 def test_gaps_are_measured(enforce_eager: bool) -> None:
     limits = EngineLimits(max_num_seqs=host_gap.MANY_SEQS)
     options = RunnerOptions(gpu_memory_utilization=0.3, enforce_eager=enforce_eager)
-    runner = build_runner(gpu_check.random_model(LONGER, torch.bfloat16, "cuda"), limits, options)
+    runner = build_runner(random_model(LONGER, torch.bfloat16, "cuda"), limits, options)
     warm_up(runner, limits)
     gap = host_gap.measure(runner, 8, is_async=True)
     assert gap.has_graphs is not enforce_eager
@@ -103,7 +180,7 @@ def test_gaps_are_measured(enforce_eager: bool) -> None:
 @needs_gpu
 def test_every_engine_runs_the_trace() -> None:
     outcomes = mixed_trace.measure_trace(
-        lambda: gpu_check.random_model(LONGER, torch.bfloat16, "cuda"),
+        lambda: random_model(LONGER, torch.bfloat16, "cuda"),
         lambda: mixed_trace.plain_model(LONGER, torch.bfloat16, "cuda"),
     )
     assert [outcome.fault for outcome in outcomes] == [None] * len(outcomes)

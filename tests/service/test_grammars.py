@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -30,14 +31,17 @@ TOKENIZER = load_tokenizer(str(DEMO))
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     options = ReplicaOptions(
         ModelOptions(str(DEMO), dtype="float32", num_threads=1),
         RunnerOptions(kv_cache_bytes=2**24),
         EngineLimits(max_num_seqs=8),
     )
     settings = IngressSettings(model=str(DEMO), served_model_name=MODEL)
-    async with local_service(options, settings) as local, httpx.AsyncClient(base_url=local.url, timeout=60) as client:
+    async with (
+        local_service(options, settings, tmp_path) as local,
+        httpx.AsyncClient(base_url=local.url, timeout=60) as client,
+    ):
         yield client
 
 
@@ -142,6 +146,18 @@ async def test_what_is_not_enforced_is_named_and_counted(http: httpx.AsyncClient
     assert re.search(r"headway:unenforced_keywords_total\{[^}]*\} 2\.0", metrics)
     for name, value in (("requests_total", 3), ("cache_hits_total", 1), ("cache_size", 2)):
         assert re.search(rf"headway:grammar_{name}\{{[^}}]*\}} {value}\b", metrics), name
+    for name, value in (("checks_total", 3), ("check_cache_hits_total", 1), ("check_cache_size", 2)):
+        assert re.search(rf"^headway:grammar_{name} {value}\b", metrics, re.M), name
+
+
+async def test_what_is_not_enforced_is_counted_for_lines_of_batches_too(http: httpx.AsyncClient) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "c"]}, "maxItems": 2, "uniqueItems": True, "contains": {}}
+    job = (await http.post("/v1/jobs", json=body(response_format=wanted(schema)))).json()
+    ended = (await http.get(f"/v1/jobs/{job['id']}?wait=60")).json()
+    assert ended["status"] == "completed" and len(ended["result"]["warnings"]) == 2
+    metrics = (await http.get("/metrics")).text
+    for name, value in (("unenforced_keywords_total", 2), ("grammar_checks_total", 1), ("grammar_check_cache_size", 1)):
+        assert re.search(rf'^headway:{name}\{{[^}}]*process="jobs"[^}}]*\}} {value}\b', metrics, re.M), name
 
 
 async def test_length_cuts_a_document_and_says_so(http: httpx.AsyncClient) -> None:

@@ -28,6 +28,14 @@ SCRIPTS = (
     Script('{"name": "Ada Lovelace", "age": 36}', ("Extract the person",)),
     Script("<think>\nThe tenths decide.\n</think>\n\n9.9 is larger.", ("9.9 or 9.11",)),
 )
+CHANNELS = (
+    Script("Hello."),
+    Script(
+        "<|channel|>analysis<|message|>They want the time.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_time <|constrain|>json<|message|>{"city": "New York"}<|call|>',
+        ("time in New York",),
+    ),
+)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
 
@@ -38,18 +46,29 @@ class Person(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_scripted_checkpoint(tmp_path_factory.mktemp("scripted") / MODEL, SCRIPTS)
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, Path]:
+    """Return the models by the family of their calls; None: it is found."""
+    scripts = {None: SCRIPTS, "harmony": CHANNELS}
+    folder = tmp_path_factory.mktemp("scripted")
+    return {name: write_scripted_checkpoint(folder / str(name), each) for name, each in scripts.items()}
 
 
 @pytest.fixture
-async def client(scripted: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+def tool_call_parser() -> str | None:
+    return None
+
+
+@pytest.fixture
+async def client(
+    checkpoints: dict[str | None, Path], tool_call_parser: str | None
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    model = str(checkpoints[tool_call_parser])
     options = ReplicaOptions(
-        ModelOptions(str(scripted), dtype="float32", num_threads=1),
+        ModelOptions(model, dtype="float32", num_threads=1),
         RunnerOptions(kv_cache_bytes=2**22),
         EngineLimits(max_num_seqs=4),
     )
-    settings = IngressSettings(model=str(scripted), served_model_name=MODEL)
+    settings = IngressSettings(model=model, served_model_name=MODEL, tool_call_parser=tool_call_parser)
     async with (
         local_service(options, settings) as local,
         openai.AsyncOpenAI(api_key="none", base_url=f"{local.url}/v1", max_retries=0) as client,
@@ -107,3 +126,28 @@ async def test_reasoning_is_apart_from_the_answer(client: openai.AsyncOpenAI, st
     choice = await complete(client, [{"role": "user", "content": "Which is larger, 9.9 or 9.11?"}], stream)
     assert choice.message.content.strip() == "9.9 is larger."
     assert choice.message.reasoning_content.strip() == "The tenths decide."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_text_within_a_call_finishes_no_call(client: openai.AsyncOpenAI, stream: bool) -> None:
+    messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    cut = await complete(client, messages, stream, tools=TOOLS, stop=["aris"])
+    assert cut.finish_reason == "stop"
+    [call] = cut.message.tool_calls
+    assert call.function.arguments == '{"city": "P'
+    for stop in ("</tool_call>", "not there"):
+        whole = await complete(client, messages, stream, tools=TOOLS, stop=[stop])
+        assert whole.finish_reason == "tool_calls" and not whole.message.content
+        assert json.loads(whole.message.tool_calls[0].function.arguments) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tool_call_parser", ["harmony"])
+async def test_a_call_follows_the_reasoning_of_a_channel(client: openai.AsyncOpenAI, stream: bool) -> None:
+    time: Any = [{"type": "function", "function": {"name": "get_time", "parameters": PARAMETERS}}]
+    messages: list[Any] = [{"role": "user", "content": "What is the current time in New York?"}]
+    reply = await complete(client, messages, stream, tools=time)
+    assert reply.finish_reason == "tool_calls" and not reply.message.content
+    assert reply.message.reasoning == "They want the time."
+    [call] = reply.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("get_time", {"city": "New York"})

@@ -193,7 +193,7 @@ def test_replicas_are_given_what_follows_from_other_settings():
     options = config.replica_options()
     assert (options.limits.promote_after_s, options.model.num_threads) == (3.0, 2)
     # Requests wait in the ingress; an engine's queue is as long as late binding needs.
-    assert options.limits.max_queued_requests == 7 * 3 * len(Band)
+    assert options.limits.max_queued_requests == 7 * (8 + 2) * len(Band)
 
 
 @pytest.mark.parametrize("num_ingress_replicas", [1, 4])

@@ -34,6 +34,7 @@ def versions(**fields: Any) -> dict[str, str]:
         ("dtype", "float32", {"Model"}),
         ("num_replicas", 2, set()),
         ("max_replicas", 2, set()),
+        ("num_ingress_replicas", 3, set()),
         ("graceful_shutdown_timeout_s", 5, set()),
         ("cpus_per_replica", 1, set()),
     ],

@@ -1,5 +1,5 @@
 """Faster replacements of transformers' layers: fused, compiled and quantized.
 
 Read `ops.py` first, then `optimize.py`. May import `replicas.errors`, `replicas.model.attention`,
-`replicas.model.hardware`.
+`replicas.model.checkpoint`, `replicas.model.hardware`.
 """

@@ -28,9 +28,9 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self.query_key_value = join_linears((attention.q_proj, attention.k_proj, attention.v_proj), make)
-        self.output = make(attention.o_proj.weight, attention.o_proj.bias)
+        self.output = join_linears((attention.o_proj,), make)
         self.gate_up = join_linears((mlp.gate_proj, mlp.up_proj), make)
-        self.down = make(mlp.down_proj.weight, mlp.down_proj.bias)
+        self.down = join_linears((mlp.down_proj,), make)
         self.input_norm = _norm(layer.input_layernorm)
         self.post_attention_norm = _norm(layer.post_attention_layernorm)
         self.heads = HeadLayout(

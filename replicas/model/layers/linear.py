@@ -1,15 +1,18 @@
-"""Linear layers: plain, and on CPU packed for oneDNN or in the compiled C++ kernels, in full precision or 8 bits."""
+"""Linear layers: plain, and on CPU packed for oneDNN or in the compiled C++ kernels, in full precision, 8 or 4 bits."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.quantized_linear import QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
@@ -28,6 +31,10 @@ _PAIRS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 2}
 _INPUTS_UNIT = 32
 _LARGEST_INT8 = 127
 _ROWS_AT_ONCE = 4096
+# Numbers of 4 bits: inputs in 64 bytes of a panel, the number that stands for 0, and inputs with one scale.
+_NIBBLE_INPUTS = 4
+_ZERO_POINT = 8
+_GROUP = 32
 
 
 def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> LinearFactory:
@@ -36,14 +43,14 @@ def choose_linears(dtype: torch.dtype, has_kernels: bool, quantization: str) -> 
     Raises:
         ModelLoadError: there is no such quantization, or it needs the compiled kernels and they are not loaded.
     """
-    if quantization not in ("none", "int8"):
-        raise ModelLoadError(f"quantization is {quantization!r}; it must be none or int8")
+    if quantization not in ("none", *_QUANTIZED):
+        raise ModelLoadError(f"quantization is {quantization!r}; it must be none, {' or '.join(_QUANTIZED)}")
     packed = PackedLinear if can_pack(dtype) else plain_linear
     if not has_kernels:
         if quantization != "none":
             raise ModelLoadError(f"quantization is {quantization!r}, which needs the compiled CPU kernels")
         return packed
-    compiled = Int8Linear if quantization == "int8" else CppLinear
+    compiled = _QUANTIZED.get(quantization, CppLinear)
     return lambda weight, bias: (compiled if can_multiply(weight) else packed)(weight, bias)
 
 
@@ -56,8 +63,14 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return linear
 
 
-def join_linears(parts: Sequence[nn.Linear], make: LinearFactory) -> nn.Module:
-    """Return one layer that computes all of `parts` and concatenates their outputs."""
+def join_linears(parts: Sequence[nn.Linear | Int4Linear], make: LinearFactory) -> nn.Module:
+    """Return one layer that computes all of `parts` and concatenates their outputs.
+
+    Parts with kept 4-bit weights keep them, unless other parts are dense.
+    """
+    kept = [part for part in parts if isinstance(part, Int4Linear)]
+    if len(kept) == len(parts) and all(before.can_join(after) for before, after in pairwise(kept)):
+        return kept[0].join(kept[1:]) if len(kept) > 1 else kept[0]
     weights: list[Tensor] = [part.weight for part in parts]
     biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
     assert len(biases) in (0, len(parts)), "either all parts have a bias or none has"
@@ -117,17 +130,19 @@ def _packing_errors(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
 
 
 class CompiledLinear(nn.Module):
-    """Linear layer in a compiled kernel, with a packed copy of `numbers` [out_features, in_features]."""
+    """Linear layer in a compiled kernel, with a packed weight."""
 
-    def __init__(self, numbers: Tensor, scales: Tensor | None, bias: Tensor | None) -> None:
+    out_features: int
+    in_features: int
+
+    def __init__(self, packed: Tensor, scales: Tensor | None, bias: Tensor | None) -> None:
         super().__init__()
-        self.out_features, self.in_features = numbers.shape
-        self.packed = nn.Parameter(pack(numbers), requires_grad=False)
+        self.packed = nn.Parameter(packed, requires_grad=False)
         self.scales = _fixed(scales)
         self.bias = _fixed(bias)
 
     def parts(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the packed numbers, the scales (one per output, or None) and the bias or None."""
+        """Return the packed numbers, the scales or None, and the bias or None."""
         return self.packed, self.scales, self.bias
 
 
@@ -135,7 +150,8 @@ class CppLinear(CompiledLinear):
     """Replacement of `nn.Linear`. The caller must drop the original weight to free its memory."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight.detach(), None, bias)
+        super().__init__(pack(weight.detach()), None, bias)
+        self.out_features, self.in_features = weight.shape
 
     @property
     def weight(self) -> Tensor:
@@ -164,7 +180,8 @@ class Int8Linear(CompiledLinear):
         for first in range(0, len(weight), _ROWS_AT_ONCE):
             rows = slice(first, first + _ROWS_AT_ONCE)
             numbers[rows] = (weight[rows].detach().float() / scales[rows, None]).round().to(torch.int8)
-        super().__init__(numbers, scales, bias)
+        super().__init__(pack(numbers), scales, bias)
+        self.out_features, self.in_features = weight.shape
 
     @property
     def numbers(self) -> Tensor:
@@ -177,6 +194,141 @@ class Int8Linear(CompiledLinear):
             inputs.contiguous(), self.packed, self.scales, self.bias
         )
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt4:
+    """Weight in 4 bits in the kernels' order."""
+
+    numbers: Tensor  # [num_panels, num_inputs / 4, outputs of a panel, 2] uint8; see `pack_nibbles`
+    scales: Tensor  # [1 or 2, num_panels, num_groups, outputs of a panel] float32: scales, and offsets if there are any
+    num_outputs: int
+
+
+class Int4Linear(CompiledLinear):
+    """Linear layer with a weight in 4 bits: numbers with a scale, and perhaps a zero point, for each group of inputs.
+
+    Inputs are not quantized. A row's outputs do not depend on the other rows.
+    """
+
+    def __init__(self, weight: PackedInt4, bias: Tensor | None, dtype: torch.dtype) -> None:
+        """Make a layer for inputs and outputs of `dtype`."""
+        super().__init__(weight.numbers, weight.scales, bias)
+        self.out_features, self.in_features = weight.num_outputs, weight.numbers.shape[1] * _NIBBLE_INPUTS
+        self._dtype = dtype
+
+    @property
+    def _groups(self) -> Tensor:
+        """Scales and offsets; see `PackedInt4`."""
+        assert self.scales is not None
+        return self.scales
+
+    def can_join(self, other: Int4Linear) -> bool:
+        """Return True if one layer can compute this one and then `other`."""
+        return (
+            self.out_features % _PANEL == 0
+            and other._groups.shape[2:] == self._groups.shape[2:]
+            and (other.bias is None) == (self.bias is None)
+        )
+
+    def join(self, others: Sequence[Int4Linear]) -> Int4Linear:
+        """Return one layer that computes this one and `others`, which have as many inputs in groups of the same size.
+
+        Their outputs fill whole panels.
+        """
+        parts = (self, *others)
+        depth = max(len(part._groups) for part in parts)
+        scales = [functional.pad(part._groups, (0, 0, 0, 0, 0, 0, 0, depth - len(part._groups))) for part in parts]
+        weight = PackedInt4(
+            torch.cat(tuple(part.packed for part in parts)),
+            torch.cat(scales, dim=1),
+            sum(part.out_features for part in parts),
+        )
+        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        return Int4Linear(weight, torch.cat(biases) if biases else None, self._dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """Weight [out_features, in_features], dequantized at each access."""
+        group = self.in_features // self._groups.shape[2]
+        values = unpack_nibbles(self.packed, self.out_features).float() - _ZERO_POINT
+        scale, *offset = (
+            part.transpose(1, 2).flatten(0, 1)[: self.out_features].repeat_interleave(group, dim=1)
+            for part in self._groups
+        )
+        dense: Tensor = values * scale
+        return (dense - offset[0] if offset else dense).to(self._dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Multiply `inputs` [..., in_features] and return [..., out_features]."""
+        output: Tensor = torch.ops.headway.multiply_by_int4.default(
+            inputs.contiguous(), self.packed, self.scales, self.out_features, self.bias
+        )
+        return output
+
+
+def can_keep(weight: QuantizedLinear) -> bool:
+    """Return True if the kernels compute with the numbers of a quantized weight."""
+    return (
+        weight.bits == 4
+        and weight.table is None
+        and weight.order is None
+        and weight.outputs_per_scale == 1
+        and weight.inputs_per_scale % _NIBBLE_INPUTS == 0
+        and weight.numbers.shape[1] % weight.inputs_per_scale == 0
+    )
+
+
+def rounded_to_int4(weight: Tensor, bias: Tensor | None) -> Int4Linear:
+    """Return a layer with the weight rounded to 4 bits."""
+    return Int4Linear(pack_int4(quantize_int4(weight)), bias, weight.dtype)
+
+
+def quantize_int4(weight: Tensor) -> QuantizedLinear:
+    """Round a weight to 4 bits in groups of 32 inputs. The largest of a group becomes -8, without a zero point."""
+    num_outputs, num_inputs = weight.shape
+    numbers = torch.empty(weight.shape, dtype=torch.uint8)
+    scales = torch.empty(num_outputs, num_inputs // _GROUP)
+    for first in range(0, num_outputs, _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        groups = weight[rows].detach().float().view(-1, num_inputs // _GROUP, _GROUP)
+        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        scale = largest / -_ZERO_POINT
+        rounded = (groups / torch.where(scale == 0, 1, scale)).round() + _ZERO_POINT
+        numbers[rows], scales[rows] = rounded.clamp(0, 15).flatten(1).to(torch.uint8), scale[:, :, 0]
+    zero_points = torch.full(scales.shape, _ZERO_POINT, dtype=torch.uint8)
+    return QuantizedLinear(numbers, scales, zero_points, 4, inputs_per_scale=_GROUP)
+
+
+def pack_nibbles(numbers: Tensor) -> Tensor:
+    """Return numbers [outputs, inputs] below 16 in the kernels' order, [panels, inputs / 4, outputs of a panel, 2].
+
+    The 64 bytes of four inputs hold, for each of 16 outputs and each of two adjacent inputs, two pairs of nibbles: one
+    pair of this input, and one of the input two further on; each is that output's number, and that of 16 outputs on.
+    """
+    num_outputs, num_inputs = numbers.shape
+    filled = functional.pad(numbers, (0, 0, 0, -num_outputs % _PANEL))
+    lanes = filled.view(-1, 2, _PANEL // 2, num_inputs // _NIBBLE_INPUTS, 2, 2).permute(0, 3, 2, 5, 4, 1)
+    return (lanes[..., 0] | lanes[..., 1] << 4).contiguous().view(-1, num_inputs // _NIBBLE_INPUTS, _PANEL, 2)
+
+
+def unpack_nibbles(packed: Tensor, num_outputs: int) -> Tensor:
+    """Return the numbers [num_outputs, inputs] that `pack_nibbles` packed."""
+    lanes = packed.view(len(packed), -1, _PANEL // 2, 2, 2)
+    numbers = torch.stack((lanes & 15, lanes >> 4), dim=-1).permute(0, 5, 2, 1, 4, 3)
+    return numbers.reshape(len(packed) * _PANEL, -1)[:num_outputs]
+
+
+def pack_int4(weight: QuantizedLinear) -> PackedInt4:
+    """Return a weight that `can_keep` accepts in the kernels' order. It has offsets if a zero point is not 8."""
+    scales = weight.scales.float()
+    parts = [scales]
+    zero_points = torch.zeros(()) if weight.zero_points is None else weight.zero_points.float()
+    if not bool((zero_points == _ZERO_POINT).all()):
+        parts.append(scales * (zero_points - _ZERO_POINT))
+    padded = functional.pad(torch.stack(parts), (0, 0, 0, -len(scales) % _PANEL))
+    packed = padded.view(len(parts), -1, _PANEL, scales.shape[1]).transpose(2, 3).contiguous()
+    return PackedInt4(pack_nibbles(weight.numbers), packed, len(scales))
 
 
 def can_multiply(weight: Tensor) -> bool:
@@ -198,6 +350,13 @@ def pack(weight: Tensor) -> Tensor:
 def unpack(packed: Tensor, num_outputs: int) -> Tensor:
     """Return the original weight [num_outputs, inputs] of `packed`."""
     return packed.transpose(1, 2).flatten(0, 1).flatten(1)[:num_outputs]
+
+
+_QUANTIZED: dict[str, Callable[[Tensor, Tensor | None], CompiledLinear]] = {
+    "int4": rounded_to_int4,
+    "int8": Int8Linear,
+}
+"""Map from a quantization to the layers that quantize a weight."""
 
 
 def _fixed(values: Tensor | None) -> nn.Parameter | None:

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import psutil
 
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.formats import Quantization, Weights, find_weights, read_quantization
+from replicas.model.checkpoint.headers import read_headers
 
-_INDEX = "model.safetensors.index.json"
-_WEIGHTS = "model.safetensors"
-_LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000
-_BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32}
 _GIB = 2**30
 
 
-def check_config(directory: Path) -> None:
-    """Check that there is a config, and that the weights are not quantized.
+def check_config(directory: Path) -> Quantization | None:
+    """Check that there is a config, and return the quantization that it describes, if any.
 
     Raises:
-        ModelLoadError: there is none, it cannot be read, or they are.
+        ModelLoadError: there is no config, it cannot be read, or there is no support for its quantization.
     """
     path = directory / "config.json"
     if not path.is_file():
         raise ModelLoadError(f"{directory} has no config.json")
     try:
-        quantization = json.loads(path.read_text()).get("quantization_config")
+        described = json.loads(path.read_text()).get("quantization_config")
     except (ValueError, AttributeError) as error:
         raise ModelLoadError(f"{path} is not a config: {error}") from error
-    if quantization:
+    if not described:
+        return None
+    if not isinstance(described, dict):
+        raise ModelLoadError(f"{path} is not a config: its quantization_config is no object")
+    try:
+        return read_quantization(described)
+    except ModelLoadError as error:
         raise ModelLoadError(
-            f"{directory} is quantized ({quantization.get('quant_method')}); Headway reads plain weights and GGUF "
-            "files. Choose the checkpoint before its quantization, or a GGUF file"
-        )
+            f"{directory} is quantized {error}. Choose the checkpoint before its quantization, or a GGUF file"
+        ) from None
 
 
 def check_weights(
@@ -58,12 +61,37 @@ def check_weights(
 
 
 def num_weights(directory: Path) -> int:
-    """Return the number of weights of a checkpoint.
+    """Return the number of weights of a checkpoint, once they are dense.
+
+    Raises:
+        ModelLoadError: a file is missing or not whole, or a quantized weight is not.
+    """
+    return read_weights(directory).num_values
+
+
+def read_weights(directory: Path) -> Weights:
+    """Return the weights of a checkpoint, without reading their values.
+
+    Raises:
+        ModelLoadError: a file is missing or not whole, or a quantized weight is not.
+    """
+    quantization = check_config(directory)
+    tensors = read_headers(directory)
+    try:
+        return find_weights(tensors, quantization)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{directory} cannot be read: {error}") from None
+
+
+def shapes_digest(directory: Path) -> str:
+    """Return a digest of a checkpoint's config, and of the names, dtypes and shapes of its tensors.
 
     Raises:
         ModelLoadError: a file is missing or not whole.
     """
-    return sum(map(_num_values, _weight_files(directory)))
+    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_headers(directory).items())
+    config = (directory / "config.json").read_bytes()
+    return hashlib.sha256(config + repr(tensors).encode()).hexdigest()
 
 
 def available_memory_bytes() -> int:
@@ -78,42 +106,3 @@ def _read_number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # No such limit, or `max`.
         return None
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelLoadError(f"{index} is not an index of weights: {error!r}") from error
-    else:
-        names = [_WEIGHTS]
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        others = sorted(path.name for path in directory.glob("*.bin")) if missing == [_WEIGHTS] else []
-        hint = f"; {', '.join(others)} cannot be read: Headway reads safetensors only" if others else ""
-        raise ModelLoadError(f"{directory} lacks its weights: there is no {', '.join(missing)}{hint}")
-    return [directory / name for name in names]
-
-
-def _num_values(file: Path) -> int:
-    """Return the number of weights in a safetensors file, whose header must agree with its size."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header would have {length} bytes")
-            header = json.loads(stream.read(length))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        expected = _LENGTH_BYTES + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
-        num_values: int = sum(
-            (tensor["data_offsets"][1] - tensor["data_offsets"][0]) * 8 // _BITS.get(tensor["dtype"], 8)
-            for tensor in tensors
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{file} is not a safetensors file: {error}") from error
-    size = file.stat().st_size
-    if size != expected:
-        raise ModelLoadError(f"{file} is truncated or damaged: it has {size:,} bytes, its header says {expected:,}")
-    return num_values

@@ -1,8 +1,7 @@
-"""Config of a model, read by transformers: `python -m replicas.model.loading.config MODEL` says if it can be served."""
+"""Config of a model, read by transformers."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
@@ -39,10 +38,3 @@ def _refuse(config: PretrainedConfig) -> None:
     refuse_config(config)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(config.model_type, "transformers has no decoder of that type")
-
-
-if __name__ == "__main__":
-    try:
-        read_config(sys.argv[1])
-    except ModelLoadError as error:
-        sys.exit(str(error))

@@ -30,4 +30,7 @@ def convert(file: Path, directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except (OSError, ValueError, KeyError) as error:
+        sys.exit(" ".join(str(error).split()) or repr(error))

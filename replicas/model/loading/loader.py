@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from replicas.errors import ModelLoadError, UnsupportedModel
-from replicas.model.attention.interface import (
-    ATTENTION_NAME,
-    AttentionContext,
-    AttentionPort,
-    AttentionSpec,
-    register_attention,
-)
+from replicas.errors import ModelLoadError
+from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
 from replicas.model.attention.kv_cache import AttentionLayer
 from replicas.model.attention.probe import probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
@@ -30,9 +18,9 @@ from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
 from replicas.model.layers.fused_decoder import can_fuse
 from replicas.model.layers.optimize import compile_layers, cpu_modules, cuda_modules, optimize_model
-from replicas.model.loading.checks import check_config
 from replicas.model.loading.config import read_config
 from replicas.model.loading.options import ModelOptions
+from replicas.model.loading.weights import load_weights
 from replicas.tokenizer_files import load_tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
@@ -57,6 +45,8 @@ class LoadedModel:
     device: torch.device
     has_kernels: bool = False
     """True if the compiled CPU kernels are loaded and support `dtype`."""
+    weights: str = ""
+    """Format of the weights in the checkpoint and in memory, for people; empty: not known."""
 
     def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
         """Run a forward pass with attention by `context` and return logits [num_rows, vocab_size] in `dtype`.
@@ -85,15 +75,15 @@ def load_model(options: ModelOptions) -> LoadedModel:
         torch.set_num_threads(options.num_threads)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
-    if Path(options.path).is_dir():
-        check_config(Path(options.path))
     config = read_config(options.path)
     max_model_len = choose_max_model_len(config, options.max_model_len)
     tokenizer = _load_tokenizer(options.path)
-    model = _load_weights(options.path, config, dtype).to(device).eval()
+    has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
+    keep_int4 = has_kernels and options.quantization != "int8"
+    weights = load_weights(options.path, config, dtype, keep_int4=keep_int4)
+    model = weights.model.to(device).eval()
     port = AttentionPort(model)
     layers = probe_attention(model, port)
-    has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     _optimize(model, port, layers, options, has_kernels)
     return LoadedModel(
         model_id=options.path,
@@ -107,6 +97,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         dtype=dtype,
         device=device,
         has_kernels=has_kernels,
+        weights=weights.description,
     )
 
 
@@ -130,29 +121,6 @@ def _optimize(
     is_compiled = options.compile_layers and not can_fuse(model) and compile_layers(model, port)
     if device.type == "cuda" and not is_compiled:
         optimize_model(model, port, layers, cuda_modules(dtype, device))
-
-
-def _load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    register_attention()
-    try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model,
-            # A copy: `from_pretrained` writes the attention implementation to the config object.
-            config=copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
-    except OSError as error:
-        raise ModelLoadError(f"cannot read the weights of model {model!r} (safetensors only): {error}") from error
-    except KeyError as error:
-        if ATTENTION_NAME not in str(error):
-            raise
-        raise UnsupportedModel(config.model_type, "its code does not use transformers' attention interface") from error
-    except ValueError as error:
-        raise UnsupportedModel(config.model_type, f"transformers cannot build it as a decoder: {error}") from error
-    return loaded
 
 
 def _load_tokenizer(model: str) -> PreTrainedTokenizerFast | None:

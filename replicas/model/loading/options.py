@@ -9,7 +9,7 @@ from replicas.settings import check_bounds, setting
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int4", "int8"]
 
 DEFAULT_KERNEL_CACHE_DIR = "~/.cache/headway"
 
@@ -36,8 +36,9 @@ class ModelOptions:
     """On a GPU, have torch.compile fuse the layers of models for which Headway has no fused layers. Start-up takes
     longer."""
     quantization: Quantization = setting("none")
-    """Number format of the weights of linear layers on CPU. int8 saves memory and time and needs the compiled
-    kernels."""
+    """Rounding of the weights of linear layers on CPU as they are loaded: int8 with one scale for each output, int4
+    with one for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels. none:
+    weights stay as the checkpoint has them."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -18,6 +18,7 @@ from serve_app.errors import reply_to
 from serve_app.jobs.api.records import LineStatus
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
+from serve_app.metrics import OutputMetrics
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, IgnoredValues
@@ -63,8 +64,9 @@ class LineRunner:
     of the batch ends the line.
     """
 
-    def __init__(self, service: CompletionService, rng: random.Random, clock: Clock) -> None:
+    def __init__(self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, clock: Clock) -> None:
         self._service = service
+        self._metrics = metrics
         self._rng = rng
         self._clock = clock
 
@@ -107,6 +109,9 @@ class LineRunner:
         prepared = replace(prepared, requests=requests)
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
+        self._metrics.count(
+            num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
+        )
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
     def _caller(self, line_task: LineTask) -> Caller:

@@ -94,9 +94,13 @@ class ChatChoice:
         return message
 
     def ending(self, delta: TokenDelta) -> JsonObject:
-        """Return the finish reason and the stop string or token that ended the choice (vLLM's `stop_reason`)."""
+        """Return the finish reason and the stop string or token that ended the choice (vLLM's `stop_reason`).
+
+        A choice that ends within a call, such as at a stop string, does not finish with `tool_calls`: a client would
+        run it.
+        """
         assert delta.finish_reason is not None
-        has_calls = self._parser is not None and self._parser.num_calls > 0
+        has_calls = self._parser is not None and self._parser.has_whole_calls
         calls = has_calls and delta.finish_reason is FinishReason.STOP
         return {"finish_reason": "tool_calls" if calls else delta.finish_reason.value, "stop_reason": delta.stop_reason}
 

@@ -34,9 +34,9 @@ class RequestLimits:
     """Most choices in one request: `n` times the number of prompts."""
     max_messages: int = setting(2048, ge=1)
     """Most messages of one conversation."""
-    max_body_values: int = setting(524_288, ge=1)
+    max_body_values: int = setting(131_072, ge=1)
     """Most values in a JSON body: items of lists, such as token ids, and fields of objects."""
-    max_body_objects: int = setting(65_536, ge=1)
+    max_body_objects: int = setting(32_768, ge=1)
     """Most objects, lists and names of fields in a JSON body; each takes longer to read than a number or a text."""
     max_echo_logprobs: int = setting(131_072, ge=1)
     """Most log probabilities of prompt tokens in one reply (`echo` with `logprobs`, `prompt_logprobs`): the tokens of

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from replicas.errors import InvalidRequest
 from serve_app.openai.request.schema import ChatBody
 from serve_app.openai.request.tools import FunctionTool, NamedToolChoice
-from serve_app.openai.structured.json_schema import enforceable_schema
+from serve_app.openai.structured.json_schema import enforceable_schema, refuse_unenforced
 from serve_app.openai.structured.output_grammar import OutputGrammar, output_grammar
 from serve_app.openai.tools.families import ChatFamily
 from serve_app.openai.tools.grammar import CallRule, answer_grammar, call_grammar, thinking_of
@@ -77,6 +77,9 @@ def _bound_tools(body: ChatBody, family: ChatFamily) -> tuple[list[Tool], tuple[
             param = f"tools[{index}].function.parameters"
             found = enforceable_schema(tool.parameters, param, is_strict=tool.strict)
             tool = replace(tool, parameters=found.schema)
-            not_enforced += [f"{place}{pointer}" for pointer in (*found.not_enforced, *family.calls.unenforced(tool))]
+            of_family = family.calls.unenforced(tool)
+            if tool.strict:
+                refuse_unenforced(of_family, param)
+            not_enforced += [f"{place}{pointer}" for pointer in (*found.not_enforced, *of_family)]
         tools.append(tool)
     return tools, tuple(not_enforced)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
@@ -11,6 +12,7 @@ from typing import Any
 from replicas.errors import InvalidRequest
 from replicas.grammar import check_length, json_schema_fault, json_schema_grammar, schema_options
 from serve_app.errors import shortened
+from serve_app.openai.tools.shapes.schemas import pointer_part
 
 Schema = dict[str, Any]
 
@@ -29,6 +31,10 @@ _NOT_ENFORCED = frozenset({
     "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
 })  # fmt: skip
 """Keywords that no grammar here expresses."""
+
+_NAMED_GROUP = re.compile(r"\(\?<(?=[^=!])")
+_NAMED_REFERENCE = re.compile(r"\\k<(\w+)>")
+"""Named groups and references to them as JavaScript, and so JSON Schema, writes them."""
 
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -68,11 +74,21 @@ def enforceable_schema(
         fault = json_schema_fault(reduced)
     if fault is not None:
         raise InvalidRequest(f"`{param}` cannot be enforced: {fault}", param)
-    if is_strict and reduction.not_enforced:
-        listed = ", ".join(f"`{_shown(place)}`" for place in reduction.not_enforced[:_MAX_NAMED])
+    if is_strict:
+        refuse_unenforced(reduction.not_enforced, param)
+    return EnforceableSchema(reduced, tuple(reduction.not_enforced))
+
+
+def refuse_unenforced(places: Sequence[str], param: str) -> None:
+    """Refuse keywords of a strict schema that are not enforced, given as JSON pointers.
+
+    Raises:
+        InvalidRequest: there are such keywords; the error names `param` and their places.
+    """
+    if places:
+        listed = ", ".join(f"`{_shown(place)}`" for place in places[:_MAX_NAMED])
         message = f"`{param}` is strict and has keywords that cannot be enforced: {listed}"
         raise InvalidRequest(message, param, "unsupported_parameter")
-    return EnforceableSchema(reduced, tuple(reduction.not_enforced))
 
 
 class _Reduction:
@@ -97,7 +113,8 @@ class _Reduction:
         self._count_patterns(schema, place)
         reduced: Schema = {}
         for keyword, value in schema.items():
-            here = f"{place}/{_escaped(keyword)}"
+            here = f"{place}/{pointer_part(keyword)}"
+            self._check_patterns(keyword, value, here)
             if keyword == "x-guidance" or (keyword == "uniqueItems" and value is False):
                 continue
             if keyword == "format" and not _takes_strings(schema):
@@ -116,7 +133,7 @@ class _Reduction:
     def _value(self, keyword: str, value: Any, place: str, depth: int) -> Any:
         """Return a keyword's value; schemas in it are reduced."""
         if keyword in _SCHEMA_MAPS and isinstance(value, Mapping):
-            return {name: self._any(each, f"{place}/{_escaped(name)}", depth) for name, each in value.items()}
+            return {name: self._any(each, f"{place}/{pointer_part(name)}", depth) for name, each in value.items()}
         if keyword in _SCHEMA_LISTS or keyword in _SCHEMAS:
             if isinstance(value, list):
                 return [self._any(each, f"{place}/{index}", depth) for index, each in enumerate(value)]
@@ -138,13 +155,26 @@ class _Reduction:
                 message = f"`{self._param}` has {counted}; at most {limit} are accepted"
                 raise InvalidRequest(message, self._param)
 
+    def _check_patterns(self, keyword: str, value: Any, place: str) -> None:
+        """Check that a keyword's patterns are regular expressions.
+
+        Raises:
+            InvalidRequest: one is none, for llguidance and for Python alike.
+        """
+        for pattern in _patterns_of(keyword, value):
+            reason = None if _has_grammar("pattern", pattern) else _regex_fault(pattern)
+            if reason is not None:
+                raise InvalidRequest(
+                    f"`{self._param}`: `{_shown(place)}` is no regular expression: {reason}", self._param
+                )
+
     def _is_enforceable(self, keyword: str, value: Any) -> bool:
         if keyword in _NOT_ENFORCED or keyword == "uniqueItems":
             return False
-        if keyword in ("format", "pattern") and isinstance(value, str):
+        if keyword == "format" and isinstance(value, str):
             return _has_grammar(keyword, value)
-        if keyword == "patternProperties" and isinstance(value, dict):
-            return all(_has_grammar("pattern", name) for name in value)
+        if not all(_has_grammar("pattern", pattern) for pattern in _patterns_of(keyword, value)):
+            return False
         if keyword != "multipleOf" or not isinstance(value, int | float):
             return True
         multiple = lcm(self._multiple, _num_remainders(value))
@@ -167,6 +197,25 @@ def _has_optional(schema: Schema) -> bool:
     )
 
 
+def _patterns_of(keyword: str, value: Any) -> Iterable[str]:
+    """Return the regular expressions in a keyword's value."""
+    if keyword == "pattern" and isinstance(value, str):
+        return (value,)
+    return value if keyword == "patternProperties" and isinstance(value, dict) else ()
+
+
+def _regex_fault(pattern: str) -> str | None:
+    """Return the reason why a text is no regular expression, not even one that has no grammar; None: it is one."""
+    in_python = _NAMED_REFERENCE.sub(r"(?P=\1)", _NAMED_GROUP.sub("(?P<", pattern))
+    try:
+        re.compile(in_python)
+    except re.error as error:
+        return error.msg
+    except (RecursionError, OverflowError):
+        return "it is too large"
+    return None
+
+
 @lru_cache(maxsize=1024)
 def _has_grammar(keyword: str, value: str) -> bool:
     """Return True if strings with this format or pattern have a grammar."""
@@ -184,8 +233,3 @@ def _shown(place: str) -> str:
     """Return a JSON pointer for a message; of a long one the keyword stays."""
     parent, _, keyword = place.rpartition("/")
     return f"{shortened(parent)}/{keyword}"
-
-
-def _escaped(name: str) -> str:
-    """Return a part of a JSON pointer (RFC 6901)."""
-    return name.replace("~", "~0").replace("/", "~1")

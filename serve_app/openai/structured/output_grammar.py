@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ from replicas.grammar import (
     regex_grammar,
     structural_tag_grammar,
 )
+from replicas.protocol import Metric, MetricKind
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTag, StructuredOutputs
 from serve_app.openai.request.schema import GenerationBody
@@ -27,7 +28,11 @@ from serve_app.openai.structured.json_schema import Schema, enforceable_schema
 from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 
 MAX_COMPILATION_S = 10.0
-"""Longest wait for a grammar's compilation, seconds."""
+"""Longest wait for a thread, and then for a grammar's compilation, seconds."""
+
+_CHECKS = "grammars that were checked before their requests were accepted"
+_CHECK_HITS = "checked grammars that were compiled before"
+_CHECK_SIZE = "compiled grammars in the cache of the process that checks them"
 
 _NUM_THREADS = 2
 _ANY_OBJECT: Schema = {"type": "object"}
@@ -55,6 +60,15 @@ class GrammarChecker:
         self._compiler = compiler
         self._threads = WorkerThreads(_NUM_THREADS, "grammars")
 
+    def metrics(self) -> tuple[Metric, ...]:
+        """Return the number of checks and the counts of the cache of compiled grammars."""
+        counts = self._compiler.counts()
+        return (
+            Metric("headway:grammar_checks", _CHECKS, MetricKind.COUNTER, counts.num_requests),
+            Metric("headway:grammar_check_cache_hits", _CHECK_HITS, MetricKind.COUNTER, counts.num_hits),
+            Metric("headway:grammar_check_cache_size", _CHECK_SIZE, MetricKind.GAUGE, counts.size),
+        )
+
     async def checked(
         self, make: Callable[[], OutputGrammar | None], owner: WorkOwner = SERVER
     ) -> OutputGrammar | None:
@@ -64,14 +78,19 @@ class GrammarChecker:
             InvalidRequest: as `make` raises, or the grammar cannot be compiled, or not in time.
             Overloaded: too much work waits, or all threads compile longer than that.
         """
-        has_begun = threading.Event()
+        loop, limit, has_begun = asyncio.get_running_loop(), asyncio.timeout(MAX_COMPILATION_S), asyncio.Event()
+
+        def begin() -> None:
+            has_begun.set()
+            with contextlib.suppress(RuntimeError):  # The caller has left.
+                limit.reschedule(loop.time() + MAX_COMPILATION_S)
 
         def check() -> OutputGrammar | None:
-            has_begun.set()
+            loop.call_soon_threadsafe(begin)
             return self._checked(make)
 
         try:
-            async with asyncio.timeout(MAX_COMPILATION_S):
+            async with limit:
                 return await self._threads.run(check, owner)
         except TimeoutError:
             if not has_begun.is_set():

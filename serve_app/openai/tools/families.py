@@ -6,10 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from serve_app.openai.tools.shapes.braced_calls import BracedCalls
 from serve_app.openai.tools.shapes.calls import Call
 from serve_app.openai.tools.shapes.channel_calls import ChannelCalls
 from serve_app.openai.tools.shapes.json_calls import JsonCalls
 from serve_app.openai.tools.shapes.named_calls import NamedCalls
+from serve_app.openai.tools.shapes.nested_calls import NestedCalls
 from serve_app.openai.tools.shapes.pythonic_calls import PythonicCalls
 from serve_app.openai.tools.shapes.shape import CallShape
 from serve_app.openai.tools.shapes.xml_calls import XmlCalls
@@ -128,6 +130,27 @@ HERMES = ChatFamily(
 GENERIC = ChatFamily("generic", HERMES.calls)
 """Family of templates without a sign of any other."""
 
+
+def _dsml_family(name: str, block: str) -> ChatFamily:
+    """Return a family of DeepSeek with tags that say which values are strings."""
+    return ChatFamily(
+        name,
+        XmlCalls(
+            f"<｜DSML｜{block}>",
+            '<｜DSML｜parameter name="',
+            '" string="true">',
+            "</｜DSML｜parameter>\n",
+            "</｜DSML｜invoke>",
+            '\n<｜DSML｜invoke name="',
+            '">\n',
+            f"\n</｜DSML｜{block}>",
+            json_key_end='" string="false">',
+            separator="",
+        ),
+        signs=(("｜DSML｜", f"{block}>"),),
+    )
+
+
 FAMILIES = (
     ChatFamily(
         "harmony",
@@ -161,6 +184,8 @@ FAMILIES = (
         ),
         signs=(("<｜tool▁calls▁begin｜>",),),
     ),
+    _dsml_family("deepseek_v32", "function_calls"),
+    _dsml_family("deepseek_v4", "tool_calls"),
     ChatFamily(
         "kimi_k2",
         NamedCalls(
@@ -221,6 +246,12 @@ FAMILIES = (
         ),
         signs=(("<seed:tool_call>", "<function="),),
         reasoning=ReasoningMarkers("<seed:think>", "</seed:think>"),
+    ),
+    ChatFamily(
+        "minimax_m3",
+        NestedCalls("]<]minimax[>["),
+        signs=(("]<]minimax[>[",),),
+        reasoning=ReasoningMarkers("<mm:think>", "</mm:think>"),
     ),
     ChatFamily(
         "minimax_m2",
@@ -311,6 +342,12 @@ FAMILIES = (
         JsonCalls("<TOOLCALL>", "</TOOLCALL>", "[", "]", ", "),
         signs=(("<TOOLCALL>",),),
         aliases=("nemotron_json", "nemotron_nano_v2"),
+    ),
+    ChatFamily(
+        "gemma4",
+        BracedCalls("<|tool_call>", "<tool_call|>", "call:", '<|"|>'),
+        signs=(("<|tool_call>", "<tool_call|>"),),
+        reasoning=ReasoningMarkers("<|channel>thought", "<channel|>"),
     ),
     ChatFamily("gigachat3", JsonCalls("<|function_call|>"), signs=(("<|function_call|>",),)),
     ChatFamily(

@@ -6,6 +6,7 @@ Each row's sums have one order there, whatever shares the step. A constraint cha
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from serve_app.openai.structured.json_schema import enforceable_schema
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import Sizes, build_engine, load_compiled, num_preemptions, random_prompts, run
+from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
 from tests.unit.test_grammar import DEMO
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3)
@@ -50,7 +52,23 @@ def engine(loaded: LoadedModel, sizes: Sizes) -> Engine:
 )
 def test_no_token_depends_on_its_company(architecture: str) -> None:
     need_kernels()
-    loaded = load_compiled(cached_checkpoint(architecture), "bfloat16")
+    check_batch_invariance(load_compiled(cached_checkpoint(architecture), "bfloat16"))
+
+
+@pytest.mark.parametrize("method", ["AWQ", None])
+def test_no_token_of_4_bit_weights_depends_on_its_company(tmp_path: Path, method: str | None) -> None:
+    need_kernels()
+    path = cached_checkpoint("llama")
+    if method is None:
+        loaded = load_compiled(path, "bfloat16", "int4")
+    else:
+        loaded = load_compiled(quantize_checkpoint(path, tmp_path, METHODS[method]), "bfloat16")
+        assert loaded.weights == "AWQ, 4-bit, kept in 4 bits"
+    check_batch_invariance(loaded)
+
+
+def check_batch_invariance(loaded: LoadedModel) -> None:
+    """Check that each request's tokens are the same alone, with others, in chunks, by prefix hits and preempted."""
     alone = engine(loaded, ALONE)
     expected = [tokens(run(alone, [request]))[0] for request in requests()]
     assert len({token for output in expected for token in output}) > 20, "the model must say something to compare"

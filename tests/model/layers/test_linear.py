@@ -6,8 +6,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.quantized_linear import QuantizedLinear
 from replicas.model.layers.linear import (
     CppLinear,
+    Int4Linear,
     Int8Linear,
     PackedLinear,
     can_multiply,
@@ -15,8 +17,11 @@ from replicas.model.layers.linear import (
     choose_linears,
     join_linears,
     pack,
+    pack_int4,
     plain_linear,
+    quantize_int4,
     replace_linears,
+    rounded_to_int4,
     unpack,
 )
 
@@ -79,6 +84,56 @@ def test_int8_equals_the_product_of_the_dequantized_weights(
         check_product(layer, inputs, restored, bias, max(TOLERANCES[dtype], 1e-3))
 
 
+def int4_weight(shape: tuple[int, int], group: int, *, has_zero_points: bool) -> QuantizedLinear:
+    generator = torch.Generator().manual_seed(0)
+    scales = numbers(shape[0], shape[1] // group, dtype=torch.float16) / 8
+    return QuantizedLinear(
+        torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator),
+        scales,
+        torch.randint(0, 16, scales.shape, generator=generator) if has_zero_points else torch.full(scales.shape, 8),
+        4,
+        inputs_per_scale=group,
+    )
+
+
+@compiled
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((192, 96), 4), ((41, 576), 64), ((1732, 64), 64)])
+@pytest.mark.parametrize("has_zero_points", [False, True])
+def test_int4_equals_the_product_of_the_dequantized_weights(
+    shape: tuple[int, int], group: int, has_zero_points: bool, dtype: torch.dtype
+) -> None:
+    weight = int4_weight(shape, group, has_zero_points=has_zero_points)
+    bias = numbers(shape[0], dtype=dtype, seed=1) if has_zero_points else None
+    layer = Int4Linear(pack_int4(weight), bias, dtype)
+    torch.testing.assert_close(layer.weight, weight.dense(dtype))
+    for num_rows in (0, 1, 2, 4, 13, 33, 600):
+        inputs = numbers(num_rows, shape[1], dtype=dtype, seed=2)
+        check_product(layer, inputs, weight.dense(torch.float32), bias, TOLERANCES[dtype])
+
+
+@compiled
+@pytest.mark.parametrize("has_zero_points", [False, True])
+def test_joined_int4_layers_give_their_outputs_side_by_side(has_zero_points: bool) -> None:
+    weights = [int4_weight((64, 96), 32, has_zero_points=has) for has in (True, has_zero_points)]
+    parts = [Int4Linear(pack_int4(weight), None, torch.float32) for weight in weights]
+    inputs = numbers(5, 96, dtype=torch.float32)
+    joined = join_linears(parts, plain_linear)
+    assert isinstance(joined, Int4Linear)
+    torch.testing.assert_close(joined(inputs), torch.cat([part(inputs) for part in parts], dim=1))
+    dense = join_linears([parts[0], plain_linear(weights[1].dense(torch.float32), None)], plain_linear)  # type: ignore[list-item]
+    torch.testing.assert_close(dense(inputs), joined(inputs), atol=1e-4, rtol=1e-4)
+
+
+def test_rounding_to_int4_is_to_the_nearest() -> None:
+    weight = numbers(40, 64, dtype=torch.bfloat16)
+    weight[3] = 0
+    rounded = quantize_int4(weight)
+    scales = rounded.scales.abs().repeat_interleave(32, dim=1)
+    error = (rounded.dense(torch.float32) - weight.float()).abs()
+    assert (error <= scales * torch.where(rounded.numbers == 15, 1.001, 0.501)).all()
+
+
 @pytest.mark.parametrize("dtype", PACKED_DTYPES)
 def test_a_packed_weight_can_be_read(dtype: torch.dtype) -> None:
     weight = numbers(33, 70, dtype=dtype)
@@ -98,7 +153,7 @@ def test_joined_layers_give_their_outputs_side_by_side() -> None:
 
 
 @compiled
-@pytest.mark.parametrize("kind", [CppLinear, Int8Linear])
+@pytest.mark.parametrize("kind", [CppLinear, Int8Linear, rounded_to_int4])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_rows_are_independent(kind: type[nn.Module], dtype: torch.dtype) -> None:
     layer = kind(numbers(64, 96, dtype=dtype), None)
@@ -155,5 +210,5 @@ def test_shapes_that_the_kernels_do_not_take_are_left_to_others() -> None:
 def test_int8_without_kernels_and_unknown_kinds_are_refused() -> None:
     with pytest.raises(ModelLoadError, match="int8"):
         choose_linears(torch.float32, False, "int8")
-    with pytest.raises(ModelLoadError, match="int4"):
-        choose_linears(torch.float32, True, "int4")
+    with pytest.raises(ModelLoadError, match="int2"):
+        choose_linears(torch.float32, True, "int2")

@@ -47,7 +47,7 @@ def test_a_config_that_transformers_cannot_use_is_refused(copied: Path, damage: 
     [
         pytest.param(lambda model: (model / "config.json").unlink(), "has no config.json", id="none"),
         pytest.param(lambda model: (model / "config.json").write_text("{"), "is not a config", id="broken"),
-        pytest.param(edit(quantization_config={"quant_method": "gptq"}), r"is quantized \(gptq\)", id="quantized"),
+        pytest.param(edit(quantization_config={"quant_method": "hqq"}), r"is quantized \(hqq\)", id="quantized"),
     ],
 )
 def test_a_broken_or_quantized_config_is_refused(copied: Path, damage: Damage, reason: str) -> None:

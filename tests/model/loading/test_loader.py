@@ -138,7 +138,7 @@ def test_only_safetensors_are_read(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path)
     (path / "model.safetensors").unlink()
     torch.save({}, path / "pytorch_model.bin")
-    with pytest.raises(ModelLoadError, match=r"safetensors only.*model\.safetensors"):
+    with pytest.raises(ModelLoadError, match=r"no model\.safetensors.*safetensors only"):
         load_model(ModelOptions(str(path)))
 
 

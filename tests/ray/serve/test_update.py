@@ -1,14 +1,17 @@
 """Updates by `serve deploy` under load: only what reads a changed setting is replaced, and no request fails."""
 
+import json
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from testkit.limits import LIMIT_S, START_LIMIT_S
+from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.serving.served import wait_for
 from tests.ray.serve.conftest import MODEL_NAME
 from tests.ray.serve.test_deploy import Cluster, cluster, local_config  # noqa: F401
@@ -23,6 +26,8 @@ class Load:
         self.num_whole = 0
         self.failures: list[str] = []
         self.longest_s = 0.0
+        self.texts: list[str] = []
+        """Texts of the whole streams, in order of their ends."""
         self._url = url
         self._is_over = threading.Event()
         self._clients = [threading.Thread(target=self._read_all) for _ in range(num_clients)]
@@ -42,6 +47,7 @@ class Load:
 
     def _read_all(self) -> None:
         body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+        body["temperature"] = 0
         while not self._is_over.is_set():
             started_s = time.monotonic()
             try:
@@ -49,11 +55,19 @@ class Load:
                     text = "".join(response.iter_text())
                 if response.status_code != 200 or "data: [DONE]" not in text or '"error"' in text:
                     self.failures.append(f"{response.status_code} {text[-300:]}")
+                else:
+                    self.texts.append(text_of(text))
             except httpx.TransportError as error:
                 self.failures.append(repr(error))
             self.num_whole += 1
             self.longest_s = max(self.longest_s, time.monotonic() - started_s)
             time.sleep(0.1)
+
+
+def text_of(events: str) -> str:
+    """Return the text of a stream."""
+    chunks = [json.loads(part.removeprefix("data: ")) for part in events.split("\n\n") if part.startswith("data: {")]
+    return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
 
 def replicas_of(cluster: Cluster) -> dict[str, set[str]]:  # noqa: F811
@@ -62,6 +76,18 @@ def replicas_of(cluster: Cluster) -> dict[str, set[str]]:  # noqa: F811
         name: {each["replica_id"] for each in deployment["replicas"] if each["state"] == "RUNNING"}
         for name, deployment in cluster.application()["deployments"].items()
     }
+
+
+def update(cluster: Cluster, config: Path) -> Load:  # noqa: F811
+    """Deploy a configuration under load; return the load, which has ended."""
+    with Load(cluster.served.url, 4) as load:
+        load.wait_until_running()
+        cluster.run(f"serve deploy {config}")
+        with suppress(TimeoutError):  # Nothing has to be done for some changes.
+            wait_for(lambda: cluster.application().get("status") != "RUNNING", "it begins", 10.0, 0.1)
+        cluster.wait_until_running()
+        time.sleep(3)
+    return load
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
@@ -78,21 +104,42 @@ def test_an_update_replaces_only_what_reads_the_setting(
     for change, replaced in (
         ({"max_num_seqs": 8}, {"Model"}),
         ({"keep_alive_s": 5}, {"Ingress"}),
+        ({"num_ingress_replicas": 2}, set()),
         ({"num_replicas": num_replicas + 1, "max_replicas": num_replicas + 1}, set()),
     ):
         before = replicas_of(cluster)
         fields |= change
-        with Load(cluster.served.url, 4) as load:
-            load.wait_until_running()
-            started_s = time.monotonic()
-            cluster.run(f"serve deploy {local_config(tmp_path, **fields)}")
-            with suppress(TimeoutError):  # Nothing has to be done for some changes.
-                wait_for(lambda: cluster.application().get("status") != "RUNNING", "it begins", 10.0, 0.1)
-            cluster.wait_until_running()
-            time.sleep(3)
+        started_s = time.monotonic()
+        load = update(cluster, local_config(tmp_path, **fields))
         after = replicas_of(cluster)
         kept = {name for name in before if before[name] <= after[name]}
         print(f"{change}: {time.monotonic() - started_s:.1f} s, {load.num_whole} streams, {len(load.failures)} failed, "
               f"longest {load.longest_s:.1f} s, kept {sorted(kept)}")  # fmt: skip
         assert not load.failures, load.failures[:3]
         assert kept == set(before) - replaced
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_new_weights_arrive_under_load_and_fail_no_request(
+    cluster, checkpoint, tmp_path, num_replicas  # noqa: F811
+):  # fmt: skip
+    """Every stream is of the old weights or of the new ones; none mixes them."""
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    write_checkpoint(changed, max_position_embeddings=32768, rope_theta=500.0, num_hidden_layers=3)
+    fields: dict[str, Any] = {
+        "model": str(checkpoint), "served_model_name": MODEL_NAME, "dtype": "float32", "kv_cache_bytes": "64MiB",
+        "num_replicas": num_replicas, "data_dir": str(tmp_path / "data"), "num_gpus_per_replica": 0,
+        "cpus_per_replica": 0,
+    }  # fmt: skip
+    cluster.run(f"serve deploy {local_config(tmp_path, **fields)}")
+    cluster.wait_until_running()
+    wait_for(lambda: len(replicas_of(cluster).get("Model", ())) == num_replicas, "all replicas run", START_LIMIT_S)
+    started_s = time.monotonic()
+    load = update(cluster, local_config(tmp_path, **{**fields, "model": str(changed)}))
+    print(
+        f"new weights: {time.monotonic() - started_s:.1f} s, {load.num_whole} streams, longest {load.longest_s:.1f} s"
+    )
+    assert not load.failures, load.failures[:3]
+    old, new = load.texts[0], load.texts[-1]
+    assert old != new and set(load.texts) == {old, new}

@@ -1,5 +1,6 @@
 """A model whose files show that it cannot be served ends `headway serve` at once, with the reason in its last line."""
 
+import pickle
 import re
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 from serve_app.cli.main import app
 from serve_app.cli.private_cluster import free_port
-from testkit.model.broken_checkpoints import DAMAGES, Damage
+from testkit.model.broken_checkpoints import DAMAGES, Damage, pickle_weights
 from testkit.model.tiny_checkpoints import write_checkpoint
 
 TROUBLESHOOTING = Path(__file__).resolve().parents[3] / "docs" / "troubleshooting.md"
@@ -24,9 +25,18 @@ def documented_messages() -> list[re.Pattern[str]]:
 def test_the_last_line_says_why_it_cannot_be_served(tmp_path: Path, damage: Damage) -> None:
     model = write_checkpoint(tmp_path / "model")
     damage.apply(model)
-    result = CliRunner().invoke(app, ["serve", str(model), "--port", str(free_port("127.0.0.1"))])
+    served = str(damage.served(model))
+    result = CliRunner().invoke(app, ["serve", served, "--port", str(free_port("127.0.0.1"))])
     last_line = result.stderr.splitlines()[-1]
     assert result.exit_code == 2
-    assert damage.reason in last_line and str(model) in last_line
+    assert damage.reason in last_line and served in last_line
     assert any(pattern.fullmatch(last_line.removeprefix("error: ")) for pattern in documented_messages())
     assert result.stdout == ""
+    assert not (model / "executed").exists()
+
+
+def test_the_pickle_would_run_code(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    pickle_weights(model)
+    pickle.loads((model / "pytorch_model.bin").read_bytes())
+    assert (model / "executed").exists()

@@ -67,6 +67,7 @@ def test_a_gpu_that_torch_does_not_find_is_warned_of() -> None:
 
 
 def test_weights_that_are_not_whole_fail(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((DEMO / "config.json").read_bytes())
     (tmp_path / "model.safetensors").write_bytes((DEMO / "model.safetensors").read_bytes()[:-1])
     [check] = memory_checks(tmp_path, ON_CPU)
     assert check.status is Status.FAIL and "truncated" in check.found

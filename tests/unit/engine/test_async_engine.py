@@ -281,16 +281,24 @@ async def test_stats_report_the_duration_of_a_hung_step(num_done: int, waiting_a
         assert engine.stats().stalled_s == 0
 
 
-@pytest.mark.parametrize("num_steps", [0, 16])
-async def test_hung_step_fails_the_streams_and_is_not_waited_for(num_steps: int) -> None:
-    """The first steps may compile, so they have ten times as long."""
+@pytest.mark.parametrize(
+    ("steps", "limit_s"),
+    [
+        (StepWatch(5.0), 5.0),
+        (StepWatch(5.0, first_step_s=30.0), 30.0),
+        (StepWatch(5.0, first_step_s=30.0, num_steps=16), 5.0),
+        (StepWatch(5.0, longest_step_s=9.0, first_step_s=30.0), 36.0),
+    ],
+)
+async def test_hung_step_fails_the_streams_and_is_not_waited_for(steps: StepWatch, limit_s: float) -> None:
+    """The first steps may compile where kernels are compiled, so they have longer."""
     now = [100.0]
-    async with gated(clock=Clock(lambda: now[0]), steps=StepWatch(5.0, num_steps=num_steps)) as (engine, runner):
+    async with gated(clock=Clock(lambda: now[0]), steps=steps) as (engine, runner):
         stream = asyncio.create_task(collect(engine, request(max_tokens=9)))
         await asyncio.to_thread(runner.entered.acquire)
-        now[0] += 4.9 if num_steps else 49.0
+        now[0] += limit_s - 0.1
         engine.check_alive()
-        now[0] += 0.2 if num_steps else 2.0
+        now[0] += 0.2
         with pytest.raises(EngineDead, match="step has not ended for"):
             engine.check_alive()
         assert isinstance((await stream)[-1].error, EngineDead)

@@ -1,6 +1,7 @@
 """The edge: limits of headers and connections, probes in time, and OpenAI's error shape for Serve's own errors."""
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.http.edge import CONNECTIONS_VARIABLE, EdgeLimits, EdgeMiddleware, edge_middleware
+from serve_app.http.edge import CONNECTIONS_VARIABLE, EdgeLimits, EdgeMiddleware, edge_middleware, refuse_websocket
 from testkit.http.api import refusal
 from testkit.limits import until
 
@@ -140,3 +141,16 @@ def test_serve_gets_the_limit_of_the_environment(monkeypatch: pytest.MonkeyPatch
     app = middleware.cls(Starlette(), *middleware.args, **middleware.kwargs)
     assert isinstance(app, EdgeMiddleware)
     assert middleware.kwargs["limits"] == EdgeLimits(max_connections_per_address=7)
+
+
+async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "websocket", "extensions": {"websocket.http.response": {}}}
+    assert await refuse_websocket(scope, send) and not await refuse_websocket({"type": "websocket"}, send)
+    start, body = sent
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 404)
+    assert json.loads(body["body"])["error"]["code"] == "not_found"

@@ -58,8 +58,8 @@ MANY_MESSAGES = b",".join([b'{"role":"user","content":""}'] * 190_000)
 @pytest.mark.parametrize(
     ("path", "content", "param", "words"),
     [
-        ("/v1/completions", b'{"model":"tiny","prompt":[' + MANY_TEXTS + b"]}", None, "at most 524288 are accepted"),
-        ("/tokenize", b'{"messages":[' + MANY_MESSAGES[: 29 * 100_000 - 1] + b"]}", None, "at most 65536 are accepted"),
+        ("/v1/completions", b'{"model":"tiny","prompt":[' + MANY_TEXTS + b"]}", None, "at most 131072 are accepted"),
+        ("/tokenize", b'{"messages":[' + MANY_MESSAGES[: 29 * 100_000 - 1] + b"]}", None, "at most 32768 are accepted"),
         (
             "/v1/chat/completions",
             b'{"model":"tiny","messages":[' + MANY_MESSAGES[: 29 * 2049 - 1] + b"]}",

@@ -228,7 +228,7 @@ class _Histories:
                 del self.world.client.replicas[gone.replica_id]
 
 
-@pytest.mark.random_worlds(200, per_call=40)
+@pytest.mark.random_worlds(120, per_call=40)
 async def test_the_parts_of_every_request_add_up(seeds: Seeds) -> None:
     seen: set[Part] = set()
     for seed in seeds:

@@ -7,11 +7,13 @@
 
 namespace headway {
 
-// Linear layer with a packed weight. An 8-bit weight has scales.
+// Linear layer with a packed weight. A weight of 4 or 8 bits has scales.
 struct Linear {
   Tensor weight;
   OptionalTensor scales, bias;
-  int64_t num_inputs() const { return weight.size(1) * weight.size(3); }
+  int64_t num_inputs() const {
+    return weight.size(1) * (weight.scalar_type() == at::kByte ? kNibbleInputs : weight.size(3));
+  }
   void add(WorkQueue& queue, const Tensor& inputs, Tensor& output) const {
     add_multiplying(queue, inputs, weight, scales, bias, output);
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "numbers.h"
 
@@ -102,6 +103,15 @@ struct Products<int16_t, int8_t> {
   static Floats result(Sum sum) { return __builtin_convertvector(sum, Floats); }
 };
 
+// Two 4-bit weights.
+struct Nibbles {
+  uint8_t bits;
+};
+
+// Weights that one W holds.
+template <typename W>
+constexpr int64_t kHeld = std::is_same_v<W, Nibbles> ? 2 : 1;
+
 template <typename X, typename W, typename O>
 struct LinearInputs {
   const X* rows;     // [num_rows, num_inputs]
@@ -122,7 +132,7 @@ struct LinearInputs {
     part.first_output = first * kPanel;
     return part;
   }
-  const W* panel(int64_t index) const { return weights + index * kPanel * num_inputs; }
+  const W* panel(int64_t index) const { return weights + index * kPanel * num_inputs / kHeld<W>; }
 };
 
 // Stores `num` rows of a panel's totals [num, kPanel], after applying scales and bias.
@@ -162,7 +172,7 @@ struct Ahead {
 // further on; otherwise the next panel.
 template <typename X, typename W, typename O>
 inline Ahead ahead_of(const LinearInputs<X, W, O>& in, int64_t panel, bool is_used_once) {
-  const int64_t num_lines = kPanel * in.num_inputs * static_cast<int64_t>(sizeof(W)) / 64;
+  const int64_t num_lines = kPanel * in.num_inputs * static_cast<int64_t>(sizeof(W)) / kHeld<W> / 64;
   if (is_used_once) return {reinterpret_cast<const char*>(in.panel(panel)) + kBytesAhead, num_lines};
   return {reinterpret_cast<const char*>(in.panel(panel + 1)), num_lines};
 }
@@ -197,18 +207,18 @@ inline void multiply(const LinearInputs<X, W, O>& in, int64_t row, int64_t panel
   write_outputs(in, totals, row, R, panel);
 }
 
-// Multiplies `num` rows, at most R, by one panel.
-template <int R = kRows, typename X, typename W, typename O>
-inline void multiply_rows(const LinearInputs<X, W, O>& in, int64_t row, int64_t num, int64_t panel, Ahead* ahead) {
+// Calls `multiply` with the compile-time constant `num`, which is at most R.
+template <int R = kRows, typename F>
+inline void with_rows(int64_t num, const F& multiply) {
   if (num == R)
-    multiply<R>(in, row, panel, ahead);
+    multiply(std::integral_constant<int, R>());
   else if constexpr (R > 1)
-    multiply_rows<R - 1>(in, row, num, panel, ahead);
+    with_rows<R - 1>(num, multiply);
 }
 
-// Multiplies all rows by panels [first, end).
-template <typename X, typename W, typename O>
-inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end) {
+// Multiplies all rows by panels [first, end). `multiply(num, row, panel, ahead)` multiplies `num` rows by one panel.
+template <typename X, typename W, typename O, typename F>
+inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int64_t end, const F& multiply) {
   const int64_t block_rows = std::max<int64_t>(kRows, kRowBlockBytes / (in.num_inputs * sizeof(X)) / kRows * kRows);
   for (int64_t block = 0; block < in.num_rows; block += block_rows) {
     const int64_t last = std::min(block + block_rows, in.num_rows);
@@ -217,7 +227,7 @@ inline void multiply_panels(const LinearInputs<X, W, O>& in, int64_t first, int6
       Ahead ahead = ahead_of(in, panel, num_groups == 1);
       for (int64_t group = 0, row = block; group < num_groups; group++) {
         const int64_t num = (last - row + num_groups - group - 1) / (num_groups - group);
-        multiply_rows(in, row, num, panel, &ahead);
+        with_rows(num, [&](auto constant) { multiply(constant, row, panel, &ahead); });
         row += num;
       }
     }

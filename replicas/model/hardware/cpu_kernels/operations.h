@@ -12,6 +12,7 @@
 
 #include "layer_math.h"
 #include "linear.h"
+#include "nibbles.h"
 #include "paged_attention.h"
 #include "phases.h"
 #include "quantization.h"
@@ -191,7 +192,7 @@ inline Tensor gate_rows(const Tensor& gate_up) {
 template <typename X, typename W, typename O, typename F>
 inline void add_panels(WorkQueue& queue, const LinearInputs<X, W, O>& in, const F& multiply) {
   if (in.num_rows == 0) return;
-  const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W);
+  const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W) / kHeld<W>;
   const bool can_repeat = queue.num_threads() > 1 && column_bytes <= kMaxResultBytes;
   int64_t each = queue.rows_per_chunk(in.num_panels(), 1);
   if (can_repeat)
@@ -232,7 +233,11 @@ inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
       return;
     }
 #endif
-  add_panels(queue, in, multiply_panels<X, W, O>);
+  add_panels(queue, in, [](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
+    multiply_panels(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
+      multiply<num>(chunk, row, panel, ahead);
+    });
+  });
 }
 
 // Checks a packed weight [num_panels, num_inputs / kPair, kPanel, kPair] for inputs [..., num_inputs].
@@ -249,7 +254,42 @@ inline void check_packed(const Tensor& weight, const Tensor& inputs, int64_t num
   TORCH_CHECK(!bias || bias->size(0) == num_outputs);
 }
 
-// Adds the loops of `multiply_by_weight` or, with `scales`, of `multiply_by_int8`.
+// Adds the loops of `multiply_by_int4`.
+template <typename T>
+inline void add_nibbles(WorkQueue& queue, LinearInputs<T, Nibbles, T> in, const Tensor& scales) {
+  TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.dim() == 4 &&
+                  (scales.size(0) == 1 || scales.size(0) == 2) && scales.size(1) == in.num_panels() &&
+                  scales.size(3) == kPanel && in.num_inputs % (kNibbleInputs * scales.size(2)) == 0,
+              "the scales do not fit the weight");
+  const int64_t num_groups = scales.size(2);
+  NibbleGroups groups{scales.const_data_ptr<float>(), nullptr, nullptr, in.num_inputs / num_groups};
+  if (scales.size(0) == 2) {
+    float* sums = static_cast<float*>(queue.scratch(in.num_rows * num_groups * sizeof(float)));
+    groups.offsets = groups.scales + scales.stride(0);
+    groups.row_sums = sums;
+    queue.add_rows(in.num_rows, 8, [=](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        sum_groups(in.rows + row * in.num_inputs, in.num_inputs, groups.size, sums + row * num_groups);
+    });
+  }
+  add_panels(queue, in, [=](const LinearInputs<T, Nibbles, T>& chunk, int64_t first, int64_t end) {
+    multiply_panels(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
+      multiply_nibbles<num>(chunk, groups, row, panel, ahead);
+    });
+  });
+}
+
+// Checks a packed 4-bit weight [num_panels, num_inputs / kNibbleInputs, kPanel, 2].
+inline void check_nibbles(const Tensor& weight, const Tensor& inputs, int64_t num_outputs, const OptionalTensor& bias) {
+  check_rows(inputs, inputs);
+  check_rows(weight, weight);
+  TORCH_CHECK(weight.dim() == 4 && weight.size(1) * kNibbleInputs == inputs.size(-1) && weight.size(2) == kPanel &&
+                  weight.size(3) == 2 && weight.size(0) == (num_outputs + kPanel - 1) / kPanel,
+              "the 4-bit weight is not packed for ", inputs.size(-1), " inputs and ", num_outputs, " outputs");
+  TORCH_CHECK(!bias || bias->size(0) == num_outputs);
+}
+
+// Adds the loops of `multiply_by_weight` or, with `scales`, of `multiply_by_int8` or `multiply_by_int4`.
 inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales,
                             const OptionalTensor& bias, Tensor& output) {
   const int64_t num_inputs = inputs.size(-1), num_outputs = output.size(-1), num_rows = inputs.numel() / num_inputs;
@@ -263,6 +303,13 @@ inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor
       check_packed<T, T>(weight, inputs, num_outputs, bias);
       add_product(queue, LinearInputs<T, T, T>{from, weight.const_data_ptr<T>(), biases, num_rows, num_inputs,
                                                 num_outputs, to});
+      return;
+    }
+    if (weight.scalar_type() == at::kByte) {
+      check_nibbles(weight, inputs, num_outputs, bias);
+      const auto* nibbles = reinterpret_cast<const Nibbles*>(weight.const_data_ptr<uint8_t>());
+      add_nibbles(queue, LinearInputs<T, Nibbles, T>{from, nibbles, biases, num_rows, num_inputs, num_outputs, to},
+                  *scales);
       return;
     }
     check_packed<int16_t, int8_t>(weight, inputs, num_outputs, bias);
@@ -294,6 +341,13 @@ inline Tensor multiply(const Tensor& inputs, const Tensor& weight, const Optiona
 inline Tensor multiply_by_weight(const Tensor& inputs, const Tensor& weight, int64_t num_outputs,
                                  const OptionalTensor& bias) {
   return multiply(inputs, weight, std::nullopt, num_outputs, bias);
+}
+
+// Returns inputs [..., num_inputs] times a packed 4-bit weight, plus bias [num_outputs]. Scales are [1, num_panels,
+// num_groups, kPanel], or [2, ...] with the offsets that `NibbleGroups` describes.
+inline Tensor multiply_by_int4(const Tensor& inputs, const Tensor& weight, const Tensor& scales, int64_t num_outputs,
+                               const OptionalTensor& bias) {
+  return multiply(inputs, weight, scales, num_outputs, bias);
 }
 
 // Returns inputs [..., num_inputs] times a packed int8 weight, times the scales [num_outputs], plus bias [num_outputs].

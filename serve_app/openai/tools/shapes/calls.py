@@ -97,6 +97,8 @@ class Sink:
         self.whole_calls = whole_calls
         self.num_calls = 0
         self.num_malformed = 0
+        self.num_broken = 0
+        """Calls that were reported and have no valid arguments."""
         self._new_id = new_id
         self._events: list[Event] = []
         self._waiting: list[Event] = []
@@ -132,6 +134,7 @@ class Sink:
         if is_reported:
             self._events += self._waiting
             self.num_calls += 1
+            self.num_broken += not is_valid
         self._waiting.clear()
         self.num_malformed += not is_valid
         return is_reported

@@ -64,7 +64,7 @@ class ChannelCalls:
         return f"{lark.any_of(calls)} ({lark.text('<|call|>')})?"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return no path: the arguments are bound by their whole schema."""
+        """Return nothing: the arguments are bound by their whole schema."""
         return ()
 
     def _head(self, name: str) -> str:

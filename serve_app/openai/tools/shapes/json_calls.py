@@ -82,7 +82,7 @@ class JsonCalls:
         return f"{lark.text(self.opening)} {calls} {lark.text(self.closing)} {lark.text(self.end)}"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return no path: the arguments are bound by their whole schema."""
+        """Return nothing: the arguments are bound by their whole schema."""
         return ()
 
     def _bound(self, lark: Lark, tool: Tool) -> str:

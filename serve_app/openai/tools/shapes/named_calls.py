@@ -73,7 +73,7 @@ class NamedCalls:
         return f"{calls} {lark.text(self.end)}"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return no path: the arguments are bound by their whole schema."""
+        """Return nothing: the arguments are bound by their whole schema."""
         return ()
 
     def _bound(self, lark: Lark, tool: Tool) -> str:

@@ -74,7 +74,7 @@ class PythonicCalls:
         return f'"[" {calls} "]" {lark.text(self.end)}'
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return no path: each argument is bound by its whole schema."""
+        """Return nothing: each argument is bound by its whole schema."""
         return ()
 
     def _bound(self, lark: Lark, tool: Tool) -> str:

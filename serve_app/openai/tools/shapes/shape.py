@@ -53,7 +53,7 @@ class CallShape(Protocol):
         """Return the Lark expression of a block behind its marker, of one call or of several."""
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return the paths of the schema's keywords that `bind` does not enforce."""
+        """Return JSON pointers to the schema's keywords that `bind` does not enforce."""
 
 
 class Lark:
@@ -67,6 +67,14 @@ class Lark:
         """Add a rule; return its name."""
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def recursive(self, expression_of: Callable[[str], str]) -> str:
+        """Add a rule whose expression may hold the rule itself; return its name."""
+        index = len(self._rules)
+        name = f"rule_{index}"
+        self._rules.append("")
+        self._rules[index] = f"{name}: {expression_of(name)}"
         return name
 
     def text_until(self, literal: str, text: str = "TEXT") -> str:

@@ -41,7 +41,7 @@ def typed_value(text: str, schema: object) -> Any:
     types = admitted_types(schema)
     if types == {"string"}:
         return text
-    value = _literal(text)
+    value = literal(text)
     if types and "string" not in types:
         return value
     is_other = not isinstance(value, str) and (not types or types & _TYPES[type(value)])
@@ -133,7 +133,7 @@ def _joined(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16")
 
 
-def _literal(text: str) -> Any:
+def literal(text: str) -> Any:
     """Return the value of JSON or of a Python literal; of other text, the text."""
     try:
         return parse_json(text)

@@ -1,4 +1,4 @@
-"""Calls with a tag for each argument: Qwen3-Coder, GLM, MiniMax, Seed."""
+"""Calls with a tag for each argument: Qwen3-Coder, GLM, MiniMax, Seed, DeepSeek V3.2."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import Any
 
 from serve_app.openai.tools.shapes.calls import Call, JsonObject, Sink, Tool
 from serve_app.openai.tools.shapes.reader import Reader, Wait
-from serve_app.openai.tools.shapes.schemas import bound_properties, property_schema
+from serve_app.openai.tools.shapes.schemas import bound_properties, pointer_part, property_schema
 from serve_app.openai.tools.shapes.shape import Lark
-from serve_app.openai.tools.shapes.values import is_text, json_of, typed_value
+from serve_app.openai.tools.shapes.values import admitted_types, is_text, json_of, literal, typed_value
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Key of an argument, with what its tag says of the value."""
+
+    name: str
+    is_json: bool
+
 
 _ENFORCED_OF_TEXT = {"type", "enum", "const", "title", "description", "default", "examples", "$comment"}
 
@@ -20,7 +29,8 @@ _ENFORCED_OF_TEXT = {"type", "enum", "const", "title", "description", "default",
 class XmlCalls:
     """Shape of calls with a tag for each argument; a call is reported when it is complete.
 
-    A string stands between the tags as it is, any other value as JSON. The tool's schema says what a value is.
+    A string stands between the tags as it is, any other value as JSON. The tool's schema says what a value is, and so
+    does its tag where there is a `json_key_end`.
     """
 
     begin: str
@@ -32,6 +42,8 @@ class XmlCalls:
     """Text between `begin` and a call's name."""
     name_end: str = ""
     end: str = ""
+    json_key_end: str = ""
+    """Text behind the key of a value that is no string; empty: `key_end`, as behind any other."""
     separator: str | None = None
     """Text between two calls of a block; None if a block holds one."""
     block_separator: str | None = None
@@ -75,17 +87,17 @@ class XmlCalls:
         return f"{calls} {lark.text(self.end)}"
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
-        """Return the paths of keywords of strings: a string between tags is any text, or one of an enumeration."""
+        """Return pointers to keywords of strings: a string between tags is any text, or one of an enumeration."""
         return tuple(
-            f"properties.{name}.{keyword}"
+            f"/properties/{pointer_part(name)}/{keyword}"
             for name, schema in tool.properties.items()
             if isinstance(schema, dict) and is_text(schema)
-            for keyword in schema.keys() - _ENFORCED_OF_TEXT
+            for keyword in sorted(schema.keys() - _ENFORCED_OF_TEXT)
         )
 
     def _text(self, call: Call) -> str:
         arguments = [
-            f"{self.key_begin}{key}{self.key_end}{_written(value)}{self.value_end}"
+            f"{self.key_begin}{key}{self._key_end_of(value)}{_written(value)}{self.value_end}"
             for key, value in call.arguments.items()
         ]
         return f"{self.call_begin}{call.name}{self.name_end}{''.join(arguments)}{self.call_end}"
@@ -93,22 +105,30 @@ class XmlCalls:
     def _bound(self, lark: Lark, tool: Tool) -> str:
         head, tail = lark.text(self.call_begin + tool.name + self.name_end), lark.text(self.call_end)
         if tool.parameters is None:
-            key = f"{lark.text(self.key_begin)} /[a-zA-Z0-9_.-]+/ {lark.text(self.key_end)}"
-            return f"{head} ({lark.rule(f'{key} {lark.text_until(self.value_end)}')})* {tail}"
+            key = f"{lark.text(self.key_begin)} /[a-zA-Z0-9_.-]+/"
+            return f"{head} ({lark.rule(f'{key} {self._value(lark, {})}')})* {tail}"
 
         def bound(name: str) -> str:
-            return f"{lark.text(self.key_begin + name + self.key_end)} {self._value(lark, property_schema(tool, name))}"
+            return f"{lark.text(self.key_begin + name)} {self._value(lark, property_schema(tool, name))}"
 
         return f"{head} {bound_properties(lark, tool, bound, '')} {tail}"
 
     def _value(self, lark: Lark, schema: JsonObject) -> str:
-        """Return the expression of a value and the tag behind it."""
+        """Return the expression of a value, with the end of the tag before it and the tag behind it."""
         choices = [schema["const"]] if "const" in schema else schema.get("enum")
         if choices:
-            return f"({' | '.join(lark.text(_written(choice)) for choice in choices)}) {lark.text(self.value_end)}"
+            texts = [lark.text(self._key_end_of(choice) + _written(choice)) for choice in choices]
+            return f"({' | '.join(texts)}) {lark.text(self.value_end)}"
+        values = []
         if is_text(schema):
-            return lark.text_until(self.value_end)
-        return f"{lark.json(schema)} {lark.text(self.value_end)}"
+            values.append(f"{lark.text(self.key_end)} {lark.text_until(self.value_end)}")
+        if not is_text(schema) or (self.json_key_end and admitted_types(schema) != {"string"}):
+            json_key_end = lark.text(self.json_key_end or self.key_end)
+            values.append(f"{json_key_end} {lark.json(schema)} {lark.text(self.value_end)}")
+        return lark.any_of(values)
+
+    def _key_end_of(self, value: Any) -> str:
+        return self.key_end if isinstance(value, str) else self.json_key_end or self.key_end
 
     def _read_call(self, reader: Reader, sink: Sink) -> Wait[bool]:
         """Read a call from its name on; return True if it was a call, which is settled."""
@@ -124,7 +144,7 @@ class XmlCalls:
             text = None if key is None else (yield from self._read_value(reader))
             if key is None or text is None:
                 return False
-            arguments[key] = typed_value(text, properties.get(key))
+            arguments[key.name] = self._value_of(text, key, properties.get(key.name))
         if not (yield from reader.accept_words(self.call_end)):
             return False
         try:
@@ -134,12 +154,24 @@ class XmlCalls:
         reader.settle()
         return True
 
-    def _read_key(self, reader: Reader) -> Wait[str | None]:
+    def _value_of(self, text: str, key: _Key, schema: object) -> Any:
+        """Return the value that a text stands for, as its tag and its schema say."""
+        if key.is_json and admitted_types(schema) != {"string"}:
+            return literal(text)
+        return text if self.json_key_end and is_text(schema) else typed_value(text, schema)
+
+    def _read_key(self, reader: Reader) -> Wait[_Key | None]:
         first, *others = self.key_end.split()
-        key = yield from reader.read_until(first)
-        if key is None or not (yield from reader.accept_words(" ".join(others))):
+        name = yield from reader.read_until(first)
+        if name is None:
             return None
-        return key.strip()
+        behind = reader.position
+        if (yield from reader.accept_words(" ".join(others))):
+            return _Key(name.strip(), is_json=False)
+        reader.position = behind
+        _, *others = self.json_key_end.split() or [first]
+        is_json = bool(others) and (yield from reader.accept_words(" ".join(others)))
+        return _Key(name.strip(), is_json=True) if is_json else None
 
     def _read_value(self, reader: Reader) -> Wait[str | None]:
         """Read up to the tag that closes the value; the same tag within the value is text."""
@@ -162,8 +194,8 @@ class XmlCalls:
         """Return True if one of the literals is next; the cursor moves behind white space only."""
         yield from reader.skip_space()
         position = reader.position
-        for literal in literals:
-            is_next = yield from reader.accept_words(literal)
+        for each in literals:
+            is_next = yield from reader.accept_words(each)
             reader.position = position
             if is_next:
                 return True

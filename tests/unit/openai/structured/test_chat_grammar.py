@@ -35,8 +35,8 @@ def tool(name: str, parameters: Any, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
 
 
-def made(*, reasons: bool = False, prompt: str = PROMPT, **fields: Any) -> OutputGrammar | None:
-    dialect = ChatDialect(replace(family_named("hermes"), reasoning=THINK if reasons else None), marker_of({}))
+def made(*, reasons: bool = False, prompt: str = PROMPT, family: str = "hermes", **fields: Any) -> OutputGrammar | None:
+    dialect = ChatDialect(replace(family_named(family), reasoning=THINK if reasons else None), marker_of({}))
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
     return chat_grammar(body, dialect, prompt)
 
@@ -104,6 +104,22 @@ def test_keywords_of_tools_not_enforced_are_named_by_place() -> None:
     assert grammar.not_enforced == ("/tools/1/function/parameters/properties/x/uniqueItems",)
     unused = made(tools=[TOOLS[0], tool("sets", SETS)], tool_choice=NAMED)
     assert unused is not None and unused.not_enforced == (), "the other tool is not bound"
+
+
+TEXTS = {
+    "type": "object",
+    "properties": {"a/b": {"type": "string", "minLength": 3}, "c": {"minimum": 2}, "d": {"type": "integer"}},
+}
+
+
+def test_keywords_that_a_familys_calls_do_not_enforce_are_named_by_their_place() -> None:
+    grammar = made(family="qwen3_coder", tools=[tool("texts", TEXTS)])
+    place = "/tools/0/function/parameters/properties"
+    assert grammar is not None and grammar.not_enforced == (f"{place}/a~1b/minLength", f"{place}/c/minimum")
+    with pytest.raises(InvalidRequest) as caught:
+        made(family="qwen3_coder", tools=[tool("texts", TEXTS, strict=True)])
+    assert caught.value.param == "tools[0].function.parameters"
+    assert "`/properties/a~1b/minLength`" in str(caught.value) and caught.value.code == "unsupported_parameter"
 
 
 @pytest.mark.parametrize(("parameters", "fields"), [(SETS, {"strict": True}), ({"type": "text"}, {})])

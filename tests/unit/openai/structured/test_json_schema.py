@@ -122,6 +122,22 @@ def test_a_schema_without_outputs_or_sense_is_refused(schema: Schema | bool, rea
     assert reason in str(fault(schema))
 
 
+@pytest.mark.parametrize("pattern", ["(", "*a", "[z-a]", "a{3,2}", "(?<name", "((" * 3000])
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_what_is_no_regular_expression_is_refused_with_its_place(pattern: str, is_strict: bool) -> None:
+    for schema, place in (
+        ({"items": {"type": "string", "pattern": pattern}}, "/items/pattern"),
+        ({"patternProperties": {"^a": {}, pattern: {}}}, "/patternProperties"),
+    ):
+        error = fault(schema, is_strict=is_strict)
+        assert f"`{place}` is no regular expression: " in str(error) and "^" not in str(error) and len(str(error)) < 300
+
+
+@pytest.mark.parametrize("pattern", [r"(?=a)b", r"(a)\1", r"(?<n>a)\k<n>", r"^{.*}$", r"\bword\b", r"(?<!x)y"])
+def test_a_regular_expression_without_grammar_is_not_enforced(pattern: str) -> None:
+    assert enforceable_schema({"type": "string", "pattern": pattern}, "field").not_enforced == ("/pattern",)
+
+
 def nested(depth: int) -> Schema:
     schema: Schema = {"type": "integer"}
     for _ in range(depth):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -31,7 +32,7 @@ CASES = pytest.mark.parametrize(
         for case in product((False, True), (False, True), Thinking)
     ],
 )
-NO_TEXT = ("qwen3_coder", "glm45", "seed_oss", "minimax_m2")
+NO_TEXT = ("qwen3_coder", "glm45", "seed_oss", "minimax_m2", "deepseek_v32")
 ONE = Call("get_weather", {"city": 'Zürich "x" 東京 {[', "days": -3})
 WRONG = (
     Call("get_weather", {"days": 3}),
@@ -80,7 +81,9 @@ def vocabulary(family: ChatFamily, has_special: bool) -> Vocabulary:
     assert reasoning
     text = family.calls.write([Call("f", {"a": 1}, "i")]) + " ".join(family.markers)
     text += reasoning.turn_begin + reasoning.answer_begin
-    markers = sorted(set(re.findall(r"<[|｜/]?[^<>=\s\"]*>|\[/?[A-Z_]+\]", text)))
+    markers = sorted(
+        set(re.findall(r"｜DSML｜|\]<\]minimax\[>\[|(?<!\[>\[)<(?!/?｜DSML)[|｜/]?[^<>=\s\"]*>|\[/?[A-Z_]+\]", text))
+    )
     if has_special:
         tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
     added = {token.content: (i, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
@@ -205,7 +208,52 @@ def test_strings_between_tags_are_bound_by_their_enumeration_alone(name: str) ->
     grammar = call_grammar(family, [tool], CallRule(is_required=True), words.marker)
     assert words.takes(grammar, family.calls.write([Call("f", {"unit": "C", "city": "a"})]))
     assert not words.takes(grammar, family.calls.write([Call("f", {"unit": "K", "city": "abc"})]))
-    assert family.calls.unenforced(tool) == ("properties.city.minLength", "properties.n.minimum")
+    assert family.calls.unenforced(tool) == ("/properties/city/minLength", "/properties/n/minimum")
+
+
+@SPECIAL
+@pytest.mark.parametrize("name", ["gemma4", "minimax_m3"])
+def test_values_within_values_follow_their_schema_as_far_as_it_can_be_expressed(name: str, has_special: bool) -> None:
+    family = next(family for family in REASONED if family.name == name)
+    point = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9}}, "required": ["x"]}
+    properties = {
+        "points": {"type": "array", "items": point, "minItems": 1, "maxItems": 2},
+        "either": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "unit": {"enum": ["C", 1, None]},
+        "open": {},
+        "two words": {"type": "boolean"},
+        "parts": {"type": "array", "items": {"type": "string", "pattern": "^a"}, "minItems": 1000},
+        "map": {"type": "object", "additionalProperties": {"type": "integer"}, "required": ["k"]},
+        "none": {"type": "object", "additionalProperties": False},
+    }
+    tool = Tool("f", {"type": "object", "properties": properties, "minProperties": 1})
+    words = vocabulary(family, has_special)
+    grammar = call_grammar(family, [tool], CallRule(is_required=True), words.marker)
+    nested = {"k": [None, {"l": "m"}]} if has_special or name == "gemma4" else "text"
+    taken: list[dict[str, Any]] = [
+        {"points": [{"x": 1}, {"x": -5}], "either": None, "unit": 1, "open": nested},
+        {"either": "long text {", "unit": "C", "two words": True, "parts": [], "map": {"k": 1}, "none": {}},
+        {},
+    ]
+    refused: list[dict[str, Any]] = [
+        {"points": []},
+        {"points": [{"x": 1}] * 3},
+        {"points": [{"x": 10}]},
+        {"points": [{}]},
+        {"unit": "K"},
+    ]
+    refused += [{"map": {"k": "x"}}, {"none": {"a": 1}}, {"unknown": 1}]
+    for arguments, is_taken in [*((each, True) for each in taken), *((each, False) for each in refused)]:
+        text = family.calls.write([Call("f", arguments)])
+        assert words.takes(grammar, text) == is_taken, text
+        assert parse(family, list(text), tools=[tool]).calls == [("f", arguments)]
+    assert family.calls.unenforced(tool) == (
+        "/minProperties",
+        "/properties/either/anyOf/0/maxLength",
+        "/properties/parts/minItems",
+        "/properties/parts/items/pattern",
+        "/properties/map/required",
+    )
 
 
 def test_constants_of_a_pythonic_call_are_pythons() -> None:

@@ -88,6 +88,13 @@ def test_a_marker_that_turns_out_to_be_text_is_content(family: ChatFamily, step:
         ("lfm2", "<|tool_call_start|>[add(a=b)]<|tool_call_end|>"),
         ("lfm2", "<|tool_call_start|>[add(**x)]<|tool_call_end|>"),
         ("harmony", "<|channel|>commentary to=functions.add<|message|>nothing"),
+        ("gemma4", "<|tool_call>call:add{xs:[1,,2]}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:add{xs:[1]"),
+        ("gemma4", "<|tool_call>call:add{xs}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:add{xs:<|"|>a}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:add[1]<tool_call|>"),
+        ("gemma4", "<|tool_call>call:add{xs:{a:1}]}<tool_call|>"),
+        ("gemma4", "<|tool_call>add{}<tool_call|>"),
         ("llama3_json", '{"name": "add", "parameters": [1]}'),
     ],
 )
@@ -144,6 +151,9 @@ def test_the_rest_of_a_block_with_a_malformed_call_is_content(step: int, whole_c
         ("qwen3_coder", "<tool_call><function=get_weather><parameter=city>Oslo</parameter></function></tool_call>"),
         ("pythonic", "[get_weather(city='Oslo')]"),
         ("llama4_pythonic", '<|python_start|>[get_weather(city="Oslo")]<|python_end|>'),
+        ("gemma4", '<|tool_call> call:get_weather{ city : <|"|>Oslo<|"|> }'),
+        ("gemma4", '<|tool_call>call:get_weather{<|"|>city<|"|>:<|"|>Oslo<|"|>}<tool_call|>'),
+        ("gemma4", "<|tool_call>call:get_weather{city:Oslo}<tool_call|>"),
         ("harmony", ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Oslo"}<|call|>'),
         ("harmony", '<|channel|>commentary to=functions.get_weather<|message|>{"city": "Oslo"}'),
     ],
@@ -187,6 +197,102 @@ def test_values_between_tags_get_the_type_of_their_schema(step: int) -> None:
     for name in ("qwen3_coder", "glm45", "seed_oss", "minimax_m2"):
         family = family_named(name)
         assert parse(family, pieces(family.calls.write([written]), step), tools=[tool]).calls == [("f", expected)]
+
+
+@STREAMED
+def test_tags_that_say_what_is_a_string_decide_where_the_schema_leaves_it_open(step: int) -> None:
+    properties = {"text": {"type": "string"}, "number": {"type": "number"}, "either": {"type": ["string", "integer"]}}
+    tool = Tool("f", {"type": "object", "properties": properties})
+    written = {
+        "text": ("false", "12", "12"),
+        "number": ("true", "1.5", 1.5),
+        "either": ("true", "7", "7"),
+        "open": ("false", '{"a": [null, "x"]}', {"a": [None, "x"]}),
+        "python": ("false", "{'a': True}", {"a": True}),
+        "plain": ("true", "[1]", "[1]"),
+        "no_json": ("false", "some text", "some text"),
+    }
+    for name, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls")):
+        tags = [
+            f'<｜DSML｜parameter name="{key}" string="{mark}">{text}</｜DSML｜parameter>'
+            for key, (mark, text, _) in written.items()
+        ]
+        call = f'<｜DSML｜invoke name="f">{"".join(tags)}</｜DSML｜invoke>'
+        text = f"Hm.\n\n<｜DSML｜{block}>\n{call}\n{call}</｜DSML｜{block}>"
+        parsed = parse(family_named(name), pieces(text, step), tools=[tool])
+        assert parsed.calls == [("f", {key: value for key, (_, _, value) in written.items()})] * 2
+        assert (parsed.content, parsed.num_malformed) == ("Hm.", 0)
+        for bad in (text.replace('"true"', '"maybe"'), text.replace("</｜DSML｜invoke>", "")):
+            assert parse(family_named(name), pieces(bad, step), tools=[tool]).content == bad
+
+
+@STREAMED
+def test_values_in_braces_are_read_as_their_text_says(step: int) -> None:
+    text = (
+        '<|tool_call>call:f{a:[],b:{},c:{<|"|>k: {<|"|>:[{x:None},true,False]},d:<|"|>}]{,:"\'\n<|"|>,e:-1.5e3,'
+        "f:null}<tool_call|><|tool_call>call:f{}<tool_call|>"
+    )
+    parsed = parse(family_named("gemma4"), pieces(text, step), tools=[Tool("f")])
+    first = {
+        "a": [],
+        "b": {},
+        "c": {"k: {": [{"x": None}, True, False]},
+        "d": "}]{,:\"'\n",
+        "e": -1500.0,
+        "f": None,
+    }
+    assert parsed.calls == [("f", first), ("f", {})]
+    assert (parsed.content, parsed.num_malformed) == ("", 0)
+
+
+@STREAMED
+def test_values_in_nested_tags_get_the_type_of_their_schema(step: int) -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}, "name": {"type": "string"}}}
+    properties = {
+        "points": {"type": "array", "items": point},
+        "none": {"type": "array", "items": {"type": "string"}},
+        "item": {"type": "object", "properties": {"item": {"type": "integer"}}},
+        "text": {"type": "string"},
+    }
+    ns = "]<]minimax[>["
+    text = (
+        f'{ns}<tool_call>\n{ns}<invoke name="f">{ns}<points>\n{ns}<item>{ns}<x>3{ns}</x>{ns}<name>4{ns}</name>'
+        f"{ns}</item>{ns}</points>{ns}<none>{ns}</none>{ns}<item>{ns}<item>5{ns}</item>{ns}</item>{ns}<text>"
+        f" 6\n{ns}</text>{ns}<open>{ns}<item>true{ns}</item>{ns}<item>{ns}<a>b{ns}</a>{ns}</item>{ns}</open>"
+        f'{ns}</invoke>\n{ns}<invoke name="g">{ns}</invoke>{ns}</tool_call>'
+    )
+    tool = Tool("f", {"type": "object", "properties": properties})
+    expected = {
+        "points": [{"x": 3, "name": "4"}],
+        "none": [],
+        "item": {"item": 5},
+        "text": " 6\n",
+        "open": [True, {"a": "b"}],
+    }
+    family = family_named("minimax_m3")
+    parsed = parse(family, pieces(text, step), tools=[tool, Tool("g")])
+    assert parsed.calls == [("f", expected), ("g", {})] and (parsed.content, parsed.num_malformed) == ("", 0)
+    call = f'{ns}<tool_call>{ns}<invoke name="g">'
+    for body in (
+        f"{ns}<a>1",
+        f"{ns}</a>",
+        f"text{ns}<a>{ns}</a>",
+        f"{ns}<a>t{ns}<b>{ns}</b>{ns}</a>",
+        f"{ns}a",
+        f"{ns}<a",
+    ):
+        bad = f"{call}{body}{ns}</invoke>{ns}</tool_call>"
+        broken = parse(family, pieces(bad, step), tools=[Tool("g")])
+        assert (broken.content, broken.names, broken.num_malformed) == (bad, [], 1), bad
+
+
+@STREAMED
+def test_the_end_of_reasoning_at_the_begin_of_an_output_is_dropped(step: int) -> None:
+    for family in REASONED:
+        if family.name != "harmony" and family.reasoning:
+            parsed = parse(family, pieces(f"{family.reasoning.end}\n\n{answer_text(family, 'Yes.')}", step))
+            assert (parsed.reasoning, parsed.content) == ("", "Yes."), family.name
+    assert parse(REASONED[1], pieces("Hm. </think>", step)).content == "Hm. </think>"
 
 
 def test_a_closing_tag_within_a_value_is_text() -> None:
@@ -238,6 +344,9 @@ def test_deep_nesting_and_long_numbers_are_only_malformed() -> None:
         for text in (deep, huge):
             written = family.calls.write([Call("f", {})]).replace("{}", text)
             assert parse(family, [written], whole_calls=True).num_malformed == 1
+    braces = "<|tool_call>call:f{a:" + "[" * 3000 + "]" * 3000 + "}<tool_call|>"
+    parsed = parse(family_named("gemma4"), [braces])
+    assert (parsed.num_malformed, parsed.content) == (1, braces)
     nested = "[f(a=" + "[" * 3000 + "]" * 3000 + ")]"
     parsed = parse(family_named("lfm2"), [f"<|tool_call_start|>{nested}<|tool_call_end|>"])
     assert parsed.num_malformed == 1 and nested in parsed.content

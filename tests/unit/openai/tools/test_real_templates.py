@@ -43,6 +43,7 @@ FAMILIES = {
     "MiMo-VL": "hermes",
     "MiniMax-M1": "minimax_m1",
     "MiniMax-M2": "minimax_m2",
+    "MiniMax-M3": "minimax_m3",
     "Mistral-Small-3.2-24B-Instruct-2506": "mistral",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "qwen3_coder",
     "NVIDIA-Nemotron-Nano-v2": "nemotron",
@@ -59,6 +60,11 @@ FAMILIES = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
     "deepseek-ai-DeepSeek-V3.1": "deepseek_v31",
+    "deepseek-ai-DeepSeek-V3.2": "deepseek_v32",
+    "deepseek-ai-DeepSeek-V4": "deepseek_v4",
+    "deepseek-ai-DeepSeek-V4-Flash-0731": "deepseek_v4",
+    "google-gemma-4-31B-it": "gemma4",
+    "google-gemma-4-31B-it-interleaved": "gemma4",
     "ibm-granite-granite-3.3-2B-Instruct": "granite",
     "ibm-granite-granite-4.0": "hermes",
     "ibm-granite-granite-4.1": "hermes",
@@ -94,12 +100,6 @@ OWN_FORM = {
     "CohereForAI-c4ai-command-r-plus-tool_use",
     "GigaChat3-10B-A1.8B",
     "Kimi-K3",
-    "MiniMax-M3",
-    "deepseek-ai-DeepSeek-V3.2",
-    "deepseek-ai-DeepSeek-V4",
-    "deepseek-ai-DeepSeek-V4-Flash-0731",
-    "google-gemma-4-31B-it",
-    "google-gemma-4-31B-it-interleaved",
     "meetkai-functionary-medium-v3.2",
     "muse-glimmer",
     "openbmb-MiniCPM5-1B",
@@ -208,7 +208,12 @@ class Conversation:
             shared = shared[:begin]
         turn = text[len(shared) :]
         reasoning = self.family.reasoning
-        is_open = thinking_of(self.family, prompt) is Thinking.OPEN and reasoning is not None
+        thinking = thinking_of(self.family, prompt)
+        if reasoning and thinking is Thinking.NONE:
+            turn = turn.removeprefix(
+                reasoning.end
+            )  # DeepSeek V3.2: the prompt has `<think></think>`, the history its end.
+        is_open = thinking is Thinking.OPEN and reasoning is not None
         in_reasoning = bool(is_open and reasoning and reasoning.end in turn)
         return parse(self.family, pieces_of(turn), tools=TOOLS, in_reasoning=in_reasoning)
 

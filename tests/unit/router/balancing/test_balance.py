@@ -13,6 +13,7 @@ from replicas.protocol import Band
 from router.balancing.load_table import InFlight, LoadTable
 from router.balancing.policy import LeastTokens, PrefixIndex
 from router.types import RoutingPolicy, RoutingRequest
+from testkit.router.plain_decisions import ListedCandidates
 from testkit.router.simulated_replicas import BLOCK_SIZE, request, stats
 from testkit.router.simulated_time import FakeClock
 
@@ -68,7 +69,7 @@ class Fleet:
         hashes: list[bytes] = []
         extend_hashes(hashes, sizes.prompt, BLOCK_SIZE)
         wanted = RoutingRequest(request(str(self.num_sent), sizes.prompt), sizes.expected_output_tokens, hashes)
-        replica_id = self.policy.rank(wanted, self.table.views()).first
+        replica_id = self.policy.rank(wanted, ListedCandidates(self.table.views())).first
         num_to_compute = self.policy.placed(wanted, replica_id)
         in_flight = self.table.begin(replica_id, Band.STANDARD, num_to_compute, sizes.expected_output_tokens)
         found = self.work[replica_id]

@@ -1,6 +1,7 @@
 """Load of the replicas as an ingress knows it: its own requests exactly, those of others as last reported."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -51,9 +52,9 @@ def test_age_is_time_since_the_snapshot_was_received(clock: FakeClock, table: Lo
 
 
 def test_a_replica_that_a_poll_misses_is_forgotten(clock: FakeClock, table: LoadTable):
-    assert table.replace([stats("a"), stats("b")], asked_s=table.now()) == []
+    assert table.replace([stats("a"), stats("b")], asked_s=table.now()).gone == []
     clock.now += 1
-    assert table.replace([stats("b")], asked_s=table.now()) == ["a"]
+    assert table.replace([stats("b")], asked_s=table.now()).gone == ["a"]
     assert known(table) == ["b"]
 
 
@@ -61,7 +62,7 @@ def test_a_replica_heard_of_during_a_poll_stays(clock: FakeClock, table: LoadTab
     asked_s = clock.now
     clock.now += 0.1
     table.record(stats("new"))
-    assert table.replace([stats("a")], asked_s) == []
+    assert table.replace([stats("a")], asked_s).gone == []
     assert known(table) == ["a", "new"]
 
 
@@ -131,6 +132,65 @@ def test_a_token_stays_outstanding_until_the_end():
         assert only(table).outstanding_tokens == 1
     table.end(own)
     assert only(table).outstanding_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_polls_of_unchanged_replicas_leave_the_table_as_if_they_were_recorded(seed: int):
+    """A version saves work, and changes nothing: beside a table whose reports have none."""
+    rng = random.Random(seed)
+    clock = FakeClock()
+    tables = LoadTable(clock), LoadTable(clock)
+    own: list[tuple[InFlight, InFlight]] = []
+    reports = {replica_id: replace(stats(replica_id), version=1) for replica_id in "abc"}
+    for _ in range(200):
+        clock.now += 1
+        replica_id = rng.choice("abc")
+        match rng.randrange(5):
+            case 0:
+                band, sizes = rng.choice(list(Band)), (rng.randrange(1, 50), rng.randrange(50))
+                first, second = (table.begin(replica_id, band, *sizes) for table in tables)
+                own.append((first, second))
+            case 1 if own:
+                ended = own.pop(rng.randrange(len(own)))
+                for table, in_flight in zip(tables, ended, strict=True):
+                    table.end(in_flight)
+            case 2:
+                running = [rng.randrange(4) for _ in Band]
+                known = reports[replica_id]
+                reports[replica_id] = replace(
+                    known, num_running_by_band=tuple(running), outstanding_tokens=rng.randrange(500),
+                    version=known.version + 1,
+                )  # fmt: skip
+            case _:
+                polled = [
+                    replace(report, taken_unix_s=clock.now, stalled_s=rng.random()) for report in reports.values()
+                ]
+                tables[0].replace(polled, clock.now)
+                tables[1].replace([replace(report, version=0) for report in polled], clock.now)
+        for table in tables:
+            table.check_invariants()
+        views = [
+            [replace(view, stats=replace(view.stats, version=0, taken_unix_s=0.0)) for view in table.views()]
+            for table in tables
+        ]
+        assert views[0] == views[1]
+        assert tables[0].cluster() == tables[1].cluster()
+
+
+def test_an_unchanged_answer_to_a_poll_is_no_change(clock: FakeClock, table: LoadTable):
+    report = replace(stats("a"), version=7)
+    assert table.replace([report], clock.now).changed == [report]
+    changed = table.subscribe()
+    changed.clear()
+    clock.now += 1
+    later = replace(report, taken_unix_s=1.0)
+    assert table.replace([later], clock.now).changed == []
+    assert not changed and only(table).age_s == 0.0
+    stalled = replace(report, taken_unix_s=1.0, stalled_s=0.5)
+    assert table.replace([stalled], clock.now).changed == [stalled] and only(table).stats.stalled_s == 0.5
+    table.begin("a", Band.STANDARD, 10, 10)
+    again = replace(stalled, taken_unix_s=2.0)
+    assert table.replace([again], clock.now).changed == [again], "what is the others' depends on this ingress's own"
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -6,7 +6,7 @@ import pytest
 
 from replicas.protocol import Band
 from router.flow.slots import LateBinding
-from testkit.router.simulated_replicas import BLOCK_SIZE, request, stats, view
+from testkit.router.simulated_replicas import BLOCK_SIZE, stats, view
 
 INTERACTIVE, STANDARD, BATCH = Band
 LATE = LateBinding()
@@ -73,13 +73,7 @@ def test_a_replica_full_of_other_ingresses_work_has_one_place():
 @pytest.mark.parametrize(("band", "num_blocks"), [(INTERACTIVE, 10), (STANDARD, 7), (BATCH, 2)])
 def test_a_request_needs_free_or_preemptible_blocks(band, num_blocks):
     of = view(by_band=(0, 1, 0), of=stats(free_blocks=2, held=(0, 3, 5)))
-    for count, fits in ((num_blocks, True), (num_blocks + 1, False)):
-        assert LATE.has_blocks(of, request(prompt=(1,) * (BLOCK_SIZE * count), band=band), NONE) is fits
-
-
-def test_earlier_output_needs_blocks_too():
-    of = view(by_band=(0, 1, 0), of=stats(free_blocks=1))
-    assert not LATE.has_blocks(of, replace(request(prompt=(1,) * BLOCK_SIZE), output_token_ids=(2,)), NONE)
+    assert LATE.max_tokens(of, band, NONE) == BLOCK_SIZE * num_blocks
 
 
 @pytest.mark.parametrize(
@@ -94,11 +88,10 @@ def test_earlier_output_needs_blocks_too():
 )
 def test_a_request_without_blocks_is_held_back_with_exceptions(by_band, running, starved, has_blocks):
     of = view(by_band=by_band, of=stats(free_blocks=1, running=running))
-    assert LATE.has_blocks(of, request(prompt=(1,) * 100 * BLOCK_SIZE), starved) is has_blocks
+    assert (LATE.max_tokens(of, STANDARD, starved) > 100 * BLOCK_SIZE) is has_blocks
 
 
 def test_a_replica_with_a_free_slot_comes_before_a_full_one():
     full, idle = view("full", by_band=(0, 4, 0), of=stats(slots=4)), view("idle", of=stats(slots=4))
-    assert LATE.best([full, idle], STANDARD) == [idle]
-    assert LATE.best([full], STANDARD) == [full]
-    assert LATE.best([full, idle], INTERACTIVE) == [full, idle], "standard work makes room for it"
+    assert LATE.is_ready(idle, STANDARD) and not LATE.is_ready(full, STANDARD)
+    assert LATE.is_ready(full, INTERACTIVE), "standard work makes room for it"

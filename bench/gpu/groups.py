@@ -1,0 +1,290 @@
+"""Groups of the check, in the order in which they are worth the time on a device that is lent for minutes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, PretrainedConfig
+
+from bench.engines import GREEDY
+from bench.gpu.device_time import StepTime, measure_decode, measure_prefill
+from bench.gpu.items import Group, Item, Outcome, Target
+from bench.gpu.model_checks import (
+    AHEAD_ARCHITECTURES,
+    ARCHITECTURES,
+    Check,
+    check_ahead,
+    check_architecture,
+    check_sampler,
+    check_threads,
+)
+from bench.models import LLAMA_1B, random_model
+from replicas.engine.config import EngineLimits
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loading.options import Device, RunnerOptions
+from replicas.model.runner import TorchModelRunner
+from replicas.protocol import SamplingParams
+from testkit.model.paged_cases import Chunks
+
+COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
+TINY = LlamaConfig(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=512,
+    max_position_embeddings=512,
+)  # fmt: skip
+
+_SAMPLED: Mapping[str, SamplingParams] = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(max_tokens=8),
+    "top-p": SamplingParams(max_tokens=8, top_p=0.95),
+    "top-k": SamplingParams(max_tokens=8, top_k=50),
+    "penalties": SamplingParams(max_tokens=8, temperature=0.0, repetition_penalty=1.1, presence_penalty=0.5),
+}
+_LIBRARIES = ("torch", "triton", "transformers", "flash-attn-3", "flash-attn", "flashinfer-python", "kernels")
+_ATTENTION_ADVICE = "attention_backend=gather avoids these kernels; see replicas/model/attention/triton_kernels.py"
+_GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/decode_graphs/graphs.py"
+
+
+def groups(target: Target) -> tuple[Group, ...]:
+    """Return the groups: what must be right first, then times, then the host's share, then what may end a process."""
+    return (*_correctness(target), *_times(target), *_host(target), *_risky(target))
+
+
+def _correctness(target: Target) -> Iterable[Group]:
+    device = target.device
+    names = ARCHITECTURES[:2] if target.is_tiny else ARCHITECTURES
+    ahead = AHEAD_ARCHITECTURES[:1] if target.is_tiny else AHEAD_ARCHITECTURES
+    attention = "gather" if target.device == "cpu" else "triton"  # The interpreter takes minutes for a model.
+    yield Group("checks", "environment", (Item("versions", partial(_environment, device)),))
+    yield Group("checks", "compile", (Item("kernels in parallel", partial(_compile, target), limit_s=240.0),))
+    graph = _checked("captured graph", partial(_captured, device), _GRAPH_ADVICE)
+    yield Group("checks", "kernels", (*_kernel_items(target), *_small_items(target), graph))
+    models = [
+        _checked("built in one thread, run in another", partial(check_threads, device)),
+        _checked("sampler", partial(check_sampler, device)),
+        _checked("attention in torch", partial(check_architecture, ARCHITECTURES[0], device, "gather")),
+    ]
+    equals = [(name, partial(check_architecture, name, device, attention)) for name in names]
+    models += [_checked(name, check, _ATTENTION_ADVICE) for name, check in equals]
+    models += [_checked(f"{name} ahead", partial(check_ahead, name, device), _GRAPH_ADVICE) for name in ahead]
+    yield Group("checks", "models", tuple(models))
+
+
+def _times(target: Target) -> Iterable[Group]:
+    runs = (("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("profile", _profile))
+    yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
+    yield Group("times", "memory", (Item("memory", partial(_memory, target)),))
+    yield Group("times", "decodes", (Item("decodes", partial(_decodes, target), limit_s=300.0),))
+
+
+def _host(target: Target) -> Iterable[Group]:
+    yield Group("host", "host gap", (Item("gaps", partial(_host_gap, target), limit_s=240.0),))
+    yield Group("host", "trace", (Item("three engines", partial(_trace, target), limit_s=300.0),))
+
+
+def _risky(target: Target) -> Iterable[Group]:
+    """Yield what compiles for a minute, and last what may end the process."""
+    device, advice = target.device, "compile_layers=false avoids it"
+    checks = {name: partial(check_ahead, name, device, compile_layers=True) for name in COMPILED_ARCHITECTURES}
+    if device == "cuda":
+        items = tuple(_checked(name, check, advice, limit_s=240.0) for name, check in checks.items())
+        yield Group("compiled", "compiled layers", items)
+    yield Group("compiled", "flash", (_checked("FlashAttention 3", partial(_flash, device)),))
+
+
+def _checked(name: str, check: Callable[[], Check], advice: str = "", limit_s: float = 120.0) -> Item:
+    def run() -> Outcome:
+        found = check()
+        return Outcome(found.passed, f"{found.name}: {found.detail}")
+
+    return Item(name, run, advice, limit_s)
+
+
+def _environment(device: Device) -> Outcome:
+    found: dict[str, Any] = {"python": platform.python_version(), "processors": os.cpu_count()}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    found["varlen_attn"] = find_spec("torch.nn.attention.varlen") is not None
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_bytes"] = properties.total_memory
+        found["cuda"] = torch.version.cuda
+    return Outcome(None, ", ".join(f"{name} {value}" for name, value in found.items()), found)
+
+
+def _kernel_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.kernel_checks import ALL, BFLOAT16, FLOAT16, FLOAT32, IN_EVERY_DTYPE, LAYERS, check_layer
+
+    few: dict[str, Chunks] = {"mixed": ((3, 4), (2, 9))}
+    mixtures = few if target.is_tiny else ALL
+    for name, layer in list(LAYERS.items())[: 2 if target.is_tiny else None]:
+        dtypes = (BFLOAT16, FLOAT16, FLOAT32) if name in IN_EVERY_DTYPE else (BFLOAT16,)
+        for dtype in (FLOAT32,) if target.is_tiny else dtypes:
+            check = partial(check_layer, name, replace(layer, dtype=dtype), target.device, mixtures)
+            yield _checked(f"{name} in {dtype}", check, _ATTENTION_ADVICE)
+
+
+def _small_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.kernel_checks import BFLOAT16, FLOAT16, FLOAT32, check_small_operations
+
+    advice = "see replicas/model/layers/triton_kernels.py"
+    for dtype in (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT16, FLOAT32):
+        yield _checked(str(dtype), partial(check_small_operations, dtype, target.device), advice)
+
+
+def _compile(target: Target) -> Outcome:
+    """Compile the kernels of all layers in parallel; the processes of the groups then find them in Triton's cache."""
+    from bench.gpu.kernel_checks import BFLOAT16, LAYERS
+
+    if target.device == "cpu":
+        return Outcome(None, "the interpreter compiles nothing")
+    layers = [(name, replace(layer, dtype=BFLOAT16)) for name, layer in LAYERS.items()]
+    num_processes = min(len(layers), max(1, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+        faults = [fault for fault in pool.map(_compile_layer, *zip(*layers, strict=True)) if fault]
+    return Outcome(not faults, "; ".join(faults) or f"{len(layers)} layers in {num_processes} processes")
+
+
+def _compile_layer(name: str, layer: Any) -> str | None:
+    from bench.gpu.kernel_checks import ALL, check_layer
+
+    try:
+        check_layer(name, layer, "cuda", {"mixed": ALL["mixed"], "decodes": ALL["decodes"]})
+    except Exception as error:
+        return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def _captured(device: Device) -> Check:
+    from bench.gpu.kernel_checks import check_captured_graph
+
+    if device == "cpu":
+        return Check("captured graph", True, "a processor has no graphs")
+    return check_captured_graph(device)
+
+
+def _flash(device: Device) -> Check:
+    from bench.gpu.kernel_checks import check_flash
+
+    return check_flash(device)
+
+
+def _model(target: Target) -> tuple[PretrainedConfig, torch.dtype]:
+    return (TINY, torch.float32) if target.is_tiny else (LLAMA_1B, torch.bfloat16)
+
+
+def _runner(target: Target, limits: EngineLimits) -> TorchModelRunner:
+    config, dtype = _model(target)
+    options = RunnerOptions(kv_cache_bytes=2**24)  # Ignored on a GPU, where the cache takes the memory that is left.
+    runner = build_runner(random_model(config, dtype, target.device), limits, options)
+    warm_up(runner, limits)
+    return runner
+
+
+def _steps(target: Target) -> Outcome:
+    """Time steps of Llama-3.2-1B's shape."""
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=256 if target.is_tiny else 2048)
+    runner = _runner(target, limits)
+    sizes, context, chunks = ((1, 4), 100, (64,)) if target.is_tiny else ((1, 8, 32, 64, 256), 1024, (512, 2048))
+    times = [measure_decode(runner, size, context, GREEDY) for size in sizes if size <= limits.max_num_seqs]
+    times.append(measure_decode(runner, sizes[1], context, SamplingParams(max_tokens=8, top_p=0.95)))
+    times += [measure_prefill(runner, num_tokens) for num_tokens in chunks]
+    return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
+
+
+def _shown(times: Iterable[StepTime]) -> str:
+    return "; ".join(f"{step.step} {step.median_ms:.2f} ms ({step.tokens_per_s:.0f} tokens/s)" for step in times)
+
+
+def _prefill(target: Target) -> Outcome:
+    from bench.gpu.kernel_times import measure_prefills
+
+    times = measure_prefills(target.device, is_tiny=target.is_tiny)
+    return Outcome(None, "; ".join(time.describe() for time in times), {"prefills": list(map(asdict, times))})
+
+
+def _sampling(target: Target) -> Outcome:
+    from bench.gpu.kernel_times import measure_sampling
+
+    rows, vocab_size = ((1, 4), 1000) if target.is_tiny else ((1, 64, 256), 128_256)
+    times = measure_sampling(target.device, _SAMPLED, rows, vocab_size)
+    detail = "; ".join(f"{name} {text} ms" for name, text in times.items())
+    return Outcome(None, detail, {"sampling_ms": times})
+
+
+def _memory(target: Target) -> Outcome:
+    """Compare the share of the memory that a runner may take with that which it takes after a few steps."""
+    if target.device == "cpu":
+        return Outcome(None, "a processor's cache has a fixed size")
+    share = 0.5
+    config, dtype = _model(target)
+    limits = EngineLimits(max_num_seqs=256, max_num_batched_tokens=2048)
+    options = RunnerOptions(gpu_memory_utilization=share)
+    runner = build_runner(random_model(config, dtype, target.device), limits, options)
+    warm_up(runner, limits)
+    for size in (1, 32, 256):
+        measure_decode(runner, size, 512, SamplingParams(max_tokens=8, top_p=0.95))
+    free, total = torch.cuda.mem_get_info()
+    figures = {"share_bytes": int(share * total), "used_bytes": total - free, "blocks": runner.num_blocks}
+    used = (total - free) / total
+    return Outcome(used <= share + 0.02, f"{used:.1%} of the memory is used, {share:.0%} were allowed", figures)
+
+
+def _profile(target: Target) -> Outcome:
+    """Trace some decodes; the trace and the operators that take longest are left beside the output."""
+    from bench.gpu.device_time import profiled
+
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=256 if target.is_tiny else 2048)
+    runner = _runner(target, limits)
+    table, trace = profiled(runner, 4 if target.is_tiny else 64, 100 if target.is_tiny else 1024, target.output)
+    return Outcome(None, f"see {trace.name}", {"operators": table})
+
+
+def _decodes(target: Target) -> Outcome:
+    """Compare decodes of three models' shapes with the device's bandwidth."""
+    if target.device == "cpu":
+        return Outcome(None, "needs a GPU's clock")
+    from bench.gpu.kernel_times import copy_bandwidth, measure_decodes
+
+    bandwidth = copy_bandwidth(torch.device(target.device))
+    decodes = measure_decodes(target.device, bandwidth)
+    figures = {"copy_bytes_per_s": bandwidth, "decodes": list(map(asdict, decodes))}
+    return Outcome(None, "; ".join(decode.describe() for decode in decodes), figures)
+
+
+def _host_gap(target: Target) -> Outcome:
+    if target.device == "cpu":
+        return Outcome(None, "needs a GPU's clock")
+    from bench.gpu.host_gap import measure_all
+
+    gaps = measure_all(lambda: random_model(LLAMA_1B, torch.bfloat16, target.device))
+    return Outcome(None, "; ".join(gap.describe() for gap in gaps), {"host_gaps": list(map(asdict, gaps))})
+
+
+def _trace(target: Target) -> Outcome:
+    if target.device == "cpu":
+        return Outcome(None, f"needs a GPU; transformers {transformers.__version__}")
+    from bench.gpu.mixed_trace import measure_trace, plain_model
+
+    gc.collect()
+    outcomes = measure_trace(
+        lambda: random_model(LLAMA_1B, torch.bfloat16, target.device),
+        lambda: plain_model(LLAMA_1B, torch.bfloat16, target.device),
+    )
+    return Outcome(None, "; ".join(each.describe() for each in outcomes), {"trace": list(map(asdict, outcomes))})

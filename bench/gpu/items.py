@@ -1,0 +1,110 @@
+"""Items of the check on a device, in groups that share a process, and the file of their outcomes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from replicas.model.loading.options import Device
+
+ITEM_LIMIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of one run of an item."""
+
+    passed: bool | None
+    """None: there is nothing to pass. The item measures, or it is not for this device."""
+    detail: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One check or measurement."""
+
+    name: str
+    run: Callable[[], Outcome]
+    advice: str = ""
+    """Advice for the case that it fails: the setting that avoids the fault, and the place to look at."""
+    limit_s: float = ITEM_LIMIT_S
+    """Most seconds that it may take; it is killed then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Items that run in one process, in order; a fault that spoils the process spoils no other group."""
+
+    part: str
+    name: str
+    items: tuple[Item, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Device and size of a run."""
+
+    device: Device
+    is_tiny: bool = False
+    """True: the smallest cases, so that every item runs on a processor too."""
+    output: Path = Path()
+    """Folder of files that items leave, such as traces."""
+
+
+GroupList = Callable[[Target], tuple[Group, ...]]
+
+
+def group_list(place: str) -> GroupList:
+    """Return the function that `module:function` names."""
+    module, _, name = place.partition(":")
+    found: GroupList = getattr(importlib.import_module(module), name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Line of the file of outcomes."""
+
+    group: str
+    item: str
+    passed: bool | None
+    detail: str
+    seconds: float = 0.0
+    is_blocking: bool = False
+    """True: a repetition with launches that wait, so that an error is raised where it arises."""
+    advice: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """Line of text for a person."""
+        mark = {True: "ok  ", False: "FAIL", None: "    "}[self.passed]
+        again = " (again, with blocking launches)" if self.is_blocking else ""
+        advice = f"\n      advice: {self.advice}" if self.passed is False and self.advice else ""
+        return f"{mark}  {self.group}/{self.item}{again}: {self.detail}{advice}"
+
+
+class OutcomeFile:
+    """File of outcomes, one line of JSON each. It holds every outcome that was known when a process was killed."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, line: Line) -> None:
+        """Write a line to the disk."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(asdict(line)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def lines(self) -> list[Line]:
+        """Return the whole lines."""
+        if not self.path.exists():
+            return []
+        return [Line(**json.loads(text)) for text in self.path.read_text().splitlines(True) if text.endswith("\n")]

@@ -1,0 +1,1 @@
+"""Experiments on scale: cost and quality of decisions over many replicas, ingresses and tenants."""

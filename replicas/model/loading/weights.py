@@ -1,0 +1,155 @@
+"""Loading of weights into transformers' model code; quantized ones become dense one by one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from replicas.errors import ModelLoadError, UnsupportedModel
+from replicas.model.attention.interface import ATTENTION_NAME, register_attention
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_int4
+from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
+from replicas.model.layers.linear import Int4Linear, PackedInt4, pack_int4
+from replicas.model.loading.checks import read_weights
+
+_FILES = ("*.json", "*.safetensors")
+_GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeights:
+    """Model with its weights."""
+
+    model: PreTrainedModel
+    description: str
+    """Format of the weights in the checkpoint and in memory, for people."""
+
+
+def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype, *, keep_int4: bool = False) -> LoadedWeights:
+    """Load the weights of a model, a directory or hub id, in `dtype`.
+
+    With `keep_int4`, linear layers whose weights have 4 bits in the checkpoint keep them, for the compiled kernels.
+
+    Raises:
+        ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
+        UnsupportedModel: transformers cannot build the model as a decoder.
+    """
+    directory = _directory_of(model)
+    weights = read_weights(directory)
+    reader = WeightReader(weights, dtype)
+    state = reader.lazy()
+    kept = _linears_in_4_bits(weights, config) if keep_int4 else {}
+    for name, weight in kept.items():
+        # Zeros that share one number in memory; the layer is replaced below.
+        state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype).expand, weight.layout.shape))
+    loaded = _build(model, config, dtype, state)
+    for name, weight in kept.items():
+        _replace(loaded, name.removesuffix(".weight"), pack_int4(reader.quantized(weight)))
+    if (directory / _GENERATION_CONFIG).is_file():
+        loaded.generation_config = GenerationConfig.from_pretrained(directory)
+    return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept))
+
+
+def _linears_in_4_bits(weights: Weights, config: PretrainedConfig) -> dict[str, QuantizedWeight]:
+    """Return the weights in 4 bits of linear layers with which the kernels compute, by name."""
+    if not any(is_int4(weight) for weight in weights.quantized.values()):
+        return {}
+    with torch.device("meta"):
+        model = _class_of(config)(_plain(config))
+    linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
+    return {name: weight for name, weight in weights.quantized.items() if name in linears and is_int4(weight)}
+
+
+def _replace(model: PreTrainedModel, name: str, weight: PackedInt4) -> None:
+    """Replace a linear layer of `model` by one that computes with `weight`."""
+    parent, _, last = name.rpartition(".")
+    linear = model.get_submodule(name)
+    setattr(model.get_submodule(parent), last, Int4Linear(weight, linear.bias, linear.weight.dtype))
+
+
+def _plain(config: PretrainedConfig) -> PretrainedConfig:
+    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given."""
+    copied = copy.deepcopy(config)
+    vars(copied).pop("quantization_config", None)
+    return copied
+
+
+def check_shapes(directory: Path, config: PretrainedConfig) -> None:
+    """Check that a checkpoint has all weights of the model of `config`, in their shapes, without reading any.
+
+    Raises:
+        ModelLoadError: it has not.
+        UnsupportedModel: transformers cannot build the model as a decoder.
+    """
+    weights = read_weights(directory)
+    shapes = {name: tensor.shape for name, tensor in weights.plain.items()}
+    shapes |= {name: weight.layout.shape for name, weight in weights.quantized.items()}
+    state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    _build(str(directory), config, torch.bfloat16, state, device="meta")
+
+
+def _directory_of(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        return Path(snapshot_download(model, allow_patterns=list(_FILES)))
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot fetch the weights of model {model!r}: {error}") from error
+
+
+def _build(
+    model: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    state: Mapping[str, LazyWeight] | Mapping[str, Tensor],
+    device: str | None = None,
+) -> PreTrainedModel:
+    """Build transformers' model of `config` and fill it with the weights `state`; `device` None: on the CPU."""
+    register_attention()
+    try:
+        loaded, report = _class_of(config).from_pretrained(
+            None,
+            config=_plain(config),
+            state_dict=state,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            device_map=None if device is None else {"": device},
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
+        )
+    except KeyError as error:
+        if ATTENTION_NAME not in str(error):
+            raise
+        raise UnsupportedModel(config.model_type, "its code does not use transformers' attention interface") from error
+    except ValueError as error:
+        raise UnsupportedModel(config.model_type, f"transformers cannot build it as a decoder: {error}") from error
+    _refuse_gaps(model, report)
+    return loaded
+
+
+def _class_of(config: PretrainedConfig) -> Any:
+    """Return the class of the decoder of `config`."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _refuse_gaps(model: str, report: Mapping[str, Any]) -> None:
+    """Refuse a model without all its weights; transformers fills the gaps with random numbers."""
+    if report["mismatched_keys"]:
+        name, found, expected = min(report["mismatched_keys"])
+        raise ModelLoadError(
+            f"the weight {name} of model {model!r} has the shape {list(found)}; the config asks for {list(expected)}"
+        )
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ModelLoadError(f"model {model!r} lacks the weights {', '.join(names[:3])}{more}")

@@ -1,0 +1,33 @@
+"""Random, malformed, oversized, slow and abandoned requests: no failure, no hang, one shape of errors, nothing left."""
+
+from pathlib import Path
+
+import pytest
+
+from replicas.engine.config import EngineLimits
+from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.options import ReplicaOptions, StreamOptions
+from serve_app.ingress import IngressSettings
+from serve_app.openai.request.validation import RequestLimits
+from testkit.http.fuzzer import Fuzzer
+from testkit.http.local_service import local_service
+from tests.seeds import Seeds
+from tests.service.conftest import MODEL
+
+NUM_CASES = 300
+
+
+@pytest.mark.random_worlds(3, per_call=1)
+async def test_no_request_is_the_servers_failure(checkpoint: Path, tmp_path: Path, seeds: Seeds) -> None:
+    options = ReplicaOptions(
+        ModelOptions(str(checkpoint), dtype="float32", num_threads=1, max_model_len=128),
+        RunnerOptions(kv_cache_bytes=2**20),
+        EngineLimits(max_num_seqs=16, max_num_batched_tokens=64),
+        StreamOptions(),
+    )
+    limits = RequestLimits(max_choices=16, max_prompts=16)
+    settings = IngressSettings(model=str(checkpoint), served_model_name=MODEL, limits=limits, upload_timeout_s=5.0)
+    for seed in seeds:
+        async with local_service(options, settings, tmp_path) as local:
+            report = await Fuzzer(local.url, seed, MODEL).run(range(NUM_CASES))
+        assert not report.problems, "\n".join(report.problems)

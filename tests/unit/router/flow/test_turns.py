@@ -1,0 +1,59 @@
+"""Sums over tenants equal those that visit each of them."""
+
+import random
+
+import pytest
+
+import router.flow.turns as module
+from router.flow.turns import LargestFirst, SummedKeys, Turns
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sums_up_to_a_key_are_those_of_all_keys(seed: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MAX_BUCKET", 8)
+    rng = random.Random(seed)
+    keys = SummedKeys()
+    entries: list[tuple[float, str, float]] = []
+    for number in range(500):
+        if entries and rng.random() < 0.45:
+            keys.remove(*entries.pop(rng.randrange(len(entries))))
+        else:
+            entries.append((rng.randrange(50), f"name-{number}", rng.randrange(-20, 20)))
+            keys.add(*entries[-1])
+        keys.check_invariants()
+        limit = rng.randrange(-1, 51)
+        within = [value for key, _, value in entries if key <= limit]
+        assert keys.up_to(limit) == (len(within), sum(within))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_tokens_until_a_turn_are_those_of_each_tenant(seed: int):
+    rng = random.Random(seed)
+    turns = Turns()
+    waiting: dict[str, tuple[float, int, int]] = {}
+    for _ in range(400):
+        name = f"tenant-{rng.randrange(60)}"
+        if rng.random() < 0.3:
+            waiting.pop(name, None)
+        else:
+            first = rng.randrange(1, 100)
+            waiting[name] = (float(rng.randrange(1000)), first + rng.choice([0, rng.randrange(500)]), first)
+        turns.update(name, waiting.get(name))
+        turns.check_invariants()
+        turn, but = float(rng.randrange(-10, 1500)), f"tenant-{rng.randrange(60)}"
+        expected = sum(
+            min(num_tokens, int(turn - counter) + first)
+            for other, (counter, num_tokens, first) in waiting.items()
+            if other != but and counter <= turn
+        )
+        assert turns.num_tokens(turn, but) == expected
+
+
+def test_the_largest_come_first():
+    rng, sizes, largest = random.Random(0), {}, LargestFirst()
+    for _ in range(300):
+        name, size = f"tenant-{rng.randrange(30)}", rng.randrange(5)
+        sizes[name] = size
+        largest.update(name, size)
+        ordered = sorted((-size, name) for name, size in sizes.items() if size)
+        assert list(largest.first(7).items()) == [(name, -size) for size, name in ordered[:7]]
