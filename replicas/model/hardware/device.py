@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from replicas.errors import ModelLoadError
+from replicas.model.hardware.processor import CPU_INFO, has_bfloat16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def choose_device(name: str) -> torch.device:
@@ -38,18 +37,5 @@ def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> 
         if name not in _DTYPES:
             raise ModelLoadError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
         return _DTYPES[name]
-    if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device)[0] >= 8
-    else:
-        native = bool(_NATIVE_BFLOAT16_FLAGS & cpu_flags(cpu_info))
+    native = torch.cuda.get_device_capability(device)[0] >= 8 if device.type == "cuda" else has_bfloat16(cpu_info)
     return torch.bfloat16 if native else torch.float32
-
-
-def cpu_flags(cpu_info: Path = CPU_INFO) -> frozenset[str]:
-    """Return the processor's feature flags; empty if the system does not list them."""
-    if not cpu_info.exists():
-        return frozenset()
-    for line in cpu_info.read_text().splitlines():
-        if line.startswith(("flags", "Features")):  # x86, ARM
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
