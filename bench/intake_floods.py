@@ -38,7 +38,7 @@ from serve_app.openai.request.validation import RequestLimits
 
 NAME = "intake_floods"
 NUM_CLIENTS, MAX_RATIO = 3, 2.0
-_LIMIT_S, _GAP_S, _START_S, _NUM_WARM = 120.0, 0.1, 1.0, 3
+_LIMIT_S, _GAP_S, _START_S, _NUM_WARM = 120.0, 0.02, 1.0, 10
 _WORDS = "the quick brown fox jumps over the lazy dog "
 
 
@@ -197,7 +197,7 @@ def _line(runs: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=100, help="interactive requests of each phase")
+    parser.add_argument("--requests", type=int, default=200, help="interactive requests of each phase")
     parser.add_argument("--pause", type=float, default=0.25, help="seconds between a heavy client's bodies")
     parser.add_argument("--runs", type=int, default=3, help="measurements of each kind")
     parser.add_argument("--only", choices=sorted(attacks()), help="one kind of heavy body")

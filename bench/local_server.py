@@ -1,6 +1,9 @@
 """The HTTP application with the demo model in a process of its own, for measurements: `LocalServer`.
 
-With DEFAULT_RUN_TIME in its environment the process leaves the GIL's interval and the C heap as they are by default.
+With DEFAULT_RUN_TIME in its environment the process leaves the GIL's interval, the C heap and the garbage collector as
+they are by default. With NO_KEYS nobody needs a key, and all share the prefix cache. With KEY_LIMITS each key has all
+limits, so high that none is reached.
+
 It prints one line of JSON each second: its memory, descriptors, threads and tasks, and the longest time for which its
 event loop stood still in that second.
 """
@@ -31,11 +34,15 @@ from serve_app.config import DEMO_MODEL_NAME, HeadwayConfig
 from serve_app.http.process import return_freed_memory, share_gil
 from serve_app.ingress import IngressSettings
 from serve_app.key_file import digest_of
+from serve_app.openai.request.validation import RequestLimits
 from testkit.http.local_service import local_service
 
 KEYS = {band: f"hw-{band.name.lower()}" for band in Band}
 """API key of one tenant in each band; the band is the key's ceiling."""
 
+_HIGH_LIMITS = {
+    "requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent_requests": 10**4, "max_tokens": 10**4,
+}  # fmt: skip
 _START_S, _PERIOD_S, _TICK_S = 120.0, 1.0, 0.002
 
 
@@ -87,6 +94,11 @@ class LocalServer:
         self._reader.start()
         return self
 
+    def cpu_s(self) -> float:
+        """Return the processor time that the process has used."""
+        times = psutil.Process(self._process.pid).cpu_times()
+        return float(times.user + times.system)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -128,16 +140,26 @@ async def _serve(data_dir: Path) -> None:
         share_gil()
     model = HeadwayConfig().model_path
     keys = data_dir / "keys.json"
-    entries = {digest_of(key): {"tenant": key, "ceiling": band.name.lower()} for band, key in KEYS.items()}
+    limits = _HIGH_LIMITS if os.environ.get("KEY_LIMITS") else {}
+    entries = {digest_of(key): {"tenant": key, "ceiling": band.name.lower()} | limits for band, key in KEYS.items()}
     keys.write_text(json.dumps(entries))
+    has_keys = not os.environ.get("NO_KEYS")
     options = ReplicaOptions(
         ModelOptions(model, num_threads=1),
         RunnerOptions(kv_cache_bytes=32 * 2**20),
         EngineLimits(),
         StreamOptions(),
     )
-    settings = IngressSettings(model=model, served_model_name=DEMO_MODEL_NAME, api_key_file=str(keys))
+    settings = IngressSettings(
+        model=model,
+        served_model_name=DEMO_MODEL_NAME,
+        api_key_file=str(keys) if has_keys else None,
+        limits=RequestLimits(prefix_cache_scope="tenant" if has_keys else "shared"),
+    )
     async with local_service(options, settings) as service:
+        if not os.environ.get("DEFAULT_RUN_TIME"):
+            gc.collect()
+            gc.freeze()  # As the processes of the deployments do: a collection of the whole heap takes a second here.
         print(json.dumps({"url": service.url}), flush=True)
         await _watch()
 

@@ -286,6 +286,8 @@ class Metric:
     kind: MetricKind
     value: float
     labels: tuple[tuple[str, str], ...] = ()
+    is_mean: bool = False
+    """True if the mean stands for several engines: a share or a setting. Other values are summed."""
 
 
 @dataclass(frozen=True, slots=True)

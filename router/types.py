@@ -67,8 +67,10 @@ class ReplicaView:
         """
         if self.stats.is_draining or self.num_free_slots(band) > 0:
             return 0
-        held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
         num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
+        if num_slots <= 0:
+            return 0
+        held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
         share = fair_share(num_slots, len(held.keys() | {tenant}))
         num_own = held.get(tenant, 0) if tenant is not None else 0

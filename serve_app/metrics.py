@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -11,11 +12,13 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from replicas.errors import InvalidRequest
 from replicas.protocol import Band, EngineMetrics, HistogramMetric, Metric, MetricKind
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
 from router.scaling.autoscaling_loop import AutoscalingLoop
 from router.types import LatencyTargets, Outcome, Reason, Slo
+from serve_app.engine_totals import EngineTotals
 from serve_app.jobs.api.records import JobsCounts
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -38,7 +41,11 @@ _REFUSAL_REASONS = (
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _MIGRATIONS = ("resumed", "restarted", "failed")
-_MAX_TENANTS = 1000
+_MAX_TENANTS = 100
+"""Most tenants of a band with a series of their own; the others are one series."""
+MAX_ENGINES = 32
+"""Most engines that the page shows one by one; above, it shows their sums."""
+_SUMMED_AT_ONCE = 16
 _OTHER = "other"
 
 
@@ -225,19 +232,26 @@ class RouterCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the present values as gauges."""
-        size = GaugeMetricFamily("headway:queue_size", "Requests waiting in flow control.", labels=["band", "tenant"])
+        size = GaugeMetricFamily(
+            "headway:queue_size",
+            "Requests waiting in flow control, of the 100 tenants of a band with most; tenant=other has the rest.",
+            labels=["band", "tenant"],
+        )
         tokens = GaugeMetricFamily(
             "headway:queue_tokens", "Expected tokens of the requests waiting in flow control.", labels=["band"]
         )
         age = GaugeMetricFamily(
-            "headway:router_state_age_seconds", "Age of a replica's last report.", labels=["replica"]
+            "headway:router_state_age_seconds", "Age of a replica's last report; of the 32 oldest.", labels=["replica"]
         )
         for band in Band:
-            for tenant, count in _bounded(self._queue.num_by_tenant(band)).items():
+            largest = self._queue.largest(band, _MAX_TENANTS)
+            rest = self._queue.num_requests(band) - sum(largest.values())
+            for tenant, count in (*largest.items(), *([(_OTHER, rest)] if rest else [])):
                 size.add_metric([_name(band), tenant], count)
             tokens.add_metric([_name(band)], self._queue.num_tokens(band))
-        for view in self._table.views():
-            age.add_metric([view.stats.replica_id], view.age_s)
+        oldest = nlargest(MAX_ENGINES, ((age_s, name) for name, age_s in self._table.ages_s().items()))
+        for age_s, replica_id in oldest:
+            age.add_metric([replica_id], age_s)
         desired = GaugeMetricFamily("headway:autoscale_desired_replicas", "Desired number of model replicas.")
         drain = GaugeMetricFamily(
             "headway:autoscale_drain_seconds",
@@ -249,34 +263,49 @@ class RouterCollector(Collector):
         yield from (size, tokens, age, desired, drain)
 
 
-def _bounded(counts: dict[str, int]) -> dict[str, int]:
-    """Return the counts of the tenants with most requests, and the sum of the rest as `other`."""
-    ordered = sorted(counts.items(), key=lambda item: -item[1])
-    bounded = dict(ordered[:_MAX_TENANTS])
-    if rest := sum(count for _, count in ordered[_MAX_TENANTS:]):
-        bounded[_OTHER] = bounded.get(_OTHER, 0) + rest
-    return bounded
-
-
 def _name(band: Band) -> str:
     return band.name.lower()
 
 
-def engine_families(engines: Iterable[EngineMetrics], model_name: str) -> Iterable[Family]:
-    """Return one family per metric name, with the samples of all replicas that answered a scrape.
+def engines_shown(engines: Iterable[EngineMetrics], wanted: int | None) -> dict[str, list[EngineMetrics]]:
+    """Return the engines of each value of the label `engine`: one for each engine, or the value `all` for many.
 
-    Each sample has the labels `model_name` and `engine`. `engine` is the replica's index, from "0", in the sorted ids
-    of the replicas that answered, so that all ingresses number the replicas in the same way.
+    An engine's value is its index, from "0", in the sorted ids of the replicas that answered, so that all ingresses
+    number the replicas in the same way. `wanted`: the one value to show; None: all.
+
+    Raises:
+        InvalidRequest: there is no engine `wanted`.
+    """
+    ordered = sorted(engines, key=lambda engine: engine.replica_id)
+    if wanted is not None:
+        if wanted >= len(ordered):
+            answered = f"the engines are 0 to {len(ordered) - 1}" if ordered else "no engine has answered"
+            raise InvalidRequest(f"engine is {wanted}; {answered}", "engine")
+        return {str(wanted): [ordered[wanted]]}
+    if len(ordered) > MAX_ENGINES:
+        return {"all": ordered}
+    return {str(index): [engine] for index, engine in enumerate(ordered)}
+
+
+def engine_parts(shown: Mapping[str, Sequence[EngineMetrics]], model_name: str) -> Iterator[bytes]:
+    """Yield one family for each metric name of the engines; each sample has the labels `model_name` and `engine`.
+
+    Some parts are empty, so that the maker of a page can let others run between two of them.
     """
     families: dict[str, Family] = {}
-    for index, engine in enumerate(sorted(engines, key=lambda engine: engine.replica_id)):
-        labels = {"model_name": model_name, "engine": str(index)}
-        for metric in engine.metrics:
+    for name, engines in shown.items():
+        totals = EngineTotals()
+        for start in range(0, len(engines), _SUMMED_AT_ONCE):
+            totals.add(*engines[start : start + _SUMMED_AT_ONCE])
+            yield b""
+        labels = {"model_name": model_name, "engine": name}
+        for metric in totals.metrics():
             _add_metric(families, metric, labels)
-        for histogram in engine.histograms:
+        for histogram in totals.histograms():
             family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
             _add_histogram(family, histogram, labels)
-    return families.values()
+    for family in families.values():
+        yield generate_latest(_Page((family,)))
 
 
 def plain_families(metrics: Iterable[Metric]) -> Iterable[Family]:
@@ -312,12 +341,19 @@ def exposition(
     engines: Iterable[EngineMetrics], model_name: str, http: HttpMetrics, jobs: JobsCounts = _NO_COUNTS
 ) -> bytes:
     """Return the page for Prometheus, in its text format."""
-    parts = (
-        engine_families(engines, model_name),
-        plain_families(jobs.own),
-        ingress_families(http.registry, jobs.router),
-    )
-    return b"".join(generate_latest(_Page(families)) for families in parts)
+    return b"".join(page_parts(engines_shown(engines, None), model_name, http, jobs))
+
+
+def page_parts(
+    shown: Mapping[str, Sequence[EngineMetrics]], model_name: str, http: HttpMetrics, jobs: JobsCounts = _NO_COUNTS
+) -> Iterator[bytes]:
+    """Yield the page in parts, some of them empty, so that its maker can let others run between two of them."""
+    yield from engine_parts(shown, model_name)
+    num_engines = sum(map(len, shown.values()))
+    answered = GaugeMetricFamily("headway:engines", "Engines that answered the scrape.", num_engines)
+    for families in ([answered], plain_families(jobs.own), ingress_families(http.registry, jobs.router)):
+        for family in families:
+            yield generate_latest(_Page((family,)))
 
 
 def _add_metric(families: dict[str, Family], metric: Metric, labels: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from dataclasses import replace
 
 from replicas.clock import Clock
 from replicas.engine.batch import CollectedStep, ItemResult, ModelRunner, ScheduledSequence, ScheduledStep
@@ -252,22 +253,21 @@ class Engine:
         del self._output_processors[sequence.request_id]
 
     def _gauges(self, load: ReplicaStats) -> tuple[Metric, ...]:
+        settings = gauge(
+            "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
+            num_gpu_blocks=str(self._config.num_blocks),
+            enable_prefix_caching=str(self._config.enable_prefix_caching),
+        )  # fmt: skip
+        usage = gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage)
+        budget = gauge(
+            "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
+        )
         return (
             gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
-            gauge(
-                "vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"
-            ),
-            gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage),
-            gauge(
-                "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
-            ),
-            gauge(
-                "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
-                num_gpu_blocks=str(self._config.num_blocks),
-                enable_prefix_caching=str(self._config.enable_prefix_caching),
-            ),
-        )  # fmt: skip
+            gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
+            *(replace(metric, is_mean=True) for metric in (usage, budget, settings)),
+        )
 
 
 class Deadlines:

@@ -37,8 +37,6 @@ class _Own:
     num_by_tenant: Counter[tuple[Band, str]] = field(default_factory=Counter)
     outstanding_tokens: int = 0
     unseen_tokens: int = 0
-    changed_at: int = 0
-    """Number of the last change of the other fields, among all changes of own requests."""
 
 
 @dataclass(slots=True)
@@ -48,8 +46,8 @@ class _Entry:
     foreign_by_band: tuple[int, ...]
     """Requests of other ingresses: those reported beyond this ingress's own at the arrival of the report."""
     foreign_tokens: int
-    own_changed_at: int
-    """The own requests' last change at the arrival of the report."""
+    version: int | None
+    """Version of the report; None: it has none, or the own requests have changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +81,6 @@ class LoadTable:
         self._own: dict[str, _Own] = {}
         self._no_own = _Own()
         """Counts of a replica without own requests; never changed."""
-        self._num_changes = 0
         self._loads: dict[str, ReplicaView] = {}
         """Loads computed since their replicas' last change, with an age of zero."""
         self._changed: set[str] = set()
@@ -120,7 +117,7 @@ class LoadTable:
             self._clock(),
             tuple([max(0, running + waiting - sent) for running, waiting, sent in reported]),
             max(0, stats.outstanding_tokens - own.outstanding_tokens),
-            own.changed_at,
+            stats.version or None,
         )
         self._mark(stats.replica_id)
 
@@ -130,10 +127,17 @@ class LoadTable:
         `asked_s` is `now()` before the poll: a replica that has reported since then stays.
         """
         answered, changed, now = set(), [], self._clock()
+        entries = self._entries
         for stats in polled:
             answered.add(stats.replica_id)
-            known = self._entries.get(stats.replica_id)
-            if known is not None and self._is_unchanged(known, stats):
+            known = entries.get(stats.replica_id)
+            # An engine that is stuck or dead has the version of its last step.
+            if (
+                known is not None
+                and known.version == stats.version
+                and known.stats.stalled_s == stats.stalled_s
+                and known.stats.is_draining == stats.is_draining
+            ):
                 known.received_s = now
             else:
                 self.record(stats)
@@ -176,7 +180,7 @@ class LoadTable:
         done = min(num_tokens, in_flight.outstanding_tokens - 1)
         in_flight.outstanding_tokens -= done
         own.outstanding_tokens -= done
-        self._own_changed(in_flight.replica_id, own)
+        self._own_changed(in_flight.replica_id)
 
     def end(self, in_flight: InFlight) -> None:
         """Stop counting a request. Called exactly once for each `begin`."""
@@ -189,7 +193,7 @@ class LoadTable:
         own.outstanding_tokens -= in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens -= in_flight.prompt_tokens
-        self._own_changed(in_flight.replica_id, own)
+        self._own_changed(in_flight.replica_id)
         if not own.requests:
             del self._own[in_flight.replica_id]
 
@@ -248,9 +252,9 @@ class LoadTable:
             assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
             assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
 
-    def _own_changed(self, replica_id: str, own: _Own) -> None:
-        self._num_changes += 1
-        own.changed_at = self._num_changes
+    def _own_changed(self, replica_id: str) -> None:
+        if (entry := self._entries.get(replica_id)) is not None:
+            entry.version = None
         self._mark(replica_id)
 
     def _mark(self, replica_id: str) -> None:
@@ -268,15 +272,6 @@ class LoadTable:
         if replica_id not in self.ring:
             self.ring.add(replica_id)
 
-    def _is_unchanged(self, known: _Entry, stats: ReplicaStats) -> bool:
-        """Return True if a report says nothing new but its time, and the own requests have not changed since."""
-        return (
-            known.stats.version == stats.version != 0
-            and known.stats.is_draining == stats.is_draining
-            and known.stats.stalled_s == stats.stalled_s
-            and known.own_changed_at == self._own.get(stats.replica_id, self._no_own).changed_at
-        )
-
     def _add(self, in_flight: InFlight) -> None:
         own = self._own.setdefault(in_flight.replica_id, _Own())
         own.requests[in_flight] = None
@@ -285,7 +280,7 @@ class LoadTable:
         own.outstanding_tokens += in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens += in_flight.prompt_tokens
-        self._own_changed(in_flight.replica_id, own)
+        self._own_changed(in_flight.replica_id)
 
     def _view(self, entry: _Entry) -> ReplicaView:
         own = self._own.get(entry.stats.replica_id, self._no_own)

@@ -166,6 +166,7 @@ class FlowController:
         `changed` are those of the answers that may say something new.
         """
         self.account.polled(polled, changed)
+        self.rooms.trim()
         self.notify()
 
     def notify(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from replicas.errors import Overloaded
 from replicas.protocol import Band, GenerateRequest
-from router.flow.turns import LargestFirst, Turns
+from router.flow.turns import LargestFirst, SummedKeys, Turns
 
 _MAX_IDLE_TENANTS = 1000
 
@@ -90,6 +90,10 @@ class _BandQueue:
         self._last_floor = 0.0
         self._turns = Turns()
         self._by_size = LargestFirst()
+        self.by_deadline = SummedKeys()
+        """Tokens of the waiting requests with a deadline, by it."""
+        self.without_deadline = 0
+        """Tokens of those without one."""
         self._changed: set[str] = set()
         """Tenants whose waiting requests or counters have changed since the two above were asked."""
         self.num_requests = 0
@@ -104,6 +108,10 @@ class _BandQueue:
         self._place(tenant)
         self.num_requests += 1
         self.num_tokens += queued.expected_tokens
+        if queued.deadline_s is None:
+            self.without_deadline += queued.expected_tokens
+        else:
+            self.by_deadline.add(queued.deadline_s, str(queued.arrival_index), queued.expected_tokens)
 
     def remove(self, queued: QueuedRequest) -> None:
         tenant = self._tenants[queued.request.tenant]
@@ -114,6 +122,10 @@ class _BandQueue:
         self._place(tenant)
         self.num_requests -= 1
         self.num_tokens -= queued.expected_tokens
+        if queued.deadline_s is None:
+            self.without_deadline -= queued.expected_tokens
+        else:
+            self.by_deadline.remove(queued.deadline_s, str(queued.arrival_index), queued.expected_tokens)
 
     def heads(self) -> Iterator[QueuedRequest]:
         """Yield each tenant's first request, the tenant with the fewest tokens first. The queue must not change."""
@@ -129,10 +141,6 @@ class _BandQueue:
             # starts level.
             self._last_floor = max(self._last_floor, tenant.tokens)
 
-    def waiting(self) -> Iterator[QueuedRequest]:
-        for tenant in self._tenants.values():
-            yield from tenant.queue
-
     def of_tenant(self, name: str) -> TenantQueue:
         tenant = self._tenants.get(name)
         return TenantQueue() if tenant is None else TenantQueue(len(tenant.queue), tenant.num_queued_tokens)
@@ -142,9 +150,6 @@ class _BandQueue:
         start = tenant.tokens if tenant.queue else max(tenant.tokens, self._floor())
         self._take_changes()
         return tenant.num_queued_tokens + self._turns.num_tokens(start + tenant.num_queued_tokens, but=name)
-
-    def num_by_tenant(self) -> dict[str, int]:
-        return {name: len(self._tenants[name].queue) for *_, name in self._by_priority}
 
     def largest(self, most: int) -> dict[str, int]:
         self._take_changes()
@@ -284,13 +289,9 @@ class FlowQueue:
         """Return the size of a tenant's part of a band's queue."""
         return self._bands[band].of_tenant(tenant)
 
-    def waiting(self, band: Band) -> Iterator[QueuedRequest]:
-        """Yield every request that waits in a band, in no order. The queue must not change during the iteration."""
-        return self._bands[band].waiting()
-
-    def num_by_tenant(self, band: Band) -> dict[str, int]:
-        """Return the number of requests that wait in a band, by tenant."""
-        return self._bands[band].num_by_tenant()
+    def tokens_by_deadline(self, band: Band) -> tuple[int, SummedKeys]:
+        """Return the tokens of the requests waiting in a band without a deadline, and of the others by deadline."""
+        return self._bands[band].without_deadline, self._bands[band].by_deadline
 
     def largest(self, band: Band, most: int) -> dict[str, int]:
         """Return the number of requests that wait in a band of each of the `most` tenants with most requests.

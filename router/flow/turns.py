@@ -22,6 +22,9 @@ class SummedKeys:
         """Last entry of each bucket."""
         self._sums: list[float] = []
 
+    def __len__(self) -> int:
+        return sum(map(len, self._buckets))
+
     def add(self, key: float, name: str, value: float) -> None:
         """Add a value; `name` tells equal keys apart."""
         entry = (key, name, value)

@@ -23,7 +23,7 @@ from router.flow.flow_queue import FlowQueue
 from router.flow.usage import ServedTokens
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs, urgent_tokens
 from router.scaling.ingress_reports import IngressGossip, IngressReport, PendingWork
-from router.types import ReplicaView
+from router.scaling.replica_sums import ReplicaParts, ReplicaSums
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class IngressLoad:
         self._backlog_source = backlog_source
         self._unix_clock = unix_clock
         self._served = ServedRate()
+        self._changed = table.subscribe()
+        self._sums = ReplicaSums()
 
     def now(self) -> float:
         """Return the time, in monotonic seconds."""
@@ -123,24 +125,26 @@ class IngressLoad:
     def inputs(self, own_work: tuple[PendingWork, ...], settings: AutoscalingSettings) -> ScalingInputs:
         """Return the inputs of a decision; draining replicas are not counted."""
         now = self.now()
-        views = [view for view in self._table.views() if not view.stats.is_draining]
+        self._take_changes()
+        sums, parts = self._sums, self._sums.parts
         self._served.observe(self._gossip.polled, now)
         peer_reports = self._gossip.peer_reports
         in_ingresses = own_work + tuple(work for report in peer_reports for work in report.work)
         return ScalingInputs(
-            num_replicas=len(views),
-            num_requests=self.num_waiting()
-            + sum(report.num_requests for report in peer_reports)
-            + sum(sum(view.num_by_band) for view in views),
-            work=in_ingresses + work_in_replicas(views, settings),
-            saturated_tokens_per_s=tuple(
-                view.stats.saturated_tokens_per_s for view in views if view.stats.saturated_tokens_per_s > 0
-            ),
+            num_replicas=parts.num_replicas,
+            num_requests=self.num_waiting() + sum(report.num_requests for report in peer_reports) + parts.num_requests,
+            work=in_ingresses + work_in_replicas(parts, settings),
+            saturated_tokens_per_s=sums.saturated_tokens_per_s(),
             served_tokens_per_s=self._served.tokens_per_s(now),
-            num_running=sum(sum(view.stats.num_running_by_band[: Band.BATCH]) for view in views),
-            num_slots=min((view.stats.num_slots for view in views), default=1),
-            outstanding_tokens=urgent_outstanding(in_ingresses, views, settings),
+            num_running=parts.num_running,
+            num_slots=sums.num_slots(),
+            outstanding_tokens=urgent_tokens(in_ingresses, settings) + parts.urgent_tokens,
         )
+
+    def _take_changes(self) -> None:
+        while self._changed:
+            replica_id = self._changed.pop()
+            self._sums.update(replica_id, self._table.load_of(replica_id))
 
 
 class AutoscalingLoop:
@@ -226,11 +230,17 @@ class AutoscalingLoop:
 def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[PendingWork, ...]:
     """Return the work that waits in flow control; batch work with similar deadlines is one entry, with the earliest."""
     urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
-    batch = [
-        (_batch_due_s(waiting.deadline_s, now, settings), waiting.expected_tokens)
-        for waiting in queue.waiting(Band.BATCH)
-    ]
-    return _work_by_due([*([(settings.target_drain_s, urgent)] if urgent else []), *batch])
+    without_deadline, by_deadline = queue.tokens_by_deadline(Band.BATCH)
+    work = [(settings.target_drain_s, urgent), (settings.batch_drain_s, without_deadline)]
+    num_seen, tokens_seen, exponent = 0, 0.0, math.floor(math.log2(settings.target_drain_s))
+    while num_seen < len(by_deadline):
+        # Batch work that is due before the next power of two, and not before this one.
+        due_s = max(settings.target_drain_s, 2.0**exponent)
+        exponent += 1
+        num_due, tokens_due = by_deadline.up_to(math.nextafter(now + 2.0**exponent / _DEADLINE_SHARE, -math.inf))
+        work.append((due_s, round(tokens_due - tokens_seen)))
+        num_seen, tokens_seen = num_due, tokens_due
+    return _work_by_due((due_s, tokens) for due_s, tokens in work if tokens)
 
 
 def work_in_backlog(
@@ -254,26 +264,13 @@ def _work_by_due(waiting: Iterable[tuple[float, int]]) -> tuple[PendingWork, ...
     return tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(by_due.items()))
 
 
-def work_in_replicas(views: Iterable[ReplicaView], settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
+def work_in_replicas(parts: ReplicaParts, settings: AutoscalingSettings) -> tuple[PendingWork, ...]:
     """Return the work that waits in the replicas: the waiting requests' share of the outstanding tokens."""
-    urgent = batch = 0.0
-    for view in views:
-        stats = view.stats
-        if stats.num_waiting:
-            each = stats.outstanding_tokens / (stats.num_running + stats.num_waiting)
-            batch += each * stats.num_waiting_by_band[Band.BATCH]
-            urgent += each * (stats.num_waiting - stats.num_waiting_by_band[Band.BATCH])
-    works = (PendingWork(int(urgent), settings.target_drain_s), PendingWork(int(batch), settings.batch_drain_s))
+    works = (
+        PendingWork(parts.urgent_waiting_tokens, settings.target_drain_s),
+        PendingWork(parts.batch_waiting_tokens, settings.batch_drain_s),
+    )
     return tuple(work for work in works if work.tokens)
-
-
-def urgent_outstanding(work: Iterable[PendingWork], views: Iterable[ReplicaView], settings: AutoscalingSettings) -> int:
-    """Return the tokens that all but batch work still needs: those in `work`, and its share of each replica's."""
-    num_tokens = urgent_tokens(work, settings)
-    for view in views:
-        if num_requests := sum(view.num_by_band):
-            num_tokens += view.outstanding_tokens * sum(view.num_by_band[: Band.BATCH]) // num_requests
-    return num_tokens
 
 
 def _batch_due_s(deadline_s: float | None, now_s: float, settings: AutoscalingSettings) -> float:

@@ -33,7 +33,7 @@ _OBJECT_STORE_BYTES = 256 * 2**20
 _STARTS = 3
 _KILL_LIMIT_S = 5.0
 MAX_CONNECTIONS_PER_ADDRESS = 1024
-_ENVIRONMENT = {
+SERVE_ENVIRONMENT = {
     # A model that cannot be loaded is a mistake of the user: report it at once instead of after three attempts.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     # At their default of ten times a second these two loops take 5 % of a core, which the model can use.
@@ -48,6 +48,7 @@ _ENVIRONMENT = {
     # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
+"""Environment in which Serve repairs itself within seconds, and has Headway's edge."""
 _DAEMONS = ("gcs_server", "raylet")
 _PR_SET_CHILD_SUBREAPER = 36
 _PORTS = range(20_000, 30_000)
@@ -110,7 +111,7 @@ def private_cluster(
     folder = Path(tempfile.mkdtemp(prefix="hw-", dir="/tmp" if os.path.isdir("/tmp") else None))
     for variable in ("RAY_ADDRESS", "RAY_DASHBOARD_ADDRESS", "RAY_AUTH_TOKEN"):
         os.environ.pop(variable, None)
-    os.environ.update(private_ray_environment(folder) | _ENVIRONMENT)
+    os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT)
     os.environ[CONNECTIONS_VARIABLE] = str(max_connections_per_address)
     if throughput_profile:
         ports = (free_port(""), free_port(""))

@@ -18,8 +18,10 @@ from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts
-from serve_app.metrics import CONTENT_TYPE, HttpMetrics, exposition
+from serve_app.metrics import CONTENT_TYPE, HttpMetrics, engine_parts, engines_shown, page_parts
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.job_schema import EngineQuery
+from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel
 
 _JOBS_LIMIT_S = 2.0
@@ -95,13 +97,25 @@ class OperationsEndpoints:
         return json_response({"status": "ready", "jobs": await self._jobs_state()})
 
     async def metrics(self, request: Request) -> Response:
-        """Answer GET /metrics: metrics of this ingress, of each engine that answers, and of the jobs deployment."""
+        """Answer GET /metrics: metrics of this ingress, of the engines that answer, and of the jobs deployment.
+
+        More than 32 engines are summed; `?engine=` shows one engine alone. Streams go on while the page is made.
+        """
+        wanted = parse_body(EngineQuery, request.query_params, {}).engine
         engines: list[EngineMetrics] = []
         # Without an answer from the engines, the page still has this ingress's own metrics.
         with contextlib.suppress(ServingError):
             engines = await self.backends.dispatcher.metrics()
-        jobs = await self._jobs_metrics()
-        return Response(exposition(engines, self.model.name, self.http_metrics, jobs), media_type=CONTENT_TYPE)
+        shown = engines_shown(engines, wanted)
+        if wanted is not None:
+            parts = engine_parts(shown, self.model.name)
+        else:
+            parts = page_parts(shown, self.model.name, self.http_metrics, await self._jobs_metrics())
+        page = []
+        for part in parts:
+            page.append(part)
+            await asyncio.sleep(0)
+        return Response(b"".join(page), media_type=CONTENT_TYPE)
 
     async def load(self, request: Request) -> Response:
         """Answer GET /load: each replica's last known load with its age, and this ingress's autoscaling decision."""

@@ -24,6 +24,10 @@ CONNECTIONS_VARIABLE = "HEADWAY_MAX_CONNECTIONS_PER_ADDRESS"
 _PROBES = frozenset({"/health", "/health/live", "/health/ready"})
 _ROUTES = "/-/routes"
 _MIN_ERROR = 400
+_STEERING = frozenset({
+    b"x_request_timeout_seconds", b"x_request_disconnect_disabled", b"x_session_id", b"serve_multiplexed_model_id"
+})  # fmt: skip
+"""Headers, with `_` for `-`, by which clients of Serve choose replicas, end requests, or keep them after they leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,7 @@ class EdgeMiddleware:
         if refusal is not None:
             await _answer(refusal, send)
             return
+        scope = {**scope, "headers": [header for header in scope["headers"] if _passes(*header)]}
         address = _address_of(scope)
         self.num_open[address] += 1
         try:
@@ -183,6 +188,12 @@ class _Answer:
         self._is_given_up = True
         if not self._has_begun:
             await _answer(reply, self._send)
+
+
+def _passes(name: bytes, value: bytes) -> bool:
+    """Return True for a header that Serve may see: none that steers it, and no request id that it cannot read."""
+    plain = name.lower().replace(b"-", b"_")
+    return plain not in _STEERING and (plain != b"x_request_id" or value.isascii())
 
 
 def _replacement_of(start: Message) -> ErrorReply | None:

@@ -373,7 +373,11 @@ _OPERATIONS = {
         failures=frozenset({503}),
     ),
     "GET /metrics": Operation(
-        "Server", "Return the metrics, in Prometheus's text format.", (Answer(media_type="text/plain"),)
+        "Server",
+        "Return the metrics, in Prometheus's text format.",
+        (Answer(media_type="text/plain"),),
+        query=job_schema.EngineQuery,
+        failures=frozenset({400}),
     ),
     "GET /load": Operation("Server", "Show the load of every replica.", _json(answers.LoadReply)),
     "POST /v1/replicas/{replica_id}/drain": Operation(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import psutil
 
-from serve_app.cli.private_cluster import free_port, private_ray_environment
+from serve_app.cli.private_cluster import SERVE_ENVIRONMENT, free_port, private_ray_environment
 from serve_app.config import HeadwayConfig
 from testkit.serving.served import Served, end_processes, running, wait_for
 from testkit.serving.streams import Clients, Stream
@@ -165,7 +165,7 @@ def main() -> None:
 def _folder() -> Iterator[Path]:
     """Yield a folder for all files of Ray, including the one with the newest cluster's address."""
     folder = Path(tempfile.mkdtemp(prefix="hwc-", dir="/tmp"))  # short: Ray puts sockets below it
-    os.environ.update(private_ray_environment(folder), RAY_TMPDIR=str(folder / "t"))
+    os.environ.update(private_ray_environment(folder) | SERVE_ENVIRONMENT, RAY_TMPDIR=str(folder / "t"))
     try:
         yield folder
     finally:

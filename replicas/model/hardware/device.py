@@ -28,7 +28,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> torch.dtype:
-    """Return the dtype for `name`; auto is bfloat16 if the hardware computes it natively, else float32.
+    """Return the dtype for `name`; auto is bfloat16 if the hardware computes it natively, else its fastest dtype.
+
+    A GPU without bfloat16 gets float16, a CPU without it float32.
 
     Raises:
         ModelLoadError: there is no such dtype.
@@ -37,5 +39,6 @@ def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> 
         if name not in _DTYPES:
             raise ModelLoadError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
         return _DTYPES[name]
-    native = torch.cuda.get_device_capability(device)[0] >= 8 if device.type == "cuda" else has_bfloat16(cpu_info)
-    return torch.bfloat16 if native else torch.float32
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    return torch.bfloat16 if has_bfloat16(cpu_info) else torch.float32

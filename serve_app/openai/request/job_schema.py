@@ -149,6 +149,14 @@ class WaitQuery(Query):
     wait: float = Field(0.0, ge=0, le=MAX_WAIT_S)
 
 
+class EngineQuery(Query):
+    """Engine whose metrics are shown alone."""
+
+    engine: int | None = Field(None, ge=0)
+    """Index of the engine among those that answer, ordered by id. Without it more than 32 engines are summed, as
+    `engine="all"`."""
+
+
 class StreamQuery(Query):
     """Option to stream the outputs of a prompt batch."""
 

@@ -11,6 +11,7 @@ from serve_app.openai.tools.shapes.calls import Call
 from serve_app.openai.tools.shapes.channel_calls import ChannelCalls
 from serve_app.openai.tools.shapes.json_calls import JsonCalls
 from serve_app.openai.tools.shapes.named_calls import NamedCalls
+from serve_app.openai.tools.shapes.nested_calls import NestedCalls
 from serve_app.openai.tools.shapes.pythonic_calls import PythonicCalls
 from serve_app.openai.tools.shapes.shape import CallShape
 from serve_app.openai.tools.shapes.xml_calls import XmlCalls
@@ -245,6 +246,12 @@ FAMILIES = (
         ),
         signs=(("<seed:tool_call>", "<function="),),
         reasoning=ReasoningMarkers("<seed:think>", "</seed:think>"),
+    ),
+    ChatFamily(
+        "minimax_m3",
+        NestedCalls("]<]minimax[>["),
+        signs=(("]<]minimax[>[",),),
+        reasoning=ReasoningMarkers("<mm:think>", "</mm:think>"),
     ),
     ChatFamily(
         "minimax_m2",

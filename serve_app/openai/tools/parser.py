@@ -114,8 +114,13 @@ class OutputParser:
     def _read_reasoning(self, begin: str, end: str) -> Wait[None]:
         reader = self._reader
         yield from reader.skip_space()
-        if not (yield from reader.accept((begin,))) and not self._starts_in_reasoning:
+        # An end without a begin is that of an empty reasoning: MiniMax M3 answers so.
+        opened = yield from reader.accept((begin,) if self._starts_in_reasoning else (begin, end))
+        if opened is None and not self._starts_in_reasoning:
             reader.rewind()
+            return
+        if opened == end:
+            yield from self._drop_space()
             return
         yield from self._drop_space()
         if (yield from reader.read_text((end,), self._sink.add_reasoning)):

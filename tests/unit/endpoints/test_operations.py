@@ -1,5 +1,6 @@
 """Health, metrics, load, models and the tokenizer's endpoints."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -163,6 +164,58 @@ async def test_metrics_show_every_engine_under_its_index(api: Api) -> None:
     buckets = [histogram("vllm:iteration_tokens_total_bucket", le=le) for le in ("1.0", "8.0", "+Inf")]
     totals = [histogram(f"vllm:iteration_tokens_total_{name}") for name in ("count", "sum")]
     assert (buckets, totals) == ([2, 5, 9], [9, 70.5])
+
+
+async def test_metrics_of_many_engines_are_summed(api: Api) -> None:
+    api.dispatcher.engine_metrics = [engine(f"r-{number:02}", number) for number in range(33)]
+    value = partial(await samples_of(api), model_name=MODEL, engine="all")
+    assert value("vllm:num_requests_running") == 33 * 3
+    assert value("vllm:num_preemptions_total") == sum(range(33))
+    assert value("vllm:request_success_total", finished_reason="length") == 33 * 6
+    buckets = [value("vllm:iteration_tokens_total_bucket", le=le) for le in ("1.0", "8.0", "+Inf")]
+    totals = [value(f"vllm:iteration_tokens_total_{name}") for name in ("count", "sum")]
+    assert (buckets, totals) == ([33 * 2, 33 * 5, 33 * 9], [33 * 9, 33 * 70.5])
+    assert (await samples_of(api))("headway:engines") == 33
+
+
+async def test_one_of_many_engines_is_shown_alone(api: Api) -> None:
+    api.dispatcher.engine_metrics = [engine(f"r-{number:02}", number) for number in range(40)]
+    page = (await api.http.get("/metrics?engine=7")).text
+    assert f'vllm:num_preemptions_total{{engine="7",model_name="{MODEL}"}} 7.0' in page
+    assert "http_requests" not in page and 'engine="8"' not in page
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "engine_index", "message"),
+    [
+        (3, "3", "engine is 3; the engines are 0 to 2"),
+        (0, "0", "engine is 0; no engine has answered"),
+        (3, "x", "engine"),
+    ],
+)
+async def test_an_engine_that_is_not_there_is_refused(
+    api: Api, num_engines: int, engine_index: str, message: str
+) -> None:
+    api.dispatcher.engine_metrics = [engine(f"r-{number}", number) for number in range(num_engines)]
+    response = await api.http.get(f"/metrics?engine={engine_index}")
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "engine") and message in error["message"]
+
+
+async def test_streams_go_on_while_the_metrics_are_made(api: Api) -> None:
+    api.dispatcher.engine_metrics = [engine(f"r-{number}", number) for number in range(500)]
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await api.http.get("/metrics")
+    counting.cancel()
+    assert num_turns > 500 / 16, "others run at least after each 16 engines"
 
 
 async def test_metrics_have_each_family_once(api: Api) -> None:

@@ -143,6 +143,29 @@ def test_serve_gets_the_limit_of_the_environment(monkeypatch: pytest.MonkeyPatch
     assert middleware.kwargs["limits"] == EdgeLimits(max_connections_per_address=7)
 
 
+async def test_headers_that_steer_serve_do_not_reach_it() -> None:
+    seen: list[list[str]] = []
+
+    async def keep(request: Request) -> ASGIApp:
+        seen.append([name for name in request.headers if name not in ("host", "user-agent", "accept-encoding")])
+        return JSONResponse({"ok": True})
+
+    front = Front(keep)
+    steering = (
+        "X-Request-Timeout-Seconds",
+        "x-request-disconnect-disabled",
+        "x_session_id",
+        "serve-multiplexed-model-id",
+    )
+    for request_id, kept in ((b"mine", True), (b"\xff\xfe", False)):
+        headers = [(name.encode(), b"\xff") for name in steering] + [
+            (b"x-request-id", request_id),
+            (b"accept", b"\xff"),
+        ]
+        await front.http.get("/", headers=headers)
+        assert sorted(seen.pop()) == ["accept", "connection", *["x-request-id"] * kept]
+
+
 async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
     sent: list[Any] = []
 

@@ -11,7 +11,14 @@ from typing import Any, TypeVar
 from serve_app.openai.tools.shapes.calls import Call, JsonObject, Sink, Tool
 from serve_app.openai.tools.shapes.json_text import MAX_DEPTH
 from serve_app.openai.tools.shapes.reader import Reader, Wait
-from serve_app.openai.tools.shapes.schemas import bound_properties, pointer_part, property_schema
+from serve_app.openai.tools.shapes.schemas import (
+    SCALARS,
+    bound_properties,
+    items_of,
+    num_items,
+    property_schema,
+    unenforced_keywords,
+)
 from serve_app.openai.tools.shapes.shape import Lark
 from serve_app.openai.tools.shapes.values import admitted_types, json_of, literal
 
@@ -20,16 +27,6 @@ T = TypeVar("T")
 _BARE = re.compile(r"[A-Za-z0-9_.\-]+")
 _LITERAL = re.compile(r"[^,\]}]*")
 _NESTING = {"{": 1, "[": 1, "}": -1, "]": -1}
-_MAX_ITEMS = 100
-"""Largest bound on the items of an array that a grammar expresses."""
-_SCALARS = {"integer", "number", "boolean", "null"}
-_ENFORCED = {"type", "enum", "const", "title", "description", "default", "examples", "$comment"}
-_ENFORCED_OF = {
-    "object": {"properties", "additionalProperties"},
-    "array": {"items"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
-}
-"""Keywords that a grammar enforces where a schema admits one type alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +82,7 @@ class BracedCalls:
 
     def unenforced(self, tool: Tool) -> tuple[str, ...]:
         """Return pointers to the keywords that have no expression in braces."""
-        return tuple(_unenforced(tool.parameters or {}, {"object"}, ""))
+        return tuple(unenforced_keywords(tool.parameters or {}, {"object"}, ""))
 
     def _written(self, value: Any) -> str:
         if isinstance(value, str):
@@ -221,8 +218,8 @@ class _BoundValues:
             return self._any
         values = [self._string] if "string" in types else []
         values += [self.of_object(Tool("", schema))] if "object" in types else []
-        values += [self._list(self.of(_items_of(schema)), schema)] if "array" in types else []
-        values += [self._lark.json({**schema, "type": sorted(types & _SCALARS)})] if types & _SCALARS else []
+        values += [self._list(self.of(items_of(schema)), schema)] if "array" in types else []
+        values += [self._lark.json({**schema, "type": sorted(types & SCALARS)})] if types & SCALARS else []
         return self._lark.any_of(values)
 
     def _any_value(self, name: str) -> str:
@@ -230,7 +227,7 @@ class _BoundValues:
         return " | ".join([self._string, scalar, self._mapping(name), self._list(name, {})])
 
     def _list(self, item: str, schema: JsonObject) -> str:
-        least, most = _num_items(schema, "minItems"), _num_items(schema, "maxItems")
+        least, most = num_items(schema, "minItems"), num_items(schema, "maxItems")
         if most == 0:
             return '"[" "]"'
         further = f'("," {item}){{{max(least or 0, 1) - 1},{"" if most is None else most - 1}}}'
@@ -239,37 +236,3 @@ class _BoundValues:
     def _mapping(self, value: str) -> str:
         pair = f'/{_BARE.pattern}/ ":" {value}'
         return f'"{{" ({pair} ("," {pair})*)? "}}"'
-
-
-def _num_items(schema: JsonObject, keyword: str) -> int | None:
-    """Return a bound on an array's items that a grammar expresses; None: there is none."""
-    value = schema.get(keyword)
-    return value if isinstance(value, int) and 0 <= value <= _MAX_ITEMS else None
-
-
-def _items_of(schema: JsonObject) -> JsonObject:
-    items = schema.get("items")
-    return items if isinstance(items, dict) else {}
-
-
-def _unenforced(schema: JsonObject, types: set[str], place: str) -> Iterator[str]:
-    """Yield pointers to the keywords of a schema, and of those in it, that have no expression."""
-    alternatives = [key for key in ("anyOf", "oneOf") if "type" not in schema and key in schema][:1]
-    enforced = _ENFORCED | {"x-guidance", "$defs", "definitions"}.union(alternatives)
-    for kind, keywords in _ENFORCED_OF.items():
-        if kind in types or (kind == "number" and "integer" in types):
-            enforced = enforced | keywords
-    if types == {"array"}:
-        enforced = enforced | {key for key in ("minItems", "maxItems") if _num_items(schema, key) is not None}
-    named = Tool("", schema).properties
-    enforced = enforced | {"required"} if named else enforced
-    if "const" not in schema and "enum" not in schema:
-        yield from (f"{place}/{pointer_part(keyword)}" for keyword in sorted(schema.keys() - enforced))
-    inner = {f"/properties/{pointer_part(name)}": each for name, each in named.items()}
-    if not named:
-        inner["/additionalProperties"] = schema.get("additionalProperties")
-    inner["/items"] = schema.get("items")
-    inner |= {f"/{key}/{index}": each for key in alternatives for index, each in enumerate(schema[key])}
-    for way, each in inner.items():
-        if isinstance(each, dict):
-            yield from _unenforced(each, admitted_types(each), f"{place}{way}")

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from serve_app.openai.tools.shapes.calls import JsonObject, Tool
 from serve_app.openai.tools.shapes.shape import Lark
+from serve_app.openai.tools.shapes.values import admitted_types
 
 _DEFINITIONS = ("$defs", "definitions")
+_MAX_ITEMS = 100
+"""Largest bound on the items of an array that a grammar expresses."""
+SCALARS = frozenset({"integer", "number", "boolean", "null"})
+"""Types of values that are written as in JSON by every family."""
+_ENFORCED = {"type", "enum", "const", "title", "description", "default", "examples", "$comment"}
+_ENFORCED_OF = {
+    "object": {"properties", "additionalProperties"},
+    "array": {"items"},
+    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"},
+}
+"""Keywords that a grammar enforces where a schema admits one type alone."""
 
 
 def property_schema(tool: Tool, name: str) -> JsonObject:
@@ -43,3 +55,38 @@ def bound_properties(lark: Lark, tool: Tool, argument: Callable[[str], str], sep
         following = f"{separator} {one}" if name in required else f"({separator} {one})?"
         rest = lark.rule(f"{following} {rest}")
     return lark.any_of(first)
+
+
+def num_items(schema: JsonObject, keyword: str) -> int | None:
+    """Return a bound on an array's items that a grammar expresses; None: there is none."""
+    value = schema.get(keyword)
+    return value if isinstance(value, int) and 0 <= value <= _MAX_ITEMS else None
+
+
+def items_of(schema: JsonObject) -> JsonObject:
+    """Return the schema of an array's items."""
+    items = schema.get("items")
+    return items if isinstance(items, dict) else {}
+
+
+def unenforced_keywords(schema: JsonObject, types: set[str], place: str) -> Iterator[str]:
+    """Yield pointers to the keywords of a schema, and of those in it, that have no expression."""
+    alternatives = [key for key in ("anyOf", "oneOf") if "type" not in schema and key in schema][:1]
+    enforced = _ENFORCED | {"x-guidance", "$defs", "definitions"}.union(alternatives)
+    for kind, keywords in _ENFORCED_OF.items():
+        if kind in types or (kind == "number" and "integer" in types):
+            enforced = enforced | keywords
+    if types == {"array"}:
+        enforced = enforced | {key for key in ("minItems", "maxItems") if num_items(schema, key) is not None}
+    named = Tool("", schema).properties
+    enforced = enforced | {"required"} if named else enforced
+    if "const" not in schema and "enum" not in schema:
+        yield from (f"{place}/{pointer_part(keyword)}" for keyword in sorted(schema.keys() - enforced))
+    inner = {f"/properties/{pointer_part(name)}": each for name, each in named.items()}
+    if not named:
+        inner["/additionalProperties"] = schema.get("additionalProperties")
+    inner["/items"] = schema.get("items")
+    inner |= {f"/{key}/{index}": each for key in alternatives for index, each in enumerate(schema[key])}
+    for way, each in inner.items():
+        if isinstance(each, dict):
+            yield from unenforced_keywords(each, admitted_types(each), f"{place}{way}")

@@ -81,7 +81,9 @@ def vocabulary(family: ChatFamily, has_special: bool) -> Vocabulary:
     assert reasoning
     text = family.calls.write([Call("f", {"a": 1}, "i")]) + " ".join(family.markers)
     text += reasoning.turn_begin + reasoning.answer_begin
-    markers = sorted(set(re.findall(r"｜DSML｜|<(?!/?｜DSML)[|｜/]?[^<>=\s\"]*>|\[/?[A-Z_]+\]", text)))
+    markers = sorted(
+        set(re.findall(r"｜DSML｜|\]<\]minimax\[>\[|(?<!\[>\[)<(?!/?｜DSML)[|｜/]?[^<>=\s\"]*>|\[/?[A-Z_]+\]", text))
+    )
     if has_special:
         tokenizer.add_special_tokens([AddedToken(marker, special=True) for marker in markers])
     added = {token.content: (i, token.special) for i, token in tokenizer.get_added_tokens_decoder().items()}
@@ -210,8 +212,9 @@ def test_strings_between_tags_are_bound_by_their_enumeration_alone(name: str) ->
 
 
 @SPECIAL
-def test_values_in_braces_follow_their_schema_as_far_as_it_can_be_expressed(has_special: bool) -> None:
-    family = next(family for family in REASONED if family.name == "gemma4")
+@pytest.mark.parametrize("name", ["gemma4", "minimax_m3"])
+def test_values_within_values_follow_their_schema_as_far_as_it_can_be_expressed(name: str, has_special: bool) -> None:
+    family = next(family for family in REASONED if family.name == name)
     point = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 9}}, "required": ["x"]}
     properties = {
         "points": {"type": "array", "items": point, "minItems": 1, "maxItems": 2},
@@ -226,8 +229,9 @@ def test_values_in_braces_follow_their_schema_as_far_as_it_can_be_expressed(has_
     tool = Tool("f", {"type": "object", "properties": properties, "minProperties": 1})
     words = vocabulary(family, has_special)
     grammar = call_grammar(family, [tool], CallRule(is_required=True), words.marker)
+    nested = {"k": [None, {"l": "m"}]} if has_special or name == "gemma4" else "text"
     taken: list[dict[str, Any]] = [
-        {"points": [{"x": 1}, {"x": -5}], "either": None, "unit": 1, "open": {"k": [None, {"l": "m"}]}},
+        {"points": [{"x": 1}, {"x": -5}], "either": None, "unit": 1, "open": nested},
         {"either": "long text {", "unit": "C", "two words": True, "parts": [], "map": {"k": 1}, "none": {}},
         {},
     ]
@@ -242,7 +246,7 @@ def test_values_in_braces_follow_their_schema_as_far_as_it_can_be_expressed(has_
     for arguments, is_taken in [*((each, True) for each in taken), *((each, False) for each in refused)]:
         text = family.calls.write([Call("f", arguments)])
         assert words.takes(grammar, text) == is_taken, text
-        assert parse(family, list(text)).calls == [("f", arguments)]
+        assert parse(family, list(text), tools=[tool]).calls == [("f", arguments)]
     assert family.calls.unenforced(tool) == (
         "/minProperties",
         "/properties/either/anyOf/0/maxLength",

@@ -245,6 +245,56 @@ def test_values_in_braces_are_read_as_their_text_says(step: int) -> None:
     assert (parsed.content, parsed.num_malformed) == ("", 0)
 
 
+@STREAMED
+def test_values_in_nested_tags_get_the_type_of_their_schema(step: int) -> None:
+    point = {"type": "object", "properties": {"x": {"type": "integer"}, "name": {"type": "string"}}}
+    properties = {
+        "points": {"type": "array", "items": point},
+        "none": {"type": "array", "items": {"type": "string"}},
+        "item": {"type": "object", "properties": {"item": {"type": "integer"}}},
+        "text": {"type": "string"},
+    }
+    ns = "]<]minimax[>["
+    text = (
+        f'{ns}<tool_call>\n{ns}<invoke name="f">{ns}<points>\n{ns}<item>{ns}<x>3{ns}</x>{ns}<name>4{ns}</name>'
+        f"{ns}</item>{ns}</points>{ns}<none>{ns}</none>{ns}<item>{ns}<item>5{ns}</item>{ns}</item>{ns}<text>"
+        f" 6\n{ns}</text>{ns}<open>{ns}<item>true{ns}</item>{ns}<item>{ns}<a>b{ns}</a>{ns}</item>{ns}</open>"
+        f'{ns}</invoke>\n{ns}<invoke name="g">{ns}</invoke>{ns}</tool_call>'
+    )
+    tool = Tool("f", {"type": "object", "properties": properties})
+    expected = {
+        "points": [{"x": 3, "name": "4"}],
+        "none": [],
+        "item": {"item": 5},
+        "text": " 6\n",
+        "open": [True, {"a": "b"}],
+    }
+    family = family_named("minimax_m3")
+    parsed = parse(family, pieces(text, step), tools=[tool, Tool("g")])
+    assert parsed.calls == [("f", expected), ("g", {})] and (parsed.content, parsed.num_malformed) == ("", 0)
+    call = f'{ns}<tool_call>{ns}<invoke name="g">'
+    for body in (
+        f"{ns}<a>1",
+        f"{ns}</a>",
+        f"text{ns}<a>{ns}</a>",
+        f"{ns}<a>t{ns}<b>{ns}</b>{ns}</a>",
+        f"{ns}a",
+        f"{ns}<a",
+    ):
+        bad = f"{call}{body}{ns}</invoke>{ns}</tool_call>"
+        broken = parse(family, pieces(bad, step), tools=[Tool("g")])
+        assert (broken.content, broken.names, broken.num_malformed) == (bad, [], 1), bad
+
+
+@STREAMED
+def test_the_end_of_reasoning_at_the_begin_of_an_output_is_dropped(step: int) -> None:
+    for family in REASONED:
+        if family.name != "harmony" and family.reasoning:
+            parsed = parse(family, pieces(f"{family.reasoning.end}\n\n{answer_text(family, 'Yes.')}", step))
+            assert (parsed.reasoning, parsed.content) == ("", "Yes."), family.name
+    assert parse(REASONED[1], pieces("Hm. </think>", step)).content == "Hm. </think>"
+
+
 def test_a_closing_tag_within_a_value_is_text() -> None:
     family = family_named("qwen3_coder")
     call = Call("get_weather", {"city": "a</parameter> b\n</parameter>\nc"})

@@ -12,7 +12,8 @@ from router.flow.turns import LargestFirst, SummedKeys, Turns
 def test_sums_up_to_a_key_are_those_of_all_keys(seed: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_MAX_BUCKET", 8)
     rng = random.Random(seed)
-    keys, entries = SummedKeys(), []
+    keys = SummedKeys()
+    entries: list[tuple[float, str, float]] = []
     for number in range(500):
         if entries and rng.random() < 0.45:
             keys.remove(*entries.pop(rng.randrange(len(entries))))
@@ -28,7 +29,8 @@ def test_sums_up_to_a_key_are_those_of_all_keys(seed: int, monkeypatch: pytest.M
 @pytest.mark.parametrize("seed", range(10))
 def test_tokens_until_a_turn_are_those_of_each_tenant(seed: int):
     rng = random.Random(seed)
-    turns, waiting = Turns(), {}
+    turns = Turns()
+    waiting: dict[str, tuple[float, int, int]] = {}
     for _ in range(400):
         name = f"tenant-{rng.randrange(60)}"
         if rng.random() < 0.3:

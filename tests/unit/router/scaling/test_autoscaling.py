@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -12,8 +13,10 @@ import pytest
 from replicas.protocol import Band, ReplicaStats, TenantTokens
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings, ScalingDecision, ScalingInputs
-from router.scaling.autoscaling_loop import ServedRate, urgent_outstanding, work_in_queue, work_in_replicas
+from router.scaling.autoscaling_loop import ServedRate, work_in_queue, work_in_replicas
 from router.scaling.ingress_reports import PendingWork
+from router.scaling.replica_sums import ReplicaParts, ReplicaSums
+from router.types import ReplicaView
 from testkit.router.simulated_replicas import request, stats, view
 from testkit.router.simulated_time import FakeClock
 
@@ -114,11 +117,18 @@ def test_batch_work_in_the_queue_is_due_before_its_deadline():
 def test_only_what_waits_in_a_replica_is_work():
     busy = stats(running=(0, 4, 0), outstanding=800)
     full = stats(running=(0, 4, 0), waiting=(0, 1, 3), outstanding=800)
-    assert work_in_replicas([view(of=busy)], SETTINGS) == ()
-    assert work_in_replicas([view(of=full)], SETTINGS) == (
+    assert work_in_replicas(parts_of(view(of=busy)), SETTINGS) == ()
+    assert work_in_replicas(parts_of(view(of=full)), SETTINGS) == (
         PendingWork(100, 2.0),
         PendingWork(300, SETTINGS.batch_drain_s),
     )
+
+
+def parts_of(*loads: ReplicaView) -> ReplicaParts:
+    sums = ReplicaSums()
+    for load in loads:
+        sums.update(load.stats.replica_id, load)
+    return sums.parts
 
 
 def served(replica_id: str, **tokens: int) -> ReplicaStats:
@@ -214,9 +224,52 @@ def test_full_slots_without_growing_work_do_not_scale_up(scaler: Scaler):
 
 
 def test_running_work_but_batch_work_counts_as_outstanding():
-    busy = view(by_band=(1, 3, 4), outstanding=800)
-    waiting = (PendingWork(7, SETTINGS.target_drain_s), PendingWork(1000, SETTINGS.batch_drain_s))
-    assert urgent_outstanding(waiting, [busy, view()], SETTINGS) == 7 + 400
+    assert parts_of(view("busy", by_band=(1, 3, 4), outstanding=800), view("idle")).urgent_tokens == 400
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_sums_of_replicas_that_come_change_and_go_are_those_of_all(seed: int):
+    rng = random.Random(seed)
+    sums, loads = ReplicaSums(), {}
+    for _ in range(200):
+        replica_id = rng.choice("abcde")
+        counts = [rng.randrange(4) for _ in range(6)]
+        report = stats(
+            running=counts[:3], waiting=counts[3:], slots=rng.choice([4, 8]), outstanding=rng.randrange(900),
+            rate=rng.choice([0.0, 50.0, 70.0]), is_draining=rng.random() < 0.2,
+        )  # fmt: skip
+        loads[replica_id] = view(replica_id, by_band=counts[:3], outstanding=rng.randrange(900), of=report)
+        if rng.random() < 0.2:
+            del loads[replica_id]
+        sums.update(replica_id, loads.get(replica_id))
+        serving = [load for load in loads.values() if not load.stats.is_draining]
+        assert sums.parts == parts_of(*loads.values())
+        assert sums.parts.num_replicas == len(serving)
+        assert sums.parts.num_requests == sum(sum(load.num_by_band) for load in serving)
+        assert sums.num_slots() == min((load.stats.num_slots for load in serving), default=1)
+        speeds = [load.stats.saturated_tokens_per_s for load in serving]
+        assert sorted(sums.saturated_tokens_per_s()) == sorted(speed for speed in speeds if speed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_batch_work_by_deadline_is_that_of_each_request(seed: int):
+    rng, now = random.Random(seed), 1000.0
+    queue = FlowQueue({band: BandLimits(1000, 10**9) for band in Band}, 30.0)
+    expected: Counter[float] = Counter()
+    for number in range(rng.randrange(60)):
+        deadline_s = rng.choice([None, now + rng.uniform(-10, 10), now + rng.uniform(0, 1e6)])
+        waiting = QueuedRequest(request(f"r{number}", band=Band.BATCH), rng.randrange(1, 99), deadline_s, number)
+        queue.add(waiting, now)
+        if rng.random() < 0.3:
+            queue.remove(waiting)
+            continue
+        due_s = SETTINGS.batch_drain_s
+        if deadline_s is not None:
+            due_s = max(SETTINGS.target_drain_s, 0.8 * (deadline_s - now))
+            due_s = max(SETTINGS.target_drain_s, 2.0 ** math.floor(math.log2(due_s)))
+        expected[due_s] += waiting.expected_tokens
+    work = work_in_queue(queue, SETTINGS, now)
+    assert work == tuple(PendingWork(tokens, due_s) for due_s, tokens in sorted(expected.items()))
 
 
 @pytest.mark.parametrize(("num_running", "needed"), [(3, 1), (6, 2), (90, 3)])
