@@ -20,7 +20,7 @@ from replicas.errors import (
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.flow.flow_control import FlowController, SampleGroup
-from router.flow.flow_queue import TenantQueue
+from router.flow.flow_queue import BandQueueSize
 from router.flow.usage import Placement
 from router.timeline import Timeline
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
@@ -136,10 +136,9 @@ class Dispatcher:
         """Return a tenant's limits in a band's queue in this ingress, and their present use."""
         return self._flow.admission.headroom(band, tenant)
 
-    def waiting(self, band: Band) -> dict[str, TenantQueue]:
-        """Return the requests that wait in a band, by tenant."""
-        queue = self._flow.queue
-        return {tenant: queue.of_tenant(band, tenant) for tenant in queue.num_by_tenant(band)}
+    def waiting(self, band: Band, most: int) -> BandQueueSize:
+        """Return the size of a band's queue, with the `most` tenants that have most requests in it."""
+        return self._flow.queue.size(band, most)
 
     def load(self) -> list[ReplicaView]:
         """Return the known load of every replica, sorted by id."""

@@ -62,6 +62,17 @@ class TenantQueue:
     num_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BandQueueSize:
+    """Size of a band's queue."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_tenants: int = 0
+    largest: dict[str, TenantQueue] = field(default_factory=dict)
+    """Tenants with most waiting requests."""
+
+
 _Priority = tuple[float, float, int, str]
 """Sort key of a tenant: fewest tokens first, then the tenant whose first request is first; and its name."""
 
@@ -95,7 +106,7 @@ class _BandQueue:
         self.without_deadline = 0
         """Tokens of those without one."""
         self._changed: set[str] = set()
-        """Tenants whose waiting requests or counters have changed since the two above were asked."""
+        """Tenants whose waiting requests or counters `_turns` and `_by_size` have not taken in."""
         self.num_requests = 0
         self.num_tokens = 0
 
@@ -150,6 +161,11 @@ class _BandQueue:
         start = tenant.tokens if tenant.queue else max(tenant.tokens, self._floor())
         self._take_changes()
         return tenant.num_queued_tokens + self._turns.num_tokens(start + tenant.num_queued_tokens, but=name)
+
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants with waiting requests."""
+        return len(self._by_priority)
 
     def largest(self, most: int) -> dict[str, int]:
         self._take_changes()
@@ -304,6 +320,12 @@ class FlowQueue:
         The cost depends on `most` and on the tenants that have changed since the last call.
         """
         return self._bands[band].largest(most)
+
+    def size(self, band: Band, most: int) -> BandQueueSize:
+        """Return the size of a band's queue, with the `most` tenants that have most requests in it."""
+        queue = self._bands[band]
+        largest = {tenant: queue.of_tenant(tenant) for tenant in queue.largest(most)}
+        return BandQueueSize(queue.num_requests, queue.num_tokens, queue.num_tenants, largest)
 
     def starved_s(self, band: Band, now: float) -> float:
         """Return the time for which a waiting band has had no first token, seconds; 0 if no request waits."""

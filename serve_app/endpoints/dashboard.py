@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from replicas.errors import ServingError
 from replicas.protocol import Band, Metric
-from router.flow.flow_queue import TenantQueue
+from router.flow.flow_queue import BandQueueSize
 from serve_app.endpoints.load_objects import autoscaling_of, load_of
 from serve_app.endpoints.operations import Backends
 from serve_app.http.exchange import Routes, exchange_of
@@ -56,7 +56,7 @@ class Snapshots:
             "time_unix_s": round(time.time(), 3),
             "model": self._model_name,
             "replicas": [load_of(view) for view in dispatcher.load()],
-            "queues": [_queue_of(band, dispatcher.waiting(band)) for band in Band],
+            "queues": [_queue_of(band, dispatcher.waiting(band, _NUM_TENANTS)) for band in Band],
             "latencies": [self._latency_of(band, latencies[band]) for band in Band],
             "autoscaling": None if autoscaling is None else autoscaling_of(autoscaling),
             "jobs": self._jobs,
@@ -118,17 +118,16 @@ class DashboardEndpoints:
         return ByteStream(self._feed.events(), exchange_of(request), CONTENT_TYPE, headers)
 
 
-def _queue_of(band: Band, tenants: dict[str, TenantQueue]) -> JsonObject:
+def _queue_of(band: Band, size: BandQueueSize) -> JsonObject:
     """Return a band's queue, with the tenants that have most requests there."""
-    longest = sorted(tenants.items(), key=lambda item: -item[1].num_requests)
     return {
         "band": band.name.lower(),
-        "num_requests": sum(queue.num_requests for queue in tenants.values()),
-        "num_tokens": sum(queue.num_tokens for queue in tenants.values()),
-        "num_tenants": len(tenants),
+        "num_requests": size.num_requests,
+        "num_tokens": size.num_tokens,
+        "num_tenants": size.num_tenants,
         "tenants": [
             {"tenant": tenant, "num_requests": queue.num_requests, "num_tokens": queue.num_tokens}
-            for tenant, queue in longest[:_NUM_TENANTS]
+            for tenant, queue in size.largest.items()
         ],
     }
 

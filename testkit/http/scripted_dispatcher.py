@@ -23,7 +23,7 @@ from replicas.protocol import (
     TokenLogprob,
     Usage,
 )
-from router.flow.flow_queue import TenantQueue
+from router.flow.flow_queue import BandQueueSize, TenantQueue
 from router.timeline import Timeline
 from router.types import Headroom, Reason, ReplicaView
 from serve_app.key_file import digest_of
@@ -188,8 +188,12 @@ class FakeDispatcher:
     def headroom(self, band: Band, tenant: str) -> Headroom:
         return self.headrooms[band]
 
-    def waiting(self, band: Band) -> dict[str, TenantQueue]:
-        return self.queued.get(band, {})
+    def waiting(self, band: Band, most: int) -> BandQueueSize:
+        tenants = self.queued.get(band, {})
+        longest = sorted(tenants.items(), key=lambda item: -item[1].num_requests)
+        num_requests = sum(queue.num_requests for queue in tenants.values())
+        num_tokens = sum(queue.num_tokens for queue in tenants.values())
+        return BandQueueSize(num_requests, num_tokens, len(tenants), dict(longest[:most]))
 
     def load(self) -> list[ReplicaView]:
         if self.views is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from replicas.errors import ModelLoadError
@@ -94,7 +94,7 @@ class Weights:
 
     plain: Mapping[str, StoredTensor]
     quantized: Mapping[str, QuantizedWeight]
-    quantization: Quantization | None = field(default=None)
+    quantization: Quantization | None
 
     @property
     def num_values(self) -> int:
