@@ -50,6 +50,7 @@ from router.flow.flow_queue import BandLimits
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
+from router.timeline import Timeline
 from router.types import LatencyTargets
 from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
 from testkit.engine.shadow_runner import World as EngineWorld
@@ -275,7 +276,8 @@ class ScaleWorld:
         for number in range(self.size.num_queued):
             request = self._request(Band.STANDARD if number % 10 < 7 else Band.BATCH)
             index = self.flow.admit(request, None)
-            self.queued.append(asyncio.create_task(self.flow.acquire(request, index, None, SampleGroup())))
+            waiting = self.flow.acquire(request, index, None, SampleGroup(), Timeline(0.0))
+            self.queued.append(asyncio.create_task(waiting))
             if number % 1000 == 0:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)

@@ -289,6 +289,11 @@ class FlowQueue:
         """Return the size of a tenant's part of a band's queue."""
         return self._bands[band].of_tenant(tenant)
 
+    def next_tenants(self) -> dict[Band, str]:
+        """Return the tenant that is next in each band with waiting requests."""
+        heads = {band: next(queue.heads(), None) for band, queue in self._bands.items() if queue.num_requests}
+        return {band: head.request.tenant for band, head in heads.items() if head is not None}
+
     def tokens_by_deadline(self, band: Band) -> tuple[int, SummedKeys]:
         """Return the tokens of the requests waiting in a band without a deadline, and of the others by deadline."""
         return self._bands[band].without_deadline, self._bands[band].by_deadline

@@ -7,11 +7,10 @@ from dataclasses import asdict, fields
 from sqlalchemy import Connection, bindparam, insert, select, tuple_, update
 
 from replicas.clock import Clock
-from serve_app.jobs.api.records import new_id
 from serve_app.jobs.storage.batches import BatchRow, batch_record
 from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.tables import batches, deliveries
-from serve_app.jobs.webhooks.events import Delivery, delivery_of, host_of
+from serve_app.jobs.webhooks.events import Delivery, delivery_of, event_id_of, host_of
 from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed
 
 # Built once: building a statement takes as long as executing it.
@@ -31,7 +30,8 @@ def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> Non
     """Enqueue a webhook for a batch that has just ended; do nothing if it has no callback URL."""
     if batch.callback_url is None:
         return
-    delivery = delivery_of(batch_record(batch), batch.callback_url, new_id("evt"), now)
+    record = batch_record(batch)
+    delivery = delivery_of(record, batch.callback_url, event_id_of(record), now)
     values = {**asdict(delivery), "host": host_of(delivery.url), "next_attempt_unix_s": now}
     del values["tenant"]  # the batch has it
     connection.execute(insert(deliveries).values(values))

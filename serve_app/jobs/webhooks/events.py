@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 
@@ -33,6 +34,15 @@ class Delivery:
     """JSON text; exactly these bytes are signed."""
     num_attempts: int
     created_unix_s: float
+
+
+def event_id_of(batch: BatchRecord) -> str:
+    """Return the id of the event for the end of a batch.
+
+    It follows from the batch and its end. A batch that ends again, after a backup of the database was restored, has
+    the same one, and the receiver drops the second webhook.
+    """
+    return f"evt_{hashlib.blake2b(f'{batch.id} {batch.status.value}'.encode(), digest_size=16).hexdigest()}"
 
 
 def delivery_of(batch: BatchRecord, url: str, event_id: str, now: float) -> Delivery:

@@ -126,7 +126,7 @@ def test_new_weights_arrive_under_load_and_fail_no_request(
     """Every stream is of the old weights or of the new ones; none mixes them."""
     changed = tmp_path / "changed"
     changed.mkdir()
-    write_checkpoint(changed, max_position_embeddings=32768, rope_theta=500.0, num_hidden_layers=3)
+    write_checkpoint(changed, max_position_embeddings=32768, num_hidden_layers=5)
     fields: dict[str, Any] = {
         "model": str(checkpoint), "served_model_name": MODEL_NAME, "dtype": "float32", "kv_cache_bytes": "64MiB",
         "num_replicas": num_replicas, "data_dir": str(tmp_path / "data"), "num_gpus_per_replica": 0,

@@ -20,7 +20,7 @@ from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, RequestCounts
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.client import DeliveryFailed, WebhookClient
-from serve_app.jobs.webhooks.events import Delivery, delivery_of, host_of
+from serve_app.jobs.webhooks.events import Delivery, delivery_of, event_id_of, host_of
 from serve_app.jobs.webhooks.guard import WebhookGuard
 from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed, Receiver, ReceiverLimits, Receivers
 from serve_app.jobs.webhooks.sender import (
@@ -77,6 +77,12 @@ def test_the_event_is_one_that_openai_has(ended: BatchRecord, event_type: str) -
         "type": event_type,
         "data": {"id": "batch_7", "request_id": "req-1"},
     }
+
+
+def test_a_batch_that_ends_again_after_a_backup_was_restored_has_the_same_event() -> None:
+    ended = batch(BatchStatus.COMPLETED)
+    ids = [event_id_of(each) for each in (ended, replace(ended, completed_unix_s=3000.0), batch(BatchStatus.FAILED))]
+    assert ids[0] == ids[1] != ids[2] and ids[0] != event_id_of(replace(ended, id="batch_8"))
 
 
 async def posted(answer: Answer, sent: Delivery, secret: str | None = None, timeout_s: float = 5.0):

@@ -15,6 +15,7 @@ from router.flow.flow_queue import BandLimits
 from router.flow.rooms import Rooms
 from router.flow.slots import LateBinding
 from router.flow.usage import Placement
+from router.timeline import Timeline
 from router.types import Candidates, Reason
 from testkit.router.plain_decisions import Choice, PlainDecisions, cluster_of
 from testkit.router.simulated_replicas import FakeObserver, stats
@@ -157,7 +158,7 @@ class World:
             if self.rng.random() < 0.7:
                 request = self.request(number)
                 index = self.flow.admit(request, None)
-                placement = self.flow.acquire(request, index, None, SampleGroup())
+                placement = self.flow.acquire(request, index, None, SampleGroup(), Timeline(0.0))
                 self.asked.append((request, asyncio.create_task(placement)))
             else:
                 self.end_one()
