@@ -139,7 +139,7 @@ class Dispatcher:
     def waiting(self, band: Band) -> dict[str, TenantQueue]:
         """Return the requests that wait in a band, by tenant."""
         queue = self._flow.queue
-        return {tenant: queue.of_tenant(band, tenant) for tenant in queue.num_by_tenant(band)}
+        return {tenant: queue.of_tenant(band, tenant) for tenant in queue.largest(band)}
 
     def load(self) -> list[ReplicaView]:
         """Return the known load of every replica, sorted by id."""

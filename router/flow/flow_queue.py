@@ -151,7 +151,7 @@ class _BandQueue:
         self._take_changes()
         return tenant.num_queued_tokens + self._turns.num_tokens(start + tenant.num_queued_tokens, but=name)
 
-    def largest(self, most: int) -> dict[str, int]:
+    def largest(self, most: int | None) -> dict[str, int]:
         self._take_changes()
         return self._by_size.first(most)
 
@@ -298,10 +298,11 @@ class FlowQueue:
         """Return the tokens of the requests waiting in a band without a deadline, and of the others by deadline."""
         return self._bands[band].without_deadline, self._bands[band].by_deadline
 
-    def largest(self, band: Band, most: int) -> dict[str, int]:
+    def largest(self, band: Band, most: int | None = None) -> dict[str, int]:
         """Return the number of requests that wait in a band of each of the `most` tenants with most requests.
 
-        The cost depends on `most` and on the tenants that have changed since the last call.
+        None: of all tenants that wait. The cost depends on `most`, and on the tenants that have changed since the last
+        call.
         """
         return self._bands[band].largest(most)
 

@@ -143,8 +143,8 @@ class LargestFirst:
             self._sizes[name] = size
             insort(self._ordered, (-size, name))
 
-    def first(self, most: int) -> dict[str, int]:
-        """Return the largest sizes by name, at most `most` of them."""
+    def first(self, most: int | None) -> dict[str, int]:
+        """Return the largest sizes by name, at most `most` of them; None: all."""
         return {name: -size for size, name in self._ordered[:most]}
 
 
