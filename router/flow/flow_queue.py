@@ -317,7 +317,7 @@ class FlowQueue:
     def largest(self, band: Band, most: int) -> dict[str, int]:
         """Return the number of requests that wait in a band of each of the `most` tenants with most requests.
 
-        The cost depends on `most` and on the tenants that have changed since the last call.
+        The cost depends on `most`, and on the tenants that have changed since the last call.
         """
         return self._bands[band].largest(most)
 

@@ -30,24 +30,21 @@ class ServedTokens:
 
         A tenant that the replica had forgotten counts from zero again.
         """
-        served = []
-        for index in range(len(reported) - 1, -1, -1):
-            entry = reported[index]
-            if self._totals.get((entry.tenant, entry.band)) == entry.tokens:
+        totals, changes = self._totals, []
+        for entry in reversed(reported):
+            key = (entry.tenant, entry.band)
+            before = totals.get(key)
+            if before == entry.tokens:
                 break
-            served.append(entry)
-        changes = [self._since(entry) for entry in reversed(served)]
+            is_forgotten = before is None or before > entry.tokens
+            changes.append((key, entry.tokens if is_forgotten else entry.tokens - (before or 0)))
+            totals[key] = entry.tokens
+        for key, _ in reversed(changes):
+            totals.move_to_end(key)
         # The replica forgets the tenants served longest ago, which come first here too.
-        while len(self._totals) > len(reported):
-            self._totals.popitem(last=False)
+        while len(totals) > len(reported):
+            totals.popitem(last=False)
         return changes
-
-    def _since(self, entry: TenantTokens) -> tuple[_Key, int]:
-        key = (entry.tenant, entry.band)
-        before = self._totals.get(key, 0)
-        self._totals[key] = entry.tokens
-        self._totals.move_to_end(key)
-        return key, entry.tokens - before if entry.tokens >= before else entry.tokens
 
 
 class UsageReconciler:
