@@ -1,6 +1,6 @@
-"""Quality cost of 8-bit weights: the demo model's held-out bits per byte, and the error of its logits.
+"""Quality cost of quantized weights: a model's bits per byte of held-out text, and the error of its logits.
 
-The replica's runner computes the same texts with the original weights and with 8-bit weights.
+The replica's runner computes the same texts with the original weights and with weights rounded to 8 or 4 bits.
 """
 
 from __future__ import annotations
@@ -82,16 +82,17 @@ def main() -> None:
     """Compare, print, record."""
     parser = model_parser(__doc__, name=None, num_threads=1, dtype="bfloat16")
     parser.add_argument("--files", type=int, default=1000)
+    parser.add_argument("--quantization", choices=["int8", "int4"], default="int8")
     parser.add_argument("--seconds", type=float, default=60.0, help="no file is started after this time")
     arguments = parser.parse_args()
     options = ModelOptions(arguments.model, dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
-    plain, int8 = load_model(options), load_model(replace(options, quantization="int8"))
+    plain, int8 = load_model(options), load_model(replace(options, quantization=arguments.quantization))
     totals = compare(plain, int8, arguments.files, time.monotonic() + arguments.seconds)
     to_bits = 1 / math.log(2) / totals.num_bytes
     figures = {
         "num_tokens": totals.num_tokens,
         "bits_per_byte": totals.nats * to_bits,
-        "int8_bits_per_byte": totals.int8_nats * to_bits,
+        f"{arguments.quantization}_bits_per_byte": totals.int8_nats * to_bits,
         "relative_logit_error": math.sqrt(totals.squared_error / totals.squared_logits),
         "same_greedy_choice": totals.num_same_choice / totals.num_tokens,
     }

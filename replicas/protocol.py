@@ -223,6 +223,25 @@ class ReplicaStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseSeconds:
+    """Time that a sequence has spent in each phase on one replica so far, seconds; they add up to its time there."""
+
+    waiting_s: float = 0.0
+    """In the engine's queue, before the first step that computed it."""
+    prefill_s: float = 0.0
+    """From its (re)admission to the running batch to its next token."""
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    """In the engine's queue after a preemption."""
+    num_preemptions: int = 0
+
+    @property
+    def total_s(self) -> float:
+        """Time since the engine accepted the sequence, seconds."""
+        return self.waiting_s + self.prefill_s + self.decode_s + self.preempted_s
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """Output of a sequence since its last delta.
 
@@ -246,8 +265,9 @@ class TokenDelta:
     """Stop token id or stop string that ended the sequence, if one did; None for EOS."""
     error: ServingError | None = None
     stats: ReplicaStats | None = None
-    queue_s: float | None = None
-    """Time from the request's arrival to the first step that computed it, seconds; None: no step has."""
+    phases: PhaseSeconds | None = None
+    """Times of the sequence up to this delta: in the first delta of a replica, the first after a preemption and the
+    last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +319,7 @@ class HistogramMetric:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     sum: float
+    labels: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +350,7 @@ def merge(deltas: Sequence[TokenDelta]) -> TokenDelta:
         stop_reason=last.stop_reason,
         error=last.error,
         stats=next((delta.stats for delta in reversed(deltas) if delta.stats is not None), None),
-        queue_s=last.queue_s,
+        phases=next((delta.phases for delta in reversed(deltas) if delta.phases is not None), None),
     )
 
 

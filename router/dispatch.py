@@ -20,7 +20,9 @@ from replicas.errors import (
 )
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, TokenDelta
 from router.flow.flow_control import FlowController, SampleGroup
+from router.flow.flow_queue import TenantQueue
 from router.flow.usage import Placement
+from router.timeline import Timeline
 from router.types import Headroom, ReplicaClient, ReplicaView, RouterObserver
 from router.watch import WATCH_PERIOD_S, ReplicaWatch, WatchSettings
 
@@ -37,13 +39,13 @@ so this many mean a fault."""
 class ResumableRequest:
     """State of a request across replicas: the output so far, and the replicas lost."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, timeline: Timeline) -> None:
         self._request = request
+        self.timeline = timeline
         self._num_prompt_logprobs = 0
         self._num_seen_here = 0
         self.output_token_ids: list[int] = []
         self.is_finished = False
-        self.first_delta_s: float | None = None
         self.num_deaths = 0
         self.num_migrations = 0
         self.num_refusals = 0
@@ -62,8 +64,11 @@ class ResumableRequest:
         self._num_seen_here = 0
         return request
 
-    def record(self, delta: TokenDelta) -> TokenDelta:
-        """Note a delta; return it without its error and without the prompt log probabilities that the client has."""
+    def record(self, delta: TokenDelta, now: float, replica_id: str) -> TokenDelta:
+        """Note a delta of a replica; return it without its error and without what the client has already.
+
+        The client may have prompt log probabilities that another replica computed.
+        """
         repeated = max(0, self._num_prompt_logprobs - self._num_seen_here)
         self._num_seen_here += len(delta.prompt_logprobs)
         self._num_prompt_logprobs = max(self._num_prompt_logprobs, self._num_seen_here)
@@ -72,10 +77,12 @@ class ResumableRequest:
         if delta.error is not None:
             delta = replace(delta, finish_reason=None, error=None)
         self.is_finished = delta.finish_reason is not None
+        self.timeline.progressed(now, delta, replica_id)
         return replace(delta, prompt_logprobs=delta.prompt_logprobs[repeated:]) if repeated else delta
 
-    def record_migration(self, has_died: bool) -> None:
+    def record_migration(self, has_died: bool, now: float) -> None:
         """Note that the request left a replica; `has_died` says that the replica died."""
+        self.timeline.migrated(now)
         self.num_migrations += 1
         self.num_deaths += has_died
 
@@ -107,19 +114,32 @@ class Dispatcher:
         self._unix_clock = unix_clock
         self._learning = asyncio.Lock()
 
-    def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
+    def start(
+        self, requests: Sequence[GenerateRequest], timelines: Sequence[Timeline] = ()
+    ) -> list[AsyncGenerator[TokenDelta, None]]:
         """Return one stream of deltas per request. Closing a stream aborts its request.
+
+        `timelines` get the events of their requests, one for each; empty: the caller does not want any.
 
         A stream raises ServingError if its request fails, so no delta that it yields has an error. Every other stream
         ends with a finish reason. Requests with the same prompt go to one replica while that replica has room, so that
         they share the prompt's blocks.
         """
         groups = {request.prompt_token_ids: SampleGroup() for request in requests}
-        return [self._stream(request, groups[request.prompt_token_ids]) for request in requests]
+        timelines = timelines or [Timeline(self._table.now()) for _ in requests]
+        return [
+            self._stream(request, groups[request.prompt_token_ids], timeline)
+            for request, timeline in zip(requests, timelines, strict=True)
+        ]
 
     def headroom(self, band: Band, tenant: str) -> Headroom:
         """Return a tenant's limits in a band's queue in this ingress, and their present use."""
         return self._flow.admission.headroom(band, tenant)
+
+    def waiting(self, band: Band) -> dict[str, TenantQueue]:
+        """Return the requests that wait in a band, by tenant."""
+        queue = self._flow.queue
+        return {tenant: queue.of_tenant(band, tenant) for tenant in queue.num_by_tenant(band)}
 
     def load(self) -> list[ReplicaView]:
         """Return the known load of every replica, sorted by id."""
@@ -191,9 +211,11 @@ class Dispatcher:
         except ServingError as error:
             logger.warning("load poll failed", extra={"error": str(error)})
 
-    async def _stream(self, request: GenerateRequest, group: SampleGroup) -> AsyncGenerator[TokenDelta, None]:
-        resumable = ResumableRequest(request)
-        started_s = self._table.now()
+    async def _stream(
+        self, request: GenerateRequest, group: SampleGroup, timeline: Timeline
+    ) -> AsyncGenerator[TokenDelta, None]:
+        resumable = ResumableRequest(request, timeline)
+        timeline.arrived(self._table.now())
         deadline_s = self._deadline_s(request)
         if not len(self._table):
             await self._learn_replicas()
@@ -201,13 +223,12 @@ class Dispatcher:
         arrival_index = self._flow.admit(request, deadline_s)
         while not resumable.is_finished:
             request = resumable.to_resume()
-            placement = await self._flow.acquire(request, arrival_index, deadline_s, group)
+            placement = await self._flow.acquire(request, arrival_index, deadline_s, group, timeline)
             try:
                 async with aclosing(self._attempt(request, placement, resumable, deadline_s)) as deltas:
                     async for delta in deltas:
-                        resumable.first_delta_s = resumable.first_delta_s or self._table.now()
                         if resumable.is_finished:
-                            self._learn_end(request, resumable, started_s)  # The reader may stop after this delta.
+                            self._learn_end(request, timeline)  # The reader may stop after this delta.
                         yield delta
             except (Overloaded, NoReplicaAvailable, ReplicaLost, EngineDead) as error:
                 if not resumable.is_finished:
@@ -224,6 +245,7 @@ class Dispatcher:
         limit_s = None if deadline_s is None else self._loop_time_of(deadline_s + _DEADLINE_GRACE_S)
         num_before = len(resumable.output_token_ids)
         self._watch.begin(placement.in_flight)
+        resumable.timeline.placed(self._table.now(), placement.in_flight.replica_id, placement.reason)
         try:
             sent_request = replace(
                 request,
@@ -234,7 +256,7 @@ class Dispatcher:
                 while (delta := await self._next(deltas, placement, limit_s)) is not None:
                     self._learn(delta, request, placement)
                     if delta.token_ids or delta.text or delta.prompt_logprobs or delta.error is None:
-                        yield resumable.record(delta)
+                        yield resumable.record(delta, self._table.now(), placement.in_flight.replica_id)
                     if delta.error is not None:
                         raise delta.error
             if not resumable.is_finished:
@@ -282,11 +304,13 @@ class Dispatcher:
             self._watch.heard(delta.stats)
             self._flow.notify()
 
-    def _learn_end(self, request: GenerateRequest, resumable: ResumableRequest, started_s: float) -> None:
-        num_tokens, now = len(resumable.output_token_ids), self._table.now()
+    def _learn_end(self, request: GenerateRequest, timeline: Timeline) -> None:
+        assert timeline.queued_s is not None and timeline.first_delta_s is not None and timeline.finished_s is not None
+        num_tokens, started_s = timeline.num_output_tokens, timeline.queued_s
         self._flow.lengths.observe(request.tenant, request.band, num_tokens)
-        ttft_s = None if resumable.first_delta_s is None else resumable.first_delta_s - started_s
-        self._observer.finished(request.band, ttft_s, now - started_s, num_tokens)
+        self._observer.finished(
+            request.band, timeline.first_delta_s - started_s, timeline.finished_s - started_s, num_tokens
+        )
 
     async def _learn_replicas(self) -> None:
         """Fill an empty load table from a poll. A failed poll is only logged: the request waits for the first replica.
@@ -305,13 +329,15 @@ class Dispatcher:
         """
         fields = {"request_id": request_id, "cause": str(error)}
         if isinstance(error, Overloaded | NoReplicaAvailable):
+            resumable.timeline.refused(self._table.now())
             resumable.num_refusals += 1
             if resumable.num_refusals > _MAX_REFUSALS:
                 raise error
             logger.debug("request comes back from a replica without room", extra=fields)
             return
         resumable.record_migration(
-            has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died)
+            has_died=isinstance(error, EngineDead) or (isinstance(error, ReplicaLost) and error.has_died),
+            now=self._table.now(),
         )
         if resumable.num_deaths > _DEATHS_BEFORE_ALONE:
             self._observer.migrated("failed")

@@ -97,14 +97,14 @@ class ReplicaView:
 class ClusterLoad:
     """Load of all known replicas together."""
 
-    num_replicas: int = 0
-    num_serving: int = 0
+    num_replicas: int
+    num_serving: int
     """Replicas that are not draining."""
-    outstanding_tokens: int = 0
-    num_blocks: int = 0
-    num_free_slots: int = 0
+    outstanding_tokens: int
+    num_blocks: int
+    num_free_slots: int
     """Slots that a batch request would find."""
-    saturated_tokens_per_s: float = 0.0
+    saturated_tokens_per_s: float
     """Sum of the replicas' speeds under load, prompt and output tokens per second."""
 
 

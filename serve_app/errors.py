@@ -185,6 +185,20 @@ def replica_not_found(replica_id: str) -> HttpError:
     return HttpError(ErrorReply(404, message, "not_found_error", "replica_not_found", "replica_id"))
 
 
+def request_not_found(request_id: str) -> HttpError:
+    """Return the 404 for a completion that this ingress does not know, or that belongs to another tenant."""
+    message = f"no completion {shortened(request_id)} runs or ended here within the last hour"
+    return HttpError(ErrorReply(404, message, "not_found_error", "request_not_found", "request_id"))
+
+
+def request_not_cancellable(request_id: str) -> HttpError:
+    """Return the 409 for a completion that has ended."""
+    message = f"the completion {shortened(request_id)} has ended"
+    return HttpError(
+        ErrorReply(409, message, "conflict", "request_not_cancellable", "request_id", headers=DO_NOT_RETRY)
+    )
+
+
 def http_failure(status: int, detail: str, headers: Sequence[tuple[str, str]] = ()) -> HttpError:
     """Return the error for any other status that the web framework itself gives."""
     kind = "invalid_request_error" if status < 500 else "server_error"

@@ -17,6 +17,7 @@ from replicas.errors import ServingError
 from serve_app.auth import Authenticator, require_operator
 from serve_app.endpoints.batches import BatchEndpoints
 from serve_app.endpoints.completions import CompletionEndpoints
+from serve_app.endpoints.dashboard import DashboardEndpoints, Snapshots
 from serve_app.endpoints.files import FileEndpoints
 from serve_app.endpoints.job_requests import JobRequests
 from serve_app.endpoints.jobs import JobEndpoints
@@ -25,13 +26,16 @@ from serve_app.endpoints.new_batches import JobMaker, PromptBatchMaker
 from serve_app.endpoints.operations import Backends, OperationsEndpoints
 from serve_app.endpoints.pages import PageEndpoints
 from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
+from serve_app.endpoints.requests import RequestEndpoints
 from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
 from serve_app.http.access_log import AccessLog
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import ExchangeMiddleware, Routes, error_response, exchange_of
+from serve_app.http.exchange import Routes, error_response, exchange_of
+from serve_app.http.exchange_middleware import ExchangeMiddleware, ExchangeObservers
 from serve_app.http.gate import Gate, GateMiddleware
 from serve_app.http.paths import PathMiddleware, allowed_methods
+from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.metrics import CountsCollector, HttpMetrics
@@ -73,11 +77,15 @@ def create_api(
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random())
     prompts = PromptBatchMaker(service, model.name)
+    registry = RequestRegistry(clock.monotonic)
     answered_at_once = {
-        **CompletionEndpoints(settings, bodies, service).routes(),
+        **CompletionEndpoints(settings, bodies, service, registry).routes(),
         **SyncPromptEndpoints(bodies, prompts, settings, clock).routes(),
     }
-    routes = dict(ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes())
+    routes = {
+        **ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes(),
+        **RequestEndpoints(registry).routes(),
+    }
     if jobs is not None:
         requests = JobRequests(bodies, jobs)
         routes |= {
@@ -86,14 +94,19 @@ def create_api(
             **JobEndpoints(requests, JobMaker(service, model.name)).routes(),
             **PromptBatchEndpoints(requests, prompts).routes(),
         }
-    middleware = _middleware(settings, metrics, clock, gate or Gate())
+    access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
+    observers = ExchangeObservers(metrics, registry, access_log, settings.slow_request_s)
+    gate = gate or Gate()
+    middleware = _middleware(settings, observers, clock, gate)
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)
     operations = OperationsEndpoints(backends, model, metrics, settings.stall_timeout_s)
-    probes, watched = operations.probes(), operations.watched()
+    dashboard = DashboardEndpoints(Snapshots(model.name, backends, registry), gate)
+    probes, watched = operations.probes(), {**operations.watched(), **dashboard.watched()}
     own = (*watched, *answered_at_once, *routes)
     keyed_routes = () if key_file is None else own
-    _add_routes(app, probes)
-    _add_routes(app, PageEndpoints(model.name, workers, (*probes, *own), keyed_routes).routes())
+    open_routes = {**probes, **dashboard.pages()}
+    _add_routes(app, open_routes)
+    _add_routes(app, PageEndpoints(model.name, workers, (*open_routes, *own), keyed_routes).routes())
 
     async def authenticate(request: Request) -> None:
         await authenticator.refresh()
@@ -123,17 +136,16 @@ def _limiting(limiter: KeyLimiter) -> Callable[[Request], Awaitable[None]]:
     return limit
 
 
-def _middleware(settings: IngressSettings, metrics: HttpMetrics, clock: Clock, gate: Gate) -> list[Middleware]:
+def _middleware(settings: IngressSettings, observers: ExchangeObservers, clock: Clock, gate: Gate) -> list[Middleware]:
     """Return the middleware from the outside in."""
-    origins, access_socket = settings.origins, settings.access_log_socket
+    origins = settings.origins
     return [
         Middleware(OriginsMiddleware, allowed=origins),
         Middleware(
             ExchangeMiddleware,
-            metrics=metrics,
+            observers=observers,
             server_sets_request_id=settings.server_sets_request_id,
             clock=clock,
-            access_log=None if access_socket is None else AccessLog(access_socket),
         ),
         Middleware(WebPageGuard, hosts=settings.allowed_hosts, origins=origins),
         Middleware(PathMiddleware),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,6 +18,7 @@ from replicas.protocol import Band, EngineMetrics, HistogramMetric, Metric, Metr
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
 from router.scaling.autoscaling_loop import AutoscalingLoop
+from router.timeline import Part, Seconds
 from router.types import LatencyTargets, Outcome, Reason, Slo
 from serve_app.engine_totals import EngineTotals
 from serve_app.jobs.api.records import JobsCounts
@@ -85,6 +87,16 @@ class HttpMetrics:
             registry=self.registry,
         )
         self.outputs = OutputMetrics(self.registry, model_name)
+        self._parts = Counter(
+            "headway:request_part_seconds",
+            "Seconds that completions spent in each part of their time (see router.timeline.Part); of several "
+            "sequences the one that ended last.",
+            ["band", "part"],
+            registry=self.registry,
+        )
+        for band in Band:
+            for part in Part:
+                self._parts.labels(_name(band), part.value)
         for reason in _REFUSAL_REASONS:
             self._refusals.labels(model_name, reason)
 
@@ -100,6 +112,12 @@ class HttpMetrics:
         self._duration.labels(handler, method).observe(duration_s)
         self._request_size.labels(handler).observe(request_bytes)
         self._response_size.labels(handler).observe(response_bytes)
+
+    def spent(self, band: Band, seconds: Seconds) -> None:
+        """Count the parts of a completion's time."""
+        for part, part_s in seconds.items():
+            if part_s > 0:
+                self._parts.labels(_name(band), part.value).inc(part_s)
 
     def refused(self, reason: str) -> None:
         """Count a request refused for lack of room; `reason` is that of the error."""
@@ -314,6 +332,42 @@ def plain_families(metrics: Iterable[Metric]) -> Iterable[Family]:
     for metric in metrics:
         _add_metric(families, metric, {})
     return families.values()
+
+
+def registry_metrics(registry: CollectorRegistry) -> tuple[list[Metric], list[HistogramMetric]]:
+    """Return a registry's metrics of engines and routers: those with a prefix, such as `headway:queue_size`."""
+    metrics: list[Metric] = []
+    histograms: list[HistogramMetric] = []
+    for family in registry.collect():
+        if ":" not in family.name:
+            continue
+        if family.type == "histogram":
+            histograms += _histograms_of(family)
+            continue
+        kind = MetricKind.COUNTER if family.type == "counter" else MetricKind.GAUGE
+        metrics += [
+            Metric(family.name, family.documentation, kind, sample.value, tuple(sorted(sample.labels.items())))
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        ]
+    return metrics, histograms
+
+
+def _histograms_of(family: Family) -> Iterator[HistogramMetric]:
+    """Yield one histogram for each set of labels of a family."""
+    buckets: dict[tuple[tuple[str, str], ...], dict[float, float]] = {}
+    sums: dict[tuple[tuple[str, str], ...], float] = {}
+    for sample in family.samples:
+        labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "le"))
+        if sample.name.endswith("_bucket"):
+            buckets.setdefault(labels, {})[float(sample.labels["le"])] = sample.value
+        elif sample.name.endswith("_sum"):
+            sums[labels] = sample.value
+    for labels, cumulative in buckets.items():
+        *bounds, _ = sorted(cumulative)
+        totals = [0.0, *(cumulative[bound] for bound in sorted(cumulative))]
+        counts = tuple(int(after - before) for before, after in pairwise(totals))
+        yield HistogramMetric(family.name, family.documentation, tuple(bounds), counts, sums[labels], labels)
 
 
 def ingress_families(registry: CollectorRegistry, jobs: Iterable[Family]) -> Iterator[Family]:

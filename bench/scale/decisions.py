@@ -10,7 +10,8 @@ microseconds of processor time of the event loop's thread:
 - `poll`: the answers of all replicas are taken in; ten of them have changed;
 - `metrics`: the page `/metrics` is built.
 
-`others` are growing costs besides: the tick of the autoscaling loop, also after a poll, and the counts by tenant.
+`others` are growing costs besides: the tick of the autoscaling loop, also after a poll, and the tenants with most
+waiting requests.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from router.flow.flow_queue import BandLimits
 from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
 from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
 from router.scaling.ingress_reports import IngressGossip
+from router.timeline import Timeline
 from router.types import LatencyTargets
 from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
 from testkit.engine.shadow_runner import World as EngineWorld
@@ -274,7 +276,8 @@ class ScaleWorld:
         for number in range(self.size.num_queued):
             request = self._request(Band.STANDARD if number % 10 < 7 else Band.BATCH)
             index = self.flow.admit(request, None)
-            self.queued.append(asyncio.create_task(self.flow.acquire(request, index, None, SampleGroup())))
+            waiting = self.flow.acquire(request, index, None, SampleGroup(), Timeline(0.0))
+            self.queued.append(asyncio.create_task(waiting))
             if number % 1000 == 0:
                 await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -340,7 +343,7 @@ async def measure(size: Size) -> dict[str, dict[str, float]]:
         samples["poll"].append(await world.take_poll())
         samples["autoscaling_tick_after_poll"].append(world.timed(world.autoscaling.decide))
         samples["autoscaling_tick"].append(world.timed(world.autoscaling.decide))
-        samples["num_by_tenant"].append(world.timed(lambda: world.flow.queue.num_by_tenant(Band.STANDARD)))
+        samples["largest_tenants"].append(world.timed(lambda: world.flow.queue.largest(Band.STANDARD, 100)))
     for stream in streams:
         samples["end_and_dispatch"].append(await world.end(stream))
     assert world.num_dispatched >= 0.9 * len(streams), "waiting requests were not dispatched"

@@ -204,7 +204,8 @@ class Engine:
                 f"the deadline, {sequence.deadline_s - sequence.arrival_s:.3f} s after arrival, passed with "
                 f"{sequence.num_output_tokens} output tokens generated"
             )
-            deltas.append(self._ended(sequence, self._output_processors[sequence.request_id].fail(error)))
+            delta = self._output_processors[sequence.request_id].fail(error)
+            deltas.append(self._ended(sequence, _with_phases(sequence, delta, self._clock.monotonic())))
         return deltas
 
     def _schedule(self) -> ScheduledStep | None:
@@ -225,7 +226,7 @@ class Engine:
             for item, result in step.results:
                 delta = self._advance(item, result, step.collected_s)
                 if delta is not None:
-                    deltas.append(self._ended(item.sequence, delta))
+                    deltas.append(self._ended(item.sequence, _with_phases(item.sequence, delta, step.collected_s)))
         return deltas
 
     def _advance(self, item: ScheduledSequence, result: ItemResult, now: float) -> TokenDelta | None:
@@ -268,6 +269,13 @@ class Engine:
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
             *(replace(metric, is_mean=True) for metric in (usage, budget, settings)),
         )
+
+
+def _with_phases(sequence: Sequence, delta: TokenDelta, now: float) -> TokenDelta:
+    """Return a sequence's delta, with its times if a reader needs them anew."""
+    if delta.finish_reason is None and not sequence.phases.has_news:
+        return delta
+    return replace(delta, phases=sequence.phases.read(now, sequence.num_preemptions))
 
 
 class Deadlines:

@@ -185,7 +185,6 @@ class OutputProcessor:
             prompt_logprobs=prompt_logprobs,
             finish_reason=stop.reason if stop else None,
             stop_reason=stop.cause if stop else None,
-            queue_s=sequence.queue_s,
         )
 
 

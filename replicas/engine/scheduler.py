@@ -9,7 +9,7 @@ from operator import attrgetter
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.block_manager import BlockManager
 from replicas.engine.config import EngineConfig, KVPressurePolicy
-from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.engine.step_plan import LatencyController, StepPlan
 from replicas.engine.tenant_slots import TenantSlots
 from replicas.engine.waiting_queue import WaitingQueue
@@ -61,6 +61,7 @@ class Scheduler:
         self.latency = LatencyController(config)
         self._slots = TenantSlots(config.max_num_seqs)
         self._num_steps = 0
+        self._now_s = 0.0
         self.num_preemptions = 0
         self.num_fairness_preemptions = 0
         """Number of preemptions for other tenants' fair shares; `num_preemptions` counts them too."""
@@ -68,6 +69,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Add a new sequence to the waiting queue."""
+        sequence.phases.begin(now)
         if not self._wants_prefill(sequence.band):
             self._served_s[sequence.band] = max(self._served_s[sequence.band], min(now, sequence.arrival_s))
         self.waiting.add(sequence)
@@ -85,6 +87,7 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledBatch | None:
         """Schedule the next step; return None if no sequence has tokens to compute."""
         self._num_steps += 1
+        self._now_s = now
         self._promote_starved(now)
         self._grow_running()
         plan = StepPlan(self._config, self.running)
@@ -269,6 +272,7 @@ class Scheduler:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
         sequence.status = SequenceStatus.RUNNING
+        sequence.phases.enter(Phase.PREFILL, self._now_s)
         insort(self.running, sequence, key=_urgency)
         self._slots.take(sequence)
 
@@ -342,6 +346,7 @@ class Scheduler:
         sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_scheduled_tokens)
         self.blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING
+        sequence.phases.enter(Phase.PREEMPTED, self._now_s)
         sequence.num_preemptions += 1
         sequence.is_fairness_preempted = False
         self.num_preemptions += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from replicas.engine.constraint import Constraint
-from replicas.protocol import Band, GenerateRequest, PositionLogprobs
+from replicas.protocol import Band, GenerateRequest, PhaseSeconds, PositionLogprobs
 
 
 class SequenceStatus(Enum):
@@ -14,6 +14,55 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Phase(Enum):
+    """Phase of a sequence in its engine."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    PREEMPTED = "preempted"
+
+
+class PhaseTimes:
+    """Times that a sequence has spent in the phases of its life in the engine.
+
+    Invariant: the times add up to the time from `begin` to the present.
+    """
+
+    __slots__ = ("_seconds", "_since_s", "has_news", "phase")
+
+    def __init__(self) -> None:
+        self.phase = Phase.WAITING
+        self._since_s = 0.0
+        self._seconds = dict.fromkeys(Phase, 0.0)
+        self.has_news = False
+        """True if the sequence has begun to decode, at first or again, since the times were read."""
+
+    def begin(self, now: float) -> None:
+        """Begin the first phase, `WAITING`."""
+        self._since_s = now
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """End the present phase and begin another one."""
+        self._seconds[self.phase] += max(0.0, now - self._since_s)
+        # A step that is collected late was measured before the phase that has begun since.
+        self._since_s = max(self._since_s, now)
+        self.phase = phase
+        self.has_news |= phase is Phase.DECODE
+
+    def read(self, now: float, num_preemptions: int) -> PhaseSeconds:
+        """Return the times up to now, with the sequence's number of preemptions."""
+        seconds = self._seconds | {self.phase: self._seconds[self.phase] + max(0.0, now - self._since_s)}
+        self.has_news = False
+        return PhaseSeconds(
+            waiting_s=seconds[Phase.WAITING],
+            prefill_s=seconds[Phase.PREFILL],
+            decode_s=seconds[Phase.DECODE],
+            preempted_s=seconds[Phase.PREEMPTED],
+            num_preemptions=num_preemptions,
+        )
 
 
 class Sequence:
@@ -74,6 +123,7 @@ class Sequence:
         self.fairness_preemption_step: int | None = None
         """Number of the step of the last such preemption."""
         self.num_prompt_logprobs = 0
+        self.phases = PhaseTimes()
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
@@ -83,11 +133,6 @@ class Sequence:
         """Sort key, most urgent first: promoted, band, earliest deadline, order of arrival."""
         deadline = float("inf") if self.deadline_s is None else self.deadline_s
         return (-1 if self.is_promoted else self.band, deadline, self.arrival_index)
-
-    @property
-    def queue_s(self) -> float | None:
-        """Time from the request's arrival to the first step that computed it, seconds; None: no step has."""
-        return None if self.first_scheduled_s is None else self.first_scheduled_s - self.arrival_s
 
     @property
     def band(self) -> Band:

@@ -8,7 +8,7 @@ from enum import Enum
 
 from replicas.engine.batch import CollectedStep, ScheduledBatch
 from replicas.engine.config import EngineConfig
-from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.sequence import Phase, Sequence, SequenceStatus
 from replicas.protocol import Band, FinishReason, HistogramMetric, Metric, MetricKind, TenantTokens
 from replicas.rates import SlidingRate
 
@@ -243,6 +243,8 @@ class EngineStats:
             if not sequence.request.output_token_ids:
                 self._ttft.observe(now - sequence.arrival_s)
         sequence.last_token_s = now
+        if sequence.phases.phase is Phase.PREFILL:
+            sequence.phases.enter(Phase.DECODE, now)
 
     def expired(self, sequence: Sequence) -> None:
         """Count the tokens computed for a sequence whose deadline has passed."""

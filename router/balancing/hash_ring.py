@@ -42,8 +42,8 @@ class HashRing:
     def __init__(self) -> None:
         self._points: dict[str, list[int]] = {}
         self._sorted: list[tuple[int, str]] = []
-        self._added: list[str] = []
-        self._has_removed = False
+        self._added: set[str] = set()
+        self._removed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._points)
@@ -58,12 +58,18 @@ class HashRing:
         """Add a replica that is not in the ring."""
         assert replica_id not in self._points
         self._points[replica_id] = points_of(replica_id)
-        self._added.append(replica_id)
+        if replica_id in self._removed:
+            self._removed.remove(replica_id)  # Its points are still among the sorted ones.
+        else:
+            self._added.add(replica_id)
 
     def remove(self, replica_id: str) -> None:
         """Remove a replica that is in the ring."""
         del self._points[replica_id]
-        self._has_removed = True
+        if replica_id in self._added:
+            self._added.remove(replica_id)
+        else:
+            self._removed.add(replica_id)
 
     def clockwise(self, position: int) -> Iterator[str]:
         """Yield the replicas in the order of their points behind a position, each once for each of its points."""
@@ -82,13 +88,10 @@ class HashRing:
         assert self._sorted == sorted((point, name) for name, points in self._points.items() for point in points)
 
     def _settle(self) -> None:
-        if self._has_removed:
-            # A replica that was removed and added again counts as added.
-            self._added = list(self._points)
-            self._sorted = []
-            self._has_removed = False
+        if self._removed:
+            self._sorted = [entry for entry in self._sorted if entry[1] not in self._removed]
+            self._removed = set()
         if self._added:
-            added = {name for name in self._added if name in self._points}
-            self._sorted += ((point, name) for name in added for point in self._points[name])
+            self._sorted += ((point, replica_id) for replica_id in self._added for point in self._points[replica_id])
             self._sorted.sort()
-            self._added = []
+            self._added = set()

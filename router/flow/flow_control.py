@@ -17,6 +17,8 @@ from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.flow.rooms import Rooms
 from router.flow.slots import LateBinding, SlotPolicy
 from router.flow.usage import Placement, PlacementAccount
+from router.flow.wait_reasons import QueueWait, WaitClock
+from router.timeline import Timeline
 from router.types import Candidates, Outcome, Reason, RouterObserver, RoutingPolicy, RoutingRequest
 
 
@@ -56,6 +58,7 @@ class _PendingPlacement:
     routing: RoutingRequest
     group: SampleGroup
     placement: asyncio.Future[Placement]
+    wait: QueueWait
 
 
 class FlowController:
@@ -89,6 +92,7 @@ class FlowController:
         self.lengths = OutputLengths()
         self.account = PlacementAccount(self.queue, table)
         self._pending: dict[int, _PendingPlacement] = {}
+        self._waits = WaitClock(table.now())
         self._num_arrived = 0
 
     def admit(self, request: GenerateRequest, deadline_s: float | None) -> int:
@@ -112,12 +116,13 @@ class FlowController:
         return self._num_arrived
 
     async def acquire(
-        self, request: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup
-    ) -> Placement:
+        self, request: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup,
+        timeline: Timeline,
+    ) -> Placement:  # fmt: skip
         """Wait until a replica has room and this request is next; return its placement.
 
-        `arrival_index` is from `admit`. A request that comes back after a dispatch keeps its index, and thus its place
-        in the queue.
+        `timeline` gets the wait and its reasons. `arrival_index` is from `admit`. A request that comes back after a
+        dispatch keeps its index, and thus its place in the queue.
 
         Raises:
             DeadlineExceeded: the deadline, monotonic, or the longest wait passed.
@@ -126,6 +131,7 @@ class FlowController:
         started_s = self.table.now()
         queued = QueuedRequest(request, self._num_tokens(request), deadline_s, arrival_index)
         pending = self._enqueue(queued, group)
+        timeline.waiting(pending.wait)
         outcome = Outcome.EVICTED_OTHER
         try:
             self.notify()
@@ -142,7 +148,10 @@ class FlowController:
             outcome = Outcome.EVICTED_NO_ENDPOINTS
             raise
         finally:
-            self._observer.waited(request.band, outcome, self.table.now() - started_s)
+            now = self.table.now()
+            pending.wait.end(now)
+            timeline.waited(now)
+            self._observer.waited(request.band, outcome, now - started_s)
             if outcome is not Outcome.DISPATCHED:
                 self._withdraw(pending)
 
@@ -166,12 +175,16 @@ class FlowController:
         `changed` are those of the answers that may say something new.
         """
         self.account.polled(polled, changed)
+        self.rooms.trim()
         self.notify()
 
     def notify(self) -> None:
         """Dispatch all requests that find room. Called whenever load, replicas or the queue changed."""
+        had_pending = bool(self._pending)
         while self._pending and self._dispatch_next():
             pass
+        if had_pending:
+            self._note_state()
 
     def forget(self, replica_id: str) -> None:
         """Note that a replica is gone."""
@@ -182,7 +195,8 @@ class FlowController:
         request = queued.request
         self._hash(request, group)
         routing = RoutingRequest(request, self.lengths.expect(request), group.block_hashes)
-        pending = _PendingPlacement(queued, routing, group, asyncio.get_running_loop().create_future())
+        wait = self._waits.begin(request.band, request.tenant, self.table.now())
+        pending = _PendingPlacement(queued, routing, group, asyncio.get_running_loop().create_future(), wait)
         self._pending[queued.arrival_index] = pending
         self.queue.add(queued, self.table.now())
         return pending
@@ -212,9 +226,14 @@ class FlowController:
         """Remove a request whose wait failed from the queue, or undo the placement that it got just before."""
         if self._pending.pop(pending.queued.arrival_index, None) is not None:
             self.queue.remove(pending.queued)
+            self._note_state()
         elif pending.placement.done() and not pending.placement.cancelled():
             self.account.withdraw(pending.placement.result(), pending.queued.request)
             self.notify()
+
+    def _note_state(self) -> None:
+        """Note whose turn it is, for the reasons of the waits."""
+        self._waits.observe(self.table.now(), not self.table.cluster().num_serving, self.queue.next_tenants())
 
     def _dispatch_next(self) -> bool:
         """Dispatch the first request in order for which a replica has room; return False if there is none."""
@@ -263,6 +282,7 @@ class FlowController:
         if is_promoted:
             self._observer.promoted(request.band)
         del self._pending[pending.queued.arrival_index]
+        pending.wait.end(self.table.now())
         pending.placement.set_result(
             self.account.begin(pending.queued, pending.routing, ranking, num_prompt_tokens, is_promoted)
         )

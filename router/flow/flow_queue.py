@@ -151,9 +151,6 @@ class _BandQueue:
         self._take_changes()
         return tenant.num_queued_tokens + self._turns.num_tokens(start + tenant.num_queued_tokens, but=name)
 
-    def num_by_tenant(self) -> dict[str, int]:
-        return {name: len(self._tenants[name].queue) for *_, name in self._by_priority}
-
     def largest(self, most: int) -> dict[str, int]:
         self._take_changes()
         return self._by_size.first(most)
@@ -292,13 +289,14 @@ class FlowQueue:
         """Return the size of a tenant's part of a band's queue."""
         return self._bands[band].of_tenant(tenant)
 
+    def next_tenants(self) -> dict[Band, str]:
+        """Return the tenant that is next in each band with waiting requests."""
+        heads = {band: next(queue.heads(), None) for band, queue in self._bands.items() if queue.num_requests}
+        return {band: head.request.tenant for band, head in heads.items() if head is not None}
+
     def tokens_by_deadline(self, band: Band) -> tuple[int, SummedKeys]:
         """Return the tokens of the requests waiting in a band without a deadline, and of the others by deadline."""
         return self._bands[band].without_deadline, self._bands[band].by_deadline
-
-    def num_by_tenant(self, band: Band) -> dict[str, int]:
-        """Return the number of requests that wait in a band, by tenant."""
-        return self._bands[band].num_by_tenant()
 
     def largest(self, band: Band, most: int) -> dict[str, int]:
         """Return the number of requests that wait in a band of each of the `most` tenants with most requests.

@@ -13,6 +13,8 @@ from router.types import Candidates, ClusterLoad, ReplicaView
 
 _ALL_BANDS = frozenset(Band)
 _NO_BANDS: frozenset[Band] = frozenset()
+_MAX_PENDING = 64
+"""Changed replicas that an index may have pending, beyond twice the number of known ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,13 @@ class RoomIndex:
         self._changed = table.subscribe()
         self._ready, self._others = _Rank(), _Rank()
 
+    @property
+    def num_pending(self) -> int:
+        """Number of changed replicas that are not taken in yet, known and forgotten ones."""
+        return len(self._changed)
+
     def __len__(self) -> int:
-        self._take_changes()
+        self.take_changes()
         return len(self._ready.orders) + len(self._others.orders)
 
     def candidates(self, num_tokens: int, is_fit: Callable[[ReplicaView], bool] | None = None) -> Candidates | None:
@@ -71,7 +78,7 @@ class RoomIndex:
 
         `is_fit` leaves out others. None: there is no replica.
         """
-        self._take_changes()
+        self.take_changes()
         for rank in (self._ready, self._others):
             if rank.has_blocks(num_tokens):
                 found = _Candidates(self._table, rank, num_tokens, is_fit)
@@ -81,7 +88,7 @@ class RoomIndex:
 
     def views(self) -> Iterator[ReplicaView]:
         """Yield the load of each replica with room. The table must not change during the iteration."""
-        self._take_changes()
+        self.take_changes()
         for rank in (self._ready, self._others):
             for replica_id in rank.orders:
                 view = self._table.load_of(replica_id)
@@ -90,7 +97,7 @@ class RoomIndex:
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
-        self._take_changes()
+        self.take_changes()
         expected: dict[bool, list[tuple[int, str, float]]] = {True: [], False: []}
         for view in self._table.views():
             if (room := self._rule(view)) is not None:
@@ -100,7 +107,8 @@ class RoomIndex:
             assert rank.by_max_tokens == sorted((entry[2], entry[1]) for entry in expected[is_ready])
             assert rank.orders.keys() == {entry[1] for entry in expected[is_ready]}
 
-    def _take_changes(self) -> None:
+    def take_changes(self) -> None:
+        """Take in the replicas that have changed, come or gone; each question does so first."""
         while self._changed:
             replica_id = self._changed.pop()
             self._ready.discard(replica_id)
@@ -174,6 +182,12 @@ class Rooms:
     def has_fair_place(self, band: Band, tenant: str) -> bool:
         """Return True if on any replica other tenants of the band give way to a tenant."""
         return any(view.num_fair_places(band, tenant) > 0 for view in self._giving_way[band].views())
+
+    def trim(self) -> None:
+        """Bound what the indexes that are not asked remember of forgotten replicas. Called once in a while."""
+        for index in (*self._places.values(), *self._giving_way.values()):
+            if index.num_pending > 2 * len(self._table) + _MAX_PENDING:
+                index.take_changes()
 
     def check_invariants(self) -> None:
         """Fail if an invariant of an index does not hold."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from replicas.protocol import Band, GenerateRequest, ReplicaStats, TenantTokens
 from router.balancing.load_table import InFlight, LoadTable
 from router.flow.flow_queue import FlowQueue, QueuedRequest
-from router.types import Ranking, RoutingRequest
+from router.types import Ranking, Reason, RoutingRequest
 
 _Key = tuple[str, Band]
 _MAX_MISSED_POLLS = 60
@@ -119,6 +119,8 @@ class Placement:
     expected_output_tokens: int
     is_promoted: bool
     """True if the band had starved: no more urgent request may take the request's slot."""
+    reason: Reason
+    """Reason for the first replica of the ranking."""
 
 
 class PlacementAccount:
@@ -162,7 +164,12 @@ class PlacementAccount:
         if is_promoted:
             self._promoted[request.band] = in_flight
         return Placement(
-            ranking.replica_ids, in_flight, queued.expected_tokens, routing.expected_output_tokens, is_promoted
+            ranking.replica_ids,
+            in_flight,
+            queued.expected_tokens,
+            routing.expected_output_tokens,
+            is_promoted,
+            ranking.reason,
         )
 
     def progressed(self, placement: Placement, request: GenerateRequest, num_tokens: int) -> None:

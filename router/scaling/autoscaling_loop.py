@@ -131,7 +131,7 @@ class IngressLoad:
         peer_reports = self._gossip.peer_reports
         in_ingresses = own_work + tuple(work for report in peer_reports for work in report.work)
         return ScalingInputs(
-            num_replicas=parts.num_replicas,
+            num_replicas=parts.num_serving,
             num_requests=self.num_waiting() + sum(report.num_requests for report in peer_reports) + parts.num_requests,
             work=in_ingresses + work_in_replicas(parts, settings),
             saturated_tokens_per_s=sums.saturated_tokens_per_s(),

@@ -12,7 +12,7 @@ from router.types import ReplicaView
 class ReplicaParts(NamedTuple):
     """Parts of one replica in the sums, or the sums."""
 
-    num_replicas: int = 0
+    num_serving: int = 0
     num_requests: int = 0
     num_running: int = 0
     """Running requests, without batch work."""
@@ -69,7 +69,7 @@ def _parts_of(load: ReplicaView) -> ReplicaParts:
     num_reported, num_batch = stats.num_running + stats.num_waiting, stats.num_waiting_by_band[Band.BATCH]
     each = stats.outstanding_tokens / num_reported if stats.num_waiting else 0.0
     return ReplicaParts(
-        num_replicas=1,
+        num_serving=1,
         num_requests=num_requests,
         num_running=sum(stats.num_running_by_band[: Band.BATCH]),
         urgent_waiting_tokens=int(each * (stats.num_waiting - num_batch)),

@@ -129,6 +129,24 @@ class ServerClient:
             raise self._unreachable(error) from error
         raise ServerError("the server has broken off its answer", may_pass=True)
 
+    def snapshots(self, path: str) -> Generator[JsonObject]:
+        """Yield the events of a stream that ends when the server stops. Closing the generator ends the request.
+
+        Raises:
+            ServerError: the server refuses, or breaks off.
+        """
+        try:
+            with self._http.stream("GET", path) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refusal(response)
+                for line in _lines(response):
+                    if line.startswith(b"data: "):
+                        yield _chunk(line.removeprefix(b"data: ").decode(errors="replace"))
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        raise ServerError("the server has stopped", may_pass=True)
+
     def download(self, path: str, target: Path) -> None:
         """Write the content that answers a GET to the file `target`, atomically."""
         partial = target.with_name(f".{target.name}.{os.getpid()}.part")

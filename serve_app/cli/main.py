@@ -14,6 +14,7 @@ _COMMANDS = {
     "chat": "serve_app.cli.chat:chat",
     "complete": "serve_app.cli.complete:complete",
     "batch": "serve_app.cli.batch:app",
+    "top": "serve_app.cli.top:top",
     "bench": "serve_app.cli.bench:bench",
     "models": "serve_app.cli.models:app",
     "keys": "serve_app.cli.keys:app",

@@ -12,6 +12,7 @@ from rich.filesize import decimal
 
 from replicas.errors import ModelLoadError
 from replicas.model.loading.checks import available_memory_bytes, num_weights
+from replicas.model.loading.memory import replica_memory
 from serve_app.cli.machine_checks import Check, Status
 from serve_app.cli.terminal import stderr
 from serve_app.config import HeadwayConfig
@@ -49,22 +50,24 @@ def device_check(diagnosis: Diagnosis, has_driver: bool) -> Check:
 
 def memory_checks(directory: Path, diagnosis: Diagnosis) -> Iterator[Check]:
     """Yield the sizes of a model's weights and KV cache, and their sum beside the memory that is free."""
+    options = HeadwayConfig(model=str(directory)).replica_options()
     try:
         weights = num_weights(directory)
+        on_cpu = replica_memory(directory, options.model, options.runner, options.limits)
     except ModelLoadError as error:
         yield Check("weights", Status.FAIL, str(error), "fetch the model again")
         return
-    weight_bytes = weights * diagnosis["value_bytes"]
-    yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({weights:,} of {diagnosis['dtype']})")
-    runner = HeadwayConfig(model=str(directory)).replica_options().runner
+    weight_bytes = weights * diagnosis["value_bytes"] if diagnosis["is_gpu"] else on_cpu.weights
+    yield Check("weights", Status.OK, f"{decimal(weight_bytes)} ({weights:,} weights, {diagnosis['dtype']})")
     if diagnosis["is_gpu"]:
-        free = int(diagnosis["gpu_memory_bytes"] * runner.gpu_memory_utilization)
+        free = int(diagnosis["gpu_memory_bytes"] * options.runner.gpu_memory_utilization)
         cache_bytes = max(0, free - weight_bytes)
+        total = weight_bytes + cache_bytes
     else:
-        free, cache_bytes = available_memory_bytes(), runner.kv_cache_bytes
+        free, cache_bytes, total = available_memory_bytes(), on_cpu.kv_cache, on_cpu.total
     yield _cache_check(cache_bytes, diagnosis)
-    needed = f"{decimal(weight_bytes + cache_bytes)} of {decimal(free)} that are free"
-    if weight_bytes + cache_bytes > free:
+    needed = f"{decimal(total)} of {decimal(free)} that are free"
+    if total > free:
         yield Check("model's memory", Status.FAIL, needed, "choose a smaller model, or lower kv_cache_bytes")
     else:
         yield Check("model's memory", Status.OK, needed)

@@ -10,7 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from replicas.errors import ModelLoadError
-from replicas.model.loading.checks import available_memory_bytes, check_config, check_weights, shapes_digest
+from replicas.model.loading.checks import available_memory_bytes, check_config, shapes_digest
+from replicas.model.loading.memory import check_memory, replica_memory
 from serve_app.config import HeadwayConfig
 from serve_app.models.default_model import DEFAULT_MODEL_NAME, DefaultModelUnavailable, default_model
 from serve_app.models.gguf import local_checkpoint
@@ -75,10 +76,10 @@ def _check(directory: str, config: HeadwayConfig) -> None:
     """Check a checkpoint by its files, then by transformers in a process of its own: this one must not import torch."""
     check_config(Path(directory))
     options = config.replica_options()
-    value_bytes = 4 if options.model.dtype == "float32" else 2
+    needed = replica_memory(Path(directory), options.model, options.runner, options.limits)
     has_gpu = options.model.device != "cpu" and bool(config.num_gpus_per_replica or shutil.which("nvidia-smi"))
-    available = sys.maxsize if has_gpu else available_memory_bytes()
-    check_weights(Path(directory), value_bytes, options.runner.kv_cache_bytes, available, config.num_replicas)
+    if not has_gpu:
+        check_memory(needed, Path(directory), available_memory_bytes(), config.num_replicas)
     _check_architecture(directory)
 
 

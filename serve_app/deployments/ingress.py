@@ -87,7 +87,7 @@ class Ingress:
 
         api = create_api(
             self._config.ingress_settings(),
-            Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs),
+            Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs, self._config.latency_targets()),
             metrics=self._metrics,
             gate=self._gate,
         )

@@ -24,6 +24,7 @@ from router.scaling.ingress_reports import (
 )
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import freeze_heap, log_through_serve, with_local_model
+from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -52,6 +53,9 @@ class Model:
         )
         self._card = replica.card
         self._engine = replica.start()
+        self._exporting = asyncio.create_task(
+            export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
+        )
         freeze_heap()
 
     async def generate(
@@ -114,6 +118,8 @@ class Model:
 
     async def __del__(self) -> None:
         """Stop the engine; Serve calls it when no request is left or the time for graceful shutdown is over."""
+        if hasattr(self, "_exporting"):
+            self._exporting.cancel()
         if hasattr(self, "_engine"):
             await self._engine.drain()
             await self._engine.stop()

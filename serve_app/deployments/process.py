@@ -26,11 +26,12 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.ray_metrics import export_forever, registry_exporter
 from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
 
 _CARD_PERIOD_S = 0.2
-_REQUEST_LOGGER = "serve_app.http.exchange"
+_REQUEST_LOGGERS = ("serve_app.http.exchange", "serve_app.http.exchange_middleware")
 MakeFlow = Callable[[HeadwayConfig, LoadTable, RouterObserver], FlowController]
 """Factory of an ingress's flow control, called in the ingress's process."""
 
@@ -67,12 +68,14 @@ class Routing:
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
         registry.register(RouterCollector(self.queue, table, self.autoscaling))
+        self._export = registry_exporter(config.model_name, registry)
 
     async def run(self) -> None:
-        """Poll the replicas' load and update the autoscaling decision until cancelled."""
+        """Poll the replicas' load, update the autoscaling decision and export metrics to Ray until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
+            tasks.create_task(export_forever(self._export))
 
     async def await_replica(self, limit_s: float) -> None:
         """Return once a model replica has told its card, or after `limit_s`.
@@ -113,9 +116,9 @@ def log_through_serve() -> None:
         logger.handlers = serve_logger.handlers
         logger.setLevel(serve_logger.level)
         logger.propagate = False
-    requests = logging.getLogger(_REQUEST_LOGGER)
-    requests.handlers = [handler for handler in serve_logger.handlers if not _prints(handler)]
-    requests.propagate = False
+    for requests in map(logging.getLogger, _REQUEST_LOGGERS):
+        requests.handlers = [handler for handler in serve_logger.handlers if not _prints(handler)]
+        requests.propagate = False
 
 
 def _prints(handler: logging.Handler) -> bool:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import Routes, caller_of, exchange_of
+from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
 from serve_app.http.streaming import EventStream, while_connected
 from serve_app.openai.request.caller import Caller
@@ -24,8 +25,11 @@ _MIN_WAIT_S = 0.5
 class CompletionEndpoints:
     """Endpoints of chat and text completions, streamed or whole; a client's disconnect aborts its sequences."""
 
-    def __init__(self, settings: IngressSettings, bodies: BodyReader, service: CompletionService) -> None:
+    def __init__(
+        self, settings: IngressSettings, bodies: BodyReader, service: CompletionService, registry: RequestRegistry
+    ) -> None:
         self._settings = settings
+        self._registry = registry
         self._bodies = bodies
         self._service = service
 
@@ -40,19 +44,22 @@ class CompletionEndpoints:
         """Answer POST /v1/chat/completions."""
         caller = caller_of(request)
         body = await self._bodies.read(request, ChatBody, CHAT_IGNORED)
+        self._registry.begin(exchange_of(request), body, caller.owner_of(body))
         return await self._respond(request, caller, self._service.chat(body, caller))
 
     async def completion(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         caller = caller_of(request)
         body = await self._bodies.read(request, CompletionBody, COMPLETION_IGNORED)
+        self._registry.begin(exchange_of(request), body, caller.owner_of(body))
         return await self._respond(request, caller, self._service.completion(body, caller))
 
     async def _respond(
         self, request: Request, caller: Caller, preparing: Coroutine[Any, Any, PreparedCompletion]
     ) -> Response:
         exchange = exchange_of(request)
-        exchange.prepared = prepared = await while_connected(request.receive, preparing)
+        async with exchange.cancellation.within():
+            exchange.prepared = prepared = await while_connected(request.receive, preparing)
         exchange.headroom = partial(self._service.headroom, prepared)
         if exchange.key_use is not None:
             exchange.key_use.charge(prepared.progress.prompt_tokens)
@@ -62,7 +69,8 @@ class CompletionEndpoints:
             header_wait_s = min(self._settings.max_header_wait_s, wait_s)
             keep_alive_s = min(self._settings.keep_alive_s, wait_s)
             return EventStream(self._service, prepared, exchange, header_wait_s, keep_alive_s)
-        reply = await while_connected(request.receive, self._service.answer_json(prepared))
+        async with exchange.cancellation.within():
+            reply = await while_connected(request.receive, self._service.answer_json(prepared))
         replica_id = prepared.progress.replica_id
         headers = {} if replica_id is None else {"x-model-replica": replica_id}
         return Response(reply, headers=headers, media_type="application/json")

@@ -88,12 +88,14 @@ def prompt_output(line: LineRecord) -> JsonObject:
 
 def completed_output(index: int, reply: JsonObject) -> JsonObject:
     """Return the output of a completed prompt: the only choice of its completion, with the usage."""
+    metrics = {"metrics": reply["metrics"]} if "metrics" in reply else {}
     return {
         **reply["choices"][0],
         "index": index,
         "status": "completed",
         "usage": reply["usage"],
         "error": None,
+        **metrics,
     }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,13 +14,13 @@ from replicas.errors import NoReplicaAvailable, ServingError
 from replicas.protocol import Band, EngineMetrics
 from router.dispatch import Dispatcher
 from router.scaling.autoscaling_loop import AutoscalingLoop
-from router.types import ReplicaView
+from router.types import LatencyTargets, ReplicaView
+from serve_app.endpoints.load_objects import autoscaling_of, load_of
 from serve_app.errors import replica_not_found
 from serve_app.http.exchange import Routes, json_response
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, engine_parts, engines_shown, page_parts
-from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel
@@ -37,6 +38,8 @@ class Backends:
     """Autoscaling loop, whose decision `/load` shows; None: `/load` shows none."""
     jobs: JobsAccess | None = None
     """Access to the jobs service; None: there are no endpoints for files, batches and jobs."""
+    targets: Mapping[Band, LatencyTargets] = field(default_factory=dict)
+    """Latency targets of the bands, which the dashboard shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +122,8 @@ class OperationsEndpoints:
 
     async def load(self, request: Request) -> Response:
         """Answer GET /load: each replica's last known load with its age, and this ingress's autoscaling decision."""
-        replicas = [_load_of(view) for view in self.backends.dispatcher.load()]
-        autoscaling = None if self.backends.autoscaling is None else _autoscaling_of(self.backends.autoscaling)
+        replicas = [load_of(view) for view in self.backends.dispatcher.load()]
+        autoscaling = None if self.backends.autoscaling is None else autoscaling_of(self.backends.autoscaling)
         return json_response({"replicas": replicas, "autoscaling": autoscaling})
 
     async def _jobs_state(self) -> str | None:
@@ -159,55 +162,3 @@ class OperationsEndpoints:
             if view.stats.num_running + view.stats.num_waiting > 0
             and view.age_s + view.stats.stalled_s > self.stall_timeout_s
         ]
-
-
-def _load_of(view: ReplicaView) -> JsonObject:
-    stats = view.stats
-    return {
-        "replica_id": stats.replica_id,
-        "node_id": stats.node_id,
-        "pid": stats.pid,
-        "age_s": round(view.age_s, 3),
-        "num_in_flight": view.num_in_flight,
-        "num_slots": stats.num_slots,
-        "num_running": stats.num_running,
-        "num_running_by_band": _by_band(stats.num_running_by_band),
-        "num_waiting": stats.num_waiting,
-        "num_waiting_by_band": _by_band(stats.num_waiting_by_band),
-        "waiting_tokens": stats.waiting_tokens,
-        "outstanding_tokens": view.outstanding_tokens,
-        "num_blocks": stats.num_blocks,
-        "num_free_blocks": stats.num_free_blocks,
-        "kv_usage": round(stats.kv_usage, 4),
-        "generated_tokens_per_s": round(stats.generated_tokens_per_s, 1),
-        "is_draining": stats.is_draining,
-    }
-
-
-def _autoscaling_of(autoscaling: AutoscalingLoop) -> JsonObject:
-    """Return the bounds on the number of replicas, and the last decision with its inputs."""
-    settings, decision = autoscaling.settings, autoscaling.decision
-    bounds: JsonObject = {
-        "min_replicas": settings.min_replicas,
-        "max_replicas": settings.max_replicas,
-        "target_drain_s": settings.target_drain_s,
-        "downscale_delay_s": settings.downscale_delay_s,
-    }
-    if decision is None:
-        return bounds
-    inputs = decision.inputs
-    return bounds | {
-        "desired_replicas": decision.desired_replicas,
-        "needed_replicas": decision.needed_replicas,
-        "num_replicas": inputs.num_replicas,
-        "drain_s": None if decision.drain_s is None else round(decision.drain_s, 3),
-        "num_requests": inputs.num_requests,
-        "num_running": inputs.num_running,
-        "waiting": [{"tokens": work.tokens, "due_s": work.due_s} for work in inputs.work],
-        "replica_tokens_per_s": round(decision.replica_tokens_per_s, 1),
-        "served_tokens_per_s": round(inputs.served_tokens_per_s, 1),
-    }
-
-
-def _by_band(counts: tuple[int, ...]) -> dict[str, int]:
-    return {band.name.lower(): count for band, count in zip(Band, counts, strict=True)}

@@ -22,6 +22,7 @@ _LINKS = {
     "openapi": "/openapi.json",
     "models": "/v1/models",
     "readiness": "/health/ready",
+    "dashboard": "/dashboard",
     "metrics": "/metrics",
     "load": "/load",
     "version": "/version",

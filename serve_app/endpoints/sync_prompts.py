@@ -124,8 +124,10 @@ class PromptRun:
             await arrived.put(self._failed(index, error))
             return
         self._count(prepared)
-        usage = prepared.progress.usage()
-        await arrived.put({"index": index, "status": "completed", "usage": usage, "error": None})
+        end: JsonObject = {"index": index, "status": "completed", "usage": prepared.progress.usage(), "error": None}
+        if prepared.body.include_metrics:
+            end["metrics"] = self.service.metrics(prepared)
+        await arrived.put(end)
 
     async def _prepare(self, index: int) -> PreparedCompletion:
         body = self.prompts.bodies[index]
@@ -166,6 +168,7 @@ class SyncPromptEndpoints:
         caller = caller_of(request)
         query = parse_body(StreamQuery, request.query_params, {})
         prompts = await self._bodies.convert(request, partial(self._maker.sync, self._settings.limits.max_prompts))
+        exchange.timeline.received(self._clock.monotonic())
         run = PromptRun(self._maker.service, prompts, caller, exchange, self._clock)
         exchange.details |= {"num_prompts": len(prompts.bodies), "tenant": caller.principal.tenant}
         if query.stream or prompts.is_streamed:

@@ -94,6 +94,9 @@ class IngressSettings:
     silence, but no less than half a second."""
     stall_timeout_s: float = setting(60.0, gt=0)
     """Seconds without a report after which a replica with running or waiting sequences counts as stalled."""
+    slow_request_s: float | None = setting(60.0, gt=0)
+    """Duration from which the log names a completion as slow, with the part of its time that took longest, seconds.
+    None: it names none."""
     access_log_socket: str | None = setting(None)
     """Unix socket that gets one line of JSON for each finished request. `headway serve` sets it and prints the lines.
     None: the lines are only in the log files of Ray Serve."""

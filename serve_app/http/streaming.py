@@ -169,12 +169,13 @@ class EventStream(Response):
     async def _run(self, sender: _Sender) -> None:
         async with self._service.start(self._prepared) as deltas:
             try:
-                async for item in deltas:
-                    opening = self._written(self._prepared.format.opening(item.index))
-                    self._prepared.progress.add(item)
-                    await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
-                if self._include_usage:
-                    await sender.send(event(self._prepared.format.usage_chunk(self._prepared.usage())))
+                async with self._exchange.cancellation.within():
+                    async for item in deltas:
+                        opening = self._written(self._prepared.format.opening(item.index))
+                        self._prepared.progress.add(item)
+                        await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
+                if closing := self._service.closing_fields(self._prepared):
+                    await sender.send(event(self._prepared.format.closing_chunk(closing)))
                 await sender.send(DONE)
             except Exception as error:
                 if not sender.has_begun:

@@ -14,6 +14,7 @@ from replicas.errors import ServingError
 from replicas.grammar import GrammarCompiler
 from replicas.protocol import GenerateRequest, ModelCard, TokenDelta, merge
 from router.dispatch import Dispatcher
+from router.timeline import Timeline
 from router.types import Headroom
 from serve_app.openai.reply.fan_in import Deltas, IndexedDelta, read_together
 from serve_app.openai.reply.format import (
@@ -26,6 +27,7 @@ from serve_app.openai.reply.format import (
     fingerprint_of,
 )
 from serve_app.openai.reply.json_pieces import json_in_pieces
+from serve_app.openai.reply.request_metrics import request_metrics, slowest_of
 from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
@@ -135,8 +137,20 @@ class PreparedCompletion:
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
     progress: Progress
+    timelines: tuple[Timeline, ...]
+    """Timeline of each request, in their order."""
     not_enforced: tuple[str, ...] = ()
     """JSON pointers to the keywords of the request's JSON Schemas that are not enforced."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Timeline of the sequence that ended last, or of one that has not ended."""
+        return slowest_of(self.timelines)
+
+    @property
+    def first_delta_s(self) -> float | None:
+        """Arrival of the first delta of any choice, monotonic seconds; None: there is none yet."""
+        return min((each.first_delta_s for each in self.timelines if each.first_delta_s is not None), default=None)
 
     def usage(self) -> JsonObject:
         """Return OpenAI's usage object."""
@@ -209,8 +223,9 @@ class CompletionService:
             visible = self._tokenizer.marker_token_ids
             requests = tuple(_with_params(each, visible_special_token_ids=visible) for each in requests)
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
-        progress = self._progress([len(prompt.token_ids)], body)
-        return PreparedCompletion(head.id, body, requests, reply_format, progress, _not_enforced(grammar))
+        progress = Progress([len(prompt.token_ids)], body.n)
+        timelines = self._timelines(caller, requests)
+        return PreparedCompletion(head.id, body, requests, reply_format, progress, timelines, _not_enforced(grammar))
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.
@@ -237,8 +252,9 @@ class CompletionService:
             prompts = [await self._with_text(prompt, owner) for prompt in prompts]
         head = self._head(caller, card, requests)
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
-        progress = self._progress([len(prompt.token_ids) for prompt in prompts], body)
-        return PreparedCompletion(head.id, body, requests, reply_format, progress, _not_enforced(grammar))
+        progress = Progress([len(prompt.token_ids) for prompt in prompts], body.n)
+        timelines = self._timelines(caller, requests)
+        return PreparedCompletion(head.id, body, requests, reply_format, progress, timelines, _not_enforced(grammar))
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
         """Return the room that flow control has left for the completion's tenant in its band."""
@@ -246,7 +262,7 @@ class CompletionService:
 
     def start(self, prepared: PreparedCompletion) -> Deltas:
         """Start all sequences and return their deltas; leaving the context aborts the unfinished sequences."""
-        return read_together(self._dispatcher.start(prepared.requests))
+        return read_together(self._dispatcher.start(prepared.requests, prepared.timelines))
 
     async def answer(self, prepared: PreparedCompletion) -> JsonObject:
         """Run the completion and return its whole reply; cancelling the call aborts the sequences.
@@ -255,12 +271,25 @@ class CompletionService:
             ServingError: a sequence failed. The first failure is raised and the other sequences are aborted.
         """
         deltas = await self._deltas(prepared)
-        return await self._formatted(prepared, deltas, partial(_full_reply, prepared, deltas))
+        return await self._formatted(prepared, deltas, partial(self._full_reply, prepared, deltas))
 
     async def answer_json(self, prepared: PreparedCompletion) -> bytes:
         """Do as `answer`, and return the reply as JSON."""
         deltas = await self._deltas(prepared)
-        return await self._formatted(prepared, deltas, lambda: json_in_pieces(_full_reply(prepared, deltas)))
+        return await self._formatted(prepared, deltas, lambda: json_in_pieces(self._full_reply(prepared, deltas)))
+
+    def closing_fields(self, prepared: PreparedCompletion) -> JsonObject:
+        """Return the fields about the whole request that the client asked for at the end of its stream."""
+        options, fields = prepared.body.stream_options, {}
+        if options is not None and options.include_usage:
+            fields["usage"] = prepared.usage()
+        if prepared.body.include_metrics:
+            fields["metrics"] = self.metrics(prepared)
+        return fields
+
+    def metrics(self, prepared: PreparedCompletion) -> JsonObject:
+        """Return the parts of the request's time up to now."""
+        return request_metrics(prepared.timeline, self._model.clock())
 
     async def as_json(self, reply: JsonObject, caller: Caller) -> bytes:
         """Return a reply that may be large as JSON, which a thread writes."""
@@ -336,8 +365,17 @@ class CompletionService:
             return prompt
         return replace(prompt, text=await self._tokenizer.decode(prompt.token_ids, owner))
 
-    def _progress(self, prompt_lengths: Sequence[int], body: GenerationBody) -> Progress:
-        return Progress(prompt_lengths, body.n, self._model.clock)
+    def _timelines(self, caller: Caller, requests: Sequence[GenerateRequest]) -> tuple[Timeline, ...]:
+        past = caller.timeline or Timeline(self._model.clock())
+        return tuple(past.fork() for _ in requests)
+
+    def _full_reply(self, prepared: PreparedCompletion, deltas: Sequence[TokenDelta]) -> JsonObject:
+        reply = prepared.format.full_reply(deltas, prepared.progress.usage())
+        if prepared.not_enforced:
+            reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
+        if prepared.body.include_metrics:
+            reply["metrics"] = self.metrics(prepared)
+        return reply
 
     def _head(self, caller: Caller, card: ModelCard, requests: Sequence[GenerateRequest]) -> ReplyHead:
         return ReplyHead(
@@ -347,13 +385,6 @@ class CompletionService:
             system_fingerprint=fingerprint_of(card),
             service_tier=tier_of(requests[0].band),
         )
-
-
-def _full_reply(prepared: PreparedCompletion, deltas: Sequence[TokenDelta]) -> JsonObject:
-    reply = prepared.format.full_reply(deltas, prepared.progress.usage())
-    if prepared.not_enforced:
-        reply["warnings"] = [f"not enforced: {place}" for place in prepared.not_enforced]
-    return reply
 
 
 def _max_prompt_tokens(body: GenerationBody, card: ModelCard) -> int | None:

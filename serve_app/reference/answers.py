@@ -6,7 +6,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from serve_app.openai.reply.schema import described
+from serve_app.openai.reply.schema import ReplyTier, RequestMetrics, described
 
 
 @described
@@ -164,6 +164,38 @@ class DrainReply(TypedDict):
 
 
 @described
+class RequestObject(TypedDict):
+    """Completion that runs or ended recently; it has no text."""
+
+    id: str
+    """The client's `x-request-id`, or the one that the server made."""
+    object: Literal["request"]
+    response_id: str | None
+    """Id of the reply; null while the request is tokenized."""
+    status: Literal["running", "cancelling", "completed", "cancelled", "failed"]
+    part: str | None
+    """Part of its time that a running completion is in, a name of `parts_ms`; null after its end."""
+    path: str
+    model: str
+    stream: bool
+    tenant: str
+    band: Literal["interactive", "standard", "batch"]
+    service_tier: ReplyTier
+    created: int
+    """Arrival, unix seconds."""
+    http_status: int | None
+    """Status of the answer; null while there is none."""
+    error_code: str | None
+    num_sequences: int | None
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    finish_reasons: list[str]
+    replica_id: str | None
+    """Replica that gave the last token."""
+    metrics: RequestMetrics
+
+
+@described
 class WaitingWork(TypedDict):
     """Work that waits in a queue, as autoscaling sees it."""
 
@@ -197,3 +229,70 @@ class LoadReply(TypedDict):
 
     replicas: list[ReplicaLoad]
     autoscaling: AutoscalingState | None
+
+
+@described
+class TenantInQueue(TypedDict):
+    """Requests of a tenant that wait in a band."""
+
+    tenant: str
+    num_requests: int
+    num_tokens: int
+
+
+@described
+class BandQueue(TypedDict):
+    """Requests that wait in a band of the ingress that answers."""
+
+    band: str
+    num_requests: int
+    num_tokens: int
+    num_tenants: int
+    tenants: list[TenantInQueue]
+    """Tenants with most requests."""
+
+
+@described
+class Percentiles(TypedDict):
+    """Median and 95th percentile."""
+
+    p50: float
+    p95: float
+
+
+@described
+class BandLatencies(TypedDict):
+    """Latencies of the completions of a band that ended here in the last five minutes, seconds."""
+
+    band: str
+    num_requests: int
+    ttft_s: Percentiles | None
+    tpot_s: Percentiles | None
+    ttft_target_s: float | None
+    tpot_target_s: float | None
+
+
+@described
+class JobsValue(TypedDict):
+    """Metric of the jobs process."""
+
+    name: str
+    labels: dict[str, str]
+    value: float | None
+    """Value; null stands for infinity."""
+
+
+@described
+class DashboardSnapshot(TypedDict):
+    """State of the server as the ingress that answers knows it."""
+
+    time_unix_s: float
+    model: str
+    replicas: list[ReplicaLoad]
+    queues: list[BandQueue]
+    latencies: list[BandLatencies]
+    autoscaling: AutoscalingState | None
+    jobs: list[JobsValue] | None
+    """Metrics of the jobs process; null: it does not answer, or there is none."""
+    requests: list[RequestObject]
+    """Completions that run, then those that ended, newest first."""

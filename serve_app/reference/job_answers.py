@@ -13,6 +13,7 @@ from serve_app.openai.reply.schema import (
     FinishReason,
     RankedLogprob,
     ReplyTier,
+    RequestMetrics,
     TextCompletion,
     TextLogprobs,
     UsageObject,
@@ -213,6 +214,7 @@ class CompletedOutput(TypedDict):
     prompt_logprobs: NotRequired[list[dict[str, RankedLogprob] | None] | None]
     usage: UsageObject
     error: None
+    metrics: NotRequired[RequestMetrics]
 
 
 @described
@@ -309,3 +311,4 @@ class PromptEnd(TypedDict):
     status: Literal["completed"]
     usage: UsageObject
     error: None
+    metrics: NotRequired[RequestMetrics]

@@ -172,6 +172,21 @@ _COMPLETIONS = {
     ),
 }
 
+_REQUESTS = {
+    "GET /v1/requests/{request_id}": Operation(
+        "Completions",
+        "Show a completion that runs, or that ended within the last hour, and where its time went.",
+        _json(answers.RequestObject),
+        failures=frozenset({404}),
+    ),
+    "POST /v1/requests/{request_id}/cancel": Operation(
+        "Completions",
+        "Cancel a running completion.",
+        _json(answers.RequestObject),
+        failures=frozenset({404, 409}),
+    ),
+}
+
 _MODELS = {
     "GET /v1/models": Operation("Model", "List the served model.", _json(answers.ModelList), failures=frozenset({503})),
     "GET /v1/models/{model_id}": Operation(
@@ -379,6 +394,21 @@ _OPERATIONS = {
         query=job_schema.EngineQuery,
         failures=frozenset({400}),
     ),
+    "GET /dashboard": Operation(
+        "Server", "Show the dashboard; with API keys it asks for an operator's.", (Answer(media_type="text/html"),)
+    ),
+    "GET /dashboard/dashboard.js": Operation(
+        "Server", "Return the dashboard's script.", (Answer(media_type="text/javascript"),)
+    ),
+    "GET /dashboard/dashboard.css": Operation(
+        "Server", "Return the dashboard's style.", (Answer(media_type="text/css"),)
+    ),
+    "GET /dashboard/events": Operation(
+        "Server",
+        "Send a snapshot of the server's state each second, for the dashboard and `headway top`.",
+        (Answer(media_type="text/event-stream", events=(answers.DashboardSnapshot,)),),
+        failures=frozenset({429}),
+    ),
     "GET /load": Operation("Server", "Show the load of every replica.", _json(answers.LoadReply)),
     "POST /v1/replicas/{replica_id}/drain": Operation(
         "Server",
@@ -390,6 +420,7 @@ _OPERATIONS = {
 
 OPERATIONS: Mapping[str, Operation] = {
     **_COMPLETIONS,
+    **_REQUESTS,
     **_JOBS,
     **_BATCHES,
     **_FILES,

@@ -19,11 +19,11 @@ FAILURES: Mapping[int, str] = {
     403: "The `Host` header is not one of `allowed_hosts`, or a web page of an origin that is not one of "
     "`allowed_origins` calls, or the route is for operators. Codes: `host_not_allowed`, `origin_not_allowed`, "
     "`operator_key_required`.",
-    404: "The model, file, batch, job or replica does not exist. Codes: `model_not_found`, `file_not_found`, "
-    "`batch_not_found`, `job_not_found`, `replica_not_found`.",
+    404: "The model, file, batch, job, request or replica does not exist. Codes: `model_not_found`, `file_not_found`, "
+    "`batch_not_found`, `job_not_found`, `request_not_found`, `replica_not_found`.",
     408: "The body did not arrive in time. Code: `upload_timeout`.",
     409: "The state of the object does not allow the request. Codes: `batch_not_cancellable`, `file_in_use`, "
-    "`idempotency_key_in_use`.",
+    "`idempotency_key_in_use`, `request_not_cancellable`.",
     413: "The body or the file is too large. Code: `request_too_large`.",
     415: "The content type is wrong. Code: `unsupported_media_type`.",
     429: "A queue is full, or the deadline cannot be met. Codes: `server_overloaded`, `slow_down`. `retry-after` says "

@@ -217,6 +217,8 @@ class World:
         self.runner = make_runner(config.block_size, step_s, self.clock)
         self.engine = Engine(config, self.runner, decoders, IDENTITY, self.clock.clock())
         self.outcomes: dict[str, Outcome] = {}
+        self.added_s: dict[str, float] = {}
+        self.ended_s: dict[str, float] = {}
         self.constraints: dict[str, ScriptedConstraint] = {}
         self.num_steps = 0
 
@@ -224,6 +226,7 @@ class World:
         for request in requests:
             constraint = None if request.params.grammar is None else ScriptedCompiler().constraint_of(request)
             self.engine.add(request, constraint)
+            self.added_s[request.request_id] = self.clock.now
             if constraint is not None:
                 self.constraints[request.request_id] = constraint
             self.outcomes[request.request_id] = Outcome(list(request.output_token_ids))
@@ -232,6 +235,8 @@ class World:
         for _ in range(num_steps):
             for delta in self.engine.step():
                 self.outcomes[delta.request_id].read(delta)
+                if delta.finish_reason is not None:
+                    self.ended_s[delta.request_id] = self.clock.now
         self.num_steps += num_steps
 
     def run(self, *requests: GenerateRequest) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from replicas.protocol import (
     TokenLogprob,
     Usage,
 )
-from router.types import Headroom, ReplicaView
+from router.flow.flow_queue import TenantQueue
+from router.timeline import Timeline
+from router.types import Headroom, Reason, ReplicaView
 from serve_app.key_file import digest_of
 
 
@@ -163,12 +167,29 @@ class FakeDispatcher:
     error: ServingError | None = None
     """Error raised by every call that asks the replicas."""
     drained: list[str] = field(default_factory=list)
+    queued: dict[Band, dict[str, TenantQueue]] = field(default_factory=dict)
 
-    def start(self, requests: Sequence[GenerateRequest]) -> list[AsyncGenerator[TokenDelta, None]]:
-        return [self.replica.generate(request) for request in requests]
+    def start(
+        self, requests: Sequence[GenerateRequest], timelines: Sequence[Timeline] = ()
+    ) -> list[AsyncGenerator[TokenDelta, None]]:
+        timelines = timelines or [Timeline(time.monotonic()) for _ in requests]
+        return [self._stream(request, timeline) for request, timeline in zip(requests, timelines, strict=True)]
+
+    async def _stream(self, request: GenerateRequest, timeline: Timeline) -> AsyncGenerator[TokenDelta, None]:
+        """Yield what the replica generates, and tell the timeline as the router's dispatcher does."""
+        timeline.arrived(time.monotonic())
+        timeline.waited(time.monotonic())
+        timeline.placed(time.monotonic(), self.replica.replica_id, Reason.SINGLE_CANDIDATE)
+        async with aclosing(self.replica.generate(request)) as deltas:
+            async for delta in deltas:
+                timeline.progressed(time.monotonic(), delta, self.replica.replica_id)
+                yield delta
 
     def headroom(self, band: Band, tenant: str) -> Headroom:
         return self.headrooms[band]
+
+    def waiting(self, band: Band) -> dict[str, TenantQueue]:
+        return self.queued.get(band, {})
 
     def load(self) -> list[ReplicaView]:
         if self.views is not None:

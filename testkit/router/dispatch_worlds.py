@@ -14,6 +14,7 @@ from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController, FlowLimits
 from router.flow.flow_queue import BandLimits
+from router.timeline import Timeline
 from router.watch import WatchSettings
 from testkit.router.simulated_replicas import FakeClient, FakeObserver, FakeReplica, prompt_logprobs, undisturbed
 from testkit.router.simulated_time import simulated_clock
@@ -30,6 +31,7 @@ class Outcome:
     finish_reason: FinishReason | None = None
     scores: list[PositionLogprobs] = field(default_factory=list)
     error: ServingError | None = None
+    timeline: Timeline | None = None
 
     def read(self, delta: TokenDelta) -> None:
         assert self.finish_reason is None, "a delta after the last"
@@ -51,9 +53,9 @@ class Outcome:
             assert tuple(self.scores) == prompt_logprobs(request)
 
 
-async def read(stream: AsyncGenerator[TokenDelta, None]) -> Outcome:
+async def read(stream: AsyncGenerator[TokenDelta, None], timeline: Timeline | None = None) -> Outcome:
     """Read a stream to its end; a `ServingError` is part of the outcome."""
-    outcome = Outcome()
+    outcome = Outcome(timeline=timeline)
     try:
         async for delta in stream:
             outcome.read(delta)
@@ -88,8 +90,8 @@ class World:
         self.flow = FlowController(limits, self.table, LeastTokens(random.Random(0)), self.observer)
         self.dispatcher = Dispatcher(self.client, self.flow, self.observer, settings, unix_clock=self.clock.unix)
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
-        [stream] = self.dispatcher.start([request])
+    def stream(self, request: GenerateRequest, timeline: Timeline | None = None) -> AsyncGenerator[TokenDelta, None]:
+        [stream] = self.dispatcher.start([request], () if timeline is None else [timeline])
         return stream
 
     async def read_all(self, requests: Sequence[GenerateRequest]) -> list[Outcome]:
@@ -104,6 +106,8 @@ class World:
         self.table.check_invariants()
         assert not self.table._own
         assert len(self.flow.queue) == 0 and not self.flow._pending
+        self.flow._waits.check_invariants()
+        assert not self.flow._waits._turn_s
         assert all(self.flow.queue.num_tokens(band) == 0 for band in Band)
         assert all(not replica.running and not replica.waiting for replica in self.replicas)
 

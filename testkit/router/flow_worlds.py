@@ -13,6 +13,7 @@ from router.balancing.policy import LeastTokens
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup
 from router.flow.flow_queue import BandLimits
 from router.flow.usage import Placement
+from router.timeline import Timeline
 from testkit.router.simulated_replicas import FakeObserver, request
 from testkit.router.simulated_time import settle_down, simulated_clock
 
@@ -120,7 +121,7 @@ class Flow:
     async def _acquire(
         self, of: GenerateRequest, arrival_index: int, deadline_s: float | None, group: SampleGroup
     ) -> Placement:
-        placement = await self.controller.acquire(of, arrival_index, deadline_s, group)
+        placement = await self.controller.acquire(of, arrival_index, deadline_s, group, Timeline(self.clock.now))
         self.order.append(of.request_id)
         return placement
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
+from replicas.engine.sequence import Phase, PhaseTimes
 from replicas.errors import EngineDead, NoReplicaAvailable, Overloaded, ReplicaLost, ServingError
 from replicas.protocol import (
     Band,
@@ -165,6 +166,12 @@ class FakeReplica:
     tokens_per_delta: int = 1
     scores_per_delta: int = 2
     step_s: float = 0.1
+    carry_s: float = 0.0
+    """Time that a delta takes to its reader."""
+    preempts_after: int | None = None
+    """Number of deltas after which a sequence is preempted, once; None: none is."""
+    preempted_s: float = 0.0
+    """Time for which a preempted sequence waits."""
     fails_in_delta: bool = True
     """True if a failure comes as a last delta, False if it is raised."""
     is_draining: bool = False
@@ -190,6 +197,8 @@ class FakeReplica:
         try:
             async with aclosing(self._deltas(request)) as deltas:
                 async for delta in deltas:
+                    if self.carry_s:
+                        await asyncio.sleep(self.carry_s)
                     yield delta
         except ServingError as error:
             if not self.fails_in_delta:
@@ -202,7 +211,10 @@ class FakeReplica:
             self.num_closed += 1
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        phases, now = PhaseTimes(), simulated_clock()
+        phases.begin(now())
         await self._wait_for_slot(request)
+        phases.enter(Phase.PREFILL, now())
         scores = () if request.params.prompt_logprobs is None else prompt_logprobs(request)
         for start in range(0, len(scores), self.scores_per_delta):
             await self._step()
@@ -210,11 +222,23 @@ class FakeReplica:
             yield self._delta(request, at, at, scores=scores[start : start + self.scores_per_delta])
         whole, start = undisturbed(request), len(request.output_token_ids)
         assert request.output_token_ids == whole.token_ids[:start], "asked to go on behind another output"
+        num_deltas = num_preemptions = 0
         while True:
+            if num_deltas == self.preempts_after:
+                num_preemptions = 1
+                phases.enter(Phase.PREEMPTED, now())
+                await asyncio.sleep(self.preempted_s)
+                phases.enter(Phase.PREFILL, now())
             await self._step()
+            num_deltas += 1
+            if phases.phase is Phase.PREFILL:
+                phases.enter(Phase.DECODE, now())
             end = min(start + self.tokens_per_delta, len(whole.token_ids))
             is_last = end == len(whole.token_ids)
-            yield self._delta(request, start, end, whole.finish_reason if is_last else None)
+            delta = self._delta(request, start, end, whole.finish_reason if is_last else None)
+            if is_last or phases.has_news:
+                delta = replace(delta, phases=phases.read(now(), num_preemptions))
+            yield delta
             if is_last:
                 return
             start = end

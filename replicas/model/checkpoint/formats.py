@@ -39,6 +39,8 @@ class Quantization:
     zero_point_offset: int = 0
     """Number to add to stored zero points."""
     needs_zero_points: bool = False
+    is_symmetric: bool = False
+    """True if zero points are stored, but all are the middle one."""
     activations: str | None = None
     """Format to which the checkpoint quantizes activations; None: it does not."""
 
@@ -177,6 +179,12 @@ def is_int4(weight: QuantizedWeight) -> bool:
     )
 
 
+def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
+    """Return True if a 4-bit weight has zero points, other than the middle one."""
+    is_symmetric = weights.quantization is not None and weights.quantization.is_symmetric
+    return not is_symmetric and not {".qzeros", ".weight_zero_point"}.isdisjoint(weight.parts)
+
+
 def _is_plain_order(order: StoredTensor, group_size: int) -> bool:
     if order.dtype != "I32":
         return False
@@ -250,6 +258,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
         bits=int(config["bits"]),
         group_size=group_size if group_size > 0 else None,
         zero_point_offset=int(checkpoint_format == "gptq"),
+        is_symmetric=bool(config.get("sym")),
     )
 
 

@@ -103,9 +103,11 @@ class DecodeGraphRunner:
         device = self._loaded.device
         started_s, free_before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
+        # One stream for all captures: cuBLAS keeps a workspace for each stream that it has met.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             for bucket in reversed(self._buckets):
-                self._graphs[bucket] = self._capture_one(bucket, pool)
+                self._graphs[bucket] = self._capture_one(bucket, pool, stream)
         except Exception as error:  # The errors of Triton and torch have no other common class.
             self._graphs.clear()
             _log.warning("decodes run without CUDA graphs, and small batches are slower: %s", error)
@@ -115,9 +117,8 @@ class DecodeGraphRunner:
         _log.info("captured %d CUDA graphs in %.1f s and %.0f MiB", len(self._graphs), duration_s, taken)
         return True
 
-    def _capture_one(self, bucket: int, pool: Any) -> _Graph:
+    def _capture_one(self, bucket: int, pool: Any, stream: torch.cuda.Stream) -> _Graph:
         device = self._loaded.device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             self._compute(bucket)  # The first run compiles kernels and allocates workspaces.
@@ -125,7 +126,7 @@ class DecodeGraphRunner:
                 self._compute(bucket)
         torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             outputs = self._compute(bucket)
         return _Graph(graph, outputs)
 
@@ -133,7 +134,8 @@ class DecodeGraphRunner:
         inputs = self._buffers.inputs(num_rows)
         context = self._attention(self._cache, inputs.slots, inputs.plan)
         logits = self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows=0)
-        return DecodeOutputs(logits, sample_greedy(logits.float()))
+        # In the logits' own type: their order in float32 is the same, and a copy would take twice their memory.
+        return DecodeOutputs(logits, sample_greedy(logits))
 
 
 @contextmanager

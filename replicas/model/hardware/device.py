@@ -7,10 +7,9 @@ from pathlib import Path
 import torch
 
 from replicas.errors import ModelLoadError
+from replicas.model.hardware.processor import CPU_INFO, has_bfloat16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NATIVE_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
-CPU_INFO = Path("/proc/cpuinfo")
 
 
 def choose_device(name: str) -> torch.device:
@@ -29,7 +28,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> torch.dtype:
-    """Return the dtype for `name`; auto is bfloat16 if the hardware computes it natively, else float32.
+    """Return the dtype for `name`; auto is bfloat16 if the hardware computes it natively, else its fastest dtype.
+
+    A GPU without bfloat16 gets float16, a CPU without it float32.
 
     Raises:
         ModelLoadError: there is no such dtype.
@@ -39,17 +40,5 @@ def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> 
             raise ModelLoadError(f"dtype is {name!r}; it must be auto, {', '.join(_DTYPES)}")
         return _DTYPES[name]
     if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device)[0] >= 8
-    else:
-        native = bool(_NATIVE_BFLOAT16_FLAGS & cpu_flags(cpu_info))
-    return torch.bfloat16 if native else torch.float32
-
-
-def cpu_flags(cpu_info: Path = CPU_INFO) -> frozenset[str]:
-    """Return the processor's feature flags; empty if the system does not list them."""
-    if not cpu_info.exists():
-        return frozenset()
-    for line in cpu_info.read_text().splitlines():
-        if line.startswith(("flags", "Features")):  # x86, ARM
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+        return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
+    return torch.bfloat16 if has_bfloat16(cpu_info) else torch.float32

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from replicas.model.hardware.device import cpu_flags
+from replicas.model.hardware.processor import cpu_flags
 
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "cpu_kernels"

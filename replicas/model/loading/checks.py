@@ -12,8 +12,6 @@ from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import Quantization, Weights, find_weights, read_quantization
 from replicas.model.checkpoint.headers import read_headers
 
-_GIB = 2**30
-
 
 def check_config(directory: Path) -> Quantization | None:
     """Check that there is a config, and return the quantization that it describes, if any.
@@ -38,26 +36,6 @@ def check_config(directory: Path) -> Quantization | None:
         raise ModelLoadError(
             f"{directory} is quantized {error}. Choose the checkpoint before its quantization, or a GGUF file"
         ) from None
-
-
-def check_weights(
-    directory: Path, value_bytes: int, kv_cache_bytes: int, available_bytes: int, num_replicas: int = 1
-) -> None:
-    """Check that all weights are there and whole, and that they fit into memory beside the KV cache.
-
-    Each of `num_replicas` needs its own. `value_bytes` is the size of a weight in memory.
-
-    Raises:
-        ModelLoadError: they are not, or do not.
-    """
-    num_values = num_weights(directory)
-    needed = num_values * value_bytes + kv_cache_bytes
-    if needed * num_replicas > available_bytes:
-        each = "" if num_replicas == 1 else f" for each of {num_replicas} replicas"
-        raise ModelLoadError(
-            f"{directory} needs {needed / _GIB:.1f} GiB{each} ({num_values} weights of {value_bytes} bytes, and "
-            f"{kv_cache_bytes / _GIB:.1f} GiB of KV cache); {available_bytes / _GIB:.1f} GiB of memory are free"
-        )
 
 
 def num_weights(directory: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from functools import lru_cache
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -103,7 +104,14 @@ def make_decoder(
     """
     if tokenizer is None:
         return SilentDecoder()
-    without_text = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    without_text = _special_token_ids(tokenizer)
     if params is not None:
-        without_text = without_text - set(params.visible_special_token_ids) if params.skip_special_tokens else set()
-    return StreamDecoder(tokenizer.backend_tokenizer, frozenset(without_text), prompt_token_ids)
+        without_text = without_text.difference(params.visible_special_token_ids)
+        without_text = without_text if params.skip_special_tokens else frozenset()
+    return StreamDecoder(tokenizer.backend_tokenizer, without_text, prompt_token_ids)
+
+
+@lru_cache(maxsize=8)
+def _special_token_ids(tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    """Return the ids of special tokens. Asking the tokenizer takes milliseconds where it has thousands."""
+    return frozenset(token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)

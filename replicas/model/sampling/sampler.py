@@ -35,7 +35,7 @@ class SampledTokens:
 
 
 def sample_greedy(logits: Tensor) -> SampledTokens:
-    """Return the most probable token of each row of logits [num_rows, vocab_size] float32."""
+    """Return the most probable token of each row of logits [num_rows, vocab_size], any float type."""
     tokens = logits.argmax(dim=-1)
     # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,26 +48,17 @@ class ReplyHead:
 class Progress:
     """Progress of a request: token counts, finish reasons of its choices, and the replica that serves it."""
 
-    def __init__(
-        self, prompt_lengths: Sequence[int], num_samples: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, prompt_lengths: Sequence[int], num_samples: int) -> None:
         """Create the progress; choice i is a sample of prompt i // `num_samples`."""
-        self._clock = clock
         self._prompt_lengths = prompt_lengths
         self._num_samples = num_samples
         self._usages: dict[int, Usage] = {}
         self._finish_reasons: dict[int, FinishReason] = {}
         self.replica_id: str | None = None
-        self.first_delta_s: float | None = None
-        """Arrival of the first delta of any choice, monotonic seconds."""
-        self.queue_s: float | None = None
-        """Time from the request's arrival to the first step that computed a choice of it, seconds."""
 
     def add(self, item: IndexedDelta) -> None:
         """Add the usage, finish reason and replica id of a delta."""
         self._usages[item.index] = item.delta.usage
-        if self.first_delta_s is None:
-            self.first_delta_s, self.queue_s = self._clock(), item.delta.queue_s
         if item.delta.finish_reason is not None:
             self._finish_reasons[item.index] = item.delta.finish_reason
         if item.delta.stats is not None:
@@ -163,9 +153,9 @@ class ChatFormat:
         """Number of calls that were malformed or cut off."""
         return sum(choice.num_malformed_calls for choice in self._choices)
 
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """Return the last chunk of a stream with usage; it has no choices."""
-        return self._head.fields("chat.completion.chunk") | {"choices": [], "usage": usage}
+    def closing_chunk(self, fields: JsonObject) -> JsonObject:
+        """Return the last chunk of a stream, with fields about the whole request; it has no choices."""
+        return self._head.fields("chat.completion.chunk") | {"choices": [], **fields}
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """Return the whole completion from one merged delta per choice."""
@@ -249,9 +239,9 @@ class CompletionFormat:
             return []
         return [self._head.fields("text_completion") | {"choices": [choice.render(delta)]}]
 
-    def usage_chunk(self, usage: JsonObject) -> JsonObject:
-        """Return the last chunk of a stream with usage; it has no choices."""
-        return self._head.fields("text_completion") | {"choices": [], "usage": usage}
+    def closing_chunk(self, fields: JsonObject) -> JsonObject:
+        """Return the last chunk of a stream, with fields about the whole request; it has no choices."""
+        return self._head.fields("text_completion") | {"choices": [], **fields}
 
     def full_reply(self, deltas: Sequence[TokenDelta], usage: JsonObject) -> JsonObject:
         """Return the whole completion from one merged delta per choice."""

@@ -67,6 +67,70 @@ class UsageObject(TypedDict):
 
 
 @described
+class RequestParts(TypedDict):
+    """Parts of a request's time, milliseconds; they add up to `total_ms`."""
+
+    received: float
+    """Arrival and parsing of the body."""
+    tokenizing: float
+    """Chat template, tokenizer and grammar, with the wait for their threads."""
+    queued_cold_start: float
+    """In the queue while no replica took requests."""
+    queued_higher_band: float
+    """In the queue while requests of more urgent bands waited."""
+    queued_fairness: float
+    """In the queue while a request of another tenant of the band was next."""
+    queued_capacity: float
+    """In the queue while it was the tenant's turn and no replica had room."""
+    queued_replica: float
+    """In the replica's queue, before the first step that computed the request."""
+    prefill: float
+    """From that step to the first token."""
+    decode: float
+    """From the first token to the last one."""
+    preempted: float
+    """Without a slot after a preemption."""
+    migrated: float
+    """After the last token of a replica that was lost, and the same tokens again on the next one."""
+    delivered: float
+    """Way of the first and the last token to the client."""
+
+
+@described
+class PlacementObject(TypedDict):
+    """Dispatch to a replica."""
+
+    replica_id: str
+    reason: str
+    """Reason for the choice, such as `prefix_hit` or `least_loaded`."""
+    after_ms: float
+    """Time since the request's arrival, milliseconds."""
+
+
+@described
+class RequestMetrics(TypedDict):
+    """Parts of a request's time; of several sequences those of the one that ended last."""
+
+    time_to_first_token_ms: float | None
+    """From the first step that computed the request to the first token, as in vLLM; null without output."""
+    generation_time_ms: float | None
+    """From the first token to the last one; null without output."""
+    queue_time_ms: float
+    """Wait before the first step, all `queued_` parts together."""
+    mean_itl_ms: float | None
+    """Mean time between two output tokens; null with fewer than two."""
+    tokens_per_second: float | None
+    """Output tokens per second from the first step to the last token; null without output."""
+    total_ms: float
+    """From the arrival to the end, or to now."""
+    parts_ms: RequestParts
+    placements: list[PlacementObject]
+    cached_tokens: int
+    num_preemptions: int
+    num_migrations: int
+
+
+@described
 class TokenObject(TypedDict):
     """Token with its log probability."""
 
@@ -179,6 +243,8 @@ class ChatCompletion(ReplyHeadFields):
     """Token ids of the prompt, with `return_token_ids`; null without it."""
     warnings: NotRequired[list[str]]
     """Keywords of the request's JSON Schemas that are not enforced."""
+    metrics: NotRequired[RequestMetrics]
+    """Parts of the request's time, with `include_metrics`."""
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | None
     """Log probabilities of the prompt's tokens, with `prompt_logprobs`: by token id, null for the first token. Null
     without `prompt_logprobs`."""
@@ -213,8 +279,9 @@ class ChatCompletionChunk(ReplyHeadFields):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    """Choices with news; none in the chunk with the usage of the whole request."""
+    """Choices with news; none in the chunk with the usage and the metrics of the whole request."""
     usage: NotRequired[UsageObject | None]
+    metrics: NotRequired[RequestMetrics]
     prompt_token_ids: NotRequired[list[int]]
 
 
@@ -263,6 +330,7 @@ class TextCompletion(ReplyHeadFields):
     choices: list[TextChoice]
     usage: UsageObject
     warnings: NotRequired[list[str]]
+    metrics: NotRequired[RequestMetrics]
 
 
 @described
@@ -272,3 +340,4 @@ class TextCompletionChunk(ReplyHeadFields):
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: NotRequired[UsageObject | None]
+    metrics: NotRequired[RequestMetrics]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from replicas.errors import InvalidRequest
 from replicas.protocol import Band
+from router.timeline import Timeline
 from serve_app.auth import ANONYMOUS, Principal
 from serve_app.errors import shortened
 from serve_app.openai.request.schema import GenerationBody
@@ -50,8 +51,14 @@ class Caller:
     """Time-out of the SDK, seconds. Without streaming it bounds the whole answer. With streaming it bounds the time to
     the first byte and the gaps."""
 
+    timeline: Timeline | None = None
+    """Time of the request so far; None: it begins with the preparation."""
+
     @classmethod
-    def of(cls, request_id: str, arrival_unix_s: float, principal: Principal, headers: Mapping[str, str]) -> Caller:
+    def of(
+        cls, request_id: str, arrival_unix_s: float, principal: Principal, headers: Mapping[str, str],
+        timeline: Timeline,
+    ) -> Caller:  # fmt: skip
         """Return the sender of a request with these headers.
 
         Raises:
@@ -75,6 +82,7 @@ class Caller:
             wanted_band=None if band_name is None else _BAND_OF_NAME[band_name.lower()],
             timeout_s=None if timeout_ms is None else timeout_ms / 1000,
             sdk_timeout_s=None if sdk_timeout_s == SDK_DEFAULT_TIMEOUT_S else sdk_timeout_s,
+            timeline=timeline,
         )
 
     def band_of(self, body: GenerationBody) -> Band:

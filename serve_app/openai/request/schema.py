@@ -278,6 +278,8 @@ class GenerationBody(StrictBody):
     """Constraint of the output, as in vLLM."""
     return_token_ids: bool = False
     """True if the reply has the token ids of prompt and output."""
+    include_metrics: bool = False
+    """True if the reply has `metrics`, the parts of the request's time, as in vLLM; in a stream the last chunk."""
     priority: int | None = Field(None, ge=0, le=2)
     """Band of the request: 0 is interactive, 1 standard, 2 batch."""
     service_tier: ServiceTier | None = None

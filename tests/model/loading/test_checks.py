@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicas.errors import ModelLoadError
-from replicas.model.loading.checks import check_config, check_weights
+from replicas.model.loading.checks import check_config, read_weights
 from replicas.model.loading.config import read_config
 from testkit.model.tiny_checkpoints import write_checkpoint
 
@@ -79,10 +79,4 @@ def truncate(model: Path) -> None:
 def test_weights_that_cannot_be_read_are_refused(copied: Path, damage: Damage, reason: str) -> None:
     damage(copied)
     with pytest.raises(ModelLoadError, match=reason):
-        check_weights(copied, 4, 0, 2**40)
-
-
-def test_weights_that_do_not_fit_are_refused(copied: Path) -> None:
-    check_weights(copied, 2, 1000, 2**30)
-    with pytest.raises(ModelLoadError, match=r"needs .* GiB .* of KV cache\); 1\.0 GiB of memory are free"):
-        check_weights(copied, 2, 2**30, 2**30)
+        read_weights(copied)

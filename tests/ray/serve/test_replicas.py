@@ -1,10 +1,13 @@
 """Two replicas behind one ingress: both serve, and the load shows what they hold."""
 
 import asyncio
-from collections import Counter
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from testkit.limits import LIMIT_S
 from testkit.serving.served import OUTPUT, Served, wait_for
@@ -125,6 +128,43 @@ def test_clients_that_go_away_while_queued_leave_nothing_behind(app):
 
     asyncio.run(start_and_leave())
     wait_until_idle(app)
+
+
+def scraped(app: Served) -> dict[str, list[dict[str, str]]]:
+    """Return the labels of each series that Ray's exporters of the cluster show, by name."""
+    session = Path(app.places["token_path"]).parent / "ray" / "session_latest"
+    [group] = json.loads((session / "prom_metrics_service_discovery.json").read_text())
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for target in group["targets"]:
+        page = httpx.get(f"http://{target}/metrics", timeout=LIMIT_S, trust_env=False).text
+        for family in text_string_to_metric_families(page):
+            for sample in family.samples:
+                found[sample.name].append(sample.labels)
+    return found
+
+
+def test_rays_exporter_has_the_engines_metrics_by_deployment_and_replica(app, http):
+    async def ask_all() -> None:
+        async with httpx.AsyncClient(base_url=app.url, headers=HEADERS, timeout=LIMIT_S) as client:
+            await asyncio.gather(*(client.post("/v1/completions", json=body(4, user=str(n))) for n in range(16)))
+
+    asyncio.run(ask_all())
+    replicas = {replica["replica_id"] for replica in app.replicas()}
+
+    def of_both() -> dict[str, list[dict[str, str]]] | None:
+        found = scraped(app)
+        served = {labels["replica"] for labels in found["ray_vllm_generation_tokens_total"]}
+        has_router = any(labels["deployment"] == "Ingress" for labels in found["ray_headway_finished_tokens_total"])
+        return found if replicas <= served and has_router else None
+
+    found = wait_for(of_both, "Ray shows both replicas", period_s=1.0)
+    for name in ("ray_vllm_time_to_first_token_seconds_bucket", "ray_vllm_kv_cache_usage_perc"):
+        for labels in found[name]:
+            assert labels["deployment"] == "Model" and labels["application"]
+            assert labels["model_name"] == MODEL_NAME and labels["WorkerId"]
+    # Ray's dashboard of LLMs asks for the replicas' names by their worker.
+    workers = {labels["WorkerId"] for labels in found["ray_vllm_kv_cache_usage_perc"]}
+    assert workers <= {labels["WorkerId"] for labels in found["ray_serve_deployment_request_counter_total"]}
 
 
 def test_a_request_has_one_line_on_the_terminal(app, http):

@@ -10,6 +10,7 @@ from bench.routing.baselines import BaselineFlow, EarlyBinding, LeastRequests, P
 from replicas.protocol import Band
 from router.balancing.load_table import LoadTable
 from router.flow.flow_control import SampleGroup
+from router.timeline import Timeline
 from router.types import Reason, RoutingPolicy
 from serve_app.config import HeadwayConfig
 from testkit.router.plain_decisions import ListedCandidates
@@ -82,7 +83,7 @@ async def test_early_binding_queues_only_when_all_lines_are_full():
     asked = [request(f"r-{number}", prompt=tuple(range(40))) for number in range(9)]
     numbers = [flow.admit(each, None) for each in asked]
     waiting = [
-        asyncio.create_task(flow.acquire(each, number, None, SampleGroup()))
+        asyncio.create_task(flow.acquire(each, number, None, SampleGroup(), Timeline(table.now())))
         for each, number in zip(asked, numbers, strict=True)
     ]
     done, left = await asyncio.wait(waiting, timeout=0.05)

@@ -49,7 +49,6 @@ def test_a_taken_port_and_a_full_disk_are_warned_of(tmp_path: Path) -> None:
     [
         ({}, Status.OK, Status.OK),
         ({"model": {"kv_bytes_per_token": 2**20, "max_model_len": 1000}}, Status.WARN, Status.OK),
-        ({"value_bytes": 10**9}, Status.OK, Status.FAIL),
         ({"is_gpu": True, "gpu_memory_bytes": 10**9}, Status.OK, Status.OK),
         ({"is_gpu": True, "gpu_memory_bytes": 10**6}, Status.WARN, Status.FAIL),
     ],

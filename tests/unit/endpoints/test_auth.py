@@ -18,6 +18,7 @@ from testkit.http.api import MODEL, MakeApi, refusal
 from testkit.limits import LIMIT_S
 
 OPEN = {"/", "/docs", "/openapi.json", "/version", "/health", "/health/live", "/health/ready"}
+OPEN |= {"/dashboard", "/dashboard/dashboard.js", "/dashboard/dashboard.css"}
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ from testkit.http.api import MODEL, Api, MakeApi
 from testkit.http.scripted_dispatcher import write_keys
 
 PAGES = ("/", "/docs", "/openapi.json", "/version")
+ENDLESS = "/dashboard/events"
+"""Path of a stream without an end, for which the client in this process would wait."""
 API_PAGE = Path(__file__).resolve().parents[3] / "docs" / "api.md"
 
 
@@ -53,8 +55,9 @@ async def test_a_key_is_required_where_the_document_says(make_api: MakeApi, tmp_
     keyed = set()
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            response = await api.http.request(method, re.sub("{.*}", "x", path))
-            assert (response.status_code == 401) == bool(operation["security"]), path
+            if with_keys or path != ENDLESS:
+                response = await api.http.request(method, re.sub("{.*}", "x", path))
+                assert (response.status_code == 401) == bool(operation["security"]), path
             keyed |= {path} if operation["security"] else set()
     assert not keyed & {*PAGES, "/health", "/health/live", "/health/ready"}
     assert {"/v1/models", "/metrics", "/load"} <= keyed if with_keys else not keyed

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.errors import Overloaded
 from replicas.protocol import Band
 from router.types import Headroom
-from serve_app.http.exchange import duration_text
+from serve_app.http.exchange_middleware import duration_text
 from testkit.http.api import MODEL, Api, MakeApi
 
 HEADROOMS = {

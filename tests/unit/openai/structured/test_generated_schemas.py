@@ -26,7 +26,7 @@ def test_a_schema_is_refused_by_its_keyword_or_enforced(schema: Schema, is_stric
 
 
 @pytest.mark.deep
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(schemas(max_leaves=16), st.booleans(), st.integers(0, 2**31))
 def test_many_schemas_are_refused_by_their_keyword_or_enforced(schema: Schema, is_strict: bool, seed: int) -> None:
     check(schema, is_strict, seed)

@@ -12,8 +12,10 @@ from router.balancing.load_table import InFlight, LoadTable
 from router.balancing.policy import LeastTokens, PrefixIndex
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup, _PendingPlacement
 from router.flow.flow_queue import BandLimits
+from router.flow.rooms import Rooms
 from router.flow.slots import LateBinding
 from router.flow.usage import Placement
+from router.timeline import Timeline
 from router.types import Candidates, Reason
 from testkit.router.plain_decisions import Choice, PlainDecisions, cluster_of
 from testkit.router.simulated_replicas import FakeObserver, stats
@@ -156,7 +158,7 @@ class World:
             if self.rng.random() < 0.7:
                 request = self.request(number)
                 index = self.flow.admit(request, None)
-                placement = self.flow.acquire(request, index, None, SampleGroup())
+                placement = self.flow.acquire(request, index, None, SampleGroup(), Timeline(0.0))
                 self.asked.append((request, asyncio.create_task(placement)))
             else:
                 self.end_one()
@@ -190,3 +192,16 @@ async def test_every_choice_is_that_of_the_reference(seeds: Seeds) -> None:
 async def test_every_choice_is_that_of_the_reference_in_100_000_worlds(part: int) -> None:
     for seed in range(1000 * part, 1000 * (part + 1)):
         await World(seed).play()
+
+
+def test_replicas_that_came_and_went_are_forgotten_by_indexes_that_are_not_asked() -> None:
+    table = LoadTable(FakeClock())
+    rooms = Rooms(table, LateBinding())
+    index = rooms.of_band(Band.BATCH, is_starved=True)
+    for number in range(1000):
+        table.record(stats(f"replica-{number}"))
+        table.forget(f"replica-{number}")
+        rooms.trim()
+        assert index.num_pending <= 64 + 2
+    assert len(index) == 0
+    rooms.check_invariants()

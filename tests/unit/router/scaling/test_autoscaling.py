@@ -244,7 +244,7 @@ def test_sums_of_replicas_that_come_change_and_go_are_those_of_all(seed: int):
         sums.update(replica_id, loads.get(replica_id))
         serving = [load for load in loads.values() if not load.stats.is_draining]
         assert sums.parts == parts_of(*loads.values())
-        assert sums.parts.num_replicas == len(serving)
+        assert sums.parts.num_serving == len(serving)
         assert sums.parts.num_requests == sum(sum(load.num_by_band) for load in serving)
         assert sums.num_slots() == min((load.stats.num_slots for load in serving), default=1)
         speeds = [load.stats.saturated_tokens_per_s for load in serving]

@@ -1,0 +1,115 @@
+"""Memory of a replica on CPU, computed from a checkpoint's files. The module imports no torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from replicas.engine.config import EngineLimits
+from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, is_int4
+from replicas.model.hardware.processor import value_bytes_on_cpu
+from replicas.model.loading.checks import read_weights
+from replicas.model.loading.options import ModelOptions, RunnerOptions
+
+_GIB = 2**30
+_PROCESS_BYTES = 500 * 2**20
+"""Memory of a process with torch, transformers and a tokenizer, but without a model."""
+_BYTES_PER_LOGIT = 16
+_COMPILERS = ("g++", "c++")
+_LEAST_CACHE_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMemory:
+    """Bytes that a replica on CPU takes."""
+
+    weights: int
+    kv_cache: int
+    activations: int
+    process: int = _PROCESS_BYTES
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.weights + self.kv_cache + self.activations + self.process
+
+    def __str__(self) -> str:
+        return (
+            f"{_gib(self.weights)} of weights, {_gib(self.kv_cache)} of KV cache, {_gib(self.activations)} of "
+            f"activations and {_gib(self.process)} of process"
+        )
+
+
+def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, limits: EngineLimits) -> ReplicaMemory:
+    """Return the memory that one replica of a checkpoint takes on this machine's CPU.
+
+    Raises:
+        ModelLoadError: a file is missing or damaged.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    value_bytes = value_bytes_on_cpu(model.dtype)
+    hidden = config.get("hidden_size") or config.get("n_embd") or 0
+    inner = config.get("intermediate_size") or 4 * hidden
+    # The residual, its update, their norm and the attention's heads; then gate, up and their product.
+    row_bytes = (4 * hidden + 3 * inner) * value_bytes
+    logit_bytes = limits.max_num_seqs * config.get("vocab_size", 0) * (_BYTES_PER_LOGIT + value_bytes)
+    return ReplicaMemory(
+        _weight_bytes(read_weights(directory), model, config, value_bytes),
+        runner.kv_cache_bytes,
+        limits.max_num_batched_tokens * row_bytes + logit_bytes,
+    )
+
+
+def check_memory(needed: ReplicaMemory, directory: Path, available_bytes: int, num_replicas: int = 1) -> None:
+    """Check that `num_replicas` replicas fit into the memory.
+
+    Raises:
+        ModelLoadError: they do not; the message says what each needs, and the nearest setting that fits.
+    """
+    if needed.total * num_replicas <= available_bytes:
+        return
+    each = "" if num_replicas == 1 else f" for each of {num_replicas} replicas"
+    raise ModelLoadError(
+        f"{directory} needs {_gib(needed.total)}{each} ({needed}); {_gib(available_bytes)} of memory are free; "
+        f"{_remedy(needed, available_bytes, num_replicas)}"
+    )
+
+
+def _remedy(needed: ReplicaMemory, available_bytes: int, num_replicas: int) -> str:
+    """Return the nearest setting with which the replicas fit, or else the advice to take another model."""
+    cache_bytes = available_bytes // num_replicas - (needed.total - needed.kv_cache)
+    if cache_bytes >= _LEAST_CACHE_BYTES:
+        return f"it fits with kv_cache_bytes={cache_bytes >> 20}MiB"
+    if num_replicas > 1 and needed.total <= available_bytes:
+        return f"it fits with num_replicas={available_bytes // needed.total}"
+    return "choose a smaller model, or a checkpoint in 4 bits"
+
+
+def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, Any], value_bytes: int) -> int:
+    """Return the bytes of all weights. An output layer that shares the embedding's weight has a packed copy of it."""
+    has_kernels = model.kernel_cache_dir is not None and any(map(shutil.which, _COMPILERS)) and model.dtype != "float16"
+    kept = [
+        weight
+        for weight in weights.quantized.values()
+        if has_kernels and model.quantization != "int8" and is_int4(weight) and ".experts." not in weight.name
+    ]
+    dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept)
+    if config.get("tie_word_embeddings"):
+        dense += config.get("vocab_size", 0) * config.get("hidden_size", 0)
+    return dense * value_bytes + sum(_int4_bytes(weight, weights) for weight in kept)
+
+
+def _int4_bytes(weight: QuantizedWeight, weights: Weights) -> int:
+    layout = weight.layout
+    scale_bytes = 8 if has_offsets(weight, weights) else 4
+    return layout.num_outputs * (layout.num_inputs // 2 + layout.num_inputs // layout.inputs_per_scale * scale_bytes)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.1f} GiB"

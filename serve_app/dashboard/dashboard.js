@@ -1,0 +1,323 @@
+"use strict";
+
+// Parts of a request's time as the legend shows them: the queues are one.
+const GROUPS = {
+  received: ["received"],
+  tokenizing: ["tokenizing"],
+  queued: ["queued_cold_start", "queued_higher_band", "queued_fairness", "queued_capacity", "queued_replica"],
+  prefill: ["prefill"],
+  decode: ["decode"],
+  preempted: ["preempted"],
+  migrated: ["migrated"],
+  delivered: ["delivered"],
+};
+const KEY = "headway-operator-key";
+const SILENCE_MS = 5000;
+const RETRY_MS = 2000;
+const SVG = "http://www.w3.org/2000/svg";
+const $ = id => document.getElementById(id);
+
+function element(name, className, text) {
+  const made = document.createElement(name);
+  if (className) made.className = className;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function shape(name, attributes) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+// Text changes only where it differs, so that a selection and a screen reader stay where they are.
+function put(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+const plain = new Intl.NumberFormat("en");
+function number(value) {
+  return value === null || value === undefined ? "–" : plain.format(Math.round(value));
+}
+
+function milliseconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 60000) return `${(value / 60000).toFixed(1)} min`;
+  return value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`;
+}
+
+const seconds = value => milliseconds(value === null || value === undefined ? null : value * 1000);
+const words = name => name.replaceAll("_", " ");
+
+// Bring the children of a node in line with the items: an item keeps its element, and with it focus and openness.
+function list(container, items, keyOf, make, update) {
+  const old = new Map(Array.from(container.children, child => [child.dataset.key, child]));
+  let place = container.firstElementChild;
+  for (const item of items) {
+    const key = String(keyOf(item));
+    let child = old.get(key);
+    old.delete(key);
+    if (!child) {
+      child = make(item);
+      child.dataset.key = key;
+    }
+    if (child !== place) container.insertBefore(child, place);
+    else place = place.nextElementSibling;
+    update(child, item);
+  }
+  for (const child of old.values()) child.remove();
+}
+
+function facts(container, pairs) {
+  list(container, pairs, pair => pair[0], pair => {
+    const made = element("div");
+    made.append(element("dt", "", pair[0]), element("dd"));
+    return made;
+  }, (child, pair) => {
+    put(child.lastElementChild, pair[1]);
+    child.lastElementChild.className = pair[2] ?? "";
+  });
+}
+
+function row(labels, classes) {
+  const made = element("tr");
+  labels.forEach((label, index) => {
+    const cell = element("td", classes[index]);
+    cell.dataset.label = label;
+    made.append(cell);
+  });
+  return made;
+}
+
+function texts(tr, values) {
+  values.forEach((value, index) => put(tr.children[index], value));
+}
+
+function meter(cell, value, limit) {
+  if (!cell.firstElementChild) {
+    const made = element("div", "meter");
+    const svg = shape("svg", {viewBox: "0 0 100 10", preserveAspectRatio: "none", "aria-hidden": "true"});
+    svg.append(shape("rect", {x: 0, y: 0, height: 10, width: 0}));
+    made.append(svg, element("span"));
+    cell.append(made);
+  }
+  const [svg, label] = cell.firstElementChild.children;
+  svg.firstElementChild.setAttribute("width", limit ? Math.min(100, 100 * value / limit) : 0);
+  put(label, `${number(value)} / ${number(limit)}`);
+}
+
+function showTiles(data) {
+  const sum = name => data.replicas.reduce((total, replica) => total + replica[name], 0);
+  const blocks = sum("num_blocks");
+  const queued = data.queues.reduce((total, queue) => total + queue.num_requests, 0);
+  facts($("tiles"), [
+    ["Replicas", number(data.replicas.length)],
+    ["Requests running", number(sum("num_running"))],
+    ["Waiting in queues", number(queued)],
+    ["Output tokens/s", number(sum("generated_tokens_per_s"))],
+    ["Batches in progress", number(data.jobs?.find(each => each.labels.state === "in_progress")?.value)],
+    ["KV blocks held", blocks ? `${(100 * (1 - sum("num_free_blocks") / blocks)).toFixed(0)} %` : "–"],
+  ]);
+}
+
+function stateOf(replica) {
+  if (replica.is_draining) return ["draining", "bad"];
+  if (replica.age_s > 5) return ["silent", "bad"];
+  return replica.num_running ? ["busy", "good"] : ["idle", ""];
+}
+
+function showReplicas(data) {
+  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting", "Output tokens/s", "Report age"];
+  const classes = ["wide", "", "wide", "wide", "number", "number", "number"];
+  $("no-replicas").hidden = data.replicas.length > 0;
+  list($("replicas"), data.replicas, replica => replica.replica_id, () => row(labels, classes), (tr, replica) => {
+    const [state, className] = stateOf(replica);
+    put(tr.children[0], replica.replica_id);
+    put(tr.children[1], state);
+    tr.children[1].className = className;
+    meter(tr.children[2], replica.num_running, replica.num_slots);
+    meter(tr.children[3], replica.num_blocks - replica.num_free_blocks, replica.num_blocks);
+    put(tr.children[4], number(replica.num_waiting));
+    put(tr.children[5], number(replica.generated_tokens_per_s));
+    put(tr.children[6], seconds(replica.age_s));
+  });
+}
+
+function showQueues(data) {
+  const rows = data.queues.flatMap(queue => {
+    const whole = {key: queue.band, values: [queue.band, `all, ${number(queue.num_tenants)}`, number(queue.num_requests), number(queue.num_tokens)]};
+    const each = queue.tenants.map(tenant => ({
+      key: `${queue.band} ${tenant.tenant}`,
+      values: ["", tenant.tenant, number(tenant.num_requests), number(tenant.num_tokens)],
+    }));
+    return [whole, ...each];
+  });
+  const labels = ["Band", "Tenant", "Requests", "Tokens"];
+  list($("queues"), rows, each => each.key, () => row(labels, ["", "", "number", "number"]),
+    (tr, each) => texts(tr, each.values));
+}
+
+function showLatencies(data) {
+  const labels = ["Band", "Requests", "TTFT p50", "TTFT p95", "TTFT target", "TPOT p50", "TPOT p95", "TPOT target"];
+  list($("latencies"), data.latencies, each => each.band, () => row(labels, ["", ...Array(7).fill("number")]), (tr, each) => {
+    texts(tr, [each.band, number(each.num_requests), seconds(each.ttft_s?.p50), seconds(each.ttft_s?.p95),
+      seconds(each.ttft_target_s), seconds(each.tpot_s?.p50), seconds(each.tpot_s?.p95), seconds(each.tpot_target_s)]);
+    const isLate = (found, target) => found && target !== null && found.p95 > target;
+    tr.children[3].classList.toggle("bad", Boolean(isLate(each.ttft_s, each.ttft_target_s)));
+    tr.children[6].classList.toggle("bad", Boolean(isLate(each.tpot_s, each.tpot_target_s)));
+  });
+}
+
+function showAutoscaling(data) {
+  const scaling = data.autoscaling;
+  if (!scaling) return facts($("autoscaling"), [["State", "off"]]);
+  const waiting = (scaling.waiting ?? []).reduce((total, work) => total + work.tokens, 0);
+  facts($("autoscaling"), [
+    ["Replicas wanted", number(scaling.desired_replicas)],
+    ["Needed for the work", number(scaling.needed_replicas)],
+    ["Replicas now", number(scaling.num_replicas)],
+    ["Bounds", `${scaling.min_replicas} to ${scaling.max_replicas}`],
+    ["Drain time", seconds(scaling.drain_s)],
+    ["Drain target", seconds(scaling.target_drain_s)],
+    ["Waiting tokens", number(waiting)],
+    ["Tokens/s of a replica", number(scaling.replica_tokens_per_s)],
+  ]);
+}
+
+function showJobs(data) {
+  if (!data.jobs) return facts($("jobs"), [["State", "the jobs process does not answer", "bad"]]);
+  const named = {jobs: "Batches", batch_requests: "Lines", webhook_deliveries: "Webhooks"};
+  const always = new Set(["in_progress", "completed", "succeeded", "failed", "delivered"]);
+  const pairs = data.jobs.flatMap(({name, labels, value}) => {
+    if (name === "batch_eta_seconds") return [["Waiting lines done in", value === null ? "–" : seconds(value)]];
+    if (name === "jobs_storage_up") return [["Storage", value ? "works" : "failed", value ? "" : "bad"]];
+    const label = Object.values(labels)[0];
+    return value || always.has(label) ? [[`${named[name] ?? words(name)} ${words(label ?? "")}`, number(value)]] : [];
+  });
+  facts($("jobs"), pairs);
+}
+
+const partsOf = (metrics, group) => GROUPS[group].reduce((total, part) => total + metrics.parts_ms[part], 0);
+
+function makeRequest() {
+  const made = element("li"), details = element("details"), summary = element("summary");
+  const bar = shape("svg", {viewBox: "0 0 1000 10", preserveAspectRatio: "none", role: "img", class: "bar"});
+  for (const group of Object.keys(GROUPS)) bar.append(shape("rect", {y: 0, height: 10, class: group}));
+  summary.append(element("span", "state"), element("span"), element("span"), bar, element("span", "total"),
+    element("span", "longest"));
+  details.append(summary, element("dl", "facts"));
+  made.append(details);
+  return made;
+}
+
+function showRequest(li, request) {
+  const {metrics} = request, details = li.firstElementChild, [summary, more] = details.children;
+  const [state, tenant, band, bar, total, longest] = summary.children;
+  put(state, request.status === "running" ? words(request.part ?? "running").replace(/^queued .*/, "queued") : request.status);
+  state.className = `state ${request.status === "failed" ? "bad" : ""}`;
+  put(tenant, request.tenant);
+  put(band, request.band);
+  put(total, milliseconds(metrics.total_ms));
+  const [part, spent] = Object.entries(metrics.parts_ms).reduce((most, each) => each[1] > most[1] ? each : most);
+  put(longest, `${words(part)} ${milliseconds(spent)}`);
+  let x = 0;
+  Object.keys(GROUPS).forEach((group, index) => {
+    const width = metrics.total_ms ? 1000 * partsOf(metrics, group) / metrics.total_ms : 0;
+    bar.children[index].setAttribute("x", x);
+    bar.children[index].setAttribute("width", width);
+    x += width;
+  });
+  bar.setAttribute("aria-label", `longest part: ${longest.textContent}`);
+  if (!details.open) return;
+  facts(more, [
+    ["Id", request.id],
+    ["Tokens in, cached, out", `${number(request.prompt_tokens)}, ${number(metrics.cached_tokens)}, ${number(request.completion_tokens)}`],
+    ["Answer", request.error_code ?? (request.http_status ? String(request.http_status) : "not yet"), request.error_code ? "bad" : ""],
+    ["Replicas", metrics.placements.map(placed => `${placed.replica_id} (${words(placed.reason)})`).join(", ") || "none yet"],
+    ["Preempted, migrated", `${metrics.num_preemptions} times, ${metrics.num_migrations} times`],
+    ...Object.entries(metrics.parts_ms).filter(each => each[1] > 0).map(([name, value]) => [words(name), milliseconds(value)]),
+  ]);
+}
+
+let latest = null;
+
+function showRequests() {
+  $("no-requests").hidden = latest.requests.length > 0;
+  list($("requests"), latest.requests, request => `${request.response_id ?? request.id}`, request => {
+    const made = makeRequest();
+    made.firstElementChild.addEventListener("toggle", () => showRequests());
+    return made;
+  }, showRequest);
+}
+
+function show(data) {
+  latest = data;
+  $("main").hidden = false;
+  put($("model"), data.model);
+  document.title = `${data.model} – Headway`;
+  for (const part of [showTiles, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showRequests]) part(data);
+}
+
+function connection(text, isBad) {
+  put($("connection"), text);
+  $("connection").className = isBad ? "bad" : "";
+}
+
+function askForKey(message) {
+  $("key-form").hidden = false;
+  $("main").hidden = true;
+  put($("key-error"), message);
+  connection("needs a key", false);
+  $("key").focus();
+}
+
+// EventSource cannot send a key, so the stream is read by fetch.
+async function read(response, abort) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const silent = setTimeout(() => abort.abort(), SILENCE_MS);
+    const {value, done} = await reader.read().finally(() => clearTimeout(silent));
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    const data = events.filter(event => event.startsWith("data: ")).pop();
+    if (!data) continue;
+    show(JSON.parse(data.slice(6)));
+    connection(`live, ${new Date(latest.time_unix_s * 1000).toLocaleTimeString()}`, false);
+  }
+}
+
+async function connect() {
+  const key = sessionStorage.getItem(KEY), abort = new AbortController();
+  try {
+    const headers = key ? {authorization: `Bearer ${key}`} : {};
+    const response = await fetch("/dashboard/events", {headers, signal: abort.signal, cache: "no-store"});
+    if (response.status === 401 || response.status === 403) {
+      sessionStorage.removeItem(KEY);
+      return askForKey(key ? (await response.json()).error.message : "");
+    }
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    $("key-form").hidden = true;
+    await read(response, abort);
+    connection("the server has ended the stream; trying again", true);
+  } catch (error) {
+    connection(`not connected: ${error.message}; trying again`, true);
+  }
+  setTimeout(connect, RETRY_MS);
+}
+
+$("key-form").addEventListener("submit", event => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("key").value.trim());
+  $("key").value = "";
+  connect();
+});
+
+for (const group of Object.keys(GROUPS)) {
+  const made = element("li"), swatch = shape("svg", {viewBox: "0 0 12 12", "aria-hidden": "true"});
+  swatch.append(shape("rect", {width: 12, height: 12, rx: 2, class: group}));
+  made.append(swatch, group);
+  $("legend").append(made);
+}
+connect();

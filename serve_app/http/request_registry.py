@@ -1,0 +1,205 @@
+"""Registry of the completions of one ingress: those that run, and those that ended recently."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain, islice, takewhile
+
+from replicas.errors import RequestAborted
+from replicas.protocol import Band
+from serve_app.auth import Principal
+from serve_app.errors import request_not_cancellable, request_not_found
+from serve_app.http.exchange import CLIENT_CLOSED, Exchange
+from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.reply.request_metrics import request_metrics
+from serve_app.openai.request.caller import WorkOwner, tier_of
+from serve_app.openai.request.schema import GenerationBody
+
+MAX_AGE_S = 3600.0
+_ID_PREFIXES = ("chatcmpl-", "cmpl-")
+
+_Key = tuple[str | None, str]
+"""Tenant and id; without a tenant for operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Latencies of a completion that ended well."""
+
+    ttft_s: float
+    """From the arrival of the request to its first output, seconds."""
+    tpot_s: float | None
+    """(last - first output) / (output tokens - 1), seconds; None: there are fewer than two tokens."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """Completion in the registry."""
+
+    exchange: Exchange | None
+    """Exchange of a running completion; None: it has ended."""
+    model: str
+    stream: bool
+    owner: WorkOwner
+    tenant: str
+    """Tenant of the API key, whose keys may see the completion."""
+    keys: tuple[_Key, ...]
+    ended_s: float = 0.0
+    latency: Latency | None = None
+    """Latencies; None: the completion runs, or did not end well."""
+    description: JsonObject | None = None
+    """Description of an ended completion."""
+
+
+class RequestRegistry:
+    """Registry of completions by id: the `x-request-id`, which a client may repeat, or the id of the reply.
+
+    At most `max_ended` that ended are kept, for at most `MAX_AGE_S`; the number of those that run is bounded before.
+    It holds no text of prompts or outputs. A tenant finds its own, an operator all.
+
+    Invariants: an entry without an exchange has its description; a key leads to the newest entry that has it.
+    """
+
+    def __init__(self, clock: Callable[[], float], max_ended: int = 1000) -> None:
+        """`clock` gives monotonic seconds."""
+        self._clock = clock
+        self._max_ended = max_ended
+        self._running: dict[str, _Entry] = {}
+        self._ended: OrderedDict[str, _Entry] = OrderedDict()
+        self._by_key: dict[_Key, _Entry] = {}
+
+    def begin(self, exchange: Exchange, body: GenerationBody, owner: WorkOwner) -> None:
+        """Add a completion whose body has been read and parsed."""
+        exchange.timeline.received(self._clock())
+        tenant, ids = exchange.principal.tenant, dict.fromkeys((exchange.request_id, exchange.sequence_id))
+        keys = tuple((viewer, each) for viewer in (tenant, None) for each in ids)
+        entry = _Entry(exchange, body.model, body.stream, owner, tenant, keys)
+        self._running[exchange.sequence_id] = entry
+        self._by_key.update(dict.fromkeys(keys, entry))
+
+    def end(self, exchange: Exchange) -> None:
+        """Note the end of an exchange; one that is no completion is ignored."""
+        entry = self._running.pop(exchange.sequence_id, None)
+        if entry is None:
+            return
+        entry.ended_s = self._clock()
+        entry.latency = _latency_of(exchange)
+        entry.description, entry.exchange = self._describe(entry, exchange), None
+        self._ended[exchange.sequence_id] = entry
+        self._trim()
+
+    def find(self, request_id: str, principal: Principal) -> JsonObject:
+        """Return the description of a completion.
+
+        Raises:
+            HttpError: 404, there is none that the principal may see.
+        """
+        return self._shown(self._entry(request_id, principal))
+
+    def cancel(self, request_id: str, principal: Principal) -> JsonObject:
+        """Cancel a running completion, and return its description.
+
+        Raises:
+            HttpError: 404, there is none that the principal may see; 409, it has ended.
+        """
+        entry = self._entry(request_id, principal)
+        if entry.exchange is None:
+            raise request_not_cancellable(request_id)
+        entry.exchange.cancellation.request()
+        return self._shown(entry)
+
+    def newest(self, num_requests: int) -> list[JsonObject]:
+        """Return descriptions: of the running completions, then of the ended ones, newest first."""
+        self._trim()
+        newest = islice(chain(reversed(self._running.values()), reversed(self._ended.values())), num_requests)
+        return [self._shown(entry) for entry in newest]
+
+    def latencies(self, max_age_s: float) -> dict[Band, list[Latency]]:
+        """Return the latencies of the completions that ended well within the last `max_age_s`, by band."""
+        self._trim()
+        found: dict[Band, list[Latency]] = {band: [] for band in Band}
+        oldest_s = self._clock() - max_age_s
+        for entry in takewhile(lambda entry: entry.ended_s >= oldest_s, reversed(self._ended.values())):
+            if entry.latency is not None:
+                found[entry.owner.band].append(entry.latency)
+        return found
+
+    def check_invariants(self) -> None:
+        """Fail if an invariant of the class does not hold."""
+        assert len(self._ended) <= self._max_ended
+        entries = [*self._running.values(), *self._ended.values()]
+        assert all((entry.exchange is None) == (entry.description is not None) for entry in entries)
+        assert all(key in entry.keys and entry in entries for key, entry in self._by_key.items())
+
+    def _entry(self, request_id: str, principal: Principal) -> _Entry:
+        self._trim()
+        viewer = None if principal.is_operator else principal.tenant
+        for prefix in ("", *_ID_PREFIXES):
+            entry = self._by_key.get((viewer, request_id.removeprefix(prefix)))
+            if entry is not None:
+                return entry
+        raise request_not_found(request_id)
+
+    def _trim(self) -> None:
+        oldest_s = self._clock() - MAX_AGE_S
+        while self._ended and (
+            len(self._ended) > self._max_ended or next(iter(self._ended.values())).ended_s < oldest_s
+        ):
+            _, entry = self._ended.popitem(last=False)
+            for key in entry.keys:
+                if self._by_key.get(key) is entry:
+                    del self._by_key[key]
+
+    def _shown(self, entry: _Entry) -> JsonObject:
+        if entry.exchange is not None:
+            return self._describe(entry, entry.exchange)
+        assert entry.description is not None
+        return entry.description
+
+    def _describe(self, entry: _Entry, exchange: Exchange) -> JsonObject:
+        timeline, prepared = exchange.slowest, exchange.prepared
+        part, error, progress = timeline.part(), exchange.error, None if prepared is None else prepared.progress
+        return {
+            "id": exchange.request_id,
+            "object": "request",
+            "response_id": None if prepared is None else prepared.id,
+            "status": _status(exchange),
+            "part": None if part is None else part.value,
+            "path": exchange.path,
+            "model": entry.model,
+            "stream": entry.stream,
+            "tenant": entry.owner.tenant,
+            "band": entry.owner.band.name.lower(),
+            "service_tier": tier_of(entry.owner.band),
+            "created": int(exchange.arrival_unix_s),
+            "http_status": exchange.status or None,
+            "error_code": None if error is None else error.code,
+            "num_sequences": None if prepared is None else len(prepared.requests),
+            "prompt_tokens": None if progress is None else progress.prompt_tokens,
+            "completion_tokens": None if progress is None else progress.completion_tokens,
+            "finish_reasons": [] if progress is None else progress.finish_reasons,
+            "replica_id": None if progress is None else progress.replica_id,
+            "metrics": request_metrics(timeline, self._clock()),
+        }
+
+
+def _latency_of(exchange: Exchange) -> Latency | None:
+    """Return the latencies of an exchange that ended; None if it has no complete answer."""
+    timeline = exchange.slowest
+    first_s, last_s, num_tokens = timeline.first_delta_s, timeline.finished_s, timeline.num_output_tokens
+    if exchange.error is not None or first_s is None or last_s is None:
+        return None
+    tpot_s = None if num_tokens < 2 else (last_s - first_s) / (num_tokens - 1)
+    return Latency(first_s - timeline.started_s, tpot_s)
+
+
+def _status(exchange: Exchange) -> str:
+    """Return the status of a completion: running, cancelling, completed, cancelled or failed."""
+    if exchange.timeline.ended_s is None:
+        return "cancelling" if exchange.cancellation.is_requested else "running"
+    code = None if exchange.error is None else exchange.error.code
+    if exchange.status == CLIENT_CLOSED or code == RequestAborted.code:
+        return "cancelled"
+    return "completed" if code is None and 200 <= exchange.status < 300 else "failed"

@@ -1,0 +1,53 @@
+"""Memory of a replica, computed from the checkpoint's files alone."""
+
+from pathlib import Path
+
+import pytest
+
+from replicas.engine.config import EngineLimits
+from replicas.errors import ModelLoadError
+from replicas.model.loading.memory import ReplicaMemory, check_memory, replica_memory
+from replicas.model.loading.options import ModelOptions, Quantization, RunnerOptions
+from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.compiled_kernels import need_kernels
+from testkit.model.engine_runs import load_compiled
+from testkit.model.quantized_checkpoints import METHODS, quantize_checkpoint
+
+MIB = 2**20
+
+
+def memory(path: Path, quantization: Quantization = "none") -> ReplicaMemory:
+    options = ModelOptions(str(path), dtype="float32", device="cpu", quantization=quantization)
+    return replica_memory(path, options, RunnerOptions(), EngineLimits())
+
+
+@pytest.mark.parametrize("method", ["GPTQ", "compressed-tensors W4A16", "compressed-tensors FP8 dynamic", None])
+def test_weights_take_what_was_computed(tmp_path: Path, method: str | None) -> None:
+    need_kernels()
+    path = cached_checkpoint("llama")
+    if method is not None:
+        path = quantize_checkpoint(path, tmp_path, METHODS[method])
+    parameters = load_compiled(path).model.parameters()
+    taken = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    assert memory(path).weights == pytest.approx(taken, rel=0.02)
+    assert memory(path).kv_cache == RunnerOptions().kv_cache_bytes
+
+
+def test_weights_of_4_bits_that_are_rounded_again_are_dense(tmp_path: Path) -> None:
+    path = quantize_checkpoint(cached_checkpoint("llama"), tmp_path, METHODS["AWQ"])
+    assert memory(path, "int8").weights == memory(cached_checkpoint("llama")).weights > memory(path).weights
+
+
+def test_too_much_is_refused_with_the_nearest_setting_that_fits(tmp_path: Path) -> None:
+    needed = ReplicaMemory(weights=1000 * MIB, kv_cache=512 * MIB, activations=0, process=500 * MIB)
+    check_memory(needed, tmp_path, needed.total)
+    for available, num_replicas, remedy in (
+        (1800 * MIB, 1, "it fits with kv_cache_bytes=300MiB"),
+        (3600 * MIB, 2, "it fits with kv_cache_bytes=300MiB"),
+        (4100 * MIB, 3, "it fits with num_replicas=2"),
+        (1500 * MIB, 1, "choose a smaller model"),
+    ):
+        with pytest.raises(
+            ModelLoadError, match=r"needs 2\.0 GiB.*1\.0 GiB of weights.* of memory are free; " + remedy
+        ):
+            check_memory(needed, tmp_path, available, num_replicas)
