@@ -144,7 +144,7 @@ class Timeline:
         if self.first_delta_s is None:
             self.first_delta_s, self.cached_tokens = now, delta.usage.cached_tokens
         if self._open is Part.PREFILL:
-            if not (delta.token_ids or delta.phases):
+            if not (delta.token_ids or delta.phases or delta.finish_reason):
                 return  # Log probabilities of the prompt come before the first token.
             self._reach(replica_id)
             # The phases explain the time on the replica. The rest is the way of the delta.

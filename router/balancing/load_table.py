@@ -144,6 +144,8 @@ class LoadTable:
                 changed.append(stats)
         silent = sorted(self._entries.keys() - answered)
         gone = [replica_id for replica_id in silent if self._entries[replica_id].received_s <= asked_s]
+        # Those that were forgotten before, as a lost or a hung replica is, and have not come back.
+        gone += sorted(set(self.ring) - answered - self._entries.keys())
         for replica_id in gone:
             self.forget(replica_id)
             if replica_id in self.ring:

@@ -31,6 +31,8 @@ _PERIOD_S = 0.1
 _WAKE_PERIOD_S = 2.0
 _DEADLINE_SHARE = 0.8
 """Share of the time to its deadline in which batch work should be done. The rest is reserve for uneven load."""
+_LAST_EXPONENT = 32
+"""Work due in more than 2 ** 32 seconds is one entry: a client may name any deadline."""
 _SERVED_WINDOWS_S = (3.0, 10.0)
 
 
@@ -237,7 +239,8 @@ def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -
         # Batch work that is due before the next power of two, and not before this one.
         due_s = max(settings.target_drain_s, 2.0**exponent)
         exponent += 1
-        num_due, tokens_due = by_deadline.up_to(math.nextafter(now + 2.0**exponent / _DEADLINE_SHARE, -math.inf))
+        end_s = now + 2.0**exponent / _DEADLINE_SHARE if exponent < _LAST_EXPONENT else math.inf
+        num_due, tokens_due = by_deadline.up_to(math.nextafter(end_s, -math.inf) if end_s < math.inf else end_s)
         work.append((due_s, round(tokens_due - tokens_seen)))
         num_seen, tokens_seen = num_due, tokens_due
     return _work_by_due((due_s, tokens) for due_s, tokens in work if tokens)

@@ -115,15 +115,20 @@ def _bands(queues: list[JsonObject], latencies: list[JsonObject]) -> Table:
     return table
 
 
+def _printable(text: str) -> str:
+    """Return a text of a client without characters that would steer the terminal."""
+    return "".join(char for char in text if char.isprintable())
+
+
 def _requests(requests: list[JsonObject]) -> Table:
     table = _table("REQUEST", "STATE", "TENANT", "BAND", "#TOTAL", "PARTS", "LONGEST")
     for request in requests:
         metrics = request["metrics"]
         longest = max(metrics["parts_ms"], key=metrics["parts_ms"].__getitem__)
         table.add_row(
-            Text(request["id"][:16]),
+            Text(_printable(request["id"])[:16]),
             request["part"] or request["status"],
-            Text(request["tenant"][:20]),
+            Text(_printable(request["tenant"])[:20]),
             request["band"],
             _seconds(metrics["total_ms"] / 1000),
             bar(metrics),

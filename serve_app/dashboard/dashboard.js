@@ -51,7 +51,11 @@ const words = name => name.replaceAll("_", " ");
 
 // Bring the children of a node in line with the items: an item keeps its element, and with it focus and openness.
 function list(container, items, keyOf, make, update) {
-  const old = new Map(Array.from(container.children, child => [child.dataset.key, child]));
+  const old = new Map();
+  for (const child of Array.from(container.children)) {
+    if (old.has(child.dataset.key)) child.remove();
+    else old.set(child.dataset.key, child);
+  }
   let place = container.firstElementChild;
   for (const item of items) {
     const key = String(keyOf(item));
@@ -243,7 +247,7 @@ let latest = null;
 
 function showRequests() {
   $("no-requests").hidden = latest.requests.length > 0;
-  list($("requests"), latest.requests, request => `${request.response_id ?? request.id}`, request => {
+  list($("requests"), latest.requests, request => `${request.response_id ?? `${request.id} ${request.created}`}`, request => {
     const made = makeRequest();
     made.firstElementChild.addEventListener("toggle", () => showRequests());
     return made;

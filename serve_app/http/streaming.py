@@ -167,21 +167,21 @@ class EventStream(Response):
         await send_body(self._exchange, receive, send, self._run(sender), sender.keep_alive)
 
     async def _run(self, sender: _Sender) -> None:
-        async with self._service.start(self._prepared) as deltas:
-            try:
-                async with self._exchange.cancellation.within():
-                    async for item in deltas:
-                        opening = self._written(self._prepared.format.opening(item.index))
-                        self._prepared.progress.add(item)
-                        await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
-                if closing := self._service.closing_fields(self._prepared):
-                    await sender.send(event(self._prepared.format.closing_chunk(closing)))
-                await sender.send(DONE)
-            except Exception as error:
-                if not sender.has_begun:
-                    raise
-                # The status has been sent, so the error is an event of the stream.
-                await sender.send(event(fail(self._exchange, error).body))
+        try:
+            # Leave the generation before the last events are sent: a client that does not read would keep its slot.
+            async with self._service.start(self._prepared) as deltas, self._exchange.cancellation.within():
+                async for item in deltas:
+                    opening = self._written(self._prepared.format.opening(item.index))
+                    self._prepared.progress.add(item)
+                    await sender.send(opening + self._written(await self._service.chunks(self._prepared, item)))
+            if closing := self._service.closing_fields(self._prepared):
+                await sender.send(event(self._prepared.format.closing_chunk(closing)))
+            await sender.send(DONE)
+        except Exception as error:
+            if not sender.has_begun:
+                raise
+            # The status has been sent, so the error is an event of the stream.
+            await sender.send(event(fail(self._exchange, error).body))
 
     def _written(self, chunks: Sequence[JsonObject]) -> bytes:
         return b"".join(event(self._with_usage(chunk)) for chunk in chunks)

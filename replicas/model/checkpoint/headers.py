@@ -57,7 +57,8 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / _INDEX
-    if index.is_file():
+    # transformers, too, takes the single file if there are both: a fine-tune may be saved over a model in shards.
+    if index.is_file() and not (directory / _WEIGHTS).is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
@@ -91,7 +92,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), data_begin + spans[name][0])
             for name, entry in header.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{file} is not a safetensors file: {error}") from error
     _check_size(file, data_begin, sorted(spans.values()))
     return tensors

@@ -55,7 +55,7 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
     config |= config.get("text_config") or {}
     value_bytes = value_bytes_on_cpu(model.dtype)
     hidden = config.get("hidden_size") or config.get("n_embd") or 0
-    inner = config.get("intermediate_size") or 4 * hidden
+    inner = _largest(config.get("intermediate_size")) or 4 * hidden
     # The residual, its update, their norm and the attention's heads; then gate, up and their product.
     row_bytes = (4 * hidden + 3 * inner) * value_bytes
     logit_bytes = limits.max_num_seqs * config.get("vocab_size", 0) * (_BYTES_PER_LOGIT + value_bytes)
@@ -64,6 +64,11 @@ def replica_memory(directory: Path, model: ModelOptions, runner: RunnerOptions, 
         runner.kv_cache_bytes,
         limits.max_num_batched_tokens * row_bytes + logit_bytes,
     )
+
+
+def _largest(size: int | list[int] | None) -> int:
+    """Return a size that some configs give for each layer."""
+    return max(size, default=0) if isinstance(size, list) else size or 0
 
 
 def check_memory(needed: ReplicaMemory, directory: Path, available_bytes: int, num_replicas: int = 1) -> None:
@@ -100,8 +105,8 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
         if has_kernels and model.quantization != "int8" and is_int4(weight) and ".experts." not in weight.name
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept)
-    if config.get("tie_word_embeddings"):
-        dense += config.get("vocab_size", 0) * config.get("hidden_size", 0)
+    if config.get("tie_word_embeddings") and "lm_head.weight" not in weights.plain:
+        dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
     return dense * value_bytes + sum(_int4_bytes(weight, weights) for weight in kept)
 
 

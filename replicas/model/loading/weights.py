@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from replicas.model.layers.linear import Int4Linear, PackedInt4, pack_int4
 from replicas.model.loading.checks import read_weights
 
 _FILES = ("*.json", "*.safetensors")
-_GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype, *, ke
     loaded = _build(model, config, dtype, state)
     for name, weight in kept.items():
         _replace(loaded, name.removesuffix(".weight"), pack_int4(reader.quantized(weight)))
-    if (directory / _GENERATION_CONFIG).is_file():
+    with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
     return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept))
 
@@ -77,8 +77,12 @@ def _replace(model: PreTrainedModel, name: str, weight: PackedInt4) -> None:
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:
-    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given."""
-    copied = copy.deepcopy(config)
+    """Return a copy of `config` without its quantization. `from_pretrained` writes to the config object it is given.
+
+    Of a model of text and images whose decoder takes the part for text, it is that part.
+    """
+    is_part = _class_of(config).config_class is config.sub_configs.get("text_config")
+    copied = copy.deepcopy(config.get_text_config() if is_part else config)
     vars(copied).pop("quantization_config", None)
     return copied
 

@@ -61,6 +61,16 @@ def truncate(model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
+def lose_a_part(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-2"}}')
+
+
+def test_a_single_file_goes_before_the_index_of_an_earlier_model(copied: Path) -> None:
+    (copied / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-2"}}')
+    assert {tensor.file.name for tensor in read_weights(copied).plain.values()} == {"model.safetensors"}
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -70,10 +80,7 @@ def truncate(model: Path) -> None:
             lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin"),
             "pytorch_model.bin cannot be read", id="other-format",
         ),
-        pytest.param(
-            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "part-2"}}'),
-            "there is no part-2", id="a-part",
-        ),
+        pytest.param(lose_a_part, "there is no part-2", id="a-part"),
     ],
 )  # fmt: skip
 def test_weights_that_cannot_be_read_are_refused(copied: Path, damage: Damage, reason: str) -> None:

@@ -58,6 +58,15 @@ def test_a_replica_that_a_poll_misses_is_forgotten(clock: FakeClock, table: Load
     assert known(table) == ["b"]
 
 
+def test_a_replica_lost_before_the_poll_that_misses_it_is_gone(clock: FakeClock, table: LoadTable):
+    table.replace([stats("a"), stats("b")], asked_s=table.now())
+    table.forget("a")
+    clock.now += 1
+    assert table.replace([stats("b")], asked_s=table.now()).gone == ["a"]
+    assert list(table.ring) == ["b"]
+    assert table.replace([stats("b")], asked_s=table.now()).gone == []
+
+
 def test_a_replica_heard_of_during_a_poll_stays(clock: FakeClock, table: LoadTable):
     asked_s = clock.now
     clock.now += 0.1

@@ -114,6 +114,13 @@ def test_batch_work_in_the_queue_is_due_before_its_deadline():
     )
 
 
+@pytest.mark.parametrize("deadline_s", [1e12, 1e300, 1.5e308])
+def test_a_deadline_may_be_any_number(deadline_s: float):
+    queue = FlowQueue({band: BandLimits(1000, 10**9) for band in Band}, 30.0)
+    queue.add(QueuedRequest(request("r", band=Band.BATCH), 10, deadline_s, 0), now=1000.0)
+    assert [work.tokens for work in work_in_queue(queue, SETTINGS, now=1000.0)] == [10]
+
+
 def test_only_what_waits_in_a_replica_is_work():
     busy = stats(running=(0, 4, 0), outstanding=800)
     full = stats(running=(0, 4, 0), waiting=(0, 1, 3), outstanding=800)
