@@ -267,18 +267,6 @@ class Int4Linear(CompiledLinear):
         return output
 
 
-def can_keep(weight: QuantizedLinear) -> bool:
-    """Return True if the kernels compute with the numbers of a quantized weight."""
-    return (
-        weight.bits == 4
-        and weight.table is None
-        and weight.order is None
-        and weight.outputs_per_scale == 1
-        and weight.inputs_per_scale % _NIBBLE_INPUTS == 0
-        and weight.numbers.shape[1] % weight.inputs_per_scale == 0
-    )
-
-
 def rounded_to_int4(weight: Tensor, bias: Tensor | None) -> Int4Linear:
     """Return a layer with the weight rounded to 4 bits."""
     return Int4Linear(pack_int4(quantize_int4(weight)), bias, weight.dtype)
@@ -320,7 +308,7 @@ def unpack_nibbles(packed: Tensor, num_outputs: int) -> Tensor:
 
 
 def pack_int4(weight: QuantizedLinear) -> PackedInt4:
-    """Return a weight that `can_keep` accepts in the kernels' order. It has offsets if a zero point is not 8."""
+    """Return a 4-bit weight (see `is_int4`) in the kernels' order. It has offsets if a zero point is not 8."""
     scales = weight.scales.float()
     parts = [scales]
     zero_points = torch.zeros(()) if weight.zero_points is None else weight.zero_points.float()

@@ -9,16 +9,8 @@ from typing import Any
 
 from replicas.errors import InvalidRequest
 from serve_app.openai.tools.families import ChatFamily, ToolList
-from serve_app.openai.tools.shapes.calls import Call, JsonObject, Tool
+from serve_app.openai.tools.shapes.calls import Call, JsonObject
 from serve_app.openai.tools.shapes.json_text import parse_json
-
-
-def tool_objects(tools: Sequence[Tool]) -> list[JsonObject]:
-    """Return tools in OpenAI's form, without a description; for prompts, give the client's own objects instead."""
-    return [
-        {"type": "function", "function": {"name": tool.name, "parameters": tool.parameters or {"type": "object"}}}
-        for tool in tools
-    ]
 
 
 def prompt_messages(

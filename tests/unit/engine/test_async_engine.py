@@ -304,7 +304,7 @@ async def test_hung_step_fails_the_streams_and_is_not_waited_for(steps: StepWatc
         assert isinstance((await stream)[-1].error, EngineDead)
         assert engine.stats().is_draining
         await asyncio.wait_for(engine.stop(), 1.0)
-        runner.gate.release(100)  # What the step computes after all has no reader.
+        runner.gate.release(100)  # The step ends; nobody reads its result.
         await asyncio.to_thread(engine._thread.join, LIMIT_S)
 
 

@@ -45,7 +45,7 @@ async def test_a_hung_replicas_streams_go_on_elsewhere_within_ten_seconds(make_w
     async with asyncio.timeout(10 + 6):
         (await reading).check(LONG)
     assert world.observer.migrations == {"resumed": 1}
-    hung.is_hung = False  # It wakes up: what it sends has no reader.
+    hung.is_hung = False  # It wakes up; nobody reads its deltas.
     await asyncio.sleep(1)
     assert not hung.running
 

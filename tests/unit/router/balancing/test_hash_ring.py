@@ -1,4 +1,4 @@
-"""The ring: keys prefer the same replicas, whoever looks them up."""
+"""The hash ring: every ingress finds the same replica for a key."""
 
 import random
 from collections import Counter
