@@ -25,6 +25,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m compileall -q serve_app replicas router  # Python does so itself only where it may write.
 	@touch $@
 
 # Runs in the foreground; SIGTERM or Ctrl-C stops everything that it started.

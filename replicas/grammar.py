@@ -10,15 +10,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import InvalidRequest, SequenceFailed
 from replicas.protocol import GenerateRequest, Metric, MetricKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 MAX_GRAMMAR_BYTES = 262_144
 """Longest grammar, bytes of UTF-8."""
@@ -354,9 +356,11 @@ def _readable(
     Raises:
         ValueError: llguidance cannot read it.
     """
-    backend = copy(tokenizer.backend_tokenizer)
-    backend.no_padding()
-    backend.no_truncation()
+    backend = tokenizer.backend_tokenizer
+    if backend.padding is not None or backend.truncation is not None:
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
     return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=eos_token_ids)
 
 

@@ -66,9 +66,10 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
     """
     loaded = load_model(options.model)
     runner = build_runner(loaded, options.limits, options.runner)
-    warm_up(runner, options.limits)
+    if loaded.device.type != "cpu":
+        warm_up(runner, options.limits)  # It may compile kernels.
     warmed_s = time.monotonic()
-    warm_up(runner, options.limits)  # Without compilation: what a large step takes.
+    warm_up(runner, options.limits)
     warm_step_s = time.monotonic() - warmed_s
     return Backend(
         runner=runner,

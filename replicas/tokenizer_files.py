@@ -1,15 +1,21 @@
-"""Files of a model that need no torch: its tokenizer, and others by name."""
+"""Files of a model that need no torch: its tokenizer, and others by name.
+
+Functions import transformers, since it takes half a second and not every process that imports this module needs it.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import cached_file
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def model_file(model: str, name: str) -> Path | None:
     """Return the path of one file of `model`, a directory or hub id; None if the model has no such file."""
+    from transformers.utils import cached_file
+
     found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
@@ -24,6 +30,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerFast:
     Raises:
         OSError, ValueError, KeyError: the model has no tokenizer, or none of the `tokenizers` library.
     """
+    from transformers import PreTrainedTokenizerFast
+
     if model_file(model, "tokenizer.json") is not None:
         return PreTrainedTokenizerFast.from_pretrained(model)
     from transformers import AutoTokenizer

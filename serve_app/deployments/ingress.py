@@ -13,9 +13,9 @@ from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
-    freeze_heap,
     log_through_serve,
     with_local_model,
+    without_collection,
 )
 from serve_app.http.gate import Gate
 from serve_app.http.process import return_freed_memory, share_gil
@@ -83,14 +83,16 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Create the HTTP application; Serve calls it after the constructor."""
-        from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
+        with without_collection():
+            from serve_app.ingress import Backends, create_api  # imports transformers, which takes a second
 
-        api = create_api(
-            self._config.ingress_settings(),
-            Backends(self._routing.dispatcher, self._routing.autoscaling, self._jobs, self._config.latency_targets()),
-            metrics=self._metrics,
-            gate=self._gate,
-        )
-        freeze_heap()
+            api = create_api(
+                self._config.ingress_settings(),
+                Backends(
+                    self._routing.dispatcher, self._routing.autoscaling, self._jobs, self._config.latency_targets()
+                ),
+                metrics=self._metrics,
+                gate=self._gate,
+            )
         share_gil()
         return api

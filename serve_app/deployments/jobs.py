@@ -15,7 +15,13 @@ from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.process import MakeFlow, Routing, freeze_heap, log_through_serve, with_local_model
+from serve_app.deployments.process import (
+    MakeFlow,
+    Routing,
+    log_through_serve,
+    with_local_model,
+    without_collection,
+)
 from serve_app.http.process import return_freed_memory
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
@@ -40,6 +46,11 @@ class Jobs:
         # The threads that check files and write to the database compute for long stretches. With Python's default of
         # 5 ms the event loop, which answers submissions, would wait that long for the GIL each time.
         sys.setswitchinterval(0.0005)
+        with without_collection():
+            await self._start(config, model, make_flow)
+        return_freed_memory()
+
+    async def _start(self, config: HeadwayConfig, model: DeploymentHandle[Any], make_flow: MakeFlow) -> None:
         from serve_app.jobs.execution.planning import LineCapacity
         from serve_app.jobs.execution.throughput import BacklogView
         from serve_app.jobs.files.store import FsspecStore, make_directory
@@ -63,8 +74,6 @@ class Jobs:
         self.service = self._runtime.service
         self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
         await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
-        freeze_heap()
-        return_freed_memory()
 
     async def _line_runner(self, config: HeadwayConfig, clock: Clock) -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner

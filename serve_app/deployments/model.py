@@ -5,6 +5,7 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -23,7 +24,7 @@ from router.scaling.ingress_reports import (
     PollReply,
 )
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.process import freeze_heap, log_through_serve, with_local_model
+from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
 from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Model:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: HeadwayConfig, load_backend: "LoadBackend | None" = None
     ) -> None:
-        from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
+        with without_collection():
+            from replicas import model_replica  # imports torch, which takes seconds and only a model replica needs
 
         log_through_serve()
         config = await asyncio.to_thread(with_local_model, config)
@@ -56,7 +58,8 @@ class Model:
         self._exporting = asyncio.create_task(
             export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
         )
-        freeze_heap()
+        gc.collect()
+        gc.freeze()
 
     async def generate(
         self, request: GenerateRequest, ranking: list[str], ingress_id: str

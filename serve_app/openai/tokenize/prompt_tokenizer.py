@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import InvalidRequest
 from replicas.tokenizer_files import load_tokenizer
@@ -24,6 +23,9 @@ from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, famil
 from serve_app.openai.tools.messages import prompt_messages
 from serve_app.openai.tools.response_template import described_family
 from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 _RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
