@@ -43,6 +43,7 @@ from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.rate_limits import KeyLimiter
+from serve_app.tracing.tracer import Tracer
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
 
@@ -53,6 +54,7 @@ def create_api(
     *,
     metrics: HttpMetrics | None = None,
     gate: Gate | None = None,
+    tracer: Tracer | None = None,
     rng: random.Random | None = None,
 ) -> FastAPI:
     """Create the application; load the tokenizer and the key file.
@@ -95,7 +97,8 @@ def create_api(
             **PromptBatchEndpoints(requests, prompts).routes(),
         }
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
-    observers = ExchangeObservers(metrics, registry, access_log, settings.slow_request_s)
+    tracer = tracer or Tracer(settings.tracing, "headway-ingress", "1")
+    observers = ExchangeObservers(metrics, registry, tracer, access_log, settings.slow_request_s)
     gate = gate or Gate()
     middleware = _middleware(settings, observers, clock, gate)
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)

@@ -14,6 +14,7 @@ from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
+    this_replica_id,
     with_local_model,
     without_collection,
 )
@@ -24,6 +25,7 @@ from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics
+from serve_app.tracing.tracer import Tracer
 
 _FIRST_REPLICA_LIMIT_S = 30.0
 """Longest wait of a new ingress for the first replica that it hears of, seconds. It is shorter than a model takes to
@@ -41,6 +43,7 @@ class Ingress:
         config = await asyncio.to_thread(with_local_model, config)
         self._config = config
         self._gate = Gate()
+        self._tracer = Tracer(config.tracing_settings(), "headway-ingress", this_replica_id())
         self._metrics = HttpMetrics(config.model_name)
         self._routing = Routing(config, model, self._metrics.registry, make_flow)
         self._jobs = JobsAccess(
@@ -55,6 +58,7 @@ class Ingress:
         """Stop the loops; Serve calls it when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
+            await asyncio.to_thread(self._tracer.close)
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
@@ -93,6 +97,7 @@ class Ingress:
                 ),
                 metrics=self._metrics,
                 gate=self._gate,
+                tracer=self._tracer,
             )
         share_gil()
         return api

@@ -19,12 +19,14 @@ from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
+    this_replica_id,
     with_local_model,
     without_collection,
 )
 from serve_app.http.process import return_freed_memory
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
+from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from serve_app.jobs.execution.line_runner import LineRunner
@@ -58,6 +60,7 @@ class Jobs:
         from serve_app.jobs.storage.database import Database, JobsContext
 
         self._registry = CollectorRegistry()
+        self._tracer = Tracer(config.tracing_settings(), "headway-jobs", this_replica_id())
         clock = Clock()
         backlog = BacklogView(clock)
         self._routing = Routing(config, model, self._registry, make_flow, backlog)
@@ -72,7 +75,7 @@ class Jobs:
             backlog,
         )
         self.service = self._runtime.service
-        self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
+        self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, self._tracer)
         await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
 
     async def _line_runner(self, config: HeadwayConfig, clock: Clock) -> "LineRunner":
@@ -89,7 +92,8 @@ class Jobs:
         known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
         self._registry.register(CountsCollector(text.grammars.metrics))
         service = CompletionService(dispatcher, known, text, settings.limits, random.Random())
-        return LineRunner(service, OutputMetrics(self._registry, known.name), random.Random(), clock)
+        metrics = OutputMetrics(self._registry, known.name)
+        return LineRunner(service, metrics, random.Random(), clock, self._tracer)
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
@@ -111,9 +115,10 @@ class Jobs:
         """Stop the runtime; Serve calls it when no call is left or the time for graceful shutdown is over."""
         if hasattr(self, "_runtime"):
             await self._runtime.stop()
+            await asyncio.to_thread(self._tracer.close)
 
 
-def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "WebhookSender":
+def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", tracer: Tracer) -> "WebhookSender":
     from serve_app.jobs.webhooks.client import WebhookClient
     from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
     from serve_app.jobs.webhooks.sender import WebhookSender
@@ -121,5 +126,5 @@ def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "W
 
     secret = config.webhook_secret or load_or_create_secret(Path(config.data_dir) / "webhook_secret")
     guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
-    client = WebhookClient(WebhookSigner(secret), guard)
-    return WebhookSender(outbox, client.post, random.Random(), clock)
+    client = WebhookClient(WebhookSigner(secret), guard, tracer=tracer)
+    return WebhookSender(outbox, client.post, random.Random(), Clock())

@@ -58,7 +58,7 @@ class Routing:
         `backlog_source` counts work that is not yet in flow control; None: there is none.
         """
         observer = RouterMetrics(registry, config.latency_targets())
-        gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
+        gossip = IngressGossip(this_replica_id())
         table = LoadTable(time.monotonic)
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
@@ -102,6 +102,11 @@ class Routing:
         """Return a deployment's report to Serve's controller, for `application_autoscaling_policy`."""
         decision = self.autoscaling.decision
         return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
+
+
+def this_replica_id() -> str:
+    """Return Serve's id of the process's replica."""
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def log_through_serve() -> None:

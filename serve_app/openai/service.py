@@ -133,6 +133,8 @@ class PreparedCompletion:
 
     id: str
     """Id of the reply."""
+    model: str
+    """Name of the model in the reply."""
     body: GenerationBody
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
@@ -225,7 +227,9 @@ class CompletionService:
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
         progress = Progress([len(prompt.token_ids)], body.n)
         timelines = self._timelines(caller, requests)
-        return PreparedCompletion(head.id, body, requests, reply_format, progress, timelines, _not_enforced(grammar))
+        return PreparedCompletion(
+            head.id, head.model, body, requests, reply_format, progress, timelines, _not_enforced(grammar)
+        )
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.
@@ -254,7 +258,9 @@ class CompletionService:
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
         progress = Progress([len(prompt.token_ids) for prompt in prompts], body.n)
         timelines = self._timelines(caller, requests)
-        return PreparedCompletion(head.id, body, requests, reply_format, progress, timelines, _not_enforced(grammar))
+        return PreparedCompletion(
+            head.id, head.model, body, requests, reply_format, progress, timelines, _not_enforced(grammar)
+        )
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
         """Return the room that flow control has left for the completion's tenant in its band."""

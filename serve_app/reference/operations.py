@@ -29,7 +29,8 @@ from serve_app.openai.request.schema import (
 from serve_app.reference import answers, job_answers
 
 _DEADLINE = frozenset({"request-timeout-ms", "x-stainless-read-timeout", "x-stainless-timeout"})
-_URGENCY = _DEADLINE | {"x-headway-priority"}
+_TRACE = frozenset({"traceparent", "tracestate"})
+_URGENCY = _DEADLINE | _TRACE | {"x-headway-priority"}
 _READ_BODY = frozenset({400, 408, 413, 415})
 _GENERATE = _READ_BODY | {404, 429, 499, 502, 503, 504}
 _SUBMIT = _READ_BODY | {404, 409, 429, 503}
@@ -246,7 +247,7 @@ _BATCHES = {
         _json(job_answers.BatchObject),
         failures=_SUBMIT,
         body=(Fields(job_schema.BatchBody, {}),),
-        headers=frozenset({"idempotency-key"}),
+        headers=_TRACE | {"idempotency-key"},
         created=Created("/v1/batches/{batch_id}", "id"),
     ),
     "GET /v1/batches": Operation(

@@ -46,6 +46,14 @@ REQUEST_HEADERS: Mapping[str, Mapping[str, Any]] = {
         "description": "Time until the deadline, milliseconds; 0 means none.",
         "schema": {"type": "number", "minimum": 0},
     },
+    "traceparent": {
+        "description": "Span of the caller in its trace (W3C Trace Context). A job's webhook hands the context on.",
+        "schema": {"type": "string"},
+    },
+    "tracestate": {
+        "description": "Data of tracing systems beside `traceparent` (W3C Trace Context).",
+        "schema": {"type": "string"},
+    },
     "x-headway-priority": {
         "description": "Band of the request, by name or number; the body's `priority` overrides it.",
         "schema": {"enum": ["interactive", "standard", "batch", "0", "1", "2"]},

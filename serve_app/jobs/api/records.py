@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from replicas.errors import ErrorKind, ServingError
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
+from serve_app.tracing.context import TraceContext
 
 JsonObject = dict[str, Any]
 ItemT = TypeVar("ItemT")
@@ -141,6 +142,8 @@ class NewBatch:
     """Seconds after their creation at which the output and error files expire; None: never."""
     band_ceiling: Band = Band.STANDARD
     """Most urgent band that the batch may be raised to when it is late: the principal's ceiling."""
+    trace: TraceContext | None = None
+    """Span that asked for the batch; its webhook hands the context on."""
 
 
 @dataclass(frozen=True, slots=True)

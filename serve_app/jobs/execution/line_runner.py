@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pydantic_core import from_json, to_json
@@ -13,9 +14,10 @@ from pydantic_core import from_json, to_json
 from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
 from replicas.protocol import Band
+from router.timeline import Timeline
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
-from serve_app.jobs.api.records import LineStatus
+from serve_app.jobs.api.records import BatchKind, LineStatus
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.metrics import OutputMetrics
@@ -23,6 +25,8 @@ from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, IgnoredValues
 from serve_app.openai.service import CompletionService, PreparedCompletion
+from serve_app.tracing.request_spans import add_request
+from serve_app.tracing.tracer import Moment, Trace, Tracer
 
 _Body = ChatBody | CompletionBody
 
@@ -57,6 +61,16 @@ class LineTask:
     """True: it waits for a replica in flow control's queue, or runs on one; False: it is prepared or backs off."""
 
 
+@dataclass(slots=True)
+class _Attempt:
+    """Attempt to answer a line."""
+
+    timeline: Timeline
+    trace: Trace | None
+    prepared: PreparedCompletion | None = None
+    """Completion of the line; None: it is not prepared."""
+
+
 class LineRunner:
     """Client of the completion service that answers lines as the endpoints do.
 
@@ -64,8 +78,13 @@ class LineRunner:
     of the batch ends the line.
     """
 
-    def __init__(self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, clock: Clock) -> None:
+    def __init__(
+        self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, clock: Clock,
+        tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
+        """`tracer` None: nothing is traced."""
         self._service = service
+        self._tracer = tracer
         self._metrics = metrics
         self._rng = rng
         self._clock = clock
@@ -100,13 +119,17 @@ class LineRunner:
             await asyncio.sleep(delay_s)
 
     async def _answer(self, line_task: LineTask, body: _Body) -> LineResult:
-        caller = self._caller(line_task)
+        with self._attempt(line_task) as attempt:
+            return await self._answer_once(line_task, body, attempt)
+
+    async def _answer_once(self, line_task: LineTask, body: _Body, attempt: _Attempt) -> LineResult:
+        caller = self._caller(line_task, attempt.timeline)
         if isinstance(body, ChatBody):
             prepared = await self._service.chat(body, caller)
         else:
             prepared = await self._service.completion(body, caller)
         requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in prepared.requests)
-        prepared = replace(prepared, requests=requests)
+        attempt.prepared = prepared = replace(prepared, requests=requests)
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
         self._metrics.count(
@@ -114,7 +137,42 @@ class LineRunner:
         )
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
-    def _caller(self, line_task: LineTask) -> Caller:
+    @contextlib.contextmanager
+    def _attempt(self, line_task: LineTask) -> Iterator[_Attempt]:
+        """Yield an attempt, and trace it when it ends."""
+        start = Moment(self._clock.unix(), self._clock.monotonic())
+        attempt = _Attempt(Timeline(start.monotonic_s), self._begin_trace(line_task.batch, start))
+        attempt.timeline.received(start.monotonic_s)
+        error_code: str | None = None
+        try:
+            yield attempt
+        except ServingError as error:
+            error_code = error.code
+            raise
+        except BaseException:
+            error_code = "cancelled"
+            raise
+        finally:
+            self._end_trace(line_task.line, attempt, error_code)
+
+    def _begin_trace(self, batch: OpenBatch, start: Moment) -> Trace | None:
+        if self._tracer is None:
+            return None
+        if batch.kind is BatchKind.JOB:
+            return self._tracer.begin_work("job", batch.trace, start)
+        return self._tracer.begin_linked_work("batch line", batch.trace, start)
+
+    def _end_trace(self, line: LeasedLine, attempt: _Attempt, error_code: str | None) -> None:
+        if self._tracer is None or attempt.trace is None or not attempt.trace.is_recorded:
+            return
+        now, prepared = self._clock.monotonic(), attempt.prepared
+        for timeline in (attempt.timeline, *(() if prepared is None else prepared.timelines)):
+            timeline.ended(now)
+        add_request(attempt.trace, attempt.timeline, prepared, self._tracer.has_prompts)
+        names = {"headway.batch_id": line.batch_id, "headway.request_id": line.request_id}
+        attempt.trace.end(now, names, error_code)
+
+    def _caller(self, line_task: LineTask, timeline: Timeline) -> Caller:
         """Return the batch's tenant as the caller, limited to the task's band, with the batch's deadline."""
         now = self._clock.unix()
         expires = line_task.batch.expires_unix_s
@@ -124,6 +182,7 @@ class LineRunner:
             principal=Principal(line_task.batch.tenant, line_task.band),
             wanted_band=line_task.band,
             timeout_s=None if expires is None else max(0.001, expires - now),
+            timeline=timeline,
         )
 
     def _delay_s(self, error: ServingError, num_tries: int) -> float:

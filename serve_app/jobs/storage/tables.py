@@ -96,6 +96,8 @@ batches = Table(
     Column("num_prompt_tokens", BigInteger, nullable=False),
     Column("num_output_tokens", BigInteger, nullable=False),
     Column("num_cached_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("traceparent", Text),  # span that asked for the batch, as W3C's headers have it
+    Column("tracestate", Text),
     Index("batches_by_tenant", "tenant", "kind", "created_unix_s", "id"),
     Index("batches_by_status", "status", "tenant"),
     Index("batches_by_input", "input_file_id"),

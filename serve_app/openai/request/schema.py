@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -230,6 +230,9 @@ class StreamOptions(StrictBody):
 class GenerationBody(StrictBody):
     """Fields that chat and text completions share."""
 
+    operation: ClassVar[str]
+    """Name of the operation in traces (`gen_ai.operation.name`)."""
+
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -321,6 +324,11 @@ class GenerationBody(StrictBody):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(CONFLICT, "is only for requests with `stream` true", {"param": "stream_options"})
         return self
+
+    @property
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Messages of the prompt as traces have them (`gen_ai.input.messages`)."""
+        raise NotImplementedError
 
 
 class RefusalPart(StrictBody):
@@ -415,6 +423,8 @@ class Conversation(StrictBody):
 class ChatBody(GenerationBody, Conversation):
     """Body of POST /v1/chat/completions."""
 
+    operation: ClassVar[str] = "chat"
+
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
@@ -461,9 +471,16 @@ class ChatBody(GenerationBody, Conversation):
         """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
+    @property
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Messages as traces have them."""
+        return [_traced_message(message.role, message.content) for message in self.messages]
+
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
+
+    operation: ClassVar[str] = "text_completion"
 
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts, json_schema_input_type=PromptInput)]
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
@@ -481,6 +498,15 @@ class CompletionBody(GenerationBody):
                 CONFLICT, "is 0; it must be at least 1 unless `echo` is true", {"param": "max_tokens"}
             )
         return self
+
+    @property
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Prompts as traces have them."""
+        return [_traced_message("user", prompt) for prompt in self.prompt]
+
+
+def _traced_message(role: str, content: object) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": "text", "content": content}]}
 
 
 class TokenizeBody(Conversation):
