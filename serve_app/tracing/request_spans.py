@@ -9,7 +9,7 @@ from itertools import groupby
 from opentelemetry.trace import Span, SpanKind
 from pydantic_core import to_json
 
-from router.timeline import QUEUED, Interval, Part, Placed, Timeline
+from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline
 from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.service import PreparedCompletion
@@ -91,20 +91,46 @@ def _add_completion(tree: _Tree, prepared: PreparedCompletion, has_prompts: bool
 
 def _add_sequence(tree: _Tree, parent: Span, timeline: Timeline) -> None:
     """Add the waits and the placements of a sequence."""
+    for stay in stays(timeline):
+        if stay.placement is None:
+            tree.add("queue", parent, stay.times, {f"headway.{part.value}_s": s for part, s in stay.reasons.items()})
+            continue
+        attributes = {
+            "headway.replica_id": stay.placement.replica_id,
+            "headway.placement.reason": stay.placement.reason.value,
+        }
+        error_type = "replica_lost" if stay.is_lost else None
+        span = tree.add("placement", parent, stay.times, attributes, error_type=error_type)
+        for part, times in stay.phases:
+            tree.add(part.value, span, times)
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Stay of a sequence in the queue, or on one replica."""
+
+    placement: Placed | None
+    """Dispatch to the replica; None: the sequence waits."""
+    times: SpanTimes
+    reasons: Seconds
+    """Seconds of the wait by their reason."""
+    phases: list[tuple[Part, SpanTimes]]
+    """Phases on the replica in their order."""
+    is_lost: bool
+    """True if the sequence left the replica before its end."""
+
+
+def stays(timeline: Timeline) -> list[Stay]:
+    """Return the waits and the placements of a sequence that has ended, in their order."""
     inside = [each for each in timeline.intervals if not any(each.seconds.get(part) for part in _BEFORE)]
     groups = [list(group) for _, group in groupby(inside, key=lambda each: id(each.placement))]
+    found = []
     for group in groups:
-        times = SpanTimes(group[0].start_s, group[-1].end_s)
-        placement = group[0].placement
-        if placement is None:
-            tree.add("queue", parent, times, _reasons(group))
-            continue
-        is_lost = group is not groups[-1] and bool(group[-1].seconds.get(Part.MIGRATED))
-        span = tree.add(
-            "placement", parent, times, _placement_attributes(placement), error_type="replica_lost" if is_lost else None
-        )
-        for part, piece in _joined(_phases(group)):
-            tree.add(part.value, span, piece)
+        placement, times = group[0].placement, SpanTimes(group[0].start_s, group[-1].end_s)
+        phases = [] if placement is None else _joined(_phases(group))
+        is_lost = placement is not None and placement is not timeline.placements[-1]
+        found.append(Stay(placement, times, _reasons(group), phases, is_lost))
+    return found
 
 
 def _phases(group: Sequence[Interval]) -> Iterator[tuple[Part, SpanTimes]]:
@@ -133,14 +159,9 @@ def _joined(pieces: Iterable[tuple[Part, SpanTimes]]) -> list[tuple[Part, SpanTi
     return joined
 
 
-def _reasons(group: Sequence[Interval]) -> Attributes:
-    """Return the seconds of a wait by their reason."""
+def _reasons(group: Sequence[Interval]) -> Seconds:
     sums = {part: sum(each.seconds.get(part, 0.0) for each in group) for part in QUEUED}
-    return {f"headway.{part.value}_s": seconds for part, seconds in sums.items() if seconds > 0.0}
-
-
-def _placement_attributes(placement: Placed) -> Attributes:
-    return {"headway.replica_id": placement.replica_id, "headway.placement.reason": placement.reason.value}
+    return {part: seconds for part, seconds in sums.items() if seconds > 0.0}
 
 
 def _completion_attributes(prepared: PreparedCompletion) -> Attributes:
