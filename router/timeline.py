@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from replicas.protocol import PhaseSeconds, TokenDelta
+from replicas.protocol import PhaseSeconds, TokenDelta, Usage
 from router.types import Reason
 
 _TOLERANCE_S = 1e-6
@@ -84,6 +84,18 @@ class Interval:
     """Dispatch to the replica that has the request; None: no replica has it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of the replicas for a sequence."""
+
+    computed_tokens: int = 0
+    """Tokens computed, prompt and output, each as often as it was."""
+    recomputed_tokens: int = 0
+    """Tokens among these that were computed again, after a preemption or on another replica."""
+    device_s: float = 0.0
+    """Computing time of the replicas, seconds."""
+
+
 @dataclass(slots=True)
 class Timeline:
     """Timeline of one sequence of a request; its owner tells it each event with the time, monotonic seconds.
@@ -117,6 +129,12 @@ class Timeline:
     _interval_s: float = field(init=False)
     """Start of the present interval."""
     _is_placed: bool = False
+    _work_before: Work = Work()
+    """Work of the replicas before the present one."""
+    _usage: Usage | None = None
+    """Usage on the present replica, as last reported."""
+    _num_output_before: int = 0
+    """Output tokens of the replicas before."""
     _open: Part = Part.RECEIVED
     """Part to which the time since `_mark_s` belongs, as far as is known."""
     _wait: Wait | None = None
@@ -157,6 +175,7 @@ class Timeline:
         """Note that the request was dispatched to a replica."""
         self.placements.append(Placed(replica_id, reason, now - self.started_s))
         self._phases, self._num_preempted_before = PhaseSeconds(), self.num_preemptions
+        self._work_before, self._usage, self._num_output_before = self.work(), None, self.num_output_tokens
         self._spend(now, Part.PREFILL)
         self._is_placed = True
 
@@ -170,6 +189,7 @@ class Timeline:
             self._reach(replica_id)
             # The phases explain the time on the replica. The rest is the way of the delta.
             self._open = Part.PREFILL if delta.phases is None else Part.DELIVERED
+        self._usage = delta.usage
         self._spend(now, Part.DECODE, self._news(delta.phases))
         self.num_output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -194,6 +214,22 @@ class Timeline:
         self._spend(now, self._open)
         self._reopen(self._open)
         self.ended_s = now
+
+    def work(self) -> Work:
+        """Return the work of all replicas, as far as they have reported it."""
+        before, usage = self._work_before, self._usage
+        if usage is None:
+            return before
+        num_again = usage.recomputed_tokens
+        if before.computed_tokens:
+            # The first step that samples here computes what the replicas before had computed.
+            num_new = max(0, self.num_output_tokens - self._num_output_before - 1)
+            num_again = max(num_again, usage.computed_tokens - num_new)
+        return Work(
+            before.computed_tokens + usage.computed_tokens,
+            before.recomputed_tokens + num_again,
+            before.device_s + usage.device_s,
+        )
 
     def part(self) -> Part | None:
         """Return the part that the request is in; None: it has ended."""

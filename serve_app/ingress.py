@@ -28,6 +28,7 @@ from serve_app.endpoints.pages import PageEndpoints
 from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.requests import RequestEndpoints
 from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
+from serve_app.endpoints.usage import UsageEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
 from serve_app.http.access_log import AccessLog
 from serve_app.http.bodies import BodyReader
@@ -77,7 +78,7 @@ def create_api(
     model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)
     metrics = metrics or HttpMetrics(settings.served_model_name)
     metrics.registry.register(CountsCollector(text.grammars.metrics))
-    service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random())
+    service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
     prompts = PromptBatchMaker(service, model.name)
     registry = RequestRegistry(clock.monotonic)
     answered_at_once = {
@@ -95,6 +96,7 @@ def create_api(
             **BatchEndpoints(requests, model.name).routes(),
             **JobEndpoints(requests, JobMaker(service, model.name)).routes(),
             **PromptBatchEndpoints(requests, prompts).routes(),
+            **UsageEndpoints(jobs.service, clock).routes(),
         }
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
     tracer = tracer or Tracer(settings.tracing, "headway-ingress", "1")

@@ -222,6 +222,10 @@ class EngineStats:
                 tenant, band, num_served = request.tenant, request.band, 0
             num_served += item.num_tokens
         self.tenant_usage.add(tenant, band, num_served)
+        token_s = step.duration_s / num_tokens
+        for item in items:
+            item.sequence.work_tokens += item.num_tokens
+            item.sequence.device_s += item.num_tokens * token_s
         self.rate.step(step.duration_s, num_sampled)
         if step.is_saturated:
             self.saturated_rate.step(step.duration_s, num_tokens)
@@ -229,6 +233,8 @@ class EngineStats:
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
         self._utilization.observe(len(items) / self._config.max_num_seqs)
         if num_recomputed := sum([item.num_recomputed_tokens for item, _ in step.results]):
+            for item, _ in step.results:
+                item.sequence.recomputed_tokens += item.num_recomputed_tokens
             recomputed = [item.num_recomputed_tokens for item, _ in step.results if item.sequence.is_fairness_preempted]
             self._wasted[WasteCause.FAIRNESS] += sum(recomputed)
             self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(recomputed)

@@ -30,6 +30,7 @@ from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from serve_app.jobs.execution.line_runner import LineRunner
+    from serve_app.jobs.usage import UsageLedger
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
 
 
@@ -58,6 +59,7 @@ class Jobs:
         from serve_app.jobs.files.store import FsspecStore, make_directory
         from serve_app.jobs.runtime import JobsRuntime
         from serve_app.jobs.storage.database import Database, JobsContext
+        from serve_app.jobs.usage import UsageLedger, UsageReporter
 
         self._registry = CollectorRegistry()
         self._tracer = Tracer(config.tracing_settings(), "headway-jobs", this_replica_id())
@@ -68,17 +70,19 @@ class Jobs:
         database = Database(config.jobs_database_url)
         files = FsspecStore(config.jobs_files_url)
         context = JobsContext(database, files, config.jobs_settings(), clock)
+        ledger = UsageLedger(clock)
         self._runtime = JobsRuntime(
             context,
-            await self._line_runner(config, clock),
+            await self._line_runner(config, clock, ledger),
             LineCapacity(self._routing.dispatcher.load, self._routing.queue),
             backlog,
         )
         self.service = self._runtime.service
         self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, self._tracer)
-        await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
+        self._reporter = UsageReporter(ledger, self.service.report_usage)
+        await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run())
 
-    async def _line_runner(self, config: HeadwayConfig, clock: Clock) -> "LineRunner":
+    async def _line_runner(self, config: HeadwayConfig, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner
         from serve_app.metrics import CountsCollector, OutputMetrics
         from serve_app.openai.request.sampling_defaults import SamplingDefaults
@@ -91,7 +95,7 @@ class Jobs:
         defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
         known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
         self._registry.register(CountsCollector(text.grammars.metrics))
-        service = CompletionService(dispatcher, known, text, settings.limits, random.Random())
+        service = CompletionService(dispatcher, known, text, settings.limits, random.Random(), ledger)
         metrics = OutputMetrics(self._registry, known.name)
         return LineRunner(service, metrics, random.Random(), clock, self._tracer)
 
@@ -114,6 +118,7 @@ class Jobs:
     async def __del__(self) -> None:
         """Stop the runtime; Serve calls it when no call is left or the time for graceful shutdown is over."""
         if hasattr(self, "_runtime"):
+            await self._reporter.close()
             await self._runtime.stop()
             await asyncio.to_thread(self._tracer.close)
 

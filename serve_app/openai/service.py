@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from replicas.errors import ServingError
 from replicas.grammar import GrammarCompiler
@@ -135,6 +135,8 @@ class PreparedCompletion:
     """Id of the reply."""
     model: str
     """Name of the model in the reply."""
+    account: str
+    """Tenant of the API key, to which the work is charged."""
     body: GenerationBody
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
@@ -159,6 +161,13 @@ class PreparedCompletion:
         return self.progress.usage() | self.format.usage_details()
 
 
+class Meter(Protocol):
+    """Meter of the work for completions."""
+
+    def ended(self, prepared: PreparedCompletion) -> None:
+        """Note a completion that was started and has ended, well or not."""
+
+
 class CompletionService:
     """Service that turns bodies into generations, starts them and builds the replies that are not streamed."""
 
@@ -169,8 +178,11 @@ class CompletionService:
         text: ModelText,
         limits: RequestLimits,
         rng: random.Random,
+        meter: Meter | None = None,
     ) -> None:
+        """`meter` gets each completion that was started, when it ends; None: nothing is metered."""
         self._dispatcher = dispatcher
+        self._meter = meter
         self._model = model
         self._tokenizer = text.tokenizer
         self._grammars = text.grammars
@@ -228,7 +240,15 @@ class CompletionService:
         progress = Progress([len(prompt.token_ids)], body.n)
         timelines = self._timelines(caller, requests)
         return PreparedCompletion(
-            head.id, head.model, body, requests, reply_format, progress, timelines, _not_enforced(grammar)
+            head.id,
+            head.model,
+            caller.principal.tenant,
+            body,
+            requests,
+            reply_format,
+            progress,
+            timelines,
+            _not_enforced(grammar),
         )
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
@@ -259,7 +279,15 @@ class CompletionService:
         progress = Progress([len(prompt.token_ids) for prompt in prompts], body.n)
         timelines = self._timelines(caller, requests)
         return PreparedCompletion(
-            head.id, head.model, body, requests, reply_format, progress, timelines, _not_enforced(grammar)
+            head.id,
+            head.model,
+            caller.principal.tenant,
+            body,
+            requests,
+            reply_format,
+            progress,
+            timelines,
+            _not_enforced(grammar),
         )
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
@@ -268,7 +296,18 @@ class CompletionService:
 
     def start(self, prepared: PreparedCompletion) -> Deltas:
         """Start all sequences and return their deltas; leaving the context aborts the unfinished sequences."""
-        return read_together(self._dispatcher.start(prepared.requests, prepared.timelines))
+        deltas = read_together(self._dispatcher.start(prepared.requests, prepared.timelines))
+        return deltas if self._meter is None else self._metered(self._meter, prepared, deltas)
+
+    @contextlib.asynccontextmanager
+    async def _metered(
+        self, meter: Meter, prepared: PreparedCompletion, deltas: Deltas
+    ) -> AsyncIterator[AsyncGenerator[IndexedDelta, None]]:
+        try:
+            async with deltas as arriving:
+                yield arriving
+        finally:
+            meter.ended(prepared)
 
     async def answer(self, prepared: PreparedCompletion) -> JsonObject:
         """Run the completion and return its whole reply; cancelling the call aborts the sequences.

@@ -362,6 +362,17 @@ _PROMPT_BATCHES = {
     ),
 }
 
+_USAGE = {
+    "GET /v1/usage": Operation(
+        "Usage",
+        "Show tokens and computing time by day, tenant, model and band, as JSON or CSV.",
+        (Answer(job_answers.UsageList), Answer(media_type="text/csv")),
+        failures=frozenset({400, 403, 503}),
+        query=job_schema.UsageListQuery,
+        answer_headers=("x-headway-has-more",),
+    ),
+}
+
 _OPERATIONS = {
     "GET /": Operation(
         "Server",
@@ -426,6 +437,7 @@ OPERATIONS: Mapping[str, Operation] = {
     **_BATCHES,
     **_FILES,
     **_PROMPT_BATCHES,
+    **_USAGE,
     **_MODELS,
     **_OPERATIONS,
 }

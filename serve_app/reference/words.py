@@ -80,6 +80,7 @@ ANSWER_HEADERS: Mapping[str, str] = {
     "x-ratelimit-remaining-tokens": "Tokens that may still wait in the request's band.",
     "x-ratelimit-reset-requests": "Time until nothing waits in the band, such as `8.64s`.",
     "x-ratelimit-reset-tokens": "Time until nothing waits in the band, such as `8.64s`.",
+    "x-headway-has-more": "`true` if there are more rows than `limit`.",
     "location": "Path of the submitted work.",
     "retry-after": "Seconds after which the next poll or attempt is advised.",
 }

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
 from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.openai.service import Meter
 from serve_app.reference.document import api_document, plain_route
 from serve_app.reference.operations import OPERATIONS
 from serve_app.tracing.tracer import Tracer
@@ -118,6 +119,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             job_limits: dict[str, int] | None = None,
             has_jobs: bool = True,
             tracer: Tracer | None = None,
+            meter: Meter | None = None,
             **replica: Any,
         ) -> Api:
             fake = FakeReplica(**{"script": script, **replica})
@@ -127,7 +129,7 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             access = memory_access(memory, **(job_limits or {})) if has_jobs else None
             app = create_api(
                 IngressSettings(**options),
-                Backends(cast("Dispatcher", front), jobs=access),
+                Backends(cast("Dispatcher", front), jobs=access, meter=meter),
                 tracer=tracer,
                 rng=random.Random(0),
             )

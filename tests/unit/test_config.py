@@ -27,6 +27,7 @@ HOMONYMS = {
     ("ReplicaStats", "block_size"),  # a report of the value in use
     ("TokenizeBody", "model"),  # of a request
     ("DetokenizeBody", "model"),
+    ("UsageListQuery", "model"),
 }
 """Fields that share a setting's name, but not its meaning, and have a default."""
 

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from replicas.errors import ErrorKind, ServingError
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
+from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.tracing.context import TraceContext
 
 JsonObject = dict[str, Any]
@@ -387,6 +388,12 @@ class JobsService(Protocol):
 
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches, and their throughput."""
+
+    async def report_usage(self, report: UsageReport) -> None:
+        """Add a process's usage durably, unless the report has come before."""
+
+    async def usage(self, query: UsageQuery) -> UsagePage:
+        """Return usage of the past, in order of day, tenant, model and band."""
 
     async def storage_fault(self) -> str | None:
         """Return the code of the storage's present failure, for `/health`; None: it works."""
