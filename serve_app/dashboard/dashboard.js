@@ -119,7 +119,9 @@ function showTiles(data) {
     ["Requests running", number(sum("num_running"))],
     ["Waiting in queues", number(queued)],
     ["Output tokens/s", number(sum("generated_tokens_per_s"))],
-    ["Batches in progress", number(data.jobs?.find(each => each.labels.state === "in_progress")?.value)],
+    data.jobs
+      ? ["Batches in progress", number(data.jobs.find(each => each.labels.state === "in_progress")?.value)]
+      : ["Jobs process", "does not answer", "bad"],
     ["KV blocks held", blocks ? `${(100 * (1 - sum("num_free_blocks") / blocks)).toFixed(0)} %` : "–"],
   ]);
 }
