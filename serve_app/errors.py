@@ -199,6 +199,14 @@ def request_not_cancellable(request_id: str) -> HttpError:
     )
 
 
+def line_not_cancellable(request_id: str) -> HttpError:
+    """Return the 409 for a line of a job or batch, which is cancelled with it."""
+    message = f"{shortened(request_id)} is a line of a job or batch; cancel the job or the batch"
+    return HttpError(
+        ErrorReply(409, message, "conflict", "request_not_cancellable", "request_id", headers=DO_NOT_RETRY)
+    )
+
+
 def http_failure(status: int, detail: str, headers: Sequence[tuple[str, str]] = ()) -> HttpError:
     """Return the error for any other status that the web framework itself gives."""
     kind = "invalid_request_error" if status < 500 else "server_error"

@@ -87,7 +87,7 @@ def create_api(
     }
     routes = {
         **ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes(),
-        **RequestEndpoints(registry).routes(),
+        **RequestEndpoints(registry, None if jobs is None else jobs.service).routes(),
     }
     if jobs is not None:
         requests = JobRequests(bodies, jobs)

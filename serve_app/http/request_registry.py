@@ -13,9 +13,9 @@ from serve_app.auth import Principal
 from serve_app.errors import request_not_cancellable, request_not_found
 from serve_app.http.exchange import CLIENT_CLOSED, Exchange
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.reply.request_metrics import request_metrics
-from serve_app.openai.request.caller import WorkOwner, tier_of
+from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request_view import RequestView
 
 MAX_AGE_S = 3600.0
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -159,30 +159,20 @@ class RequestRegistry:
         return entry.description
 
     def _describe(self, entry: _Entry, exchange: Exchange) -> JsonObject:
-        timeline, prepared = exchange.slowest, exchange.prepared
-        part, error, progress = timeline.part(), exchange.error, None if prepared is None else prepared.progress
-        return {
-            "id": exchange.request_id,
-            "object": "request",
-            "response_id": None if prepared is None else prepared.id,
-            "status": _status(exchange),
-            "part": None if part is None else part.value,
-            "path": exchange.path,
-            "model": entry.model,
-            "stream": entry.stream,
-            "tenant": entry.owner.tenant,
-            "band": entry.owner.band.name.lower(),
-            "service_tier": tier_of(entry.owner.band),
-            "created": int(exchange.arrival_unix_s),
-            "http_status": exchange.status or None,
-            "error_code": None if error is None else error.code,
-            "num_sequences": None if prepared is None else len(prepared.requests),
-            "prompt_tokens": None if progress is None else progress.prompt_tokens,
-            "completion_tokens": None if progress is None else progress.completion_tokens,
-            "finish_reasons": [] if progress is None else progress.finish_reasons,
-            "replica_id": None if progress is None else progress.replica_id,
-            "metrics": request_metrics(timeline, self._clock()),
-        }
+        view = RequestView(
+            request_id=exchange.request_id,
+            status=_status(exchange),
+            path=exchange.path,
+            model=entry.model,
+            stream=entry.stream,
+            owner=entry.owner,
+            arrival_unix_s=exchange.arrival_unix_s,
+            http_status=exchange.status or None,
+            error_code=None if exchange.error is None else exchange.error.code,
+            timeline=exchange.slowest,
+            prepared=exchange.prepared,
+        )
+        return view.describe(self._clock())
 
 
 def _latency_of(exchange: Exchange) -> Latency | None:

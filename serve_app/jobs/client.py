@@ -21,6 +21,7 @@ from serve_app.jobs.api.records import (
     FileRecord,
     JobsCounts,
     JobsService,
+    JsonObject,
     LineRecord,
     NewBatch,
     Page,
@@ -109,6 +110,10 @@ class ServeJobs:
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches."""
         return await self._ask(JobsService.stats, tenant=tenant)
+
+    async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
+        """Return the object `request` of a line that runs or ended recently; None: there is no such line."""
+        return await self._ask(JobsService.line_request, tenant=tenant, request_id=request_id)
 
     async def report_usage(self, report: UsageReport) -> None:
         """Add a process's usage durably, unless the report has come before."""

@@ -15,6 +15,7 @@ from serve_app.jobs.api.records import (
     BatchStats,
     BatchStatus,
     FileRecord,
+    JsonObject,
     LineRecord,
     NewBatch,
     Page,
@@ -48,7 +49,10 @@ class SqlJobsService:
         events: BatchEvents,
         throughput: ThroughputEstimator,
         delete_pending_files: Callable[[], Awaitable[None]],
+        find_line: Callable[[str | None, str], JsonObject | None],
     ) -> None:
+        """`find_line` is `LineRegistry.find`."""
+        self._find_line = find_line
         self._context = context
         self._now = context.clock.unix
         self._events = events
@@ -137,6 +141,10 @@ class SqlJobsService:
         for status, number in counts.items():
             sums[status.summary] += number
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=self._throughput.output_tokens_per_s(tenant))
+
+    async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
+        """Return the object `request` of a line that runs here or ended recently; None: there is no such line."""
+        return self._find_line(tenant, request_id)
 
     async def report_usage(self, report: UsageReport) -> None:
         """Add a process's usage durably, unless the report has come before."""

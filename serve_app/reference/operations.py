@@ -176,15 +176,15 @@ _COMPLETIONS = {
 _REQUESTS = {
     "GET /v1/requests/{request_id}": Operation(
         "Completions",
-        "Show a completion that runs, or that ended within the last hour, and where its time went.",
+        "Show a completion or line that runs, or that ended within the last hour, and where its time went.",
         _json(answers.RequestObject),
-        failures=frozenset({404}),
+        failures=frozenset({404, 503}),
     ),
     "POST /v1/requests/{request_id}/cancel": Operation(
         "Completions",
         "Cancel a running completion.",
         _json(answers.RequestObject),
-        failures=frozenset({404, 409}),
+        failures=frozenset({404, 409, 503}),
     ),
 }
 

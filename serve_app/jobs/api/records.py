@@ -389,6 +389,12 @@ class JobsService(Protocol):
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches, and their throughput."""
 
+    async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
+        """Return the object `request` of a line that runs or ended recently; `tenant` None: of any tenant.
+
+        None: there is no such line.
+        """
+
     async def report_usage(self, report: UsageReport) -> None:
         """Add a process's usage durably, unless the report has come before."""
 

@@ -7,17 +7,17 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pydantic_core import from_json, to_json
 
 from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
-from replicas.protocol import Band
 from router.timeline import Timeline
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
 from serve_app.jobs.api.records import BatchKind, LineStatus
+from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.metrics import OutputMetrics
@@ -50,27 +50,6 @@ _ENDPOINTS: dict[str, tuple[type[_Body], IgnoredValues]] = {
 """Schema of the bodies of each endpoint that batches may name, and the values of ignored fields that are accepted."""
 
 
-@dataclass(slots=True, eq=False)
-class LineTask:
-    """Line that is being run, owned by one asyncio task."""
-
-    line: LeasedLine
-    batch: OpenBatch
-    band: Band
-    is_sent: bool = False
-    """True: it waits for a replica in flow control's queue, or runs on one; False: it is prepared or backs off."""
-
-
-@dataclass(slots=True)
-class _Attempt:
-    """Attempt to answer a line."""
-
-    timeline: Timeline
-    trace: Trace | None
-    prepared: PreparedCompletion | None = None
-    """Completion of the line; None: it is not prepared."""
-
-
 class LineRunner:
     """Client of the completion service that answers lines as the endpoints do.
 
@@ -85,12 +64,19 @@ class LineRunner:
         """`tracer` None: nothing is traced."""
         self._service = service
         self._tracer = tracer
+        self.lines = LineRegistry(clock)
+        """Lines that run, and those that ended recently."""
         self._metrics = metrics
         self._rng = rng
         self._clock = clock
 
     async def run(self, line_task: LineTask) -> LineResult:
         """Run a line and return its result. A cancellation aborts the line's requests."""
+        with self.lines.running(line_task):
+            line_task.result = await self._run(line_task)
+        return line_task.result
+
+    async def _run(self, line_task: LineTask) -> LineResult:
         try:
             return await self._answer_at_last(line_task, await _parse(line_task))
         except ServingError as error:
@@ -119,10 +105,10 @@ class LineRunner:
             await asyncio.sleep(delay_s)
 
     async def _answer(self, line_task: LineTask, body: _Body) -> LineResult:
-        with self._attempt(line_task) as attempt:
+        with self._attempt(line_task, body) as attempt:
             return await self._answer_once(line_task, body, attempt)
 
-    async def _answer_once(self, line_task: LineTask, body: _Body, attempt: _Attempt) -> LineResult:
+    async def _answer_once(self, line_task: LineTask, body: _Body, attempt: Attempt) -> LineResult:
         caller = self._caller(line_task, attempt.timeline)
         if isinstance(body, ChatBody):
             prepared = await self._service.chat(body, caller)
@@ -138,22 +124,23 @@ class LineRunner:
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
     @contextlib.contextmanager
-    def _attempt(self, line_task: LineTask) -> Iterator[_Attempt]:
+    def _attempt(self, line_task: LineTask, body: _Body) -> Iterator[Attempt]:
         """Yield an attempt, and trace it when it ends."""
         start = Moment(self._clock.unix(), self._clock.monotonic())
-        attempt = _Attempt(Timeline(start.monotonic_s), self._begin_trace(line_task.batch, start))
+        attempt = Attempt(start, Timeline(start.monotonic_s), body.model, self._begin_trace(line_task.batch, start))
         attempt.timeline.received(start.monotonic_s)
-        error_code: str | None = None
+        line_task.attempt = attempt
         try:
             yield attempt
         except ServingError as error:
-            error_code = error.code
+            attempt.error_code = error.code
             raise
-        except BaseException:
-            error_code = "cancelled"
+        except BaseException as error:
+            attempt.error_code = "cancelled" if isinstance(error, asyncio.CancelledError) else ServingError.code
             raise
         finally:
-            self._end_trace(line_task.line, attempt, error_code)
+            attempt.end(self._clock.monotonic())
+            self._end_trace(line_task.line, attempt)
 
     def _begin_trace(self, batch: OpenBatch, start: Moment) -> Trace | None:
         if self._tracer is None:
@@ -162,15 +149,12 @@ class LineRunner:
             return self._tracer.begin_work("job", batch.trace, start)
         return self._tracer.begin_linked_work("batch line", batch.trace, start)
 
-    def _end_trace(self, line: LeasedLine, attempt: _Attempt, error_code: str | None) -> None:
+    def _end_trace(self, line: LeasedLine, attempt: Attempt) -> None:
         if self._tracer is None or attempt.trace is None or not attempt.trace.is_recorded:
             return
-        now, prepared = self._clock.monotonic(), attempt.prepared
-        for timeline in (attempt.timeline, *(() if prepared is None else prepared.timelines)):
-            timeline.ended(now)
-        add_request(attempt.trace, attempt.timeline, prepared, self._tracer.has_prompts)
+        add_request(attempt.trace, attempt.timeline, attempt.prepared, self._tracer.has_prompts)
         names = {"headway.batch_id": line.batch_id, "headway.request_id": line.request_id}
-        attempt.trace.end(now, names, error_code)
+        attempt.trace.end(self._clock.monotonic(), names, attempt.error_code)
 
     def _caller(self, line_task: LineTask, timeline: Timeline) -> Caller:
         """Return the batch's tenant as the caller, limited to the task's band, with the batch's deadline."""

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
+from replicas.errors import NoReplicaAvailable
 from router.timeline import Part, Timeline
 from serve_app.auth import ANONYMOUS
 from serve_app.errors import HttpError
@@ -172,6 +173,34 @@ async def test_a_tenant_sees_and_cancels_its_own_requests_alone(make_api: MakeAp
 
 async def test_an_unknown_request_is_not_found(api: Api) -> None:
     assert refusal(await shown(api, "unknown")) == (404, "request_not_found", "request_id")
+
+
+async def test_lines_of_jobs_and_batches_are_asked_of_the_jobs_process(make_api: MakeApi, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, "acme", "other", "root", operator="root")
+    api = make_api(settings={"api_key_file": str(keys)})
+    chat = await api.http.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        headers={"authorization": "Bearer acme"},
+    )
+    like = (await shown(api, chat.json()["id"], authorization="Bearer acme")).json()
+    line_id = f"{'a' * 32}-0"
+    api.jobs.line_requests[line_id] = "acme", {**like, "id": line_id}
+    for key, status in (("acme", 200), ("root", 200), ("other", 404)):
+        for request_id in (line_id, f"job_{'a' * 32}"):
+            answer = await shown(api, request_id, authorization=f"Bearer {key}")
+            assert answer.status_code == status, answer.text
+            assert status == 404 or answer.json()["id"] == line_id
+    cancelled = await api.post(f"/v1/requests/{line_id}/cancel", {}, authorization="Bearer acme")
+    assert refusal(cancelled)[:2] == (409, "request_not_cancellable")
+    assert "cancel the job or the batch" in cancelled.json()["error"]["message"]
+
+
+async def test_only_ids_of_lines_ask_the_jobs_process(make_api: MakeApi) -> None:
+    api = make_api()
+    api.jobs.error = NoReplicaAvailable("the jobs process does not answer")
+    assert (await shown(api, "mine")).status_code == 404
+    assert (await shown(api, f"{'a' * 32}-0")).status_code == 503
 
 
 @pytest.mark.parametrize(("limit_s", "is_logged"), [(0.02, True), (30.0, False), (None, False)])
