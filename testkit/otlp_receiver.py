@@ -39,6 +39,8 @@ class OtlpReceiver:
 
     port: int = 0
     status: int = 200
+    gate: threading.Event = field(default_factory=threading.Event)
+    """The receiver answers while it is set, as it is at first."""
     num_posts: int = 0
     headers: list[dict[str, str]] = field(default_factory=list)
     spans: list[ReceivedSpan] = field(default_factory=list)
@@ -71,6 +73,7 @@ class OtlpReceiver:
 def otlp_receiver() -> Iterator[OtlpReceiver]:
     """Yield a receiver that runs in a thread."""
     receiver = OtlpReceiver()
+    receiver.gate.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -78,6 +81,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
             if self.headers.get("content-encoding") == "gzip":
                 body = gzip.decompress(body)
             receiver.num_posts += 1
+            receiver.gate.wait()
             receiver.headers.append({name.lower(): value for name, value in self.headers.items()})
             if receiver.status == 200:
                 assert self.path == "/v1/traces" and self.headers["content-type"] == "application/x-protobuf"
@@ -96,6 +100,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
         try:
             yield receiver
         finally:
+            receiver.gate.set()
             server.shutdown()
             thread.join()
 

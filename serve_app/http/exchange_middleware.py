@@ -140,9 +140,10 @@ class ExchangeMiddleware:
             exchange.key_use.end()
         if exchange.error is not None and exchange.error.refused_by is not None:
             metrics.refused(exchange.error.refused_by)
-        handler = getattr(scope.get("route"), "path", "none")
+        route: str | None = getattr(scope.get("route"), "path", None)
+        handler = route or "none"
         fields = exchange.describe(now_s)
-        self._end_trace(exchange, handler, now_s)
+        self._end_trace(exchange, route, now_s)
         logger.log(_log_level(exchange), "request finished", extra=fields)
         if handler in QUIET_HANDLERS:
             return
@@ -157,7 +158,7 @@ class ExchangeMiddleware:
         if self._observers.access_log is not None:
             self._observers.access_log.write({"time_unix_s": self._clock.unix(), **fields})
 
-    def _end_trace(self, exchange: Exchange, route: str, now_s: float) -> None:
+    def _end_trace(self, exchange: Exchange, route: str | None, now_s: float) -> None:
         if exchange.trace is None or not exchange.trace.is_recorded:
             return
         add_request(exchange.trace, exchange.timeline, exchange.prepared, self._observers.tracer.has_prompts)

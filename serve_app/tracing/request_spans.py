@@ -216,7 +216,8 @@ class HttpEnd:
     """End of an HTTP exchange, for its first span."""
 
     method: str
-    route: str
+    route: str | None
+    """Pattern of the path; None: no route has it."""
     path: str
     request_id: str
     status: int
@@ -228,7 +229,7 @@ class HttpEnd:
         error_type = None
         if self.status >= 500 or self.status == 0:
             error_type = self.error_code or str(self.status)
-        trace.span.update_name(f"{self.method} {self.route}")
+        trace.span.update_name(self.method if self.route is None else f"{self.method} {self.route}")
         attributes: Attributes = {
             "http.request.method": self.method,
             "http.route": self.route,

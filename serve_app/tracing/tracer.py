@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,8 @@ _MAX_BATCH_SPANS = 512
 _SEND_PERIOD_S = 2.0
 _SEND_LIMIT_S = 10.0
 """Longest time for one batch with its repetitions, seconds."""
+_CLOSE_LIMIT_S = 3.0
+"""Longest wait of a process that stops for its last spans to be sent, seconds."""
 _MAX_TEXT_CHARS = 65_536
 """Longest text of an attribute; the library cuts what is longer."""
 
@@ -126,9 +129,12 @@ class Tracer:
         return self._begin(name, Context(), start, SpanKind.CONSUMER, [Link(each) for each in causes])
 
     def close(self) -> None:
-        """Send the spans that wait, for at most half a minute; this blocks the calling thread."""
+        """Send the spans that wait, for at most `_CLOSE_LIMIT_S`; this blocks the calling thread."""
         if self._provider is not None:
-            self._provider.shutdown()
+            # A thread that the end of the process does not wait for: the receiver may hang.
+            closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_LIMIT_S)
 
     def _begin(
         self, name: str, context: Context, start: Moment, kind: SpanKind, links: list[Link] | None = None
@@ -171,6 +177,7 @@ def _provider(settings: TracingSettings, service: str, instance_id: str) -> Trac
         sampler=ParentBased(TraceIdRatioBased(settings.trace_sampling_ratio)),
         resource=resource,
         span_limits=SpanLimits(max_span_attribute_length=_MAX_TEXT_CHARS),
+        shutdown_on_exit=False,
     )
     provider.add_span_processor(
         BatchSpanProcessor(

@@ -108,10 +108,10 @@ async def test_a_ratio_samples_whole_requests(make_api: MakeApi, receiver: OtlpR
 async def test_probes_are_not_traced_and_other_routes_are(make_api: MakeApi, receiver: OtlpReceiver) -> None:
     traced = tracer(receiver)
     api = make_api(tracer=traced)
-    for path in ("/health", "/metrics", "/load", "/v1/models", "/v1/files/unknown"):
+    for path in ("/health", "/metrics", "/load", "/v1/models", "/v1/files/unknown", "/nowhere"):
         await api.http.get(path)
     await close(traced)
-    assert [span.name for span in receiver.spans] == ["GET /v1/models", "GET /v1/files/{file_id}"]
+    assert [span.name for span in receiver.spans] == ["GET /v1/models", "GET /v1/files/{file_id}", "GET"]
     assert not any(span.is_error for span in receiver.spans), "a 404 is the client's mistake"
 
 
@@ -200,6 +200,18 @@ async def test_a_receiver_that_fails_disturbs_no_request(make_api: MakeApi, rece
     assert {answer.status_code for answer in answers} == {200}
     await close(traced)
     assert receiver.num_posts > 0 and not receiver.spans
+
+
+async def test_a_receiver_that_hangs_delays_neither_requests_nor_the_end(
+    make_api: MakeApi, receiver: OtlpReceiver
+) -> None:
+    receiver.gate.clear()
+    traced = tracer(receiver)
+    api = make_api(tracer=traced)
+    answers = await asyncio.gather(*(api.complete(max_tokens=2) for _ in range(200)))
+    assert {answer.status_code for answer in answers} == {200}
+    await close(traced)
+    assert not receiver.gate.is_set() and not receiver.spans
 
 
 @pytest.mark.parametrize(
