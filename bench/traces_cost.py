@@ -47,7 +47,8 @@ def measure(server: LocalServer, options: argparse.Namespace) -> float:
     cpu_s = server.cpu_s()
     asyncio.run(offer(server.url, options.streams, options.requests, options.tokens))
     time.sleep(3.0)  # The last spans are sent within two seconds.
-    return 1000 * (server.cpu_s() - cpu_s) / options.requests
+    num_requests: int = options.requests
+    return 1000 * (server.cpu_s() - cpu_s) / num_requests
 
 
 def run(options: argparse.Namespace, receiver: OtlpReceiver) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from datetime import date
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.request.body import INVALID, StrictBody
@@ -160,7 +160,7 @@ def _day(text: object) -> date:
     raise PydanticCustomError(INVALID, "must be a day such as 2026-01-31")
 
 
-Day = Annotated[date, BeforeValidator(_day)]
+Day = Annotated[date, PlainValidator(_day, json_schema_input_type=date)]
 
 
 class UsageListQuery(Query):
