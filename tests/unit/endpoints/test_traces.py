@@ -9,8 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from replicas.errors import ServingError
+from serve_app.tracing.context import TraceContext
 from serve_app.tracing.settings import TracingSettings
-from serve_app.tracing.tracer import Tracer
+from serve_app.tracing.tracer import Moment, Tracer
 from testkit.http.api import MODEL, MakeApi, card_of
 from testkit.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 
@@ -103,6 +104,19 @@ async def test_a_ratio_samples_whole_requests(make_api: MakeApi, receiver: OtlpR
     assert 3 <= len(ids(receiver)) <= 40
     for trace_id in ids(receiver):
         nested(receiver, receiver.root(trace_id))
+
+
+async def test_one_of_many_pieces_of_work_has_a_trace_of_its_own_with_a_link(receiver: OtlpReceiver) -> None:
+    traced = tracer(receiver)
+    for cause in (TraceContext(SAMPLED), None):
+        line = traced.begin_linked_work("batch line", cause, Moment(1000.0, 1.0))
+        assert line is not None
+        line.end(3.5, {"headway.batch_id": "batch_1"})
+    await close(traced)
+    linked, free = receiver.named("batch line")
+    assert (linked.links, free.links) == ((TRACE_ID,), ())
+    assert linked.parent_id == "" and linked.trace_id not in (TRACE_ID, free.trace_id)
+    assert (linked.start_ns, linked.end_ns) == (1000 * 10**9, 1002_500_000_000)
 
 
 async def test_probes_are_not_traced_and_other_routes_are(make_api: MakeApi, receiver: OtlpReceiver) -> None:
