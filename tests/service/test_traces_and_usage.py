@@ -79,8 +79,9 @@ async def test_a_preemption_is_in_the_trace_and_what_it_repeats_in_the_usage(
         rows.update(await usage(http))
         return bool(sum(row["num_requests"] for row in rows.values()) == 6)
 
-    while not await is_reported():
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(LIMIT_S):
+        while not await is_reported():
+            await asyncio.sleep(0.05)
     assert (rows["interactive"]["output_tokens"], rows["standard"]["output_tokens"]) == (32, 600)
     assert rows["standard"]["wasted_tokens"] > 0 == rows["interactive"]["wasted_tokens"]
     for row in rows.values():
@@ -102,6 +103,7 @@ async def test_a_job_is_traced_below_its_submission_shown_and_charged(
     assert "placement" in {each.name for each in receiver.spans if each.trace_id == TRACE_ID}
     shown = (await http.get(f"/v1/requests/{job['id']}")).json()
     assert (shown["status"], shown["completion_tokens"], shown["band"]) == ("completed", 4, "batch")
-    while not (row := (await usage(http)).get("batch")):
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(LIMIT_S):
+        while not (row := (await usage(http)).get("batch")):
+            await asyncio.sleep(0.05)
     assert (row["num_requests"], row["output_tokens"]) == (1, 4)
