@@ -75,7 +75,19 @@ def test_tokens_are_those_of_the_sorted_definition(seed: int) -> None:
         columns[:, 4] = math.inf
     if seed % 3 == 2:
         columns[:, 2] = 1.0
-    assert by_kernel(logits, columns).tolist() == by_definition(logits, columns).tolist()
+    tokens = by_kernel(logits, columns)
+    different = (tokens != by_definition(logits, columns)).nonzero()[:, 0]
+    assert len(different) <= 1
+    for row in different.tolist():
+        assert int(tokens[row]) in tokens_within_rounding(logits[row], columns[row])
+
+
+def tokens_within_rounding(logits: Tensor, columns: Tensor) -> list[int]:
+    """Return the tokens by definition for numbers as near as weights in float32 and in float64 are."""
+    near = columns.repeat(6, 1)
+    for number, (column, factor) in enumerate((column, factor) for column in (0, 2, 3) for factor in (1e-6, -1e-6)):
+        near[number, column] *= 1 + factor
+    return by_definition(logits.repeat(6, 1), near).tolist()
 
 
 def test_vocabularies_of_several_tiles_and_chosen_rows() -> None:
