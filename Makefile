@@ -53,6 +53,7 @@ pytest: $(STAMP)
 # Tests that `make test` leaves out: all random worlds, and slow tests.
 test-deep: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal --deep -m 'random_worlds or deep' $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/model/interpreted --numprocesses 2 --deep -m deep $(ARGS)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench $(ARGS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from replicas.engine.config import EngineLimits
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -33,3 +33,11 @@ class ReplicaOptions:
     runner: RunnerOptions = field(default_factory=RunnerOptions)
     limits: EngineLimits = field(default_factory=EngineLimits)
     streams: StreamOptions = field(default_factory=StreamOptions)
+
+    def with_gpus(self, num_gpus: float) -> ReplicaOptions:
+        """Return the options of a replica that was given `num_gpus` GPUs.
+
+        Without one, the device `auto` is the CPU: a GPU that the process can see nevertheless belongs to others.
+        """
+        device = "cpu" if self.model.device == "auto" and num_gpus == 0 else self.model.device
+        return replace(self, model=replace(self.model, device=device), runner=replace(self.runner, num_gpus=num_gpus))

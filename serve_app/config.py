@@ -135,7 +135,8 @@ class HeadwayConfig(_SettingsOfParts):
     autoscale_interval_s: float = Field(default=0.2, gt=0)
     """Seconds between two reports of the desired number of replicas to Serve's controller."""
     num_gpus_per_replica: float | None = Field(default=None, ge=0)
-    """GPUs that Ray reserves for a model replica. None: 1 if the cluster has GPUs, else 0."""
+    """GPUs that Ray reserves for a model replica; of less than 1, replicas share a GPU and its memory. None: 1 if the
+    cluster has GPUs, else 0."""
     cpus_per_replica: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves for a model replica."""
     graceful_shutdown_timeout_s: float = Field(default=20.0, gt=0)

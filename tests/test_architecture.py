@@ -74,7 +74,7 @@ CONFINED = {
     ),
     "llguidance": ("replicas.grammar",),
     "opentelemetry": ("serve_app.tracing",),
-    "triton": ("replicas.model.attention", "replicas.model.layers"),
+    "triton": ("replicas.model.attention", "replicas.model.layers", "replicas.model.sampling"),
     "fastapi": ("serve_app.deployments.ingress", "serve_app.ingress"),
     "starlette": ("serve_app",),
     "pydantic": ("serve_app",),

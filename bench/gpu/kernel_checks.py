@@ -17,6 +17,7 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.select import LONG_SCHEDULE, check_attention
 from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.triton_ops import check_layer_ops
 from testkit.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
 
@@ -45,9 +46,10 @@ FEW_PROCESSORS, MANY_PROCESSORS = 0, 132
 def check_layer(name: str, layer: Case, device: str, mixtures: dict[str, Chunks] = ALL) -> Check:
     """Check one layer over `mixtures`, by default all."""
     started_s = time.perf_counter()
+    capability = compute_capability(torch.device(device))
     errors = {
         f"{mixture}, {num_processors} processors": largest_error(
-            layer.of(chunks), TritonBackend(num_processors), torch.device(device)
+            layer.of(chunks), TritonBackend(num_processors, capability), torch.device(device)
         )
         for mixture, chunks in mixtures.items()
         for num_processors in (FEW_PROCESSORS, MANY_PROCESSORS)
@@ -84,7 +86,9 @@ def check_captured_graph(name: str) -> Check:
     for part in (cache[0].keys, cache[0].values):
         part.normal_()
     batch = _Decodes.on(device)
-    attention = TritonBackend(MANY_PROCESSORS).planned(cache, batch.slots, batch.plan(longest=256))
+    attention = TritonBackend(MANY_PROCESSORS, compute_capability(device)).planned(
+        cache, batch.slots, batch.plan(longest=256)
+    )
     call = AttentionCall(
         0, batch.query, batch.query[:, :2], batch.query[:, 2:4], Scoring(case.scale), None, frozenset()
     )

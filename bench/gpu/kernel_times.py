@@ -23,6 +23,7 @@ from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.batch.inputs import build_inputs
 from replicas.model.build import build_runner
+from replicas.model.hardware.device import compute_capability
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -132,7 +133,7 @@ def attention_ms(layers: tuple[AttentionLayer, ...], batch_size: int, device: to
     plan = TilePlan(TileGroup(tiles, tables, tokens_per_tile=1, longest=CONTEXT))
     slots = tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    attention = TritonBackend(num_processors).planned(cache, slots, plan)
+    attention = TritonBackend(num_processors, compute_capability(device)).planned(cache, slots, plan)
     calls = [_call(layer, batch_size, device) for layer in layers]
     attention.attend(calls[0])
     graph = torch.cuda.CUDAGraph()
@@ -192,7 +193,7 @@ def _prefill(layer: AttentionLayer, num_tokens: int, dtype: torch.dtype, device:
     sequence.block_table = list(range(1, num_blocks + 1))
     inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], BLOCK_SIZE, device)
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    attention = TritonBackend(num_processors)(cache, inputs)
+    attention = TritonBackend(num_processors, compute_capability(device))(cache, inputs)
     call = _call(layer, num_tokens, device, dtype)
     repetitions = NUM_ITERATIONS if device.type == "cuda" else 1
     kernel_ms = median_ms(lambda: attention.attend(call), device.type, repetitions)

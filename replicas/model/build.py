@@ -14,6 +14,7 @@ from replicas.model.attention.kv_cache import KVCache, bytes_per_block
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.inputs import dummy_batches, dummy_item
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
+from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
@@ -26,21 +27,20 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
         ModelLoadError: fewer than two blocks fit, or the requested attention backend does not work.
     """
     attention = choose_attention(loaded.attention_spec(limits.block_size), options.attention_backend)
-    block_bytes = bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
+    graphs = _graph_builder(loaded, attention, limits, options)
     if loaded.device.type == "cuda":
-        available = _available_cuda_bytes(loaded, attention, limits, options)
-        limit = f"gpu_memory_utilization ({options.gpu_memory_utilization}) leaves {available} bytes"
+        use = _measure_on_cuda(loaded, attention, limits, options, graphs)
+        available = use.cache_bytes(num_tensors=2 * len(loaded.layers))
+        limit = f"gpu_memory_utilization ({options.gpu_memory_utilization} of {min(1.0, options.num_gpus):g} GPU) {use}"
     else:
         available = options.kv_cache_bytes
         limit = f"kv_cache_bytes is {available}"
+    block_bytes = bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
     num_blocks = available // block_bytes - 1  # One block is the scratch block.
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
     cache = _cache(loaded, limits.block_size, num_blocks)
-    decode_graphs = (
-        None if options.enforce_eager else _decode_graph_runner(loaded, cache, attention, limits.max_num_seqs)
-    )
-    return TorchModelRunner(loaded, cache, attention, decode_graphs)
+    return TorchModelRunner(loaded, cache, attention, None if graphs is None else graphs.captured(cache))
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
@@ -52,36 +52,52 @@ def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
     _run(runner, [ScheduledBatch((prefill,))])
 
 
-def _decode_graph_runner(
-    loaded: LoadedModel, cache: KVCache, attention: AttentionBackend, max_num_seqs: int
-) -> DecodeGraphRunner | None:
-    """Return captured CUDA graphs of decodes; None if the device, the attention backend or the model prevents it."""
-    planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
-    if loaded.device.type != "cuda" or planned is None:
-        return None
-    decode_graphs = DecodeGraphRunner(loaded, cache, planned, bucket_sizes(max_num_seqs))
-    return decode_graphs if decode_graphs.capture() else None
+class _GraphBuilder:
+    """Builder of captured decodes over a cache."""
+
+    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, max_num_seqs: int) -> None:
+        self._loaded = loaded
+        self._attention = attention
+        self._buckets = bucket_sizes(max_num_seqs)
+        self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
+        self._is_possible = True
+
+    def captured(self, cache: KVCache) -> DecodeGraphRunner | None:
+        """Return captured CUDA graphs of decodes; None if the model prevents it, now or at an earlier call."""
+        if not self._is_possible:
+            return None
+        decode_graphs = DecodeGraphRunner(self._loaded, cache, self._attention, self._buckets)
+        self._is_possible = decode_graphs.capture(self._stream)
+        return decode_graphs if self._is_possible else None
 
 
-def _available_cuda_bytes(
+def _graph_builder(
     loaded: LoadedModel, attention: AttentionBackend, limits: EngineLimits, options: RunnerOptions
-) -> int:
-    """Return the bytes left for the KV cache, after measuring the peak of the largest steps.
+) -> _GraphBuilder | None:
+    """Return a builder of CUDA graphs; None if the device, the attention backend or the options have none."""
+    planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
+    if loaded.device.type != "cuda" or planned is None or options.enforce_eager:
+        return None
+    return _GraphBuilder(loaded, planned, limits.max_num_seqs)
 
-    The steps run over a cache that has the scratch block alone.
-    """
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(loaded.device)
-    runner = TorchModelRunner(loaded, _cache(loaded, limits.block_size, num_blocks=0), attention)
+
+def _measure_on_cuda(
+    loaded: LoadedModel,
+    attention: AttentionBackend,
+    limits: EngineLimits,
+    options: RunnerOptions,
+    graphs: _GraphBuilder | None,
+) -> MemoryUse:
+    """Measure the largest steps and the graphs over a cache that has the scratch block alone."""
+    scratch = _cache(loaded, limits.block_size, num_blocks=0)
+    runner = TorchModelRunner(loaded, scratch, attention)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len, limits.block_size)
-    _run(runner, dummy_batches(*sizes))
-    torch.cuda.synchronize(loaded.device)
-    peak = torch.cuda.max_memory_allocated(loaded.device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(loaded.device)
-    # Memory of other processes and of this process's CUDA context.
-    foreign = total - free - torch.cuda.memory_reserved(loaded.device)
-    return int(total * options.gpu_memory_utilization) - peak - foreign
+    return measure_use(
+        CudaMemory(loaded.device),
+        MemoryShare(options.gpu_memory_utilization, options.num_gpus),
+        lambda: _run(runner, dummy_batches(*sizes)),
+        lambda: None if graphs is None else graphs.captured(scratch),
+    )
 
 
 def _cache(loaded: LoadedModel, block_size: int, num_blocks: int) -> KVCache:

@@ -82,6 +82,15 @@ def test_a_mistake_is_refused_in_words(fields, words):
     assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"),
+    [("auto", 0, "cpu"), ("auto", 0.5, "auto"), ("auto", 1, "auto"), ("cuda", 0, "cuda"), ("cpu", 0, "cpu")],
+)
+def test_the_device_auto_is_a_gpu_only_for_a_replica_that_was_given_one(device, num_gpus, expected):
+    options = HeadwayConfig(device=device).replica_options().with_gpus(num_gpus)
+    assert (options.model.device, options.runner.num_gpus) == (expected, num_gpus)
+
+
 def test_every_field_says_what_it_does():
     assert [name for name, field in HeadwayConfig.model_fields.items() if not field.description] == []
 

@@ -18,6 +18,7 @@ from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.interface import AttentionBackend, AttentionCall, AttentionContext, AttentionSpec, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
+from replicas.model.hardware.device import compute_capability
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 
 if TYPE_CHECKING:
@@ -109,8 +110,10 @@ def _triton(spec: AttentionSpec) -> TritonBackend:
         from replicas.model.attention.triton import TritonBackend
     except ImportError as error:
         raise ModelLoadError(str(error)) from error
-    _refuse_wrong(spec, [TritonBackend(number) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)], SHORT_SCHEDULE)
-    return TritonBackend(_num_processors(spec.device))
+    capability = compute_capability(spec.device)
+    candidates = [TritonBackend(number, capability) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)]
+    _refuse_wrong(spec, candidates, SHORT_SCHEDULE)
+    return TritonBackend(_num_processors(spec.device), capability)
 
 
 def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionBackend], schedule: ChunkSchedule) -> None:

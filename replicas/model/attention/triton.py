@@ -26,6 +26,10 @@ _MIN_PART_KEYS = 128
 _MIN_WIDTH = 16
 # Bytes of the keys of a tile.
 _KEY_BYTES = 16 * 1024
+# Compute capabilities whose matrix units read operands from shared memory: Hopper, and Blackwell of data centres.
+_READING_SHARED_MEMORY = (90, 100, 103)
+# Alignments of strides that kernels are compiled for: 32 and 16 bytes of 16-bit numbers, or none.
+_ALIGNMENTS = (16, 8, 1)
 # Numbers that one program of the writing kernel copies.
 _PROGRAM_NUMBERS = 4096
 
@@ -72,8 +76,11 @@ def layer_shape(call: AttentionCall, layer: LayerCache) -> LayerShape:
 
 
 @cache
-def choose_tile(shape: LayerShape, is_decode: bool) -> TileShape:
-    """Return the tile for `shape`. Its pipeline stages fit the shared memory of every device since 2020."""
+def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShape:
+    """Return the tile for `shape` on a device of `capability`, such as 90 for 9.0.
+
+    Its pipeline stages fit the shared memory of every device since 2020, and what it computes fits the registers.
+    """
     width = max(shape.key_width, shape.value_width)
     keys = min(64, max(_MIN_WIDTH, _KEY_BYTES // (width * shape.itemsize)))
     group_rows = int(triton.next_power_of_2(shape.group_size))
@@ -86,7 +93,12 @@ def choose_tile(shape: LayerShape, is_decode: bool) -> TileShape:
         return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=4, num_stages=2)
     is_narrow = width <= 128
     rows = max(128 if is_narrow else 64, group_rows)
-    return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=2)
+    if capability in _READING_SHARED_MEMORY:
+        # A third stage copies the block ids ahead. For heads of 64 it would need more registers than two programs have.
+        num_stages = 3 if width > 64 else 2
+        return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=num_stages)
+    # Sums are in registers, and so are the operands of the matrix units.
+    return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,8 @@ class TritonAttention:
     slots: Tensor
     plan: TilePlan
     num_programs: int
+    capability: int
+    """Compute capability of the device, such as 90 for 9.0."""
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
@@ -107,14 +121,14 @@ class TritonAttention:
         output = call.query.new_empty(num_tokens, num_heads, shape.value_size)
         if self.plan.decodes is not None:
             self._attend_group(call, layer, self.plan.decodes, output)
-        prefills = self.plan.prefills(choose_tile(shape, is_decode=False).tokens, output.device)
+        prefills = self.plan.prefills(self._tile(shape, is_decode=False).tokens, output.device)
         if prefills is not None:
             self._attend_group(call, layer, prefills, output)
         return output
 
     def _attend_group(self, call: AttentionCall, layer: LayerCache, group: TileGroup, output: Tensor) -> None:
         shape = layer_shape(call, layer)
-        tile = choose_tile(shape, is_decode=group.tokens_per_tile == 1)
+        tile = self._tile(shape, is_decode=group.tokens_per_tile == 1)
         assert tile.tokens == group.tokens_per_tile, "the group was cut for another shape"
         num_keys = group.longest if call.window is None else min(group.longest, call.window + tile.tokens)
         num_programs = len(group.tiles) * shape.num_kv_heads
@@ -125,14 +139,19 @@ class TritonAttention:
         if num_splits > 1:
             _combine(launch, parts)
 
+    def _tile(self, shape: LayerShape, is_decode: bool) -> TileShape:
+        return choose_tile(shape, is_decode, self.capability)
+
 
 class TritonBackend:
     """`AttentionBackend` over Triton's kernels, for a device with `num_processors` multiprocessors."""
 
     kernels = "Triton kernels"
 
-    def __init__(self, num_processors: int) -> None:
+    def __init__(self, num_processors: int, capability: int) -> None:
+        """Make a backend for a device of `capability`, such as 90 for 9.0."""
         self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
+        self._capability = capability
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> TritonAttention:
         """Return the attention of the chunks of `inputs`."""
@@ -143,7 +162,7 @@ class TritonBackend:
 
         `slots` [num_tokens] int64 are the slots for the keys and values.
         """
-        return TritonAttention(cache, slots, plan, self._num_programs)
+        return TritonAttention(cache, slots, plan, self._num_programs, self._capability)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +207,7 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
     key, value = with_dense_heads(call.key), with_dense_heads(call.value)
     num_rows = len(slots) * shape.num_kv_heads
     tile_rows = max(1, _PROGRAM_NUMBERS // max(shape.key_width, shape.value_width))
+    strides = (*_outer_strides(key), *_outer_strides(value))
     write_kernel[(triton.cdiv(num_rows, tile_rows),)](
         key,
         value,
@@ -195,20 +215,32 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
         layer.values,
         slots,
         num_rows,
-        *key.stride()[:2],
-        *value.stride()[:2],
+        *strides,
         NUM_KV_HEADS=shape.num_kv_heads,
         KEY_SIZE=shape.key_size,
         VALUE_SIZE=shape.value_size,
         KEY_WIDTH=shape.key_width,
         VALUE_WIDTH=shape.value_width,
         TILE_ROWS=tile_rows,
+        STRIDE_ALIGNMENT=_alignment(strides),
     )
+
+
+def _outer_strides(tensor: Tensor) -> tuple[int, int]:
+    """Return the strides of tokens and of heads; 0 for a single one, whose stride is arbitrary."""
+    num_tokens, num_heads, _ = tensor.shape
+    return tensor.stride(0) if num_tokens > 1 else 0, tensor.stride(1) if num_heads > 1 else 0
+
+
+def _alignment(strides: tuple[int, ...]) -> int:
+    """Return a number that divides all strides, of a few: each compiles the kernels once more."""
+    return next(number for number in _ALIGNMENTS if not any(stride % number for stride in strides))
 
 
 def _attend(launch: _Launch, parts: _Parts) -> None:
     call, layer, group, shape, tile = launch.call, launch.layer, launch.group, launch.shape, launch.tile
     query = with_dense_heads(call.query)
+    strides = _outer_strides(query)
     attend_kernel[(shape.num_kv_heads, len(group.tiles), launch.num_splits)](
         query,
         layer.keys,
@@ -223,7 +255,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         call.scoring.softcap or 1.0,
         call.window or 0,
         launch.num_splits,
-        *query.stride()[:2],
+        *strides,
         group.tables.stride(0),
         NUM_KV_HEADS=shape.num_kv_heads,
         GROUP_SIZE=shape.group_size,
@@ -239,6 +271,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         HAS_SOFTCAP=call.scoring.softcap is not None,
         HAS_SINKS=call.scoring.sinks is not None,
         IS_SPLIT=launch.num_splits > 1,
+        STRIDE_ALIGNMENT=_alignment(strides),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

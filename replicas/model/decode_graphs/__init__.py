@@ -1,5 +1,5 @@
 """CUDA graphs of decodes, padded to a few batch sizes.
 
-Read `graphs.py` first. May import `replicas.engine`, `replicas.model.attention`, `replicas.model.batch`,
-`replicas.model.loading`, `replicas.model.sampling`.
+Read `graphs.py` first. May import `replicas.engine`, `replicas.errors`, `replicas.model.attention`,
+`replicas.model.batch`, `replicas.model.loading`, `replicas.model.sampling`.
 """

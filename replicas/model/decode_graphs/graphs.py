@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
+from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionContext
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.tiles import TilePlan
@@ -69,6 +70,7 @@ class DecodeGraphRunner:
         self._buckets = buckets
         num_blocks = -(-loaded.max_model_len // cache.block_size)
         self._buffers = DecodeBuffers(buckets[-1], num_blocks, cache.block_size, loaded.device)
+        self._logits: Tensor | None = None
         self._graphs: dict[int, _Graph] = {}
 
     def can_run(self, items: Items[ScheduledSequence]) -> bool:
@@ -94,20 +96,27 @@ class DecodeGraphRunner:
         return self._compute(sent.num_rows) if graph is None else graph.replay()
 
     @torch.inference_mode()
-    def capture(self) -> bool:
+    def capture(self, stream: torch.cuda.Stream) -> bool:
         """Capture a graph for every bucket. The largest is the first, and the smaller ones share its memory.
 
-        Returns False, and keeps no graph, if a capture fails: for example if the model's code reads a value back from
-        the device.
+        All captures of a process use one `stream`: cuBLAS keeps a workspace for each stream that it has met. Returns
+        False, and keeps no graph, if a capture fails: for example if the model's code reads a value back from the
+        device.
+
+        Raises:
+            ModelLoadError: the device has too little memory for the graphs.
         """
         device = self._loaded.device
         started_s, free_before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
         pool = torch.cuda.graph_pool_handle()
-        # One stream for all captures: cuBLAS keeps a workspace for each stream that it has met.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         try:
             for bucket in reversed(self._buckets):
                 self._graphs[bucket] = self._capture_one(bucket, pool, stream)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"the CUDA graphs of {self._buckets[-1]} sequences (max_num_seqs) do not fit the memory of {device}; "
+                f"choose a smaller max_num_seqs or gpu_memory_utilization, or enforce_eager=true: {error}"
+            ) from error
         except Exception as error:  # The errors of Triton and torch have no other common class.
             self._graphs.clear()
             _log.warning("decodes run without CUDA graphs, and small batches are slower: %s", error)
@@ -133,9 +142,15 @@ class DecodeGraphRunner:
     def _compute(self, num_rows: int) -> DecodeOutputs:
         inputs = self._buffers.inputs(num_rows)
         context = self._attention(self._cache, inputs.slots, inputs.plan)
-        logits = self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows=0)
+        logits = self._keep(self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows=0))
         # In the logits' own type: their order in float32 is the same, and a copy would take twice their memory.
         return DecodeOutputs(logits, sample_greedy(logits))
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Copy `logits` into the buffer that all buckets share: kept apart, they would take several times its size."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._buckets[-1], logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
 
 
 @contextmanager

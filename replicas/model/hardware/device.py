@@ -27,6 +27,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu")
 
 
+def compute_capability(device: torch.device) -> int:
+    """Return the compute capability of a GPU, such as 90 for 9.0; also 90 where there is none, for an interpreter."""
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    major, minor = torch.cuda.get_device_capability(device) if has_gpu else (9, 0)
+    return 10 * major + minor
+
+
 def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> torch.dtype:
     """Return the dtype for `name`; auto is bfloat16 if the hardware computes it natively, else its fastest dtype.
 

@@ -23,6 +23,9 @@ from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
 from replicas.tokenizer_files import load_tokenizer
 
+LENGTH_DEPENDENT_ENCODINGS = ("dynamic", "longrope")
+"""Rotary position encodings that transformers changes once a sequence exceeds the model's original length."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
 
@@ -80,8 +83,9 @@ def load_model(options: ModelOptions) -> LoadedModel:
     tokenizer = _load_tokenizer(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     keep_int4 = has_kernels and options.quantization != "int8"
-    weights = load_weights(options.path, config, dtype, keep_int4=keep_int4)
-    model = weights.model.to(device).eval()
+    weights = load_weights(options.path, config, dtype, device, keep_int4=keep_int4)
+    model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
+    remove_waits(model)
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     _optimize(model, port, layers, options, has_kernels)
@@ -99,6 +103,18 @@ def load_model(options: ModelOptions) -> LoadedModel:
         has_kernels=has_kernels,
         weights=weights.description,
     )
+
+
+def remove_waits(model: PreTrainedModel) -> None:
+    """Change `model` so that no forward pass reads token ids or positions back from the device.
+
+    Without a padding token, transformers does not look for one. Position encodings that depend on the longest sequence
+    never change: `choose_max_model_len` bounds sequences to the length from which they would.
+    """
+    model.config.pad_token_id = None
+    for module in model.modules():
+        if getattr(module, "rope_type", None) in LENGTH_DEPENDENT_ENCODINGS:
+            module.rope_type = "fixed"
 
 
 def _optimize(
@@ -138,7 +154,7 @@ def choose_max_model_len(config: PretrainedConfig, asked: int | None) -> int:
     text_config = config.get_text_config(decoder=True)
     longest: int | None = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    if longest is not None and rope.get("rope_type") in ("dynamic", "longrope"):
+    if longest is not None and rope.get("rope_type") in LENGTH_DEPENDENT_ENCODINGS:
         # Beyond the original length these encodings change the rotation of every position in the forward pass: one
         # long sequence would change the other sequences of its batch.
         longest = min(longest, rope.get("original_max_position_embeddings") or longest)

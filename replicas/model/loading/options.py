@@ -51,13 +51,16 @@ class RunnerOptions:
     kv_cache_bytes: int = setting(512 * 2**20, gt=0)
     """Size of a replica's KV cache on CPU, bytes."""
     gpu_memory_utilization: float = setting(0.9, gt=0, le=1)
-    """Share of a GPU's memory for weights, activations and KV cache together."""
+    """Share of a GPU's memory for weights, activations, CUDA graphs and KV cache of all replicas on it together. A
+    replica that was given a part of the GPU takes that part of it."""
     attention_backend: Literal["auto", "flash", "triton", "gather"] = setting("auto")
     """Implementation of attention. flash: FlashAttention 3, if it is installed; triton: Headway's GPU kernels; gather:
     plain torch; auto: the first of these that passes the check at start-up. A replica whose backend was chosen
     explicitly and fails the check does not start."""
     enforce_eager: bool = setting(False)
     """On a GPU, launch the operations of a decode one by one instead of replaying captured CUDA graphs."""
+    num_gpus: float = 1.0
+    """GPUs that the replica was given; less than one: a part of one."""
 
     def __post_init__(self) -> None:
         check_bounds(self)

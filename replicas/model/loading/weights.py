@@ -23,6 +23,8 @@ from replicas.model.layers.linear import Int4Linear, PackedInt4, pack_int4
 from replicas.model.loading.checks import read_weights
 from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedWeights:
@@ -33,9 +35,17 @@ class LoadedWeights:
     """Format of the weights in the checkpoint and in memory, for people."""
 
 
-def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype, *, keep_int4: bool = False) -> LoadedWeights:
+def load_weights(
+    model: str,
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
+    *,
+    keep_int4: bool = False,
+) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
+    Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
     With `keep_int4`, linear layers whose weights have 4 bits in the checkpoint keep them, for the compiled kernels.
 
     Raises:
@@ -50,7 +60,7 @@ def load_weights(model: str, config: PretrainedConfig, dtype: torch.dtype, *, ke
     for name, weight in kept.items():
         # Zeros that share one number in memory; the layer is replaced below.
         state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype).expand, weight.layout.shape))
-    loaded = _build(model, config, dtype, state)
+    loaded = _build(model, config, dtype, state, None if device.type == "cpu" else str(device))
     for name, weight in kept.items():
         _replace(loaded, name.removesuffix(".weight"), pack_int4(reader.quantized(weight)))
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.

@@ -20,8 +20,8 @@ from replicas.protocol import SamplingParams
 
 # Numbers of most probable tokens to try on CPU, before all. Sorting the whole vocabulary takes 30 times as long as
 # finding the 256 most probable tokens, and these nearly always include all that top-k, top-p or min-p keep. Rows for
-# which they do not are tried again with more tokens. On a GPU all tokens are sorted at once: the check would wait for
-# the device.
+# which they do not are tried again with more tokens. On a GPU without Triton all tokens are sorted at once: the check
+# would wait for the device.
 _NUM_CANDIDATES = (256, 8192)
 
 _LARGEST_PART = 256
@@ -64,6 +64,10 @@ class SentSamplingTensors:
     rows: Span  # [num_rows]: the rows of the logits that draw randomly
     columns: Span  # [5 * num_rows]: uniform, temperature, top-p, min-p and top-k of each row
     needs_total: bool
+    has_top_k: bool
+    """True if some row has a top-k that can exclude tokens."""
+    has_top_p: bool
+    """True if some row has a top-p below 1."""
 
     def place(self, on_device: DeviceBuffer) -> SamplingTensors:
         """Return the parameters as tensors on the device."""
@@ -84,7 +88,13 @@ def send_sampling_tensors(
     for drawn, its in zip(uniforms, params, strict=True):
         numbers += (drawn, its.temperature, its.top_p, its.min_p, _top_k(its, vocab_size))
     needs_total = any(its.top_p < 1.0 and not _is_restricted(its, vocab_size) for its in params)
-    return SentSamplingTensors(to_device.ints(rows), to_device.floats(numbers), needs_total)
+    return SentSamplingTensors(
+        to_device.ints(rows),
+        to_device.floats(numbers),
+        needs_total,
+        has_top_k=any(_top_k(its, vocab_size) < math.inf for its in params),
+        has_top_p=any(its.top_p < 1.0 for its in params),
+    )
 
 
 def uniform(seed: int, index: int) -> float:

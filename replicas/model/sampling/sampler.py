@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from replicas.model.sampling.multinomial import (
     uniform,
 )
 
+_log = logging.getLogger(__name__)
+
 # Lower temperatures are greedy: other tokens would have weight 0 in float32, or the division would overflow.
 _GREEDY_TEMPERATURE = 1e-5
 
@@ -39,6 +43,24 @@ def sample_greedy(logits: Tensor) -> SampledTokens:
     tokens = logits.argmax(dim=-1)
     # argmax prefers a NaN to any number, so the value at its index is finite only if the row has no NaN.
     return SampledTokens(tokens, logits.gather(1, tokens[:, None])[:, 0].isfinite())
+
+
+@cache
+def _has_draw_kernel(device: torch.device) -> bool:
+    """Return True if a kernel draws from the most probable tokens on `device`, as it does on a GPU with Triton."""
+    if device.type != "cuda":
+        return False
+    try:
+        from replicas.model.sampling.triton_draw import check_draw  # Only torch for CUDA installs Triton.
+
+        fault = check_draw(device)
+    except ImportError as error:
+        fault = str(error)
+    if fault is not None:
+        _log.warning(
+            "top-p, top-k and min-p sort all logits and are slow: Triton's kernel does not work here: %s", fault
+        )
+    return fault is None
 
 
 class Sampler:
@@ -104,12 +126,21 @@ class Sampler:
             processed = processed.clone() if processed is logits else processed
             masks.apply(processed)
         sampled = sample_greedy(processed)
-        for sampling, sample in ((self._full, sample_full), (self._truncated, sample_truncated)):
+        for sampling in (self._full, self._truncated):
             if sampling is not None:
                 rows = on_device.ints(sampling.rows)
-                some = processed if len(rows) == len(processed) else processed[rows]
-                sampled.tokens[rows] = sample(some, sampling.place(on_device))
+                sampled.tokens[rows] = self._draw(processed, rows, sampling, on_device)
         return sampled
+
+    def _draw(self, logits: Tensor, rows: Tensor, sampling: SentSamplingTensors, on_device: DeviceBuffer) -> Tensor:
+        """Return the random tokens of `rows`, [len(rows)] int64."""
+        if sampling is self._truncated and _has_draw_kernel(logits.device):
+            from replicas.model.sampling.triton_draw import draw_truncated
+
+            flags = {"has_top_k": sampling.has_top_k, "has_top_p": sampling.has_top_p}
+            return draw_truncated(logits, rows, on_device.floats(sampling.columns), **flags)
+        some = logits if len(rows) == len(logits) else logits[rows]
+        return (sample_full if sampling is self._full else sample_truncated)(some, sampling.place(on_device))
 
     def _send(
         self, rows: list[int], items: Items[ScheduledSequence], vocab_size: int, to_device: HostToDeviceBuffer

@@ -16,9 +16,10 @@ from replicas.model.attention.triton import LayerShape, choose_tile
 from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel, write_kernel
 from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 
-pytestmark = pytest.mark.skipif(
+not_interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted in this process"
 )
+pytestmark = not_interpreted
 
 # Compute capability, and the shared memory that a program may have. 8.9 has least of those since 2020.
 AMPERE, ADA, HOPPER = (80, 163 * 1024), (89, 99 * 1024), (90, 227 * 1024)
@@ -82,10 +83,11 @@ def sizes(shape: LayerShape) -> dict[str, int]:
 def test_attention_compiles_and_fits(
     shape: LayerShape, device: tuple[int, int], is_decode: bool, is_split: bool, scores: dict[str, bool]
 ) -> None:
-    tile = choose_tile(shape, is_decode)
+    tile = choose_tile(shape, is_decode, device[0])
     constants = {
         **sizes(shape), **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_TOKENS": tile.tokens,
         "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
+        "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
     capability, shared_memory = device
     kernel = compiled(attend_kernel, shape, capability, constants, tile.num_warps, tile.num_stages)
@@ -98,7 +100,8 @@ def test_attention_compiles_and_fits(
 
 
 def test_the_other_kernels_compile() -> None:
-    assert compiled(write_kernel, QWEN, 90, {**sizes(QWEN), "TILE_ROWS": 64}).asm["ptx"]
+    write = compiled(write_kernel, QWEN, 90, {**sizes(QWEN), "TILE_ROWS": 64, "STRIDE_ALIGNMENT": 16}).asm["ptx"]
+    assert "ld.global.v4" in write and not re.search(r"(ld|st)\.global[.\w]*\.b16", write)
     constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "SPLIT_WIDTH": MAX_SPLITS, "HAS_SINKS": True}
     del constants["KEY_SIZE"], constants["KEY_WIDTH"]
     assert compiled(combine_kernel, QWEN, 90, constants).asm["ptx"]

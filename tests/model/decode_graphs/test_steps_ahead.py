@@ -14,7 +14,7 @@ from replicas.model.attention.gather import attend_dense
 from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.tiles import TilePlan
-from replicas.model.decode_graphs.graphs import PlannedAttention, bucket_sizes
+from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
@@ -151,6 +151,16 @@ def test_aborts_and_late_arrivals_leave_other_tokens_unchanged(loaded: LoadedMod
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
     whole = [request.request_id for request in requests if request.request_id not in aborted]
     check_same([outputs[name] for name in whole], [expected[name] for name in whole])
+
+
+def test_all_buckets_keep_their_logits_in_one_buffer() -> None:
+    loaded = load(cached_checkpoint("llama"))
+    cache = KVCache(loaded.layers, 8, 16, loaded.dtype, loaded.device)
+    decodes = DecodeGraphRunner(loaded, cache, PlannedGather, (1, 2, 4))
+    with torch.inference_mode():
+        kept = [decodes._compute(bucket).logits for bucket in (4, 1, 2)]
+    assert len({logits.untyped_storage().data_ptr() for logits in kept}) == 1
+    assert kept[0].untyped_storage().nbytes() == 4 * loaded.vocab_size * loaded.dtype.itemsize
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 9, 32, 64, 100, 256, 1024])

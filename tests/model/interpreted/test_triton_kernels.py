@@ -17,6 +17,7 @@ from replicas.model.attention.kv_cache import AttentionLayer, KVCache
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.fused_decoder import FusedDecoder
 from replicas.model.layers.optimize import cuda_modules, optimize_model
 from replicas.model.layers.triton_ops import TritonLayerOps, check_layer_ops
@@ -36,13 +37,14 @@ from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.decode_graphs.test_steps_ahead import check_same
 
 CPU = torch.device("cpu")
+CAPABILITY = compute_capability(CPU)
 
 
 def check(case: Case, num_processors: int) -> None:
     """With `num_processors` pretended: many of them make the kernels divide the keys, few as they are, into parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "_MIN_PART_KEYS", 16)
-        assert largest_error(case, TritonBackend(num_processors), CPU) < TOLERANCES[case.dtype]
+        assert largest_error(case, TritonBackend(num_processors, CAPABILITY), CPU) < TOLERANCES[case.dtype]
 
 
 # An interpreter takes its time: the mixtures of the other tests for one kind only.
@@ -105,7 +107,7 @@ def test_a_plan_of_reused_tensors_sees_their_new_values() -> None:
             tables[index, : len(blocks[index])] = torch.tensor(blocks[index])
             slots[index] = tables[index, position // 16] * 16 + position % 16
         call = AttentionCall(0, row, row[:, :2], row[:, 2:], Scoring(0.25), None, frozenset())
-        output = TritonBackend(500).planned(cache, slots.long(), plan).attend(call)
+        output = TritonBackend(500, CAPABILITY).planned(cache, slots.long(), plan).attend(call)
         assert not output[len(positions) :].any()
         for index, position in enumerate(positions):
             keys, values = (
@@ -126,7 +128,7 @@ LAYERS = [
 
 
 def test_right_kernels_pass_the_check() -> None:
-    backends = [TritonBackend(0), TritonBackend(4096)]
+    backends = [TritonBackend(0, CAPABILITY), TritonBackend(4096, CAPABILITY)]
     assert check_attention(AttentionSpec(LAYERS[1:], 16, torch.float16, CPU), backends) is None
 
 
@@ -139,7 +141,7 @@ def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(LAYERS[:1], 16, torch.float32, CPU)
     for wrong in (forget_the_first, lambda *_: None):
         monkeypatch.setattr(triton, "write_keys_and_values", wrong)
-        fault = check_attention(spec, [TritonBackend(0)])
+        fault = check_attention(spec, [TritonBackend(0, CAPABILITY)])
         assert fault is not None and "differs from plain torch" in fault
 
 
@@ -211,7 +213,7 @@ def test_padded_decodes_give_the_tokens_of_plain_steps(tmp_path: Path, architect
         for number, prompt in enumerate(random_prompts((5, 18, 9, 30)))
     ]
     expected = run(build_engine(loaded), requests)
-    backend = TritonBackend(num_processors)
+    backend = TritonBackend(num_processors, CAPABILITY)
     engine = build_engine(loaded, PREEMPTING, backend, backend.planned, is_ahead=True)
     check_same(run(engine, requests), expected)
     assert num_preemptions(engine) > 0

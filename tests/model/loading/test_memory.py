@@ -1,13 +1,19 @@
 """Memory of a replica, computed from the checkpoint's files alone."""
 
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.lazy_weights import LazyWeight
+from replicas.model.loading.config import read_config
 from replicas.model.loading.memory import ReplicaMemory, check_memory, replica_memory
 from replicas.model.loading.options import ModelOptions, Quantization, RunnerOptions
+from replicas.model.loading.weights import load_weights
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import load_compiled
@@ -51,3 +57,32 @@ def test_too_much_is_refused_with_the_nearest_setting_that_fits(tmp_path: Path) 
             ModelLoadError, match=r"needs 2\.0 GiB.*1\.0 GiB of weights.* of memory are free; " + remedy
         ):
             check_memory(needed, tmp_path, available, num_replicas)
+
+
+class HostBytes:
+    """Bytes of the weights that were read and are still on the host."""
+
+    def __init__(self) -> None:
+        self.now, self.peak, self.total = 0, 0, 0
+
+    def read(self, weight: LazyWeight) -> Tensor:
+        found = weight._read().clone()
+        self._change(found.nbytes)
+        self.total += found.nbytes
+        weakref.finalize(found, self._change, -found.nbytes)
+        return found
+
+    def _change(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+
+def test_weights_go_to_their_device_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host never holds the whole model. A meta device takes a GPU's place: what is there is not on the host."""
+    host = HostBytes()
+    monkeypatch.setattr(LazyWeight, "__getitem__", lambda weight, _: host.read(weight))
+    path = cached_checkpoint("llama")
+    loaded = load_weights(str(path), read_config(str(path)), torch.float32, torch.device("meta"))
+    assert {tensor.device.type for tensor in loaded.model.state_dict().values()} == {"meta"}
+    assert host.total == sum(weight.nbytes for weight in loaded.model.state_dict().values())
+    assert host.peak <= host.total / 3

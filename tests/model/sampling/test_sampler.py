@@ -126,7 +126,7 @@ def test_draw_from_the_whole_vocabulary_reaches_the_threshold_of_its_sum(vocab_s
         logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf
         logits[:, vocab_size // 2] = 0.0
         drawn = torch.rand(64, 1, generator=generator, dtype=torch.float64)
-        drawn[:2, 0] = torch.tensor([0.0, 1.0 - 2.0**-52])
+        drawn[:2, 0] = torch.tensor([0.0, 1.0 - 2.0**-52], dtype=torch.float64)
         ones = torch.ones_like(drawn)
         tokens = sample_full(logits, SamplingTensors(drawn, 0.9 * ones, ones, 0 * ones, math.inf * ones, False))
         weights = torch.exp((logits - logits.amax(1, keepdim=True)).double() / 0.9)

@@ -1,0 +1,159 @@
+"""Triton kernel of sampling from the most probable tokens of a row, without a sort, for CUDA devices.
+
+Logits are ordered by keys: unsigned integers in the same order. A set of the most probable tokens is all keys above
+one, and the first of the tokens with that key by id. Four-way searches find such a key by the tokens above it: by their
+number for top-k, by their mass for top-p and for the draw. The mass of a token is its weight as an integer, so sums
+do not depend on the order of additions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _keys_of(values):
+    """Return unsigned integers in the order of `values`; both zeros have one."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _values_of(keys):
+    bits = tl.where((keys >> 31) == 1, keys & 0x7FFFFFFF, keys ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _masses_of(values, peak, temperature, min_p, WHOLE: tl.constexpr):
+    weights = tl.exp((values - peak) / temperature)
+    return tl.where(weights >= min_p, weights * WHOLE, 0.0).to(tl.int64)
+
+
+@triton.jit
+def _sums_above(
+    start, is_row, vocab_size, peak, temperature, min_p, first, second, third, counts,
+    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return the masses above three keys, each [TILE_ROWS] int64; with `counts` the numbers of tokens above them."""
+    above_first = tl.zeros([TILE_ROWS, TILE], tl.int64)
+    above_second = tl.zeros([TILE_ROWS, TILE], tl.int64)
+    above_third = tl.zeros([TILE_ROWS, TILE], tl.int64)
+    for begin in range(0, vocab_size, TILE):
+        columns = begin + tl.arange(0, TILE)
+        is_cell = is_row[:, None] & (columns < vocab_size)[None, :]
+        values = tl.load(start[:, None] + columns[None, :], mask=is_cell, other=float("-inf"))
+        keys = _keys_of(values)
+        masses = _masses_of(values, peak[:, None], temperature[:, None], min_p[:, None], WHOLE)
+        masses = tl.where(is_cell, tl.where(counts > 0, 1, masses), 0)
+        above_first += tl.where(keys > first[:, None], masses, 0)
+        above_second += tl.where(keys > second[:, None], masses, 0)
+        above_third += tl.where(keys > third[:, None], masses, 0)
+    return tl.sum(above_first, 1), tl.sum(above_second, 1), tl.sum(above_third, 1)
+
+
+@triton.jit
+def _search(
+    bound, start, is_row, vocab_size, peak, temperature, min_p, counts, num_digits,
+    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return the least key above which the sum is below `bound`, its unknown bits set, and that sum."""
+    key = tl.zeros([TILE_ROWS], tl.uint32)
+    above = tl.zeros([TILE_ROWS], tl.int64)
+    for digit in range(num_digits):
+        shift = (tl.zeros([TILE_ROWS], tl.int32) + (30 - 2 * digit)).to(tl.uint32)
+        one = (tl.zeros([TILE_ROWS], tl.uint32) + 1) << shift
+        rest = one - 1
+        first, second, third = _sums_above(
+            start, is_row, vocab_size, peak, temperature, min_p, key | rest, key | one | rest, key | (one << 1) | rest,
+            counts, TILE_ROWS, TILE, WHOLE,
+        )  # fmt: skip
+        above = tl.where(third < bound, third, above)
+        above = tl.where(second < bound, second, above)
+        above = tl.where(first < bound, first, above)
+        passed = (first >= bound).to(tl.uint32) + (second >= bound).to(tl.uint32) + (third >= bound).to(tl.uint32)
+        key = key | (passed << shift)
+    unknown = (32 - 2 * num_digits).to(tl.uint32)
+    ones = ((tl.zeros([TILE_ROWS], tl.uint32) + 1) << unknown) - 1
+    return key | ones, above
+
+
+@triton.jit
+def _mass_of_key(key, num_digits, peak, temperature, min_p, WHOLE: tl.constexpr):
+    """Return the mass of a token with this key. Of a key with unknown bits, those of its value are zeros."""
+    unknown = (32 - 2 * num_digits).to(tl.uint32)
+    ones = ((tl.zeros_like(key) + 1) << unknown) - 1
+    key = tl.where((key >> 31) == 1, key - (key & ones), key | ones)
+    return _masses_of(_values_of(key), peak, temperature, min_p, WHOLE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "has_top_k", "has_top_p"])
+def draw_kernel(
+    logits, rows, columns, tokens, num_rows, vocab_size, stride, has_top_k, has_top_p,
+    TILE_ROWS: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Draw a token for rows [program_id(0) * TILE_ROWS, ...) of `rows`, which are rows of `logits` [., vocab_size].
+
+    `columns` [num_rows, 5] float64 holds uniform number, temperature, top-p, min-p and top-k of each row. WHOLE is the
+    mass of the most probable token, a power of 2. The masses of all tokens fit 63 bits.
+    """
+    index = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_row = index < num_rows
+    start = logits + tl.load(rows + index, mask=is_row, other=0) * stride
+    params = columns + index * 5
+    uniform = tl.load(params, mask=is_row, other=0.0)
+    temperature = tl.load(params + 1, mask=is_row, other=1.0).to(tl.float32)
+    top_p = tl.load(params + 2, mask=is_row, other=1.0)
+    min_p = tl.load(params + 3, mask=is_row, other=0.0).to(tl.float32)
+    top_k = tl.minimum(tl.load(params + 4, mask=is_row, other=1.0), vocab_size).to(tl.int64)
+
+    highest = tl.full([TILE_ROWS, TILE], float("-inf"), tl.float32)
+    fraction = tl.zeros([TILE_ROWS, TILE], tl.uint32)
+    for begin in range(0, vocab_size, TILE):
+        cells = begin + tl.arange(0, TILE)
+        is_cell = is_row[:, None] & (cells < vocab_size)[None, :]
+        values = tl.load(start[:, None] + cells[None, :], mask=is_cell, other=float("-inf"))
+        highest = tl.maximum(highest, values)
+        fraction = fraction | (values.to(tl.uint32, bitcast=True) & 0xFFFF)
+    peak = tl.max(highest, 1)
+    # Logits in bfloat16 have 16 bits; the others are zeros, and need no search.
+    num_digits = tl.where(tl.max(tl.max(fraction.to(tl.int32), 1), 0) == 0, 8, 16)
+
+    last = tl.zeros([TILE_ROWS], tl.uint32)
+    num_last = tl.zeros([TILE_ROWS], tl.int64)
+    if has_top_k > 0:
+        last, num_above = _search(
+            top_k, start, is_row, vocab_size, peak, temperature, min_p, 1, num_digits, TILE_ROWS, TILE, WHOLE
+        )
+        num_last = top_k - num_above
+    total, _, _ = _sums_above(
+        start, is_row, vocab_size, peak, temperature, min_p, last, last, last, 0, TILE_ROWS, TILE, WHOLE
+    )  # fmt: skip
+    total += num_last * _mass_of_key(last, num_digits, peak, temperature, min_p, WHOLE)
+    if has_top_p > 0:
+        bound = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
+        least, above = _search(
+            bound, start, is_row, vocab_size, peak, temperature, min_p, 0, num_digits, TILE_ROWS, TILE, WHOLE
+        )
+        mass = tl.maximum(_mass_of_key(least, num_digits, peak, temperature, min_p, WHOLE), 1)
+        total = above + (bound - above + mass - 1) // mass * mass
+    reached = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    chosen, above = _search(
+        reached + 1, start, is_row, vocab_size, peak, temperature, min_p, 0, num_digits, TILE_ROWS, TILE, WHOLE
+    )
+    rank = (reached - above) // tl.maximum(_mass_of_key(chosen, num_digits, peak, temperature, min_p, WHOLE), 1)
+
+    unknown = (32 - 2 * num_digits).to(tl.uint32)
+    seen = tl.zeros([TILE_ROWS], tl.int64)
+    token = tl.zeros([TILE_ROWS], tl.int32)
+    for begin in range(0, vocab_size, TILE):
+        cells = begin + tl.arange(0, TILE)
+        is_cell = is_row[:, None] & (cells < vocab_size)[None, :]
+        values = tl.load(start[:, None] + cells[None, :], mask=is_cell, other=float("-inf"))
+        is_equal = (((_keys_of(values) >> unknown) == (chosen >> unknown)[:, None]) & is_cell).to(tl.int32)
+        order = seen[:, None] + tl.cumsum(is_equal, 1) - 1
+        is_token = (is_equal > 0) & (order == rank[:, None])
+        token = tl.maximum(token, tl.max(tl.where(is_token, cells[None, :], 0), 1))
+        seen += tl.sum(is_equal, 1)
+    tl.store(tokens + index, token.to(tl.int64), mask=is_row)

@@ -1,0 +1,146 @@
+"""Attention kernels fit every device: its registers, shared memory, multiprocessors and widths of loads.
+
+The shapes are those of served models. A device is not needed: triton's wheel has the assembler.
+"""
+
+import math
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+
+from replicas.model.attention.triton import LayerShape, choose_tile
+from replicas.model.attention.triton_kernels import attend_kernel
+from tests.model.attention.test_triton_compilation import PLAIN, compiled, not_interpreted, sizes
+
+pytestmark = not_interpreted
+
+_TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def shape(num_kv_heads: int, group_size: int, key_size: int, value_size: int | None = None) -> LayerShape:
+    return LayerShape(num_kv_heads, group_size, key_size, value_size or key_size, itemsize=2)
+
+
+WINDOW, CAPPED, SINKS = (
+    {"HAS_WINDOW": True},
+    {"HAS_WINDOW": True, "HAS_SOFTCAP": True},
+    {"HAS_WINDOW": True, "HAS_SINKS": True},
+)
+LAYERS: dict[str, tuple[LayerShape, dict[str, bool]]] = {
+    "llama-3.2-1b": (shape(8, 4, 64), {}),
+    "llama-3.1-8b": (shape(8, 4, 128), {}),
+    "smollm2-135m": (shape(3, 3, 64), {}),
+    "qwen2.5-0.5b": (shape(2, 7, 64), {}),
+    "qwen2.5-7b": (shape(4, 7, 128), {}),
+    "qwen3-30b-a3b": (shape(4, 8, 128), {}),
+    "mistral-7b": (shape(8, 4, 128), WINDOW),
+    "gemma-2b": (shape(1, 8, 256), {}),
+    "gemma-2-9b": (shape(8, 2, 256), CAPPED),
+    "phi-2": (shape(32, 1, 80), {}),
+    "phi-3-mini": (shape(32, 1, 96), WINDOW),
+    "gpt2": (shape(12, 1, 64), {}),
+    "gpt-oss-20b": (shape(8, 8, 64), SINKS),
+    "deepseek-v2-lite": (shape(16, 1, 192, 128), {}),
+    "starcoder": (shape(1, 48, 128), {}),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """Limits of a compute capability."""
+
+    shared_kib: int
+    """Most shared memory of a program."""
+    processor_kib: int
+    """Shared memory of a multiprocessor."""
+    max_stack: int
+    """Bytes that the registers of a thread may lack."""
+
+
+DEVICES = {
+    80: Device(163, 164, 64),
+    86: Device(99, 100, 64),
+    89: Device(99, 100, 64),
+    90: Device(227, 228, 0),
+    100: Device(227, 228, 0),
+    120: Device(99, 100, 64),
+}
+KINDS = {"decode": (True, False), "split": (True, True), "prefill": (False, False)}
+
+# What is not as it should be, and why.
+LARGE_GROUP = {"starcoder"}
+"""48 query rows of one KV head: 64 rows of a decode need the shared memory of half a multiprocessor, or more."""
+SPILLED = {("qwen2.5-0.5b", "prefill", 100): 8}
+"""Bytes of stack: with 7 query heads for each KV head, the rows of a tile are not those of a power of 2."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a compiled kernel takes of a multiprocessor."""
+
+    registers: int
+    stack: int
+    shared: int
+    num_warps: int
+
+    def num_programs(self, device: Device) -> int:
+        """Return the programs that one multiprocessor runs at a time."""
+        per_warp = math.ceil(self.registers * 32 / 256) * 256
+        by_registers = 65536 // (per_warp * self.num_warps)
+        return min(by_registers, device.processor_kib * 1024 // (self.shared + 1024))
+
+
+def resources(kernel: Any) -> Resources:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        output = subprocess.run([_TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", output)
+    assert found is not None, output
+    return Resources(int(found[1]), int(found[2]), kernel.metadata.shared, kernel.metadata.num_warps)
+
+
+def attention(name: str, kind: str, capability: int) -> Any:
+    layer, scores = LAYERS[name]
+    is_decode, is_split = KINDS[kind]
+    tile = choose_tile(layer, is_decode, capability)
+    constants = {
+        **sizes(layer), **PLAIN, **scores, "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
+        "TILE_TOKENS": tile.tokens, "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
+        "STRIDE_ALIGNMENT": 16,
+    }  # fmt: skip
+    return compiled(attend_kernel, layer, capability, constants, tile.num_warps, tile.num_stages)
+
+
+QUICK = {
+    ("llama-3.1-8b", "prefill", 90), ("llama-3.1-8b", "split", 80), ("qwen2.5-7b", "prefill", 80),
+    ("gemma-2-9b", "prefill", 89), ("gpt-oss-20b", "decode", 120), ("gemma-2-9b", "prefill", 100),
+}  # fmt: skip
+MATRIX = [(name, kind, capability) for name in LAYERS for kind in KINDS for capability in DEVICES]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "capability"),
+    [cell if cell in QUICK else pytest.param(*cell, marks=pytest.mark.deep) for cell in MATRIX],
+)
+def test_the_kernel_fits_the_device(name: str, kind: str, capability: int) -> None:
+    kernel, device = attention(name, kind, capability), DEVICES[capability]
+    taken, ptx = resources(kernel), kernel.asm["ptx"]
+    assert taken.shared <= device.shared_kib * 1024
+    if name not in LARGE_GROUP:
+        assert taken.stack <= SPILLED.get((name, kind, capability), device.max_stack)
+    if kind != "prefill" and capability in (80, 90) and name not in LARGE_GROUP:
+        assert taken.num_programs(device) >= 2
+    if kind == "prefill" and capability == 90:
+        assert "wgmma" in ptx
+    if "HAS_SINKS" not in LAYERS[name][1]:  # A row's sink is one number.
+        assert not re.search(r"ld\.global[.\w]*\.b16", ptx)
