@@ -1,9 +1,7 @@
 """The Grafana dashboard asks for nothing that /metrics does not show."""
 
-import asyncio
 import json
 import re
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.protocol import Band
-from router.balancing.load_table import LoadTable
-from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
-from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
-from router.scaling.ingress_reports import IngressGossip
-from router.types import LatencyTargets, Outcome
-from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
-from testkit.engine.shadow_runner import World, config, request
-from testkit.limits import LIMIT_S
+from testkit.whole_metrics import whole_metrics
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "serve_app" / "dashboard" / "grafana.json").read_text())
 METRIC = re.compile(r"\b(?:vllm|headway):\w+|\bhttp_\w+")
@@ -29,35 +18,11 @@ LABELS = re.compile(r"\b(?:by|on) \(([^)]*)\)|\{([^}]*)\}")
 Target = dict[str, Any]
 
 
-async def full_page() -> bytes:
-    """Return the metrics of an ingress that has a replica, a waiting request and a past."""
-    world = World(config())
-    world.add(request())
-    world.run()
-    http, table = HttpMetrics("m"), LoadTable(time.monotonic)
-    table.record(world.engine.stats())
-    queue = FlowQueue({band: BandLimits(10, 10_000) for band in Band}, 30.0)
-    queue.add(QueuedRequest(request(), 7, None, 1), 0.0)
-    settings = AutoscalingSettings(min_replicas=1, max_replicas=2, num_replicas=1)
-    gossip = IngressGossip("ingress")
-    load = IngressLoad(queue, table, gossip)
-    autoscaling = AutoscalingLoop(Autoscaler(settings, time.monotonic), load, gossip, lambda: asyncio.sleep(0))
-    running = asyncio.create_task(autoscaling.run(lambda: asyncio.sleep(0)))
-    async with asyncio.timeout(LIMIT_S):
-        while autoscaling.decision is None:
-            await asyncio.sleep(0)
-    running.cancel()
-    metrics = RouterMetrics(http.registry, dict.fromkeys(Band, LatencyTargets()))
-    metrics.waited(Band.STANDARD, Outcome.DISPATCHED, 0.1)
-    http.registry.register(RouterCollector(queue, table, autoscaling))
-    return exposition([world.engine.metrics()], "m", http)
-
-
 @pytest.fixture
 async def labels_of() -> dict[str, set[str]]:
     """Return the label names of every sample's name on the page."""
     labels: dict[str, set[str]] = defaultdict(set)
-    for family in text_string_to_metric_families((await full_page()).decode()):
+    for family in text_string_to_metric_families((await whole_metrics()).page()):
         for sample in family.samples:
             labels[sample.name] |= sample.labels.keys()
     return labels
@@ -117,5 +82,5 @@ def test_panels_neither_overlap_nor_share_an_id() -> None:
 
 
 async def test_the_whole_page_has_each_family_once() -> None:
-    types = [line.split()[2] for line in (await full_page()).decode().splitlines() if line.startswith("# TYPE")]
+    types = [line.split()[2] for line in (await whole_metrics()).page().splitlines() if line.startswith("# TYPE")]
     assert sorted(types) == sorted(set(types))
