@@ -281,12 +281,16 @@ class RouterCollector(Collector):
         tokens = GaugeMetricFamily(
             "headway:queue_tokens", "Expected tokens of the requests waiting in flow control.", labels=["band"]
         )
+        tenants = GaugeMetricFamily(
+            "headway:queue_tenants", "Tenants with a request that waits in flow control.", labels=["band"]
+        )
         age = GaugeMetricFamily(
             "headway:router_state_age_seconds", "Age of a replica's last report; of the 32 oldest.", labels=["replica"]
         )
         for band in Band:
             largest = self._queue.largest(band, _MAX_TENANTS)
             rest = self._queue.num_requests(band) - sum(largest.values())
+            tenants.add_metric([_name(band)], self._queue.num_tenants(band))
             for tenant, count in (*largest.items(), *([(_OTHER, rest)] if rest else [])):
                 size.add_metric([_name(band), tenant], count)
             tokens.add_metric([_name(band)], self._queue.num_tokens(band))
@@ -301,7 +305,7 @@ class RouterCollector(Collector):
         if (decision := self._autoscaling.decision) is not None:
             desired.add_metric([], decision.desired_replicas)
             drain.add_metric([], float("inf") if decision.drain_s is None else decision.drain_s)
-        yield from (size, tokens, age, desired, drain)
+        yield from (size, tokens, tenants, age, desired, drain)
 
 
 def _name(band: Band) -> str:

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.protocol import Metric
-from serve_app.deployments.ray_metrics import engine_exporter, jobs_exporter, registry_exporter
 from serve_app.metrics import engine_parts, plain_families
-from testkit.recorded_ray import RecordedRay
+from testkit.recorded_ray import RecordedRay, export_all
 from testkit.whole_metrics import MODEL, WholeMetrics, whole_metrics
 
 _INTRODUCTION = """# Metrics
@@ -77,7 +75,7 @@ class MetricRow:
 async def sections() -> dict[str, list[MetricRow]]:
     """Return the rows by the part of the application that counts them."""
     whole = await whole_metrics()
-    exported = await _exported(whole)
+    exported = await export_all(whole)
     own = list(whole.http.registry.collect())
     engines = b"".join(engine_parts({"0": [whole.engine]}, MODEL)).decode()
     families: dict[str, Iterable[Family]] = {
@@ -96,17 +94,6 @@ async def page() -> str:
     """Return the page: one table for each part of the application."""
     lines = [line for title, rows in (await sections()).items() for line in _section(title, rows)]
     return "\n".join([_INTRODUCTION, *lines])
-
-
-async def _exported(whole: WholeMetrics) -> RecordedRay:
-    async def read() -> Iterable[Metric]:
-        return whole.jobs.own
-
-    ray = RecordedRay()
-    await engine_exporter(MODEL, lambda: whole.engine, ray.instruments)()
-    await registry_exporter(MODEL, whole.http.registry, ray.instruments)()
-    await jobs_exporter(MODEL, read, ray.instruments)()
-    return ray
 
 
 def _of_page_alone(whole: WholeMetrics) -> Iterator[Family]:

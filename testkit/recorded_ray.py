@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
-from serve_app.deployments.ray_metrics import Instruments
+from replicas.protocol import Metric
+from serve_app.deployments.ray_metrics import Instruments, engine_exporter, jobs_exporter, registry_exporter
+from testkit.whole_metrics import MODEL, WholeMetrics
 
 _SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("", "_sum", "_count", "_bucket")}
 
@@ -40,7 +43,11 @@ class RecordedRay:
 
     def names(self) -> set[str]:
         """Return the names that Ray's exporter shows."""
-        return {f"ray_{name}{suffix}" for name, kind in self.kinds.items() for suffix in _SUFFIXES[kind]}
+        return {shown for name in self.kinds for shown in self.names_of(name)}
+
+    def names_of(self, name: str) -> set[str]:
+        """Return the names that Ray's exporter shows of one metric."""
+        return {f"ray_{name}{suffix}" for suffix in _SUFFIXES[self.kinds[name]]}
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum of what a metric was given, over the series with these labels."""
@@ -68,3 +75,16 @@ class _Instrument:
 
     def observe(self, value: float, tags: dict[str, str]) -> None:
         self._series(tags).append(value)
+
+
+async def export_all(whole: WholeMetrics) -> RecordedRay:
+    """Return what each process gives to Ray."""
+
+    async def read() -> Iterable[Metric]:
+        return whole.jobs.own
+
+    ray = RecordedRay()
+    await engine_exporter(MODEL, lambda: whole.engine, ray.instruments)()
+    await registry_exporter(MODEL, whole.http.registry, ray.instruments)()
+    await jobs_exporter(MODEL, read, ray.instruments)()
+    return ray
