@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -39,7 +40,7 @@ _MIGRATED = """Array.from(document.querySelectorAll('#requests rect.migrated'))
 
 async def take(tab: Tab, name: str, *, is_whole: bool = True) -> None:
     """Write a picture of a tab: of the whole page, or of what the window shows."""
-    options = {"captureBeyondViewport": is_whole}
+    options: dict[str, Any] = {"captureBeyondViewport": is_whole}
     if is_whole:
         size = (await tab.call("Page.getLayoutMetrics"))["cssContentSize"]
         options["clip"] = {**size, "scale": 1}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
+from replicas.protocol import HistogramMetric, Metric
 from serve_app.metrics import engine_parts, plain_families
 from testkit.recorded_ray import RecordedRay, export_all
 from testkit.whole_metrics import MODEL, WholeMetrics, whole_metrics
@@ -98,8 +99,12 @@ async def page() -> str:
 
 def _of_page_alone(whole: WholeMetrics) -> Iterator[Family]:
     """Yield the families that belong to the page itself."""
-    parts = (*whole.engine.metrics, *whole.engine.histograms, *whole.jobs.own, *whole.http.registry.collect())
-    known = {part.name for part in parts}
+    parts: tuple[Metric | HistogramMetric, ...] = (
+        *whole.engine.metrics,
+        *whole.engine.histograms,
+        *whole.jobs.own,
+    )
+    known = {part.name for part in parts} | {family.name for family in whole.http.registry.collect()}
     for family in text_string_to_metric_families(whole.page()):
         if family.name not in known and not family.name.endswith("_created"):
             yield family

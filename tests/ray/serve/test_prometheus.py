@@ -101,7 +101,7 @@ def server(app: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pr
     key = tmp_path_factory.mktemp("keys") / "key"
     key.write_text(KEY)
     discovery = ray_folder(app) / "prom_metrics_service_discovery.json"
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {
             "job_name": "headway",
             "static_configs": [{"targets": [app.url.removeprefix("http://")]}],
@@ -169,7 +169,7 @@ def total(server: Prometheus, name: str) -> float:
 
 def pairs(rows: list[MetricRow]) -> dict[str, str]:
     """Return the names of the sums that both roads have: counters, and sums, counts and buckets of histograms."""
-    found = {}
+    found: dict[str, str] = {}
     for row in rows:
         if row.name_at_ray is None or row.kind not in ("counter", "histogram"):
             continue
