@@ -83,7 +83,8 @@ class Switch:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_on = True
+        self.is_on = True
+        """False: the parts behind the switch do nothing."""
 
     def install(self) -> None:
         """Put the switch in front of all that shows what this process does."""
@@ -94,21 +95,22 @@ class Switch:
         for owner, name in (
             (RequestRegistry, "begin"), (RequestRegistry, "end"), (HttpMetrics, "spent"), (OutputMetrics, "chosen"),
         ):  # fmt: skip
-            self._gate(owner, name, lambda *_: None)
-        self._gate(Timeline, "_spend", _only_mark)
-        self._gate(Timeline, "_news", lambda *_: {})
-        self._gate(PhaseTimes, "enter", _only_phase)
+            self.gate(owner, name, lambda *_: None)
+        self.gate(Timeline, "_spend", _only_mark)
+        self.gate(Timeline, "_news", lambda *_: {})
+        self.gate(PhaseTimes, "enter", _only_phase)
 
     def _look(self) -> None:
         while True:
-            self._is_on = not self._path.exists()
+            self.is_on = not self._path.exists()
             time.sleep(_LOOK_S)
 
-    def _gate(self, owner: type, name: str, instead: Callable[..., Any]) -> None:
+    def gate(self, owner: type, name: str, instead: Callable[..., Any]) -> None:
+        """Put the switch in front of a method: while it is off, `instead` is called."""
         original = getattr(owner, name)
 
         def gated(*arguments: Any) -> Any:
-            return original(*arguments) if self._is_on else instead(*arguments)
+            return original(*arguments) if self.is_on else instead(*arguments)
 
         setattr(owner, name, gated)
 
@@ -116,7 +118,7 @@ class Switch:
         original = module.export_forever
 
         async def gated(export: Callable[[], Any], *period: float) -> None:
-            await original(lambda: export() if self._is_on else asyncio.sleep(0), *period)
+            await original(lambda: export() if self.is_on else asyncio.sleep(0), *period)
 
         module.export_forever = gated
 

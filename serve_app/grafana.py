@@ -68,6 +68,11 @@ def _rates(metric: str, by: str, legend: str | None = None) -> Query:
     return Query(f"sum by ({by}) (rate({metric}[$__rate_interval]))", legend or f"{{{{{by}}}}}")
 
 
+# An outcome has no series before its first wait.
+_LOST = (
+    'sum by (outcome) (rate(headway:queue_wait_seconds_count{outcome!~"Dispatched|RejectedCapacity"}'
+    "[$__rate_interval]))"
+)
 _LOAD = (
     Panel(
         "Requests running and waiting, by replica",
@@ -96,7 +101,7 @@ _LOAD = (
         "reqps",
         (
             _rates("vllm:admission_rejections_total", "reason", "429 {{reason}}"),
-            _rates('headway:queue_wait_seconds_count{outcome!~"Dispatched|RejectedCapacity"}', "outcome"),
+            Query(f"{_LOST} or on () vector(0)", "{{outcome}}"),
         ),
     ),
     Panel(
