@@ -25,6 +25,7 @@ from serve_app.config import DEMO_MODEL_NAME
 from testkit.http.chromium import CHROMIUM, Tab, open_tab
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.serving.batch_calls import line, submit
+from testkit.serving.ray_dashboard import ray_dashboard
 from testkit.serving.served import Served, serving, wait_for
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -34,6 +35,8 @@ _FORMS = {"": (1280, "light"), "-dark": (1280, "dark"), "-phone": (390, "light")
 """Width of the window and colour scheme by the end of the picture's name."""
 _HEIGHT = 900
 _NUM_LINES = 3000
+_SETTLE_S = 3.0
+"""Time in which a page of Ray's dashboard fetches what it shows, seconds."""
 _MIGRATED = """Array.from(document.querySelectorAll('#requests rect.migrated'))
     .some(part => Number(part.getAttribute('width')) > 40)"""
 
@@ -105,6 +108,25 @@ async def dashboard(application: Served, profile: Path) -> None:
             await take(tab, f"dashboard{end}")
 
 
+async def ray(application: Served, profile: Path) -> None:
+    """Take the pictures of Ray's dashboard, on the way to the replica of a request."""
+    body = {"model": DEMO_MODEL_NAME, "prompt": "The sea", "max_tokens": 8}
+    async with aiohttp.ClientSession(application.url, headers={"authorization": "Bearer acme"}) as http:
+        for number in range(20):
+            headers = {"x-request-id": f"order-{4700 + number}"}
+            async with http.post("/v1/completions", json=body, headers=headers) as answer:
+                replica_id = answer.headers["x-model-replica"]
+    async with ray_dashboard(application, profile) as dashboard:
+        for number, text, following in ((1, "Serve", "Model"), (2, "Model", replica_id), (3, replica_id, None)):
+            await dashboard.click(text)
+            if following is None:
+                await dashboard.tab.until("document.body.innerText.includes('Replica ID')")
+            else:
+                await dashboard.find(following)
+            await asyncio.sleep(_SETTLE_S)
+            await take(dashboard.tab, f"ray-{number}", is_whole=False)
+
+
 def _kill_one(application: Served) -> None:
     wait_for(lambda: len(application.replicas()) == 2, "two replicas are known")
     psutil.Process(application.replicas()[0]["pid"]).kill()
@@ -121,6 +143,9 @@ def main() -> None:
         if options.only != "ray":
             with served(f"{_ARGUMENTS} min_replicas=2 max_replicas=3", "REPLICAS=2") as application:
                 asyncio.run(dashboard(application, Path(profile) / "headway"))
+        if options.only != "dashboard":
+            with served("num_threads=1 cpus_per_replica=0.1", "REPLICAS=2") as application:
+                asyncio.run(ray(application, Path(profile) / "ray"))
 
 
 if __name__ == "__main__":

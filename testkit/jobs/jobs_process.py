@@ -37,6 +37,7 @@ class _Prepared:
     caller: Caller
     requests: tuple[Any, ...] = ()
     not_enforced: tuple[str, ...] = ()
+    longest_outputs: tuple[int, ...] = (4,)
     format = SimpleNamespace(num_malformed_calls=0)
     progress = SimpleNamespace(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
 
