@@ -11,6 +11,8 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import io
+import json
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -20,10 +22,11 @@ from typing import Any
 import aiohttp
 import openai
 import psutil
+from PIL import Image
 
 from serve_app.config import DEMO_MODEL_NAME
+from serve_app.key_file import digest_of
 from testkit.http.chromium import CHROMIUM, Tab, open_tab
-from testkit.http.scripted_dispatcher import write_keys
 from testkit.serving.batch_calls import line, submit
 from testkit.serving.ray_dashboard import ray_dashboard
 from testkit.serving.served import Served, serving, wait_for
@@ -34,6 +37,7 @@ _ARGUMENTS = "max_num_seqs=4 num_threads=1 cpus_per_replica=0.1 target_drain_s=1
 _FORMS = {"": (1280, "light"), "-dark": (1280, "dark"), "-phone": (390, "light")}
 """Width of the window and colour scheme by the end of the picture's name."""
 _HEIGHT = 900
+_MAX_HEIGHT = 2000
 _NUM_LINES = 3000
 _SETTLE_S = 3.0
 """Time in which a page of Ray's dashboard fetches what it shows, seconds."""
@@ -42,14 +46,15 @@ _MIGRATED = """Array.from(document.querySelectorAll('#requests rect.migrated'))
 
 
 async def take(tab: Tab, name: str, *, is_whole: bool = True) -> None:
-    """Write a picture of a tab: of the whole page, or of what the window shows."""
+    """Write a picture of a tab: of the page, at most `_MAX_HEIGHT` of it, or of what the window shows."""
     options: dict[str, Any] = {"captureBeyondViewport": is_whole}
     if is_whole:
         size = (await tab.call("Page.getLayoutMetrics"))["cssContentSize"]
-        options["clip"] = {**size, "scale": 1}
+        options["clip"] = {**size, "height": min(size["height"], _MAX_HEIGHT), "scale": 1}
     picture = await tab.call("Page.captureScreenshot", format="png", **options)
     path = IMAGES / f"{name}.png"
-    path.write_bytes(base64.b64decode(picture["data"]))
+    # A palette makes the file a third as large.
+    Image.open(io.BytesIO(base64.b64decode(picture["data"]))).convert("RGB").quantize(256).save(path, optimize=True)
     print(path, flush=True)
 
 
@@ -87,7 +92,10 @@ def _submit_batch(url: str) -> None:
 def served(arguments: str, *variables: str) -> Iterator[Served]:
     """Serve the demo model with keys of two tenants and an operator."""
     with tempfile.TemporaryDirectory(prefix="hw-pictures-") as home:
-        keys = write_keys(Path(home), "acme", "nightly", _OPERATOR, operator=_OPERATOR)
+        keys = Path(home) / "keys.yaml"
+        owners = {name: {"tenant": name, "ceiling": "interactive"} for name in ("acme", "nightly", _OPERATOR)}
+        owners[_OPERATOR]["operator"] = True
+        keys.write_text(json.dumps({digest_of(name): owner for name, owner in owners.items()}))
         options = (f"MODEL={DEMO_MODEL_NAME}", *variables, f"ARGS={arguments} api_key_file={keys}")
         with serving(Path(home), *options, key=_OPERATOR) as application:
             yield application
@@ -120,7 +128,7 @@ async def ray(application: Served, profile: Path) -> None:
         for number, text, following in ((1, "Serve", "Model"), (2, "Model", replica_id), (3, replica_id, None)):
             await dashboard.click(text)
             if following is None:
-                await dashboard.tab.until("document.body.innerText.includes('Replica ID')")
+                await dashboard.tab.until(f"document.body.textContent.includes('#Model#{replica_id}')")
             else:
                 await dashboard.find(following)
             await asyncio.sleep(_SETTLE_S)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from testkit.http.chromium import Tab, open_tab
+from testkit.limits import LIMIT_S
 from testkit.serving.served import Served
 
-_LINK = "Array.from(document.querySelectorAll('a')).find(link => link.innerText.trim() === {text!r})"
-_SUBMIT = "Array.from(document.querySelectorAll('button')).find(button => button.innerText.trim() === 'Submit')"
+_LINK = "Array.from(document.querySelectorAll('a')).find(link => link.textContent.trim() === {text!r})"
+_SUBMIT = "Array.from(document.querySelectorAll('button')).find(button => button.textContent.trim() === 'Submit')"
 _FIELD = "document.querySelector('[role=dialog] input')"
 _SIZE = (1280, 900)
 
@@ -29,7 +31,17 @@ class RayDashboard:
         await self.tab.call("Input.insertText", text=token)
         await self.tab.until(f"Boolean({_SUBMIT}) && !{_SUBMIT}.disabled")
         await self.tab.value(f"{_SUBMIT}.click()")
-        await self.tab.until(f"!document.querySelector('[role=dialog]') && Boolean({_LINK.format(text='Serve')})")
+        async with asyncio.timeout(LIMIT_S):
+            while not await self._has_menu():
+                await asyncio.sleep(0.2)
+
+    async def _has_menu(self) -> bool:
+        """Return True if the page shows its menu and no question. The right token makes it load itself anew."""
+        menu = _LINK.format(text="Serve")
+        try:
+            return bool(await self.tab.value(f"!document.querySelector('[role=dialog]') && Boolean({menu})"))
+        except AssertionError:
+            return False
 
     async def find(self, text: str) -> None:
         """Wait for a link, scroll to it and draw a line around it."""

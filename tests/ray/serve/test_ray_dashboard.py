@@ -20,8 +20,7 @@ async def test_three_clicks_lead_to_the_replica_of_a_request(app: Served, http: 
     async with ray_dashboard(app, tmp_path / "profile") as dashboard:
         for text in ("Serve", "Model", replica_id):
             await dashboard.click(text)
-        found = f"location.href.endsWith({replica_id!r}) && document.body.innerText.includes('Replica ID')"
-        await dashboard.tab.until(found)
+        await dashboard.tab.until(f"document.body.textContent.includes('#Model#{replica_id}')")
         assert dashboard.num_clicks == 3
         pid = next(each["pid"] for each in app.replicas() if each["replica_id"] == replica_id)
-        await dashboard.tab.until(f"document.body.innerText.includes('{pid}')")
+        await dashboard.tab.until(f"document.body.textContent.includes('{pid}')")
