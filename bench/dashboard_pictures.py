@@ -93,7 +93,9 @@ def served(arguments: str, *variables: str) -> Iterator[Served]:
     """Serve the demo model with keys of two tenants and an operator."""
     with tempfile.TemporaryDirectory(prefix="hw-pictures-") as home:
         keys = Path(home) / "keys.yaml"
-        owners = {name: {"tenant": name, "ceiling": "interactive"} for name in ("acme", "nightly", _OPERATOR)}
+        owners: dict[str, dict[str, object]] = {
+            name: {"tenant": name, "ceiling": "interactive"} for name in ("acme", "nightly", _OPERATOR)
+        }
         owners[_OPERATOR]["operator"] = True
         keys.write_text(json.dumps({digest_of(name): owner for name, owner in owners.items()}))
         options = (f"MODEL={DEMO_MODEL_NAME}", *variables, f"ARGS={arguments} api_key_file={keys}")
