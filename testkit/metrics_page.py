@@ -20,7 +20,8 @@ _INTRODUCTION = """# Metrics
 `GET /metrics` of an ingress is a page for Prometheus: metrics of the ingress, of every engine and of the jobs process.
 Each process also gives its metrics to Ray once a second. Ray's exporter writes `vllm:x` as `ray_vllm_x` and `headway:x`
 as `ray_headway_x`, with the labels `application`, `deployment`, `replica` and `WorkerId`. It has no label `engine` or
-`tenant`, and adds up the tenants. [Operating](operating.md#prometheus-and-grafana) says how Prometheus finds both.
+`tenant`, and adds up the tenants; of a gauge that is infinite it has the last finite value.
+[Operating](operating.md#prometheus-and-grafana) says how Prometheus finds both.
 
 Names with `vllm:` are vLLM's, with its units and buckets. A histogram `x` has the series `x_bucket`, `x_sum` and
 `x_count`. Counters and histograms also have `x_created`, the unix time at which they began to count. Unit `1` is a

@@ -74,7 +74,7 @@ class RayExporter:
         """Pass a snapshot on."""
         values: dict[_Series, Metric] = {}
         for metric in metrics:
-            if math.isfinite(metric.value) and not _SERVE_LABELS & dict(metric.labels).keys():
+            if not _SERVE_LABELS & dict(metric.labels).keys():
                 series = (metric.name, self._labels(metric.labels))
                 known = values.get(series)
                 values[series] = metric if known is None else replace(known, value=known.value + metric.value)
@@ -101,6 +101,8 @@ class RayExporter:
             instrument.inc(gained, dict(series[1]))
 
     def _set(self, series: _Series, metric: Metric) -> None:
+        if not math.isfinite(metric.value):
+            return  # Ray takes finite values alone; the last one stays.
         self._gauges.add(series)
         self._instrument(self._make.gauge, series, metric.help).set(metric.value, dict(series[1]))
 

@@ -4,6 +4,7 @@ import importlib.util
 import random
 import re
 from bisect import bisect_left
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,18 @@ def test_a_gauge_that_is_gone_is_zero() -> None:
     assert ray.total("headway_jobs", state="running") == 4
     exporter.export([], ())
     assert ray.total("headway_jobs", state="running") == 0
+
+
+def test_an_infinite_gauge_is_not_zero() -> None:
+    """OpenTelemetry, by which Ray exports, takes finite values alone."""
+    ray = RecordedRay()
+    exporter = RayExporter("m", ray.instruments)
+    drain = Metric("headway:autoscale_drain_seconds", "", MetricKind.GAUGE, float("inf"))
+    exporter.export([drain], ())
+    assert ray.total("headway_autoscale_drain_seconds") == 0 and not ray.values
+    exporter.export([replace(drain, value=4.0)], ())
+    exporter.export([drain], ())
+    assert ray.total("headway_autoscale_drain_seconds") == 4
 
 
 def test_tenants_are_added_up() -> None:
