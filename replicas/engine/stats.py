@@ -38,6 +38,8 @@ _WASTE_HELP = (
     "this / vllm:iteration_tokens_total_sum"
 )
 _RATE_WINDOW_S = 5.0
+START_TIME = "headway:engine_start_time_seconds"
+"""Name of the gauge with the start of an engine, from which its counters and histograms count."""
 _MAX_TENANT_ENTRIES = 64
 
 
@@ -140,7 +142,9 @@ class _RequestHistograms:
         self._decode = Histogram("vllm:request_decode_time_seconds", "first to last token", _REQUEST_S)
         self._prompt_tokens = Histogram("vllm:request_prompt_tokens", "prompt tokens of a request", lengths)
         self._output_tokens = Histogram("vllm:request_generation_tokens", "output tokens of a request", lengths)
-        self._max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens of a request", lengths)
+        self._max_tokens = Histogram(
+            "vllm:request_params_max_tokens", "most output tokens that a request allows (`max_tokens`)", lengths
+        )
         self._computed = Histogram(
             "vllm:request_prefill_kv_computed_tokens", "prompt tokens not found in the prefix cache", lengths
         )

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
+from replicas.protocol import Metric
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import (
     MakeFlow,
@@ -23,6 +24,7 @@ from serve_app.deployments.process import (
     with_local_model,
     without_collection,
 )
+from serve_app.deployments.ray_metrics import JOBS_PERIOD_S, Instruments, export_forever, jobs_exporter
 from serve_app.http.process import return_freed_memory
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
@@ -80,7 +82,10 @@ class Jobs:
         self.service = self._runtime.service
         self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, self._tracer)
         self._reporter = UsageReporter(ledger, self.service.report_usage)
-        await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run())
+        export = jobs_exporter(config.model_name, self._own_metrics, Instruments.of_serve())
+        exporting = export_forever(export, JOBS_PERIOD_S)
+        loops = (self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run(), exporting)
+        await self._runtime.start(*loops)
 
     async def _line_runner(self, config: HeadwayConfig, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner
@@ -101,7 +106,10 @@ class Jobs:
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
-        return JobsCounts(await self._runtime.metrics(self._webhooks.outcomes), tuple(self._registry.collect()))
+        return JobsCounts(await self._own_metrics(), tuple(self._registry.collect()))
+
+    async def _own_metrics(self) -> tuple[Metric, ...]:
+        return await self._runtime.metrics(self._webhooks.outcomes)
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change."""

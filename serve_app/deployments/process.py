@@ -26,7 +26,7 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.ray_metrics import export_forever, registry_exporter
+from serve_app.deployments.ray_metrics import Instruments, export_forever, registry_exporter
 from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
 
@@ -68,7 +68,7 @@ class Routing:
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
         registry.register(RouterCollector(self.queue, table, self.autoscaling))
-        self._export = registry_exporter(config.model_name, registry)
+        self._export = registry_exporter(config.model_name, registry, Instruments.of_serve())
 
     async def run(self) -> None:
         """Poll the replicas' load, update the autoscaling decision and export metrics to Ray until cancelled."""

@@ -132,6 +132,7 @@ class ExchangeMiddleware:
                 num_not_enforced=len(exchange.prepared.not_enforced),
                 num_malformed_calls=exchange.prepared.format.num_malformed_calls,
             )
+            metrics.outputs.chosen(exchange.prepared.body.n, exchange.prepared.longest_outputs)
             metrics.spent(exchange.prepared.requests[0].band, exchange.slowest.seconds(now_s))
             self._log_slow(exchange, now_s - exchange.started_s)
         if exchange.key_use is not None:

@@ -156,6 +156,17 @@ class PreparedCompletion:
         """Arrival of the first delta of any choice, monotonic seconds; None: there is none yet."""
         return min((each.first_delta_s for each in self.timelines if each.first_delta_s is not None), default=None)
 
+    @property
+    def longest_outputs(self) -> list[int]:
+        """Output tokens of the longest choice of each prompt whose choices have all ended."""
+        num_choices = self.body.n
+        prompts = (self.timelines[at : at + num_choices] for at in range(0, len(self.timelines), num_choices))
+        return [
+            max(choice.num_output_tokens for choice in choices)
+            for choices in prompts
+            if all(choice.finished_s is not None for choice in choices)
+        ]
+
     def usage(self) -> JsonObject:
         """Return OpenAI's usage object."""
         return self.progress.usage() | self.format.usage_details()

@@ -39,6 +39,7 @@ class _Prepared:
     timelines: tuple[Timeline, ...]
     requests: tuple[Any, ...] = ()
     not_enforced: tuple[str, ...] = ()
+    longest_outputs: tuple[int, ...] = (4,)
     id = "cmpl-scripted"
     format = SimpleNamespace(num_malformed_calls=0)
     progress = SimpleNamespace(

@@ -122,6 +122,7 @@ class LineRunner:
         self._metrics.count(
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
         )
+        self._metrics.chosen(prepared.body.n, prepared.longest_outputs)
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
     @contextlib.contextmanager
