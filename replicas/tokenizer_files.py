@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+"""Patterns of the files of a hub model that are fetched."""
+
+UNUSED_HUB_FILES = ["*/*", "consolidated*"]
+"""Patterns of files among them that are not: folders hold other formats, and some models have their weights twice."""
+
+
 def model_file(model: str, name: str) -> Path | None:
     """Return the path of one file of `model`, a directory or hub id; None if the model has no such file."""
     from transformers.utils import cached_file

@@ -6,6 +6,7 @@ with the model's name `peer`. Of each server:
 1. Verdicts on random schemas: a finished document meets the whole schema, or breaks it; it is cut by length; the schema
    is refused with a 400; anything else is an error.
 2. Output tokens a second of requests under an endless grammar, over those of the same requests without one, by turns.
+   Tokens are drawn from the whole distribution: a model's default top-p or penalty would cost time of its own.
 3. Processor time of a schema that the server meets for the first time, beyond that of a schema that it knows.
 """
 
@@ -105,7 +106,8 @@ class Client:
     async def _throughput(self, requests: Requests, schema: Schema | None) -> float:
         """Return the output tokens a second of two full batches."""
         count = requests.num_tokens
-        fields = {"max_tokens": count, "temperature": 1.0, "ignore_eos": True}
+        sampling = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
+        fields = sampling | {"max_tokens": count, "ignore_eos": True}
         begun_s = time.perf_counter()
         answers = await asyncio.gather(*(self._ask(schema, seed=seed, **fields) for seed in range(2 * _NUM_AT_ONCE)))
         wall_s = time.perf_counter() - begun_s

@@ -16,99 +16,29 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.record import percentile, write
-from replicas.clock import Clock
-from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.errors import Overloaded
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, SamplingParams, TokenDelta
+from replicas.protocol import Band, GenerateRequest, SamplingParams
 from router.balancing.load_table import LoadTable
 from router.balancing.policy import LeastTokens
 from router.dispatch import Dispatcher
 from router.flow.flow_control import FlowController
 from serve_app.config import HeadwayConfig
-from testkit.engine.shadow_runner import IDENTITY, decoders
-from testkit.engine.timed_runner import STEP_TIMES, FinishedStep, StepShape, TimedRunner, shape_of
+from testkit.engine.timed_runner import STEP_TIMES, StepShape
+from testkit.router.simulated_engines import VOCABULARY, EngineClient, SimulatedEngine
 from testkit.router.simulated_replicas import FakeObserver
-from testkit.router.simulated_time import FakeClock, SimulatedLoop, settle_down, simulated_clock
+from testkit.router.simulated_time import FakeClock, SimulatedLoop, simulated_clock
 
 NUM_SLOTS, BUDGET = 32, 512
 NUM_CLIENTS, FLOOD_PROMPT, FLOOD_OUTPUT = 102, 100, 1500
 IDLE_PROMPT, IDLE_OUTPUT, IDLE_PER_S = 200, 50, 0.5
 WARM_UP_S, MEASURED_S = 90.0, 300.0
 _STEP_TIMES = STEP_TIMES["slow-gpu"]
-_VOCABULARY = 5000
-
-
-class _SteppedRunner:
-    """Runner that moves the simulated clock by a step's time when the step is collected."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        self._clock = clock
-        self._timed = TimedRunner(_STEP_TIMES, _VOCABULARY, eos_token_id=0, clock=clock)
-
-    def launch(self, batch: ScheduledBatch) -> FinishedStep:
-        """Compute a step."""
-        results = self._timed.launch(batch).results
-        self._clock.now += _STEP_TIMES.of(shape_of(batch))
-        return FinishedStep(results)
-
-
-class _Replica:
-    """`ReplicaClient` of one engine, whose steps run in a task of the simulated loop."""
-
-    def __init__(self, clock: FakeClock) -> None:
-        config = EngineConfig(
-            num_blocks=4096, max_model_len=4096, max_num_seqs=NUM_SLOTS, max_num_batched_tokens=BUDGET
-        )
-        self.engine = Engine(config, _SteppedRunner(clock), decoders, IDENTITY, Clock(clock, clock.unix))
-        self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
-        self._has_work = asyncio.Event()
-
-    async def run(self) -> None:
-        """Run steps for ever."""
-        while True:
-            await self._has_work.wait()
-            for delta in self.engine.step():
-                self._deltas[delta.request_id].put_nowait(delta)
-            await settle_down()
-            if not self.engine.has_work:
-                self._has_work.clear()
-
-    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one request."""
-        self.engine.add(request)
-        deltas = self._deltas[request.request_id] = asyncio.Queue()
-        self._has_work.set()
-        has_ended = False
-        try:
-            while not has_ended:
-                delta = await deltas.get()
-                has_ended = delta.finish_reason is not None
-                yield replace(delta, stats=self.engine.stats())
-        finally:
-            self.engine.abort(request.request_id)
-            del self._deltas[request.request_id]
-
-    async def poll_stats(self) -> list[ReplicaStats]:
-        """Return the engine's load."""
-        return [replace(self.engine.stats(), served_tokens=self.engine.served_tokens())]
-
-    async def poll_metrics(self) -> list[EngineMetrics]:
-        """Return the engine's metrics."""
-        return [self.engine.metrics()]
-
-    async def drain(self, replica_id: str) -> bool:
-        return False
-
-    async def describe(self) -> ModelCard:
-        """Refuse: no caller of this client needs the model card."""
-        raise NotImplementedError
 
 
 @dataclass
@@ -141,7 +71,7 @@ class _Run:
 
     async def _read(self, name: str, num_prompt_tokens: int, num_output_tokens: int, tenant: str) -> float:
         """Read one request to its end; return the time of its first token."""
-        prompt = tuple(self.rng.randrange(16, _VOCABULARY) for _ in range(num_prompt_tokens))
+        prompt = tuple(self.rng.randrange(16, VOCABULARY) for _ in range(num_prompt_tokens))
         params = SamplingParams(num_output_tokens, temperature=0.0, ignore_eos=True)
         first_s: float | None = None
         async for delta in self.dispatcher.start([GenerateRequest(name, prompt, params, Band.STANDARD, tenant)])[0]:
@@ -154,10 +84,14 @@ class _Run:
 async def measure(num_clients: int, warm_up_s: float = WARM_UP_S, measured_s: float = MEASURED_S) -> dict[str, Any]:
     """Return the figures of one run with so many clients of the flood. Runs in a `SimulatedLoop`."""
     clock = simulated_clock()
-    replica, table, observer = _Replica(clock), LoadTable(clock), FakeObserver()
+    config = EngineConfig(
+        num_blocks=4096, max_model_len=4096, max_num_seqs=NUM_SLOTS, max_num_batched_tokens=BUDGET,
+        async_scheduling=True,
+    )  # fmt: skip
+    replica, table, observer = SimulatedEngine(config, _STEP_TIMES, clock), LoadTable(clock), FakeObserver()
     limits = HeadwayConfig(max_num_seqs=NUM_SLOTS, api_key_file="keys.yaml").flow_limits()
     flow = FlowController(limits, table, LeastTokens(random.Random(0)), observer)
-    dispatcher = Dispatcher(replica, flow, observer, unix_clock=clock.unix)
+    dispatcher = Dispatcher(EngineClient([replica]), flow, observer, unix_clock=clock.unix)
     run = _Run(dispatcher, clock, random.Random(1))
     floods = [run.flood(client) for client in range(num_clients)]
     tasks = [asyncio.create_task(work) for work in (replica.run(), dispatcher.run(), *floods)]

@@ -17,8 +17,8 @@ from replicas.errors import InvalidRequest, RequestAborted
 from serve_app.errors import body_too_large, shortened, unsupported_media_type, upload_too_slow
 from serve_app.http.exchange import caller_of, content_length
 from serve_app.http.settings import IngressSettings
+from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.parsing import BodyT, parse_body, parse_json
-from serve_app.openai.request.schema import IgnoredValues
 from serve_app.openai.request.sizes import check_fields, check_json
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 

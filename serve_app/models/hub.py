@@ -6,9 +6,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from replicas.errors import ModelLoadError
-
-_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-"""Files of a hub model that are downloaded."""
+from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 
 def download(hub_id: str) -> str:
@@ -18,7 +16,7 @@ def download(hub_id: str) -> str:
         ModelLoadError: there is no such model, or it cannot be downloaded.
     """
     try:
-        return snapshot_download(hub_id, allow_patterns=list(_FILES))
+        return snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=UNUSED_HUB_FILES)
     except HFValidationError as error:
         raise ModelLoadError(f"{hub_id!r} is neither a directory nor a hub id: {error}") from error
     except LocalEntryNotFoundError as error:

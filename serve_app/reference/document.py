@@ -13,8 +13,8 @@ from pydantic_core import core_schema
 
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.reply.schema import ErrorObject
-from serve_app.openai.request.body import StrictBody
-from serve_app.openai.request.schema import MESSAGE_IGNORED, ChatMessage, IgnoredValues
+from serve_app.openai.request.body import IgnoredValues, StrictBody
+from serve_app.openai.request.conversation import MESSAGE_IGNORED, ChatMessage
 from serve_app.reference.operations import OPERATIONS, Answer, Created, Fields, Operation, Upload
 from serve_app.reference.words import ANSWER_HEADERS, DESCRIPTION, FAILURES, FORM_FILE, REQUEST_HEADERS
 

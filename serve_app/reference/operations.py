@@ -16,6 +16,7 @@ from serve_app.openai.reply.schema import (
     TextCompletionChunk,
 )
 from serve_app.openai.request import job_schema
+from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.schema import (
     CHAT_IGNORED,
     COMPLETION_IGNORED,
@@ -23,7 +24,6 @@ from serve_app.openai.request.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    IgnoredValues,
     TokenizeBody,
 )
 from serve_app.reference import answers, job_answers

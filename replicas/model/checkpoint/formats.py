@@ -355,7 +355,7 @@ def _gptq_layout(parts: Parts, quantization: Quantization) -> Layout:
     _expect("scales", (num_groups, num_scales), (num_groups, num_outputs))
     _expect("qzeros", parts[".qzeros"].shape, (num_groups, _words(num_outputs, bits)))
     group_size = quantization.group_size or num_inputs
-    if order is None and -(-num_inputs // group_size) != num_groups:
+    if -(-num_inputs // group_size) != num_groups:
         raise ValueError(f"{num_inputs} inputs in groups of {group_size} cannot have {num_groups} scales")
     return Layout(num_outputs, num_inputs, bits, 1, group_size, (num_outputs, num_inputs))
 

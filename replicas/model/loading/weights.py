@@ -21,8 +21,7 @@ from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_int4
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
 from replicas.model.layers.linear import Int4Linear, PackedInt4, pack_int4
 from replicas.model.loading.checks import read_weights
-
-_FILES = ("*.json", "*.safetensors")
+from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,7 @@ def _directory_of(model: str) -> Path:
     if Path(model).is_dir():
         return Path(model)
     try:
-        return Path(snapshot_download(model, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=UNUSED_HUB_FILES))
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"cannot fetch the weights of model {model!r}: {error}") from error
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 from replicas.protocol import SamplingParams
@@ -22,6 +23,9 @@ from replicas.protocol import SamplingParams
 # which they do not are tried again with more tokens. On a GPU all tokens are sorted at once: the check would wait for
 # the device.
 _NUM_CANDIDATES = (256, 8192)
+
+_LARGEST_PART = 256
+"""Most tokens whose weights are added up together, before the sums are: a power of 2."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -112,7 +116,7 @@ def _top_k(params: SamplingParams, vocab_size: int) -> float:
 
 def sample_full(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Return token ids [num_rows], drawn from the whole distributions of logits [num_rows, vocab_size] float32."""
-    return _invert(_weights(logits, sampling).cumsum(dim=-1, dtype=torch.float64), sampling.uniform)
+    return _draw(_weights(logits, sampling), sampling.uniform)
 
 
 def sample_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -155,7 +159,7 @@ def _total_weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 def _weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Return the tokens' weights, [num_rows, vocab_size] float32."""
     peak = logits.amax(dim=-1, keepdim=True)
-    return torch.exp((logits - peak) / sampling.temperature.float())
+    return (logits - peak).div_(sampling.temperature.float()).exp_()
 
 
 def _sample_sorted(
@@ -189,11 +193,44 @@ def _sample_sorted(
     return token_ids.gather(1, index[:, None])[:, 0], fits
 
 
+def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return for each row the first token at which the row's weights add up to more than `uniform` times their total.
+
+    Cumulative sums of the whole vocabulary would be twice as large as the logits, and take longer to write than to
+    compute. So the row's parts are added up first, and then the tokens of the part in which the sum is reached.
+
+    Args:
+        weights: [num_rows, vocab_size] float32.
+        uniform: [num_rows, 1] float64.
+
+    Returns:
+        Token ids [num_rows]; the weight of each is positive, unless its row has NaN.
+    """
+    num_rows, vocab_size = weights.shape
+    part_size = max(64, min(_LARGEST_PART, vocab_size & -vocab_size))
+    missing = -vocab_size % part_size  # Mostly none: padding copies.
+    parts = (functional.pad(weights, (0, missing)) if missing else weights).view(num_rows, -1, part_size)
+    cumulative = parts.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    threshold = uniform * cumulative[:, -1:]
+    part = _first_above(cumulative, threshold)
+    before = functional.pad(cumulative, (1, 0)).gather(1, part)
+    inside = parts[torch.arange(num_rows, device=weights.device), part[:, 0]].cumsum(dim=-1, dtype=torch.float64)
+    # Both sums of a part are rounded, and may differ: the threshold must lie below the one that is searched.
+    highest = torch.nextafter(inside[:, -1:], torch.zeros_like(threshold))
+    token = part * part_size + _first_above(inside, torch.minimum((threshold - before).clamp(min=0.0), highest))
+    return token[:, 0].clamp(max=vocab_size - 1)
+
+
 def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:
     """Return for each row the index of the first entry above `uniform` times the row's last entry, [num_rows].
 
     `cumulative` is [num_rows, count], `uniform` is [num_rows, 1].
     """
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+    return _first_above(cumulative, uniform * cumulative[:, -1:])[:, 0]
+
+
+def _first_above(cumulative: Tensor, threshold: Tensor) -> Tensor:
+    """Return the index of each row's first entry of `cumulative` [num_rows, count] above `threshold`, [num_rows, 1]."""
+    index = torch.searchsorted(cumulative, threshold, right=True)
     # Rows with NaN fail elsewhere. Their index only has to be valid.
     return index.clamp(max=cumulative.shape[1] - 1)

@@ -19,9 +19,10 @@ from serve_app.jobs.api.records import LineStatus
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.metrics import OutputMetrics
+from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import parse_body
-from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, IgnoredValues
+from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, PreparedCompletion
 
 _Body = ChatBody | CompletionBody

@@ -1,5 +1,5 @@
 """Schemas of request bodies, and their validation into `GenerateRequest`.
 
-Read `schema.py` first, then `validation.py`. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`,
-`replicas.tokenizer_files`, `router.timeline`, `serve_app.auth`, `serve_app.errors`.
+Read `conversation.py` and `schema.py` first, then `validation.py`. May import `replicas.errors`, `replicas.protocol`,
+`replicas.settings`, `replicas.tokenizer_files`, `router.timeline`, `serve_app.auth`, `serve_app.errors`.
 """

@@ -1,7 +1,8 @@
-"""Base of the request bodies, and the types of errors that their validators raise."""
+"""Base of the request bodies, the types of errors that their validators raise, and fields that are ignored."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -41,3 +42,21 @@ class StrictBody(BaseModel):
             for name, value in fields.items()
             if (value is not None and name in known) or name == first_unknown
         }
+
+
+IgnoredValues = Mapping[str, tuple[object, ...]]
+"""Map from a field's name to the values that are accepted and ignored; null always is."""
+
+
+def without_ignored(fields: Mapping[str, object], ignored: IgnoredValues) -> dict[str, object]:
+    """Return `fields` without the unsupported fields whose value is in `ignored` or null."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if not (name in ignored and (value is None or any(_is_same(value, accepted) for accepted in ignored[name])))
+    }
+
+
+def _is_same(value: object, accepted: object) -> bool:
+    """Return True for equal values, of which 0 and false, and 1 and true, are none."""
+    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)

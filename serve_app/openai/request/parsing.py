@@ -12,8 +12,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from replicas.errors import InvalidRequest
 from serve_app.errors import shortened, shown
-from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED
-from serve_app.openai.request.schema import IgnoredValues, without_ignored
+from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED, IgnoredValues, without_ignored
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 

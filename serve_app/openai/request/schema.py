@@ -10,12 +10,10 @@ Python, which lets other threads run, and only up to the first bad item.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -24,10 +22,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from serve_app.errors import shown
-from serve_app.openai.request.body import CONFLICT, INVALID, MISSING, UNSUPPORTED, NonEmptyText, StrictBody
+from serve_app.openai.request.body import CONFLICT, INVALID, UNSUPPORTED, IgnoredValues, NonEmptyText, StrictBody
+from serve_app.openai.request.conversation import Conversation, Messages
 from serve_app.openai.request.formats import ResponseFormat, StructuredOutputs, TextFormat
-from serve_app.openai.request.tools import FunctionTool, NamedToolChoice, ToolCall, ToolChoice, Tools
+from serve_app.openai.request.tools import FunctionTool, NamedToolChoice, ToolChoice
 
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
 
@@ -35,9 +33,6 @@ Prompt = str | list[int]
 """Prompt as text or as token ids."""
 
 ServiceTier = Literal["auto", "default", "scale", "flex", "priority", "fast"]
-
-IgnoredValues = Mapping[str, tuple[object, ...]]
-"""Map from a field's name to the values that are accepted and ignored; null always is."""
 
 COMMON_IGNORED: IgnoredValues = {
     "store": (False, True),
@@ -77,52 +72,9 @@ COMPLETION_IGNORED: IgnoredValues = {
 
 TOKENIZE_IGNORED: IgnoredValues = {"chat_template": ()}
 
-MESSAGE_IGNORED: IgnoredValues = {
-    "refusal": (),
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-}
-"""Fields of the SDKs' message objects, which clients send back with a reply as history."""
-
-
-def without_ignored(fields: Mapping[str, object], ignored: IgnoredValues) -> dict[str, object]:
-    """Return `fields` without the unsupported fields whose value is in `ignored` or null."""
-    return {
-        name: value
-        for name, value in fields.items()
-        if not (name in ignored and (value is None or any(_is_same(value, accepted) for accepted in ignored[name])))
-    }
-
-
-def _is_same(value: object, accepted: object) -> bool:
-    """Return True for equal values, of which 0 and false, and 1 and true, are none."""
-    return value == accepted and isinstance(value, bool) == isinstance(accepted, bool)
-
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _joined_text(content: object) -> object:
-    """Return a message's text: a string, or a list's text parts joined by newlines, as in vLLM."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "refusal" and part.keys() == {"type", "refusal"} and isinstance(part["refusal"], str):
-            texts.append(part["refusal"])
-            continue
-        if kind != "text":
-            raise PydanticCustomError(
-                UNSUPPORTED, "has a part of type {kind}; only text parts are supported", {"kind": shown(kind)}
-            )
-        given = {name for name, value in part.items() if value is not None}
-        if given != {"type", "text"} or not isinstance(part["text"], str):
-            raise PydanticCustomError(INVALID, "has a text part without a string `text`, or with other fields")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _is_token_ids(value: object) -> bool:
@@ -141,35 +93,6 @@ def _as_prompts(value: object) -> list[Prompt]:
     raise PydanticCustomError(
         INVALID, "must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty"
     )
-
-
-def _served_role(role: object) -> object:
-    if role == "function":
-        raise PydanticCustomError(
-            UNSUPPORTED, "is {role}; messages of this role are not supported", {"role": shown(role)}
-        )
-    return role
-
-
-def _only_of_assistant(calls: list[ToolCall], info: ValidationInfo) -> list[ToolCall]:
-    if calls and info.data.get("role", "assistant") != "assistant":
-        raise PydanticCustomError(INVALID, "is only for messages of the role assistant")
-    return calls
-
-
-def _of_tool(call_id: str | None, info: ValidationInfo) -> str | None:
-    is_result = info.data.get("role") == "tool"
-    if is_result and call_id is None:
-        raise PydanticCustomError(MISSING, "is missing")
-    if not is_result and call_id is not None:
-        raise PydanticCustomError(INVALID, "is only for messages of the role tool")
-    return call_id
-
-
-def _needed_content(content: str | None, info: ValidationInfo) -> str | None:
-    if content is None and not info.data.get("tool_calls"):
-        raise PydanticCustomError(MISSING, "is missing")
-    return content
 
 
 def _checked_token_ids(value: object, info: ValidationInfo) -> list[int]:
@@ -321,95 +244,6 @@ class GenerationBody(StrictBody):
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError(CONFLICT, "is only for requests with `stream` true", {"param": "stream_options"})
         return self
-
-
-class RefusalPart(StrictBody):
-    """Part of a message's content, a refusal of the model."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-class TextPart(StrictBody):
-    """Part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(StrictBody):
-    """One turn of a conversation."""
-
-    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_served_role)]
-    tool_calls: Annotated[list[ToolCall], AfterValidator(_only_of_assistant)] = Field(default_factory=list)
-    """Calls of the model's turn."""
-    tool_call_id: Annotated[NonEmptyText | None, AfterValidator(_of_tool)] = Field(None, validate_default=True)
-    """Call whose result the message is."""
-    content: Annotated[
-        str | None,
-        BeforeValidator(_joined_text, json_schema_input_type=str | list[TextPart | RefusalPart]),
-        AfterValidator(_needed_content),
-    ] = Field(None, validate_default=True)
-    """Text of the message. Only the model's own turn with calls may have none."""
-    name: str | None = None
-    reasoning_content: str | None = None
-    """Reasoning of the model's turn, for templates that show it."""
-    reasoning: str | None = None
-    """The same under vLLM's name."""
-    parsed: Any = Field(None, exclude=True)
-    """Form that an SDK has parsed the content to; accepted in history and not used."""
-    provider_specific_fields: Any = Field(None, exclude=True)
-    """Notes of litellm on a reply; accepted in history and not used."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ignored_fields(cls, fields: object) -> object:
-        return without_ignored(fields, MESSAGE_IGNORED) if isinstance(fields, dict) else fields
-
-    def turn(self) -> dict[str, Any]:
-        """Return the message as chat templates know it."""
-        turn = self.model_dump(exclude_none=True)
-        if not self.tool_calls:
-            del turn["tool_calls"]
-        if self.reasoning is not None:
-            turn.setdefault("reasoning_content", turn.pop("reasoning"))
-        return turn
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-
-
-class Conversation(StrictBody):
-    """Fields that decide how a conversation is rendered."""
-
-    tools: Tools = Field(default_factory=list)
-    """Functions that the model may call."""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further variables of the chat template, such as `enable_thinking`."""
-    add_generation_prompt: bool | None = None
-    """True if the prompt begins the model's turn. None: true, unless `continue_final_message` is."""
-    continue_final_message: bool = False
-    """True if the output continues the last message."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """Effort of the reasoning, for chat templates that know it; `none` switches it off."""
-
-    @model_validator(mode="after")
-    def _ends_in_one_way(self) -> Conversation:
-        if self.continue_final_message and self.add_generation_prompt:
-            message = "is true beside `continue_final_message`; send one of them"
-            raise PydanticCustomError(CONFLICT, message, {"param": "add_generation_prompt"})
-        return self
-
-    @property
-    def offered_tools(self) -> list[FunctionTool]:
-        """Tools that the model may call."""
-        return self.tools
-
-    @property
-    def begins_turn(self) -> bool:
-        """True if the prompt begins the model's turn."""
-        given = self.add_generation_prompt
-        return not self.continue_final_message if given is None else given
 
 
 class ChatBody(GenerationBody, Conversation):

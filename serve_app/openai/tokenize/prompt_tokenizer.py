@@ -15,7 +15,8 @@ from replicas.errors import InvalidRequest
 from replicas.tokenizer_files import load_tokenizer
 from serve_app.errors import shortened
 from serve_app.openai.request.caller import WorkOwner
-from serve_app.openai.request.schema import ChatBody, ChatMessage, EncodedPrompt, Prompt, TokenizeBody
+from serve_app.openai.request.conversation import ChatMessage
+from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody
 from serve_app.openai.request.validation import prompt_too_long
 from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 from serve_app.openai.tools.detection import adapted, detect, probed

@@ -108,6 +108,11 @@ def wrong_shape(tensors: Tensors) -> None:
     tensors["model.layers.1.mlp.up_proj.weight_shape"] = torch.tensor([128, 10**9])
 
 
+def lose_a_group(tensors: Tensors) -> None:
+    for name in ("scales", "qzeros"):
+        cut(name)(tensors)
+
+
 @pytest.mark.parametrize(
     ("method", "edit", "reason"),
     [
@@ -121,6 +126,7 @@ def wrong_shape(tensors: Tensors) -> None:
         ("AWQ", cut("scales"), "qzeros has the shape"),
         ("GPTQ", cut("qzeros"), "qzeros has the shape"),
         ("GPTQ", cut("g_idx"), "qweight has 8 words for 63 inputs"),
+        ("GPTQ", lose_a_group, "64 inputs in groups of 32 cannot have 1 scales"),
         ("bitsandbytes nf4", without("weight.absmax"), "lacks its .*absmax"),
         ("bitsandbytes nf4", without("weight.quant_state.bitsandbytes__nf4"), "no quant_state"),
         ("bitsandbytes int8", cut("SCB"), r"SCB has the shape \[127\]"),

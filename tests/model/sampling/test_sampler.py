@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replicas.engine.sequence import Sequence
-from replicas.model.sampling.multinomial import uniform
+from replicas.model.sampling.multinomial import SamplingTensors, sample_full, uniform
 from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 from testkit.model.engine_runs import sample as sample_rows
 
@@ -114,6 +114,27 @@ def test_large_vocabulary_is_truncated_exactly(spread: float) -> None:
     params = SamplingParams(max_tokens=8, top_p=0.9)
     found = sample(logits.expand(50, -1), [sequence(replace(params, seed=seed)) for seed in range(50)])
     assert found == expected_draws(logits[0], params, range(50))
+
+
+@pytest.mark.parametrize("vocab_size", [7, 64, 1000, 1024, 1187 * 2**7, 50257])
+def test_draw_from_the_whole_vocabulary_reaches_the_threshold_of_its_sum(vocab_size: int) -> None:
+    """A few forbidden, equal and tiny logits, and uniform numbers at both ends of the interval."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    for spread in (0.01, 3.0, 30.0):
+        logits = spread * torch.randn(64, vocab_size, generator=generator)
+        logits[:, ::2] = logits[:, ::2].round()
+        logits[torch.rand(logits.shape, generator=generator) < 0.5] = -math.inf
+        logits[:, vocab_size // 2] = 0.0
+        drawn = torch.rand(64, 1, generator=generator, dtype=torch.float64)
+        drawn[:2, 0] = torch.tensor([0.0, 1.0 - 2.0**-52])
+        ones = torch.ones_like(drawn)
+        tokens = sample_full(logits, SamplingTensors(drawn, 0.9 * ones, ones, 0 * ones, math.inf * ones, False))
+        weights = torch.exp((logits - logits.amax(1, keepdim=True)).double() / 0.9)
+        share = (weights.cumsum(1) / weights.sum(1, keepdim=True)).gather(1, tokens[:, None])
+        own = (weights / weights.sum(1, keepdim=True)).gather(1, tokens[:, None])
+        assert (own > 0).all()
+        assert (share - own <= drawn + 1e-5).all()
+        assert (share >= drawn - 1e-5).all()
 
 
 def test_equal_logits_are_ordered_by_token_id() -> None:

@@ -25,6 +25,7 @@ from serve_app.openai.tools.shapes.values import admitted_types, json_of, litera
 T = TypeVar("T")
 
 _BARE = re.compile(r"[A-Za-z0-9_.\-]+")
+_SPACE = re.compile(r"\s*")
 _LITERAL = re.compile(r"[^,\]}]*")
 _NESTING = {"{": 1, "[": 1, "}": -1, "]": -1}
 
@@ -167,7 +168,9 @@ class _BracedText:
 
     def _takes(self, literal: str) -> bool:
         """Move behind the literal, and white space before it, if the text goes on with it."""
-        begin = len(self._text) - len(self._text[self._position :].lstrip())
+        found = _SPACE.match(self._text, self._position)
+        assert found is not None
+        begin = found.end()
         is_next = self._text.startswith(literal, begin)
         if is_next:
             self._position = begin + len(literal)

@@ -1,0 +1,132 @@
+"""Engines with a real scheduler in simulated time, and a client of several of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+
+from replicas.clock import Clock
+from replicas.engine.batch import ScheduledBatch
+from replicas.engine.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.errors import NoReplicaAvailable
+from replicas.protocol import (
+    EngineMetrics,
+    GenerateRequest,
+    ModelCard,
+    ReplicaIdentity,
+    ReplicaStats,
+    TokenDelta,
+    merge,
+)
+from testkit.engine.shadow_runner import decoders
+from testkit.engine.timed_runner import FinishedStep, StepTimes, TimedRunner, shape_of
+from testkit.router.simulated_time import FakeClock, settle_down
+
+VOCABULARY = 5000
+_WAIT_S = 0.001
+"""Time until an engine looks again that has work and could schedule none."""
+_DELTAS_TOGETHER = 8
+"""Deltas of a sequence that travel together, behind the first."""
+
+
+class _StepRunner:
+    """Runner whose steps have their results at once. It notes the time that the last one takes."""
+
+    def __init__(self, step_times: StepTimes, clock: FakeClock) -> None:
+        self._step_times = step_times
+        self._timed = TimedRunner(step_times, VOCABULARY, eos_token_id=0, clock=clock)
+        self._step_s: float | None = None
+
+    def launch(self, batch: ScheduledBatch) -> FinishedStep:
+        """Compute a step."""
+        self._step_s = self._step_times.of(shape_of(batch))
+        return FinishedStep(self._timed.launch(batch).results)
+
+    def take_step_s(self) -> float:
+        """Return the time of the step that was launched since the last call, or a short one if none was."""
+        step_s, self._step_s = self._step_s, None
+        return _WAIT_S if step_s is None else step_s
+
+
+class SimulatedEngine:
+    """Engine whose steps run in a task of the simulated loop.
+
+    It schedules a step ahead of the results, so that a step's results come when its time has passed.
+    """
+
+    def __init__(self, config: EngineConfig, step_times: StepTimes, clock: FakeClock, replica_id: str = "a") -> None:
+        assert config.async_scheduling
+        identity = ReplicaIdentity(replica_id, "node", 1)
+        self._runner = _StepRunner(step_times, clock)
+        self.engine = Engine(config, self._runner, decoders, identity, Clock(clock, clock.unix))
+        self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._has_work = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run steps until cancelled."""
+        while True:
+            await self._has_work.wait()
+            for delta in self.engine.step():
+                if delta.request_id in self._deltas:  # else its reader has left
+                    self._deltas[delta.request_id].put_nowait(delta)
+            await settle_down(3)
+            if self.engine.has_work:
+                await asyncio.sleep(self._runner.take_step_s())
+            else:
+                self._has_work.clear()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the deltas of one request."""
+        self.engine.add(request)
+        deltas = self._deltas[request.request_id] = asyncio.Queue()
+        self._has_work.set()
+        num_together, has_ended = 1, False
+        try:
+            while not has_ended:
+                taken = [await deltas.get()]
+                while len(taken) < num_together and taken[-1].finish_reason is None:
+                    taken.append(await deltas.get())
+                num_together, has_ended = _DELTAS_TOGETHER, taken[-1].finish_reason is not None
+                yield replace(merge(taken), stats=self.engine.stats())
+        finally:
+            self.engine.abort(request.request_id)
+            del self._deltas[request.request_id]
+
+    def stats(self) -> ReplicaStats:
+        """Return the answer to a poll."""
+        return replace(self.engine.stats(), served_tokens=self.engine.served_tokens())
+
+
+class EngineClient:
+    """`ReplicaClient` of simulated engines; the first engine of a ranking serves. Several ingresses may share it."""
+
+    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+        self._engines = {each.engine.stats().replica_id: each for each in engines}
+
+    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the deltas of one request."""
+        async with aclosing(self._engines[ranking[0]].generate(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def poll_stats(self) -> list[ReplicaStats]:
+        """Return the load of all engines."""
+        return [each.stats() for each in self._engines.values()]
+
+    async def poll_metrics(self) -> list[EngineMetrics]:
+        """Return the metrics of all engines."""
+        return [each.engine.metrics() for each in self._engines.values()]
+
+    async def drain(self, replica_id: str) -> bool:
+        """Have an engine refuse new requests."""
+        found = self._engines.get(replica_id)
+        if found is not None:
+            found.engine.drain()
+        return found is not None
+
+    async def describe(self) -> ModelCard:
+        """Refuse: engines have no model."""
+        raise NoReplicaAvailable("simulated engines have no model")
