@@ -12,7 +12,8 @@ first alone. Then three clients with a `batch` key send one kind of heavy body e
 
 Each of them sends its next body `--pause` seconds after the answer. Their process has the lowest priority (nice 19),
 since elsewhere such clients take no processor from the server. Every kind is measured `--runs` times; the ratio
-is the median of theirs. `--label` names the figures' part of the file.
+is the median of theirs. `--label` names the figures' part of the file, to which `--only` adds
+its kind.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def main() -> int:
     path = RESULTS / f"{NAME}.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     former = {name: value for name, value in known.items() if name not in ("command", "environment")}
-    print(write(NAME, former | {options.label: figures}), file=sys.stderr)
+    print(write(NAME, former | {options.label: former.get(options.label, {}) | figures}), file=sys.stderr)
     return 0 if all(each["is_kept"] for each in figures.values()) else 1
 
 
