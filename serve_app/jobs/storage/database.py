@@ -30,7 +30,7 @@ ResultT = TypeVar("ResultT")
 _NUM_READERS = 2
 _BUSY_TIMEOUT_S = 30.0
 """Seconds that a write transaction waits for another process that holds SQLite's write lock."""
-_MIN_FAULT_S = 5.0
+_MIN_FAULT_S = 2.0
 """Shortest time for which a failure counts as present, seconds: small writes may work while others fail."""
 _READ_ONLY = {"headway_reads": True}
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -86,7 +86,7 @@ class Database:
 
     @property
     def fault(self) -> str | None:
-        """Code of the database's last failure, until a later write is committed and for at least 5 s."""
+        """Code of the database's last failure, until a later write is committed and for at least 2 s."""
         is_over = self._has_written and self._monotonic() - self._fault_s >= _MIN_FAULT_S
         return None if is_over else self._fault
 
