@@ -241,10 +241,10 @@ def main() -> int:
     """Simulate each number of ingresses beside one; print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ingresses", default="8", help="numbers of ingresses, separated by commas")
-    parser.add_argument("--replicas", type=int, default=256)
-    parser.add_argument("--slots", type=int, default=32, help="sequences that a replica runs together")
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=16, help="sequences that a replica runs together")
     parser.add_argument("--overload", type=float, default=3.0)
-    parser.add_argument("--seconds", type=float, default=20.0, help="simulated time")
+    parser.add_argument("--seconds", type=float, default=15.0, help="simulated time")
     parser.add_argument("--name", default="scale_simulator", help="file in bench/results")
     options = parser.parse_args()
     numbers = [1, *sorted({int(each) for each in options.ingresses.split(",")} - {1})]
@@ -255,16 +255,19 @@ def main() -> int:
     for figures in rows.values():
         figures["over_one_ingress"] = figures["tokens_per_s"] / rows["1"]["tokens_per_s"]
     print(write(options.name, {"replicas": options.replicas, "slots": options.slots, "ingresses": rows}))
-    return 0 if all(is_kept(figures) for figures in rows.values()) else 1
+    return 0 if all(is_kept(figures, rows["1"]) for figures in rows.values()) else 1
 
 
-def is_kept(figures: dict[str, Any]) -> bool:
-    """Return True if a run keeps the bars."""
+def is_kept(figures: dict[str, Any], alone: dict[str, Any]) -> bool:
+    """Return True if a run keeps the bars beside one ingress.
+
+    Outputs of unequal lengths leave replicas with unequal work even then.
+    """
     return bool(
         figures["over_one_ingress"] >= 0.97
         and figures["batch_before_waiting_interactive"] == 0
         and figures["fairness_of_standard"] >= 0.95
-        and figures["max_over_mean_outstanding"] <= 1.2
+        and figures["max_over_mean_outstanding"] <= 1.2 * alone["max_over_mean_outstanding"]
     )
 
 

@@ -51,7 +51,7 @@ def _fetch(directory: Path) -> None:
         file = _extract(_download(Path(temporary)), Path(temporary))
         try:
             with working(f"Converting {DEFAULT_MODEL_NAME} to safetensors ..."):
-                convert_once(file, directory)
+                convert_once(file, directory, keeps_bits=False)
         except ModelLoadError as error:
             raise DefaultModelUnavailable(str(error)) from error
 

@@ -15,6 +15,8 @@ from serve_app.models.torch_process import run_module
 
 MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
+_FORM = "4 bits"
+"""Form of converted checkpoints. Those of earlier forms are not used."""
 _log = logging.getLogger(__name__)
 
 
@@ -33,12 +35,14 @@ def local_checkpoint(model: str, cache: Path = MODELS_DIRECTORY) -> str:
         raise ModelLoadError(f"there is no file {path}")
     path = path.resolve()
     stat = path.stat()
-    key = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns}".encode(), digest_size=6).hexdigest()
+    key = hashlib.blake2b(f"{path} {stat.st_size} {stat.st_mtime_ns} {_FORM}".encode(), digest_size=6).hexdigest()
     return str(convert_once(path, cache.expanduser() / f"{path.stem}-{key}"))
 
 
-def convert_once(file: Path, directory: Path) -> Path:
+def convert_once(file: Path, directory: Path, *, keeps_bits: bool = True) -> Path:
     """Convert `file` to `directory` unless that exists; return `directory`. A directory appears whole or not at all.
+
+    With `keeps_bits`, linear layers in 4 bits keep them; else all weights become bfloat16.
 
     Raises:
         ModelLoadError: the file cannot be converted.
@@ -48,16 +52,16 @@ def convert_once(file: Path, directory: Path) -> Path:
         with FileLock(f"{directory}.lock", timeout=_CONVERT_LIMIT_S):
             if not directory.is_dir():
                 _log.info("converting a GGUF file", extra={"file": str(file), "directory": str(directory)})
-                _convert(file, directory)
+                _convert(file, directory, [] if keeps_bits else ["--dense"])
     except Timeout:
         raise ModelLoadError(f"another process has been converting {file} for {_CONVERT_LIMIT_S:.0f} s") from None
     return directory
 
 
-def _convert(file: Path, directory: Path) -> None:
+def _convert(file: Path, directory: Path, options: list[str]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        run_module("replicas.model.loading.gguf", str(file), str(temporary), limit_s=_CONVERT_LIMIT_S)
+        run_module("replicas.model.loading.gguf", str(file), str(temporary), *options, limit_s=_CONVERT_LIMIT_S)
         temporary.chmod(0o755)
         temporary.rename(directory)
     except ModelLoadError as error:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
-from safetensors.numpy import load_file
+import numpy as np
+from gguf import GGMLQuantizationType
+from safetensors.numpy import load_file, save_file
+
+Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+_BLOCK_VALUES, _BLOCK_BYTES = 256, 144
+"""Values and bytes of a block of Q4_K."""
 
 
-def write_gguf(file: Path, checkpoint: Path) -> Path:
-    """Write a llama checkpoint of float32 weights and a BPE tokenizer into `file`, as float32."""
+def write_gguf(file: Path, checkpoint: Path, kind: GGMLQuantizationType | None = None) -> Path:
+    """Write a llama checkpoint of float32 weights and a BPE tokenizer into `file`, as float32.
+
+    With `kind` the layers' linear weights are of that type, and the folder `dense` beside `file` gets a checkpoint of
+    their values, as the library `gguf` reads them.
+    """
     config = json.loads((checkpoint / "config.json").read_text())
     num_heads, head_dim = config["num_attention_heads"], config["head_dim"]
     writer = gguf.GGUFWriter(file, "llama")
@@ -26,18 +37,40 @@ def write_gguf(file: Path, checkpoint: Path) -> Path:
     writer.add_vocab_size(config["vocab_size"])
     _add_tokenizer(writer, checkpoint)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    dense = {}
     for name, values in load_file(checkpoint / "model.safetensors").items():
         heads = {"q_proj": num_heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
         if heads is not None:  # GGUF keeps the two halves of each head interleaved.
             values = values.reshape(heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None
-        writer.add_tensor(stored, values)
+        if kind is not None and name.endswith("_proj.weight"):
+            blocks = _quantized(values, kind)
+            writer.add_tensor(stored, blocks, raw_dtype=kind)
+            values = gguf.quants.dequantize(blocks, kind)
+        else:
+            writer.add_tensor(stored, values)
+        if heads is not None:
+            values = values.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        dense[name] = np.ascontiguousarray(values)
+    if kind is not None:
+        shutil.copytree(checkpoint, file.parent / "dense", ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(dense, file.parent / "dense" / "model.safetensors", {"format": "pt"})
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _quantized(values: Array, kind: GGMLQuantizationType) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Return the rows of a weight in blocks. Those of Q4_K, which the library cannot write, are random ones."""
+    if kind is not GGMLQuantizationType.Q4_K:
+        return gguf.quants.quantize(values, kind)
+    rng = np.random.default_rng(len(values))
+    blocks = rng.integers(0, 256, (len(values), values.shape[1] // _BLOCK_VALUES, _BLOCK_BYTES), dtype=np.uint8)
+    blocks[..., :4] = np.array([0.0002, 0.001], np.float16).view(np.uint8)  # factors of the scales and of the minima
+    return blocks.reshape(len(values), -1)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path) -> None:

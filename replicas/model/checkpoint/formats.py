@@ -170,7 +170,7 @@ def is_int4(weight: QuantizedWeight) -> bool:
     layout = weight.layout
     order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
-        weight.format in (_PACKED, _AWQ, _GPTQ)
+        weight.format in (_PACKED, _AWQ, _GPTQ, _GGUF)
         and layout.bits == 4
         and layout.num_inputs % 4 == 0
         and layout.inputs_per_scale % 4 == 0
@@ -182,7 +182,7 @@ def is_int4(weight: QuantizedWeight) -> bool:
 def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
     """Return True if a 4-bit weight has zero points, other than the middle one."""
     is_symmetric = weights.quantization is not None and weights.quantization.is_symmetric
-    return not is_symmetric and not {".qzeros", ".weight_zero_point"}.isdisjoint(weight.parts)
+    return not is_symmetric and not _OFFSETS.isdisjoint(weight.parts)
 
 
 def _is_plain_order(order: StoredTensor, group_size: int) -> bool:
@@ -277,6 +277,11 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Quantization:
     return Quantization("bitsandbytes", (_NORMAL_FLOAT,))
 
 
+def _gguf(_: Mapping[str, Any]) -> Quantization:
+    """Return the quantization of a GGUF file that Headway has converted."""
+    return Quantization("GGUF", (_GGUF,))
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "awq": _awq,
@@ -285,6 +290,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fbgemm_fp8": _fp8,
     "mxfp4": _mxfp4,
     "bitsandbytes": _bitsandbytes,
+    "gguf": _gguf,
 }
 
 
@@ -380,6 +386,15 @@ def _scaled_layout(parts: Parts, quantization: Quantization) -> Layout:
     return Layout(*shape, 8, 1, _group_size(num_inputs, num_groups), shape)
 
 
+def _gguf_layout(parts: Parts, _: Quantization) -> Layout:
+    num_outputs, num_bytes = _matrix("weight_nibbles", parts[".weight_nibbles"])
+    rows, num_groups = _matrix("weight_scale", parts[".weight_scale"])
+    _expect("weight_scale", (rows, num_groups), (num_outputs, num_groups))
+    _expect("weight_minimum", parts[".weight_minimum"].shape, (num_outputs, num_groups))
+    shape = (num_outputs, 2 * num_bytes)
+    return Layout(*shape, 4, 1, _group_size(2 * num_bytes, num_groups), shape)
+
+
 def _mxfp4_layout(parts: Parts, _: Quantization) -> Layout:
     *leading, num_groups, num_bytes = parts["_blocks"].shape
     _expect("blocks", (num_bytes,), (_MXFP4_GROUP // 2,))
@@ -409,6 +424,7 @@ def _llm_int8_layout(parts: Parts, _: Quantization) -> Layout:
     return Layout(*shape, 8, 1, shape[1], shape)
 
 
+_OFFSETS = frozenset({".qzeros", ".weight_zero_point", ".weight_minimum"})
 _ACTIVATIONS = (".input_scale", ".input_zero_point", ".output_scale", ".input_scale_ub", ".activation_scale")
 _NF4_STATE = ".weight.quant_state.bitsandbytes__nf4"
 _FP4_STATE = ".weight.quant_state.bitsandbytes__fp4"
@@ -423,6 +439,7 @@ _SCALED = Format(
 )  # fmt: skip
 _AWQ = Format("AWQ", ".qweight", _awq_layout, (".scales", ".qzeros"))
 _GPTQ = Format("GPTQ", ".qweight", _gptq_layout, (".scales", ".qzeros"), (".g_idx",))
+_GGUF = Format("GGUF", ".weight_nibbles", _gguf_layout, (".weight_scale", ".weight_minimum"), dtypes=("U8",))
 _MXFP4 = Format("MXFP4", "_blocks", _mxfp4_layout, ("_scales",), dtypes=("U8",), dense="")
 _NORMAL_FLOAT = Format(
     "4-bit floats of bitsandbytes", ".weight", _normal_float_layout, (".weight.absmax", ".weight.quant_map"),

@@ -162,11 +162,30 @@ def _read_llm_int8(tensors: Tensors, layout: Layout, _: Quantization) -> Quantiz
     return QuantizedLinear(tensors[".weight"], scales, None, 8, inputs_per_scale=layout.num_inputs)
 
 
+def from_gguf(tensors: Tensors) -> QuantizedLinear:
+    """Return a weight of a GGUF file in 4 bits. Its values are `nibble * scale + minimum`."""
+    pairs, scales, minima = (tensors[name] for name in (".weight_nibbles", ".weight_scale", ".weight_minimum"))
+    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    # A group whose values are all the same may have no scale: then its minimum is one, and 1 times it the value.
+    is_flat = scales == 0
+    zero_points = torch.where(is_flat, -1.0, -minima / scales)
+    inputs_per_scale = numbers.shape[1] // scales.shape[1]
+    numbers = numbers.masked_fill(is_flat.repeat_interleave(inputs_per_scale, dim=1), 0)
+    return QuantizedLinear(
+        numbers, torch.where(is_flat, minima, scales), zero_points, 4, inputs_per_scale=inputs_per_scale
+    )
+
+
+def _read_gguf(tensors: Tensors, _layout: Layout, _: Quantization) -> QuantizedLinear:
+    return from_gguf(tensors)
+
+
 _READERS: dict[str, Callable[[Tensors, Layout, Quantization], QuantizedLinear]] = {
     "packed integers": _read_packed,
     "numbers with scales": _read_scaled,
     "AWQ": _read_awq,
     "GPTQ": _read_gptq,
+    "GGUF": _read_gguf,
     "MXFP4": _read_mxfp4,
     "4-bit floats of bitsandbytes": _read_normal_float,
     "8-bit integers of bitsandbytes": _read_llm_int8,

@@ -1,19 +1,35 @@
 """Conversion of a GGUF file into a checkpoint of safetensors: `python -m replicas.model.loading.gguf FILE DIRECTORY`.
 
-The weights are dequantized and written in bfloat16. transformers reads the file: config, weights, tokenizer and chat
-template.
+transformers reads the file: config, weights, tokenizer and chat template. Linear layers in 4 bits (Q4_0, Q4_1, Q4_K)
+keep their numbers, scales and minima. All other weights become bfloat16; with `--dense` these layers, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, TensorNameMap, get_tensor_name_map
+from gguf.quants import Q4_K
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
+
+from replicas.model.checkpoint.readers import from_gguf
+
+_ROUNDING = 2.0**-7
+"""Most by which two roundings of a value to bfloat16 differ, as a share of it."""
+_NUM_CHECKED = 256
+"""Outputs of a layer whose weights are compared with those that transformers reads."""
+
+Parts = Mapping[str, Tensor]
+"""Tensors of one weight by the suffixes of their names: nibbles, scales and minima."""
 
 
-def convert(file: Path, directory: Path) -> None:
+def convert(file: Path, directory: Path, *, keeps_bits: bool = True) -> None:
     """Write the model in `file` to `directory`, which must exist.
 
     Raises:
@@ -26,11 +42,136 @@ def convert(file: Path, directory: Path) -> None:
     # The weights are plain now; with these marks transformers would refuse to save them.
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
-    model.save_pretrained(directory)
+    kept = weights_in_4_bits(file, model) if keeps_bits else {}
+    if not kept:
+        model.save_pretrained(directory)
+        return
+    model.config.quantization_config = {"quant_method": "gguf"}
+    model.config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+    save_torch_state_dict(_state(model, kept), directory)
+
+
+def weights_in_4_bits(file: Path, model: PreTrainedModel) -> dict[str, Parts]:
+    """Return the parts of those weights of linear layers that are in 4 bits in `file`, by the layers' names.
+
+    transformers reorders some weights by output. A weight is kept only if its parts give what transformers has read.
+    """
+    reader = GGUFReader(file)
+    stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type in _READERS}
+    names = _names(reader, model.config)
+    kept = {}
+    for name, module in model.named_modules():
+        tensor = stored.get(names.get_name(f"{name}.weight", try_suffixes=(".weight",)) or "")
+        if type(module) is nn.Linear and tensor is not None and tensor.data.shape[0] == module.out_features:
+            parts = _READERS[tensor.tensor_type](torch.from_numpy(tensor.data.copy()))
+            found = next((each for each in _orders(parts, model.config) if _gives(each, module.weight)), None)
+            if found is not None:
+                kept[name] = found
+    return kept
+
+
+def _names(reader: GGUFReader, config: PretrainedConfig) -> TensorNameMap:
+    """Return the map from names in transformers' models to those in the file."""
+    field = reader.fields["general.architecture"]
+    name = bytes(field.parts[field.data[0]]).decode()
+    architecture = next(each for each, its_name in MODEL_ARCH_NAMES.items() if its_name == name)
+    return get_tensor_name_map(architecture, config.get_text_config(decoder=True).num_hidden_layers)
+
+
+def _orders(parts: Parts, config: PretrainedConfig) -> Iterator[Parts]:
+    """Yield the parts as they are, and with the two halves of each head apart, for queries and for keys.
+
+    GGUF files of some architectures interleave the two halves, which the position encoding rotates.
+    """
+    yield parts
+    text = config.get_text_config(decoder=True)
+    for num_heads in (text.num_attention_heads, getattr(text, "num_key_value_heads", None)):
+        if num_heads and len(parts[".weight_scale"]) % (2 * num_heads) == 0:
+            yield {name: _apart(part, num_heads) for name, part in parts.items()}
+
+
+def _apart(part: Tensor, num_heads: int) -> Tensor:
+    return part.view(num_heads, -1, 2, part.shape[1]).transpose(1, 2).reshape(part.shape)
+
+
+def _gives(parts: Parts, weight: Tensor) -> bool:
+    """Return True if the parts give `weight` [outputs, inputs] bfloat16, apart from roundings."""
+    rows = slice(0, _NUM_CHECKED)
+    found = from_gguf({name: part[rows] for name, part in parts.items()}).dense(torch.float32)
+    wanted = weight[rows].detach().float()
+    return found.shape == wanted.shape and torch.allclose(found, wanted, _ROUNDING, 1e-6 * float(wanted.abs().max()))
+
+
+def _state(model: PreTrainedModel, kept: Mapping[str, Parts]) -> dict[str, Tensor]:
+    """Return the tensors of the checkpoint. Of weights that share memory it has the first."""
+    state: dict[str, Tensor] = {}
+    seen = set()
+    for name, value in model.state_dict().items():
+        prefix = name.removesuffix(".weight")
+        if prefix in kept:
+            state |= {prefix + suffix: part.contiguous() for suffix, part in kept[prefix].items()}
+        elif value.data_ptr() not in seen:
+            seen.add(value.data_ptr())
+            state[name] = value
+    return state
+
+
+def _nibbles(halves: Tensor) -> Tensor:
+    """Return the nibbles of two adjacent inputs as a byte, the first in the low one.
+
+    `halves` is [outputs, groups, bytes]: the low nibbles of a group come before its high ones.
+    """
+    numbers = torch.cat((halves & 15, halves >> 4), dim=-1).flatten(1)
+    return numbers[:, ::2] | numbers[:, 1::2] << 4
+
+
+def _floats(stored: Tensor) -> Tensor:
+    return stored.contiguous().view(torch.float16).float().flatten(1)
+
+
+def _read_q4_0(rows: Tensor) -> Parts:
+    blocks = rows.view(len(rows), -1, 18)
+    scales = _floats(blocks[..., :2])
+    return {".weight_nibbles": _nibbles(blocks[..., 2:]), ".weight_scale": scales, ".weight_minimum": -8 * scales}
+
+
+def _read_q4_1(rows: Tensor) -> Parts:
+    blocks = rows.view(len(rows), -1, 20)
+    scales, minima = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])
+    return {".weight_nibbles": _nibbles(blocks[..., 4:]), ".weight_scale": scales, ".weight_minimum": minima}
+
+
+def _read_q4_k(rows: Tensor) -> Parts:
+    """Read blocks of 256 inputs. Each has eight groups, whose scales and minima are numbers of 6 bits."""
+    blocks = rows.view(len(rows), -1, 144)
+    scales, minima = (
+        torch.from_numpy(each).float().view(len(rows), -1, 8)
+        for each in Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12).numpy())
+    )
+    # Pairs of groups share 32 bytes: the low nibbles are those of the first.
+    nibbles = _nibbles(blocks[..., 16:].reshape(len(rows), -1, 32))
+    return {
+        ".weight_nibbles": nibbles,
+        ".weight_scale": (_floats(blocks[..., :2])[..., None] * scales).flatten(1),
+        ".weight_minimum": -(_floats(blocks[..., 2:4])[..., None] * minima).flatten(1),
+    }
+
+
+_READERS: dict[GGMLQuantizationType, Callable[[Tensor], Parts]] = {
+    GGMLQuantizationType.Q4_0: _read_q4_0,
+    GGMLQuantizationType.Q4_1: _read_q4_1,
+    GGMLQuantizationType.Q4_K: _read_q4_k,
+}
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--dense", action="store_true", help="write all weights in bfloat16")
+    options = parser.parse_args()
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        convert(options.file, options.directory, keeps_bits=not options.dense)
     except (OSError, ValueError, KeyError) as error:
         sys.exit(" ".join(str(error).split()) or repr(error))
