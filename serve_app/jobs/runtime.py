@@ -33,7 +33,7 @@ from serve_app.jobs.webhooks.sender import AttemptOutcome
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 10.0
+_MAX_PAUSE_S = 5.0
 """Longest pause between two attempts to use the storage again, seconds."""
 
 

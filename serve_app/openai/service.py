@@ -347,9 +347,9 @@ class CompletionService:
         """Return the parts of the request's time up to now."""
         return request_metrics(prepared.timeline, self._model.clock())
 
-    async def as_json(self, reply: JsonObject, caller: Caller) -> bytes:
-        """Return a reply that may be large as JSON, which a thread writes."""
-        return await self._replies.run(lambda: json_in_pieces(reply), caller.unread)
+    async def as_json(self, make: Callable[[], JsonObject], caller: Caller) -> bytes:
+        """Return a reply that may be large as JSON; a thread makes and writes it."""
+        return await self._replies.run(lambda: json_in_pieces(make()), caller.unread)
 
     async def chunks(self, prepared: PreparedCompletion, item: IndexedDelta) -> list[JsonObject]:
         """Return the chunks of a stream for a delta."""

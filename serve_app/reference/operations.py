@@ -182,7 +182,7 @@ _REQUESTS = {
     ),
     "POST /v1/requests/{request_id}/cancel": Operation(
         "Completions",
-        "Cancel a running completion.",
+        "Cancel a running completion; of an id that several of one tenant have, all.",
         _json(answers.RequestObject),
         failures=frozenset({404, 409, 503}),
     ),

@@ -23,7 +23,7 @@ FAILURES: Mapping[int, str] = {
     "`batch_not_found`, `job_not_found`, `request_not_found`, `replica_not_found`.",
     408: "The body did not arrive in time. Code: `upload_timeout`.",
     409: "The state of the object does not allow the request. Codes: `batch_not_cancellable`, `file_in_use`, "
-    "`idempotency_key_in_use`, `request_not_cancellable`.",
+    "`idempotency_key_in_use`, `request_id_ambiguous`, `request_not_cancellable`.",
     413: "The body or the file is too large. Code: `request_too_large`.",
     415: "The content type is wrong. Code: `unsupported_media_type`.",
     429: "A queue is full, or the deadline cannot be met. Codes: `server_overloaded`, `slow_down`. `retry-after` says "

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,37 @@ async def test_a_tenant_sees_and_cancels_its_own_requests_alone(make_api: MakeAp
     assert (await running).status_code == 499
     gate.set()
     assert (await theirs).status_code == 200
+
+
+async def test_all_running_requests_of_an_id_are_cancelled(make_api: MakeApi) -> None:
+    gate = asyncio.Event()
+    api = make_api(gate=gate, gate_at=1)
+    body = {"model": MODEL, "prompt": "a"}
+    running = [asyncio.create_task(api.post("/v1/completions", body, x_request_id="mine-8")) for _ in range(2)]
+    await until(lambda: len(api.replica.running) == 2)
+    assert (await api.http.post("/v1/requests/mine-8/cancel")).json()["status"] == "cancelling"
+    assert [(await each).status_code for each in running] == [499, 499]
+
+
+async def test_an_operator_cancels_no_tenant_by_the_id_of_another(make_api: MakeApi, tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    keys = write_keys(tmp_path, "acme", "rival", "ops", operator="ops")
+    api = make_api(settings={"api_key_file": keys}, gate=gate, gate_at=1)
+    acme, rival, ops = ({"authorization": f"Bearer {key}"} for key in ("acme", "rival", "ops"))
+    body = {"model": MODEL, "prompt": "a"}
+    running = [
+        asyncio.create_task(api.post("/v1/completions", body, x_request_id="mine-9", **each)) for each in (acme, rival)
+    ]
+    await until(lambda: len(api.replica.running) == 2)
+    refused = await api.http.post("/v1/requests/mine-9/cancel", headers=ops)
+    assert refusal(refused) == (409, "request_id_ambiguous", "request_id")
+    ids = re.findall("`([^`]+)`", refused.json()["error"]["message"])
+    tenants = {(await shown(api, each, **ops)).json()["tenant"]: each for each in ids}
+    assert tenants.keys() == {"acme", "rival"}
+    assert (await api.http.post(f"/v1/requests/{tenants['rival']}/cancel", headers=ops)).status_code == 200
+    assert (await running[1]).status_code == 499
+    gate.set()
+    assert (await running[0]).status_code == 200
 
 
 async def test_an_unknown_request_is_not_found(api: Api) -> None:
