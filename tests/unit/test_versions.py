@@ -63,7 +63,7 @@ def _composed(config: HeadwayConfig) -> dict[str, list[Any]]:
         config.jobs_files_url, http.limits, http.tool_call_parser, http.num_tokenizer_threads,
     ]  # fmt: skip
     return {
-        "Model": [config.replica_options(), config.load_poll_period_s],
+        "Model": [config.replica_options(), config.load_poll_period_s, config.num_gpus_per_replica],
         "Ingress": [*routing, http],
         "Jobs": [*routing, config.jobs_database_url, config.webhook_secret, config.data_dir],
     }
@@ -78,7 +78,7 @@ def test_a_deployment_has_all_settings_that_it_composes() -> None:
             values[name] = field.default / 2 if name == "max_tenant_queue_share" else field.default + 1
         elif name.endswith(("_dir", "_url")):
             values[name] = "/tmp/another"
-    values |= {"model": "another", "served_model_name": "one,two", "api_key_file": "keys", "num_gpus_per_replica": None}
+    values |= {"model": "another", "served_model_name": "one,two", "api_key_file": "keys", "num_gpus_per_replica": 0.5}
     values |= {"compile_layers": None, "gpu_memory_utilization": 0.5}
     config = HeadwayConfig.model_construct(**values)
     whole = _composed(config)
