@@ -10,8 +10,10 @@ first alone. Then three clients with a `batch` key send one kind of heavy body e
 - echo: POST /v1/completions of 128 long prompts with `echo` and `logprobs`; echo_within: of prompts that are accepted.
 - text: POST /v1/completions of a text of 4 MB with escapes.
 
-Each of them sends its next body `--pause` seconds after the answer. Every kind is measured `--runs` times; the ratio
-is the median of theirs. `--label` names the figures' part of the file.
+Each of them sends its next body `--pause` seconds after the answer. Their process has the lowest priority (nice 19),
+since elsewhere such clients take no processor from the server. Every kind is measured `--runs` times; the ratio
+is the median of theirs. `--label` names the figures' part of the file, to which `--only` adds
+its kind.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ async def probe(url: str, num: int) -> list[float]:
 
 async def flood(url: str, name: str, pause_s: float) -> None:
     """Send a body again and again from each client until the input ends; then print the answers by status."""
+    os.nice(19)
     attack, statuses = attacks()[name], Counter[str]()
 
     async def send_all(http: httpx.AsyncClient) -> None:
@@ -215,7 +218,7 @@ def main() -> int:
     path = RESULTS / f"{NAME}.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     former = {name: value for name, value in known.items() if name not in ("command", "environment")}
-    print(write(NAME, former | {options.label: figures}), file=sys.stderr)
+    print(write(NAME, former | {options.label: former.get(options.label, {}) | figures}), file=sys.stderr)
     return 0 if all(each["is_kept"] for each in figures.values()) else 1
 
 

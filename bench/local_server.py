@@ -2,7 +2,7 @@
 
 With DEFAULT_RUN_TIME in its environment the process leaves the GIL's interval, the C heap and the garbage collector as
 they are by default. With NO_KEYS nobody needs a key, and all share the prefix cache. With KEY_LIMITS each key has all
-limits, so high that none is reached.
+limits, so high that none is reached. With OTLP_ENDPOINT it traces, by default every request; TRACE_RATIO is the share.
 
 It prints one line of JSON each second: its memory, descriptors, threads and tasks, and the longest time for which its
 event loop stood still in that second.
@@ -35,6 +35,7 @@ from serve_app.http.process import return_freed_memory, share_gil
 from serve_app.ingress import IngressSettings
 from serve_app.key_file import digest_of
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.tracing.settings import TracingSettings
 from testkit.http.local_service import local_service
 
 KEYS = {band: f"hw-{band.name.lower()}" for band in Band}
@@ -155,6 +156,7 @@ async def _serve(data_dir: Path) -> None:
         served_model_name=DEMO_MODEL_NAME,
         api_key_file=str(keys) if has_keys else None,
         limits=RequestLimits(prefix_cache_scope="tenant" if has_keys else "shared"),
+        tracing=TracingSettings(os.environ.get("OTLP_ENDPOINT"), float(os.environ.get("TRACE_RATIO", "1"))),
     )
     async with local_service(options, settings) as service:
         if not os.environ.get("DEFAULT_RUN_TIME"):

@@ -143,6 +143,12 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     """Prompt tokens that were in the prefix cache when the sequence was first scheduled."""
+    computed_tokens: int = 0
+    """Tokens that this replica computed for the sequence, prompt and output, each as often as it did."""
+    recomputed_tokens: int = 0
+    """Tokens among these that it computed again after a preemption."""
+    device_s: float = 0.0
+    """Share of the replica's computing time, seconds: a step's time is divided among its sequences by their tokens."""
 
 
 @dataclass(frozen=True, slots=True)

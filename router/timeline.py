@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
-from replicas.protocol import PhaseSeconds, TokenDelta
+from replicas.protocol import PhaseSeconds, TokenDelta, Usage
 from router.types import Reason
 
 _TOLERANCE_S = 1e-6
@@ -71,6 +72,30 @@ class Placed:
     """Time since the request's arrival, seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Time of a request between two events that change its part."""
+
+    start_s: float
+    end_s: float
+    seconds: Seconds
+    """Seconds of each part in it; they add up to its length."""
+    placement: Placed | None
+    """Dispatch to the replica that has the request; None: no replica has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of the replicas for a sequence."""
+
+    computed_tokens: int = 0
+    """Tokens computed, prompt and output, each as often as it was."""
+    recomputed_tokens: int = 0
+    """Tokens among these that were computed again, after a preemption or on another replica."""
+    device_s: float = 0.0
+    """Computing time of the replicas, seconds."""
+
+
 @dataclass(slots=True)
 class Timeline:
     """Timeline of one sequence of a request; its owner tells it each event with the time, monotonic seconds.
@@ -78,7 +103,8 @@ class Timeline:
     Each event assigns the time since the one before to parts. A replica reports its own phases as durations, so clocks
     of other machines are not compared; what they do not explain of the time until the first token is its way here.
 
-    Invariant: the parts add up to the time from `started_s` to the last event.
+    Invariants: the parts add up to the time from `started_s` to the last event; the intervals follow one another
+    without a gap, and their seconds are those of the parts.
     """
 
     started_s: float
@@ -96,8 +122,19 @@ class Timeline:
     cached_tokens: int = 0
     num_preemptions: int = 0
     num_migrations: int = 0
+    intervals: list[Interval] = field(default_factory=list)
+    """Intervals in their order; the one that has not ended is not in it. A token adds none."""
     _seconds: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
     _mark_s: float = field(init=False)
+    _interval_s: float = field(init=False)
+    """Start of the present interval."""
+    _is_placed: bool = False
+    _work_before: Work = Work()
+    """Work of the replicas before the present one."""
+    _usage: Usage | None = None
+    """Usage on the present replica, as last reported."""
+    _num_output_before: int = 0
+    """Output tokens of the replicas before."""
     _open: Part = Part.RECEIVED
     """Part to which the time since `_mark_s` belongs, as far as is known."""
     _wait: Wait | None = None
@@ -106,12 +143,13 @@ class Timeline:
     _num_preempted_before: int = 0
 
     def __post_init__(self) -> None:
-        self._mark_s = self.started_s
+        self._mark_s = self._interval_s = self.started_s
 
     def fork(self) -> Timeline:
         """Return the timeline of another sequence with the same past."""
         other = Timeline(self.started_s)
         other._seconds, other._mark_s, other._open = dict(self._seconds), self._mark_s, self._open
+        other.intervals, other._interval_s = list(self.intervals), self._interval_s
         return other
 
     def received(self, now: float) -> None:
@@ -137,7 +175,9 @@ class Timeline:
         """Note that the request was dispatched to a replica."""
         self.placements.append(Placed(replica_id, reason, now - self.started_s))
         self._phases, self._num_preempted_before = PhaseSeconds(), self.num_preemptions
+        self._work_before, self._usage, self._num_output_before = self.work(), None, self.num_output_tokens
         self._spend(now, Part.PREFILL)
+        self._is_placed = True
 
     def progressed(self, now: float, delta: TokenDelta, replica_id: str) -> None:
         """Note a delta of the request from its replica, which may be another one than was meant."""
@@ -149,27 +189,47 @@ class Timeline:
             self._reach(replica_id)
             # The phases explain the time on the replica. The rest is the way of the delta.
             self._open = Part.PREFILL if delta.phases is None else Part.DELIVERED
+        self._usage = delta.usage
         self._spend(now, Part.DECODE, self._news(delta.phases))
         self.num_output_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self.finished_s, self._open = now, Part.DELIVERED
+            self.finished_s = now
+            self._reopen(Part.DELIVERED)
 
     def refused(self, now: float) -> None:
         """Note that the replica had no room, so that the request waits again."""
         self.placements.pop()
-        self._open = Part.QUEUED_CAPACITY
+        self._open, self._is_placed = Part.QUEUED_CAPACITY, False
         self._spend(now, Part.QUEUED_CAPACITY)
 
     def migrated(self, now: float) -> None:
         """Note that the replica is lost, so that the request waits for another one."""
         self.num_migrations += 1
-        self._open = Part.MIGRATED
+        self._reopen(Part.MIGRATED)
         self._spend(now, Part.QUEUED_CAPACITY)
+        self._is_placed = False
 
     def ended(self, now: float) -> None:
         """Note the end of the answer."""
         self._spend(now, self._open)
+        self._reopen(self._open)
         self.ended_s = now
+
+    def work(self) -> Work:
+        """Return the work of all replicas, as far as they have reported it."""
+        before, usage = self._work_before, self._usage
+        if usage is None:
+            return before
+        num_again = usage.recomputed_tokens
+        if before.computed_tokens:
+            # The first step that samples here computes what the replicas before had computed.
+            num_new = max(0, self.num_output_tokens - self._num_output_before - 1)
+            num_again = max(num_again, usage.computed_tokens - num_new)
+        return Work(
+            before.computed_tokens + usage.computed_tokens,
+            before.recomputed_tokens + num_again,
+            before.device_s + usage.device_s,
+        )
 
     def part(self) -> Part | None:
         """Return the part that the request is in; None: it has ended."""
@@ -192,6 +252,14 @@ class Timeline:
         """Fail if an invariant of the class does not hold."""
         assert all(seconds >= 0 for seconds in self._seconds.values())
         assert abs(sum(self._seconds.values()) - (self._mark_s - self.started_s)) < _TOLERANCE_S
+        ends_s = [self.started_s, *(each.end_s for each in self.intervals)]
+        assert [each.start_s for each in self.intervals] == ends_s[:-1] and self._interval_s == ends_s[-1]
+        in_intervals: dict[Part, float] = defaultdict(float, {self._open: self._mark_s - self._interval_s})
+        for each in self.intervals:
+            assert abs(sum(each.seconds.values()) - (each.end_s - each.start_s)) < _TOLERANCE_S
+            for part, seconds in each.seconds.items():
+                in_intervals[part] += seconds
+        assert all(abs(in_intervals[part] - self._seconds[part]) < _TOLERANCE_S for part in Part)
 
     def _reach(self, replica_id: str) -> None:
         """Note the replica that really serves the request."""
@@ -218,7 +286,21 @@ class Timeline:
         """Assign the time since the last event: `split` to its parts, the rest to the open part; open `then`."""
         now = max(now, self._mark_s)
         _add(self._seconds, now - self._mark_s, self._open, split or {})
-        self._mark_s, self._open = now, then
+        if split:
+            self._reopen(self._open)
+        self._mark_s = now
+        if split or then is not self._open:
+            self._reopen(then, split)
+
+    def _reopen(self, then: Part, split: Seconds | None = None) -> None:
+        """End the present interval at the last event, and open `then`."""
+        if self._mark_s > self._interval_s:
+            seconds: dict[Part, float] = defaultdict(float)
+            _add(seconds, self._mark_s - self._interval_s, self._open, split or {})
+            placement = self.placements[-1] if self._is_placed else None
+            self.intervals.append(Interval(self._interval_s, self._mark_s, seconds, placement))
+            self._interval_s = self._mark_s
+        self._open = then
 
 
 def _add(seconds: dict[Part, float], duration_s: float, rest: Part, split: Seconds) -> None:

@@ -34,6 +34,7 @@ from serve_app.http.settings import IngressSettings
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.openai.request.validation import RequestLimits
+from serve_app.tracing.settings import TracingSettings
 
 Part = TypeVar("Part")
 
@@ -50,6 +51,7 @@ PARTS = (
     IngressSettings,
     RequestLimits,
     JobsSettings,
+    TracingSettings,
 )
 """Dataclasses that declare settings. Each `setting` of theirs is a field of `HeadwayConfig` with the same name."""
 
@@ -305,12 +307,14 @@ class HeadwayConfig(_SettingsOfParts):
 
     def of_ingress(self) -> HeadwayConfig:
         """Return the settings that an ingress reads; all others have their defaults."""
-        return self._only(_ROUTING_FIELDS | {"files_url"}, *_ROUTING_PARTS, IngressSettings, JobsSettings)
+        return self._only(
+            _ROUTING_FIELDS | {"files_url"}, *_ROUTING_PARTS, IngressSettings, JobsSettings, TracingSettings
+        )
 
     def of_jobs(self) -> HeadwayConfig:
         """Return the settings that the jobs process reads; all others have their defaults."""
         names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
-        return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings)
+        return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings, TracingSettings)
 
     def replica_bounds(self) -> dict[str, int]:
         """Return the bounds on the number of model replicas, which may change while the processes run."""
@@ -431,9 +435,14 @@ class HeadwayConfig(_SettingsOfParts):
             served_model_name=self.model_name,
             aliases=self.model_names[1:],
             limits=self._part(RequestLimits),
+            tracing=self.tracing_settings(),
             server_sets_request_id=True,
             max_tenant_share=self._tenant_share,
         )
+
+    def tracing_settings(self) -> TracingSettings:
+        """Compose the settings of traces."""
+        return self._part(TracingSettings)
 
     def engine_limits(self) -> EngineLimits:
         """Compose the limits of a replica's engine."""

@@ -11,6 +11,8 @@ from decimal import Decimal
 from replicas.errors import ErrorKind, ServingError
 
 _MAX_SHOWN_CHARS = 50
+_MAX_IDS = 10
+"""Most ids that one error names."""
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -197,6 +199,23 @@ def request_not_cancellable(request_id: str) -> HttpError:
     return HttpError(
         ErrorReply(409, message, "conflict", "request_not_cancellable", "request_id", headers=DO_NOT_RETRY)
     )
+
+
+def line_not_cancellable(request_id: str) -> HttpError:
+    """Return the 409 for a line of a job or batch, which is cancelled with it."""
+    message = f"{shortened(request_id)} is a line of a job or batch; cancel the job or the batch"
+    return HttpError(
+        ErrorReply(409, message, "conflict", "request_not_cancellable", "request_id", headers=DO_NOT_RETRY)
+    )
+
+
+def request_id_ambiguous(request_id: str, sequence_ids: Sequence[str]) -> HttpError:
+    """Return the 409 for an id under which completions of several tenants run; `sequence_ids` are their unique ids."""
+    listed = ", ".join(f"`{each}`" for each in sequence_ids[:_MAX_IDS])
+    if len(sequence_ids) > _MAX_IDS:
+        listed += f" and {len(sequence_ids) - _MAX_IDS} more"
+    message = f"completions of several tenants run under the id {shortened(request_id)}; cancel one of {listed}"
+    return HttpError(ErrorReply(409, message, "conflict", "request_id_ambiguous", "request_id", headers=DO_NOT_RETRY))
 
 
 def http_failure(status: int, detail: str, headers: Sequence[tuple[str, str]] = ()) -> HttpError:

@@ -28,6 +28,7 @@ from serve_app.endpoints.pages import PageEndpoints
 from serve_app.endpoints.prompt_batches import PromptBatchEndpoints
 from serve_app.endpoints.requests import RequestEndpoints
 from serve_app.endpoints.sync_prompts import SyncPromptEndpoints
+from serve_app.endpoints.usage import UsageEndpoints
 from serve_app.errors import HttpError, http_failure, method_not_allowed, route_not_found
 from serve_app.http.access_log import AccessLog
 from serve_app.http.bodies import BodyReader
@@ -43,6 +44,7 @@ from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.rate_limits import KeyLimiter
+from serve_app.tracing.tracer import Tracer
 
 __all__ = ["Backends", "IngressSettings", "create_api"]
 
@@ -53,6 +55,7 @@ def create_api(
     *,
     metrics: HttpMetrics | None = None,
     gate: Gate | None = None,
+    tracer: Tracer | None = None,
     rng: random.Random | None = None,
 ) -> FastAPI:
     """Create the application; load the tokenizer and the key file.
@@ -75,7 +78,7 @@ def create_api(
     model = KnownModel(settings.model_names, dispatcher, clock.monotonic, defaults)
     metrics = metrics or HttpMetrics(settings.served_model_name)
     metrics.registry.register(CountsCollector(text.grammars.metrics))
-    service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random())
+    service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
     prompts = PromptBatchMaker(service, model.name)
     registry = RequestRegistry(clock.monotonic)
     answered_at_once = {
@@ -84,7 +87,7 @@ def create_api(
     }
     routes = {
         **ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes(),
-        **RequestEndpoints(registry).routes(),
+        **RequestEndpoints(registry, None if jobs is None else jobs.service).routes(),
     }
     if jobs is not None:
         requests = JobRequests(bodies, jobs)
@@ -93,9 +96,11 @@ def create_api(
             **BatchEndpoints(requests, model.name).routes(),
             **JobEndpoints(requests, JobMaker(service, model.name)).routes(),
             **PromptBatchEndpoints(requests, prompts).routes(),
+            **UsageEndpoints(jobs.service, clock).routes(),
         }
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)
-    observers = ExchangeObservers(metrics, registry, access_log, settings.slow_request_s)
+    tracer = tracer or Tracer(settings.tracing, "headway-ingress", "1")
+    observers = ExchangeObservers(metrics, registry, tracer, access_log, settings.slow_request_s)
     gate = gate or Gate()
     middleware = _middleware(settings, observers, clock, gate)
     app = FastAPI(openapi_url=None, redirect_slashes=False, middleware=middleware)

@@ -13,6 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from replicas.engine.stats import START_TIME, one_two_five
 from replicas.errors import InvalidRequest
 from replicas.protocol import Band, EngineMetrics, HistogramMetric, Metric, MetricKind
 from router.balancing.load_table import LoadTable
@@ -42,6 +43,8 @@ _REFUSAL_REASONS = (
 
 _DURATION_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _WAIT_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_NUM_CHOICES_BUCKETS = (1, 2, 5, 10, 20)
+_OUTPUT_BUCKETS = one_two_five(10**6)
 _MIGRATIONS = ("resumed", "restarted", "failed")
 _MAX_TENANTS = 100
 """Most tenants of a band with a series of their own; the others are one series."""
@@ -125,7 +128,7 @@ class HttpMetrics:
 
 
 class OutputMetrics:
-    """Counters of what outputs lack: keywords that no grammar enforces, and calls that were malformed."""
+    """Metrics of completions: numbers and lengths of choices, keywords that no grammar enforces, malformed calls."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._not_enforced = Counter(
@@ -138,11 +141,31 @@ class OutputMetrics:
             "headway:malformed_tool_calls", "Tool calls that were malformed or cut off.", ["model_name"],
             registry=registry,
         ).labels(model_name)  # fmt: skip
+        self._num_choices = Histogram(
+            "vllm:request_params_n",
+            "Choices (`n`) of a prompt, once all of them have ended.",
+            ["model_name"],
+            buckets=_NUM_CHOICES_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
+        self._longest = Histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Output tokens of the longest choice of a prompt, once all of them have ended.",
+            ["model_name"],
+            buckets=_OUTPUT_BUCKETS,
+            registry=registry,
+        ).labels(model_name)
 
     def count(self, *, num_not_enforced: int, num_malformed_calls: int) -> None:
         """Count one request's keywords that its grammar does not enforce, and the malformed calls of its output."""
         self._not_enforced.inc(num_not_enforced)
         self._malformed_calls.inc(num_malformed_calls)
+
+    def chosen(self, num_choices: int, longest_outputs: Iterable[int]) -> None:
+        """Count prompts of a request: the choices of each, and the output tokens of its longest choice."""
+        for num_tokens in longest_outputs:
+            self._num_choices.observe(num_choices)
+            self._longest.observe(num_tokens)
 
 
 class CountsCollector(Collector):
@@ -258,12 +281,16 @@ class RouterCollector(Collector):
         tokens = GaugeMetricFamily(
             "headway:queue_tokens", "Expected tokens of the requests waiting in flow control.", labels=["band"]
         )
+        tenants = GaugeMetricFamily(
+            "headway:queue_tenants", "Tenants with a request that waits in flow control.", labels=["band"]
+        )
         age = GaugeMetricFamily(
             "headway:router_state_age_seconds", "Age of a replica's last report; of the 32 oldest.", labels=["replica"]
         )
         for band in Band:
             largest = self._queue.largest(band, _MAX_TENANTS)
             rest = self._queue.num_requests(band) - sum(largest.values())
+            tenants.add_metric([_name(band)], self._queue.num_tenants(band))
             for tenant, count in (*largest.items(), *([(_OTHER, rest)] if rest else [])):
                 size.add_metric([_name(band), tenant], count)
             tokens.add_metric([_name(band)], self._queue.num_tokens(band))
@@ -278,7 +305,7 @@ class RouterCollector(Collector):
         if (decision := self._autoscaling.decision) is not None:
             desired.add_metric([], decision.desired_replicas)
             drain.add_metric([], float("inf") if decision.drain_s is None else decision.drain_s)
-        yield from (size, tokens, age, desired, drain)
+        yield from (size, tokens, tenants, age, desired, drain)
 
 
 def _name(band: Band) -> str:
@@ -316,12 +343,13 @@ def engine_parts(shown: Mapping[str, Sequence[EngineMetrics]], model_name: str) 
         for start in range(0, len(engines), _SUMMED_AT_ONCE):
             totals.add(*engines[start : start + _SUMMED_AT_ONCE])
             yield b""
-        labels = {"model_name": model_name, "engine": name}
-        for metric in totals.metrics():
-            _add_metric(families, metric, labels)
+        labels, metrics = {"model_name": model_name, "engine": name}, tuple(totals.metrics())
+        start_unix_s = next((metric.value for metric in metrics if metric.name == START_TIME), None)
+        for metric in metrics:
+            _add_metric(families, metric, labels, start_unix_s)
         for histogram in totals.histograms():
             family = families.setdefault(histogram.name, HistogramMetricFamily(histogram.name, histogram.help))
-            _add_histogram(family, histogram, labels)
+            _add_histogram(family, histogram, labels, start_unix_s)
     for family in families.values():
         yield generate_latest(_Page((family,)))
 
@@ -410,10 +438,17 @@ def page_parts(
             yield generate_latest(_Page((family,)))
 
 
-def _add_metric(families: dict[str, Family], metric: Metric, labels: dict[str, str]) -> None:
-    family = families.setdefault(metric.name, _family(metric))
-    suffix = "_total" if metric.kind is MetricKind.COUNTER else ""
-    family.add_sample(family.name + suffix, labels | dict(metric.labels), metric.value)
+def _add_metric(
+    families: dict[str, Family], metric: Metric, labels: dict[str, str], start_unix_s: float | None = None
+) -> None:
+    """Add a metric's sample; that of a counter with its start as `x_created`, as prometheus_client has it."""
+    family, labels = families.setdefault(metric.name, _family(metric)), labels | dict(metric.labels)
+    if metric.kind is not MetricKind.COUNTER:
+        family.add_sample(family.name, labels, metric.value)
+        return
+    family.add_sample(f"{family.name}_total", labels, metric.value)
+    if start_unix_s is not None:
+        family.add_sample(f"{family.name}_created", labels, start_unix_s)
 
 
 def _family(metric: Metric) -> Family:
@@ -422,7 +457,9 @@ def _family(metric: Metric) -> Family:
     return GaugeMetricFamily(metric.name, metric.help)
 
 
-def _add_histogram(family: Family, histogram: HistogramMetric, labels: dict[str, str]) -> None:
+def _add_histogram(
+    family: Family, histogram: HistogramMetric, labels: dict[str, str], start_unix_s: float | None
+) -> None:
     """Add a histogram's samples in Prometheus's form: cumulative buckets, each with its upper bound."""
     total = 0
     bounds = [*(repr(float(bound)) for bound in histogram.bounds), "+Inf"]
@@ -431,3 +468,5 @@ def _add_histogram(family: Family, histogram: HistogramMetric, labels: dict[str,
         family.add_sample(f"{family.name}_bucket", labels | {"le": bound}, total)
     family.add_sample(f"{family.name}_count", labels, total)
     family.add_sample(f"{family.name}_sum", labels, histogram.sum)
+    if start_unix_s is not None:
+        family.add_sample(f"{family.name}_created", labels, start_unix_s)

@@ -73,6 +73,7 @@ CONFINED = {
         "serve_app.openai.tokenize",
     ),
     "llguidance": ("replicas.grammar",),
+    "opentelemetry": ("serve_app.tracing",),
     "triton": ("replicas.model.attention", "replicas.model.layers", "replicas.model.sampling"),
     "fastapi": ("serve_app.deployments.ingress", "serve_app.ingress"),
     "starlette": ("serve_app",),

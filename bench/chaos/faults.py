@@ -73,7 +73,8 @@ class Stage:
         with contextlib.suppress(httpx.HTTPError):
             health = self._raylets.app.http.get(f"{self._raylets.app.url}/health", timeout=5.0)
             replicas = self._raylets.replicas()
-            return health.is_success and {replica["pid"] for replica in replicas} == pids["model replica"]
+            is_well = health.is_success and health.json()["jobs"] == "ok"
+            return is_well and {replica["pid"] for replica in replicas} == pids["model replica"]
         return False
 
     def _killer(self, name: str) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from replicas.engine.output_processor import DecoderFactory, OutputProcessor
 from replicas.engine.pipeline import Pipeline
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.engine.stats import EngineStats, gauge
+from replicas.engine.stats import START_TIME, EngineStats, gauge
 from replicas.errors import DeadlineExceeded, InvalidRequest, NoReplicaAvailable, Overloaded, SequenceFailed
 from replicas.protocol import (
     Band,
@@ -63,6 +63,7 @@ class Engine:
         self._num_added = 0
         self._is_draining = False
         self._version = 1
+        self._start_unix_s = self._clock.unix()
 
     @property
     def has_work(self) -> bool:
@@ -263,11 +264,12 @@ class Engine:
         budget = gauge(
             "headway:step_token_budget", "tokens a step with decodes may compute", self._scheduler.latency.budget
         )
+        start = gauge(START_TIME, "start of the engine, unix seconds", self._start_unix_s)
         return (
             gauge("vllm:num_requests_running", "sequences in the running batch", load.num_running),
             gauge("vllm:num_requests_waiting", "sequences waiting for a slot", load.num_waiting),
             gauge("vllm:num_requests_waiting_by_reason", "sequences waiting", load.num_waiting, reason="capacity"),
-            *(replace(metric, is_mean=True) for metric in (usage, budget, settings)),
+            *(replace(metric, is_mean=True) for metric in (usage, budget, settings, start)),
         )
 
 

@@ -123,6 +123,12 @@ class Sequence:
         self.fairness_preemption_step: int | None = None
         """Number of the step of the last such preemption."""
         self.num_prompt_logprobs = 0
+        self.work_tokens = 0
+        """Tokens computed in the steps that were collected, each as often as it was computed."""
+        self.recomputed_tokens = 0
+        """Tokens among these that were lost to a preemption before."""
+        self.device_s = 0.0
+        """Share of the time of these steps, seconds."""
         self.phases = PhaseTimes()
         self.first_scheduled_s: float | None = None
         self.first_token_s: float | None = None

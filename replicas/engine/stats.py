@@ -38,6 +38,8 @@ _WASTE_HELP = (
     "this / vllm:iteration_tokens_total_sum"
 )
 _RATE_WINDOW_S = 5.0
+START_TIME = "headway:engine_start_time_seconds"
+"""Name of the gauge with the start of an engine, from which its counters and histograms count."""
 _MAX_TENANT_ENTRIES = 64
 
 
@@ -140,7 +142,9 @@ class _RequestHistograms:
         self._decode = Histogram("vllm:request_decode_time_seconds", "first to last token", _REQUEST_S)
         self._prompt_tokens = Histogram("vllm:request_prompt_tokens", "prompt tokens of a request", lengths)
         self._output_tokens = Histogram("vllm:request_generation_tokens", "output tokens of a request", lengths)
-        self._max_tokens = Histogram("vllm:request_params_max_tokens", "max_tokens of a request", lengths)
+        self._max_tokens = Histogram(
+            "vllm:request_params_max_tokens", "most output tokens that a request allows (`max_tokens`)", lengths
+        )
         self._computed = Histogram(
             "vllm:request_prefill_kv_computed_tokens", "prompt tokens not found in the prefix cache", lengths
         )
@@ -222,6 +226,10 @@ class EngineStats:
                 tenant, band, num_served = request.tenant, request.band, 0
             num_served += item.num_tokens
         self.tenant_usage.add(tenant, band, num_served)
+        token_s = step.duration_s / num_tokens
+        for item in items:
+            item.sequence.work_tokens += item.num_tokens
+            item.sequence.device_s += item.num_tokens * token_s
         self.rate.step(step.duration_s, num_sampled)
         if step.is_saturated:
             self.saturated_rate.step(step.duration_s, num_tokens)
@@ -229,6 +237,8 @@ class EngineStats:
         self._padding_efficiency.observe(num_tokens / (len(items) * most_tokens))
         self._utilization.observe(len(items) / self._config.max_num_seqs)
         if num_recomputed := sum([item.num_recomputed_tokens for item, _ in step.results]):
+            for item, _ in step.results:
+                item.sequence.recomputed_tokens += item.num_recomputed_tokens
             recomputed = [item.num_recomputed_tokens for item, _ in step.results if item.sequence.is_fairness_preempted]
             self._wasted[WasteCause.FAIRNESS] += sum(recomputed)
             self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(recomputed)

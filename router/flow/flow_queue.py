@@ -314,6 +314,10 @@ class FlowQueue:
         """Return the tokens of the requests waiting in a band without a deadline, and of the others by deadline."""
         return self._bands[band].without_deadline, self._bands[band].by_deadline
 
+    def num_tenants(self, band: Band) -> int:
+        """Return the number of tenants with requests that wait in a band."""
+        return self._bands[band].num_tenants
+
     def largest(self, band: Band, most: int) -> dict[str, int]:
         """Return the number of requests that wait in a band of each of the `most` tenants with most requests.
 

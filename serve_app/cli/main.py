@@ -15,6 +15,7 @@ _COMMANDS = {
     "complete": "serve_app.cli.complete:complete",
     "batch": "serve_app.cli.batch:app",
     "top": "serve_app.cli.top:top",
+    "grafana": "serve_app.cli.grafana:grafana",
     "bench": "serve_app.cli.bench:bench",
     "models": "serve_app.cli.models:app",
     "keys": "serve_app.cli.keys:app",

@@ -68,15 +68,21 @@ def _room(console: Console, snapshot: JsonObject) -> int:
 
 
 def _headline(snapshot: JsonObject) -> Text:
-    scaling, jobs = snapshot["autoscaling"], snapshot["jobs"] or []
+    scaling, jobs = snapshot["autoscaling"], snapshot["jobs"]
     rate = sum(replica["generated_tokens_per_s"] for replica in snapshot["replicas"])
-    in_progress = sum(value["value"] for value in jobs if value["labels"].get("state") == "in_progress")
-    facts = [f"{rate:,.0f} output tokens/s", f"{in_progress:,.0f} batches in progress"]
+    facts = [f"{rate:,.0f} output tokens/s", _batches_of(jobs)]
     if scaling is not None and "desired_replicas" in scaling:
         facts.append(f"{scaling['num_replicas']} replicas, {scaling['desired_replicas']} wanted")
         if scaling["drain_s"] is not None:
             facts.append(f"drain time {scaling['drain_s']:.1f} s")
     return Text.assemble((snapshot["model"], "bold"), "   ", "   ".join(facts))
+
+
+def _batches_of(jobs: list[JsonObject] | None) -> str:
+    if jobs is None:
+        return "the jobs process does not answer"
+    in_progress = sum(value["value"] for value in jobs if value["labels"].get("state") == "in_progress")
+    return f"{in_progress:,.0f} batches in progress"
 
 
 def _table(*columns: str) -> Table:

@@ -119,7 +119,9 @@ function showTiles(data) {
     ["Requests running", number(sum("num_running"))],
     ["Waiting in queues", number(queued)],
     ["Output tokens/s", number(sum("generated_tokens_per_s"))],
-    ["Batches in progress", number(data.jobs?.find(each => each.labels.state === "in_progress")?.value)],
+    data.jobs
+      ? ["Batches in progress", number(data.jobs.find(each => each.labels.state === "in_progress")?.value)]
+      : ["Jobs process", "does not answer", "bad"],
     ["KV blocks held", blocks ? `${(100 * (1 - sum("num_free_blocks") / blocks)).toFixed(0)} %` : "–"],
   ]);
 }
@@ -148,17 +150,14 @@ function showReplicas(data) {
 }
 
 function showQueues(data) {
-  const rows = data.queues.flatMap(queue => {
-    const whole = {key: queue.band, values: [queue.band, `all, ${number(queue.num_tenants)}`, number(queue.num_requests), number(queue.num_tokens)]};
-    const each = queue.tenants.map(tenant => ({
-      key: `${queue.band} ${tenant.tenant}`,
-      values: ["", tenant.tenant, number(tenant.num_requests), number(tenant.num_tokens)],
-    }));
-    return [whole, ...each];
+  const labels = ["Band", "Requests", "Tokens", "Tenants", "Largest tenants"];
+  const classes = ["", "number", "number", "number", "wide ellipsis"];
+  // A band keeps to one line, so that what is below stays in its place.
+  list($("queues"), data.queues, queue => queue.band, () => row(labels, classes), (tr, queue) => {
+    const largest = queue.tenants.slice(0, 3).map(each => `${each.tenant} ${number(each.num_requests)}`).join(", ");
+    texts(tr, [queue.band, number(queue.num_requests), number(queue.num_tokens), number(queue.num_tenants), largest || "–"]);
+    tr.lastElementChild.title = largest;
   });
-  const labels = ["Band", "Tenant", "Requests", "Tokens"];
-  list($("queues"), rows, each => each.key, () => row(labels, ["", "", "number", "number"]),
-    (tr, each) => texts(tr, each.values));
 }
 
 function showLatencies(data) {
@@ -188,6 +187,9 @@ function showAutoscaling(data) {
   ]);
 }
 
+// A count that was above zero stays on the page.
+const seenCounts = new Set();
+
 function showJobs(data) {
   if (!data.jobs) return facts($("jobs"), [["State", "the jobs process does not answer", "bad"]]);
   const named = {jobs: "Batches", batch_requests: "Lines", webhook_deliveries: "Webhooks"};
@@ -196,7 +198,8 @@ function showJobs(data) {
     if (name === "batch_eta_seconds") return [["Waiting lines done in", value === null ? "–" : seconds(value)]];
     if (name === "jobs_storage_up") return [["Storage", value ? "works" : "failed", value ? "" : "bad"]];
     const label = Object.values(labels)[0];
-    return value || always.has(label) ? [[`${named[name] ?? words(name)} ${words(label ?? "")}`, number(value)]] : [];
+    if (value) seenCounts.add(`${name} ${label}`);
+    return always.has(label) || seenCounts.has(`${name} ${label}`) ? [[`${named[name] ?? words(name)} ${words(label ?? "")}`, number(value)]] : [];
   });
   facts($("jobs"), pairs);
 }

@@ -2,5 +2,5 @@
 
 Read `model.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.model_replica`, `replicas.protocol`,
 `router`, `serve_app.config`, `serve_app.http`, `serve_app.ingress`, `serve_app.jobs`, `serve_app.metrics`,
-`serve_app.models`, `serve_app.openai`.
+`serve_app.models`, `serve_app.openai`, `serve_app.tracing`.
 """

@@ -9,11 +9,13 @@ from typing import Any
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
+from replicas.clock import Clock
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
+    this_replica_id,
     with_local_model,
     without_collection,
 )
@@ -22,8 +24,10 @@ from serve_app.http.process import return_freed_memory, share_gil
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
+from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics
+from serve_app.tracing.tracer import Tracer
 
 _FIRST_REPLICA_LIMIT_S = 30.0
 """Longest wait of a new ingress for the first replica that it hears of, seconds. It is shorter than a model takes to
@@ -41,6 +45,7 @@ class Ingress:
         config = await asyncio.to_thread(with_local_model, config)
         self._config = config
         self._gate = Gate()
+        self._tracer = Tracer(config.tracing_settings(), "headway-ingress", this_replica_id())
         self._metrics = HttpMetrics(config.model_name)
         self._routing = Routing(config, model, self._metrics.registry, make_flow)
         self._jobs = JobsAccess(
@@ -49,12 +54,21 @@ class Ingress:
             WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
             config.jobs_settings(),
         )
-        self._loops = asyncio.create_task(self._routing.run())
+        self._ledger = UsageLedger(Clock())
+        self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
+        self._loops = asyncio.create_task(self._run())
 
     async def __del__(self) -> None:
         """Stop the loops; Serve calls it when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
+            await self._reporter.close()
+            await asyncio.to_thread(self._tracer.close)
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._routing.run())
+            tasks.create_task(self._reporter.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
@@ -89,10 +103,15 @@ class Ingress:
             api = create_api(
                 self._config.ingress_settings(),
                 Backends(
-                    self._routing.dispatcher, self._routing.autoscaling, self._jobs, self._config.latency_targets()
+                    self._routing.dispatcher,
+                    self._routing.autoscaling,
+                    self._jobs,
+                    self._config.latency_targets(),
+                    self._ledger,
                 ),
                 metrics=self._metrics,
                 gate=self._gate,
+                tracer=self._tracer,
             )
         share_gil()
         return api

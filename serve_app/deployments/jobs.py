@@ -14,20 +14,25 @@ from prometheus_client import CollectorRegistry
 from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
+from replicas.protocol import Metric
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import (
     MakeFlow,
     Routing,
     log_through_serve,
+    this_replica_id,
     with_local_model,
     without_collection,
 )
+from serve_app.deployments.ray_metrics import JOBS_PERIOD_S, Instruments, export_forever, jobs_exporter
 from serve_app.http.process import return_freed_memory
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
+from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
     from serve_app.jobs.execution.line_runner import LineRunner
+    from serve_app.jobs.usage import UsageLedger
     from serve_app.jobs.webhooks.sender import Outbox, WebhookSender
 
 
@@ -56,8 +61,10 @@ class Jobs:
         from serve_app.jobs.files.store import FsspecStore, make_directory
         from serve_app.jobs.runtime import JobsRuntime
         from serve_app.jobs.storage.database import Database, JobsContext
+        from serve_app.jobs.usage import UsageLedger, UsageReporter
 
         self._registry = CollectorRegistry()
+        self._tracer = Tracer(config.tracing_settings(), "headway-jobs", this_replica_id())
         clock = Clock()
         backlog = BacklogView(clock)
         self._routing = Routing(config, model, self._registry, make_flow, backlog)
@@ -65,17 +72,22 @@ class Jobs:
         database = Database(config.jobs_database_url)
         files = FsspecStore(config.jobs_files_url)
         context = JobsContext(database, files, config.jobs_settings(), clock)
+        ledger = UsageLedger(clock)
         self._runtime = JobsRuntime(
             context,
-            await self._line_runner(config, clock),
+            await self._line_runner(config, clock, ledger),
             LineCapacity(self._routing.dispatcher.load, self._routing.queue),
             backlog,
         )
         self.service = self._runtime.service
-        self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, clock)
-        await self._runtime.start(self._routing.run(), self._webhooks.run(), files.keep_clean())
+        self._webhooks = await asyncio.to_thread(_webhook_sender, config, self._runtime.outbox, self._tracer)
+        self._reporter = UsageReporter(ledger, self.service.report_usage)
+        export = jobs_exporter(config.model_name, self._own_metrics, Instruments.of_serve())
+        exporting = export_forever(export, JOBS_PERIOD_S)
+        loops = (self._routing.run(), self._webhooks.run(), files.keep_clean(), self._reporter.run(), exporting)
+        await self._runtime.start(*loops)
 
-    async def _line_runner(self, config: HeadwayConfig, clock: Clock) -> "LineRunner":
+    async def _line_runner(self, config: HeadwayConfig, clock: Clock, ledger: "UsageLedger") -> "LineRunner":
         from serve_app.jobs.execution.line_runner import LineRunner
         from serve_app.metrics import CountsCollector, OutputMetrics
         from serve_app.openai.request.sampling_defaults import SamplingDefaults
@@ -88,12 +100,16 @@ class Jobs:
         defaults = await asyncio.to_thread(SamplingDefaults.load, config.model_path, settings.limits.generation_config)
         known = KnownModel(config.model_names, dispatcher, clock.monotonic, defaults)
         self._registry.register(CountsCollector(text.grammars.metrics))
-        service = CompletionService(dispatcher, known, text, settings.limits, random.Random())
-        return LineRunner(service, OutputMetrics(self._registry, known.name), random.Random(), clock)
+        service = CompletionService(dispatcher, known, text, settings.limits, random.Random(), ledger)
+        metrics = OutputMetrics(self._registry, known.name)
+        return LineRunner(service, metrics, random.Random(), clock, self._tracer)
 
     async def metrics(self) -> JobsCounts:
         """Return the counts of all tenants' work, and this process's router metrics."""
-        return JobsCounts(await self._runtime.metrics(self._webhooks.outcomes), tuple(self._registry.collect()))
+        return JobsCounts(await self._own_metrics(), tuple(self._registry.collect()))
+
+    async def _own_metrics(self) -> tuple[Metric, ...]:
+        return await self._runtime.metrics(self._webhooks.outcomes)
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change."""
@@ -110,10 +126,12 @@ class Jobs:
     async def __del__(self) -> None:
         """Stop the runtime; Serve calls it when no call is left or the time for graceful shutdown is over."""
         if hasattr(self, "_runtime"):
+            await self._reporter.close()
             await self._runtime.stop()
+            await asyncio.to_thread(self._tracer.close)
 
 
-def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "WebhookSender":
+def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", tracer: Tracer) -> "WebhookSender":
     from serve_app.jobs.webhooks.client import WebhookClient
     from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
     from serve_app.jobs.webhooks.sender import WebhookSender
@@ -121,5 +139,5 @@ def _webhook_sender(config: HeadwayConfig, outbox: "Outbox", clock: Clock) -> "W
 
     secret = config.webhook_secret or load_or_create_secret(Path(config.data_dir) / "webhook_secret")
     guard = WebhookGuard(config.allowed_webhook_hosts(), SystemResolver())
-    client = WebhookClient(WebhookSigner(secret), guard)
-    return WebhookSender(outbox, client.post, random.Random(), clock)
+    client = WebhookClient(WebhookSigner(secret), guard, tracer=tracer)
+    return WebhookSender(outbox, client.post, random.Random(), Clock())

@@ -26,7 +26,7 @@ from router.scaling.ingress_reports import DESIRED_REPLICAS, IngressGossip
 from router.serve_router import ServeReplicaClient
 from router.types import RouterObserver
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.ray_metrics import export_forever, registry_exporter
+from serve_app.deployments.ray_metrics import Instruments, export_forever, registry_exporter
 from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
 
@@ -58,7 +58,7 @@ class Routing:
         `backlog_source` counts work that is not yet in flow control; None: there is none.
         """
         observer = RouterMetrics(registry, config.latency_targets())
-        gossip = IngressGossip(serve.get_replica_context().replica_id.unique_id)
+        gossip = IngressGossip(this_replica_id())
         table = LoadTable(time.monotonic)
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
@@ -68,7 +68,7 @@ class Routing:
         load = IngressLoad(self.queue, table, gossip, backlog_source)
         self.autoscaling = AutoscalingLoop(autoscaler, load, gossip, client.wake)
         registry.register(RouterCollector(self.queue, table, self.autoscaling))
-        self._export = registry_exporter(config.model_name, registry)
+        self._export = registry_exporter(config.model_name, registry, Instruments.of_serve())
 
     async def run(self) -> None:
         """Poll the replicas' load, update the autoscaling decision and export metrics to Ray until cancelled."""
@@ -102,6 +102,11 @@ class Routing:
         """Return a deployment's report to Serve's controller, for `application_autoscaling_policy`."""
         decision = self.autoscaling.decision
         return {} if decision is None else {DESIRED_REPLICAS: float(decision.desired_replicas)}
+
+
+def this_replica_id() -> str:
+    """Return Serve's id of the process's replica."""
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 def log_through_serve() -> None:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from serve_app.metrics import registry_metrics
 _log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
+JOBS_PERIOD_S = 5.0
+"""Period of the export of the jobs process's own work, seconds; each reads the database."""
 _SERVE_LABELS = frozenset({"application", "deployment", "replica"})
 """Labels that Ray Serve adds itself."""
 _SUMMED_LABELS = frozenset({"tenant"})
@@ -32,6 +34,8 @@ _SWAPPED = Metric("vllm:num_requests_swapped", "always 0: preempted sequences ar
 
 Labels = tuple[tuple[str, str], ...]
 _Series = tuple[str, Labels]
+Export = Callable[[], Awaitable[None]]
+"""Export of the present values to Ray."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class RayExporter:
         """Pass a snapshot on."""
         values: dict[_Series, Metric] = {}
         for metric in metrics:
-            if math.isfinite(metric.value) and not _SERVE_LABELS & dict(metric.labels).keys():
+            if not _SERVE_LABELS & dict(metric.labels).keys():
                 series = (metric.name, self._labels(metric.labels))
                 known = values.get(series)
                 values[series] = metric if known is None else replace(known, value=known.value + metric.value)
@@ -97,6 +101,8 @@ class RayExporter:
             instrument.inc(gained, dict(series[1]))
 
     def _set(self, series: _Series, metric: Metric) -> None:
+        if not math.isfinite(metric.value):
+            return  # Ray takes finite values alone; the last one stays.
         self._gauges.add(series)
         self._instrument(self._make.gauge, series, metric.help).set(metric.value, dict(series[1]))
 
@@ -136,30 +142,43 @@ def spread(histogram: HistogramMetric, before: HistogramMetric | None) -> Counte
     )
 
 
-def engine_exporter(model_name: str, read: Callable[[], EngineMetrics], instruments: Instruments) -> Callable[[], None]:
+def engine_exporter(model_name: str, read: Callable[[], EngineMetrics], instruments: Instruments) -> Export:
     """Return the export of an engine's metrics."""
     exporter = RayExporter(model_name, instruments)
 
-    def export() -> None:
+    async def export() -> None:
         metrics = read()
         exporter.export((*metrics.metrics, _SWAPPED), metrics.histograms)
 
     return export
 
 
-def registry_exporter(model_name: str, registry: CollectorRegistry) -> Callable[[], None]:
+def registry_exporter(model_name: str, registry: CollectorRegistry, instruments: Instruments) -> Export:
     """Return the export of the metrics of an ingress's registry, without those of HTTP, which Ray Serve has itself."""
-    exporter = RayExporter(model_name, Instruments.of_serve())
-    return lambda: exporter.export(*registry_metrics(registry))
+    exporter = RayExporter(model_name, instruments)
+
+    async def export() -> None:
+        exporter.export(*registry_metrics(registry))
+
+    return export
 
 
-async def export_forever(*exports: Callable[[], None], period_s: float = PERIOD_S) -> None:
-    """Run the exports once a period until cancelled; a failure is logged once, and the next run tries again."""
+def jobs_exporter(model_name: str, read: Callable[[], Awaitable[Iterable[Metric]]], instruments: Instruments) -> Export:
+    """Return the export of the metrics of the jobs process's own work."""
+    exporter = RayExporter(model_name, instruments)
+
+    async def export() -> None:
+        exporter.export(await read(), ())
+
+    return export
+
+
+async def export_forever(export: Export, period_s: float = PERIOD_S) -> None:
+    """Run the export once a period until cancelled; a failure is logged once, and the next run tries again."""
     is_logged = False
     while True:
         try:
-            for export in exports:
-                export()
+            await export()
         except Exception:  # metrics must not end the process
             if not is_logged:
                 _log.exception("metrics cannot be exported to Ray")

@@ -75,5 +75,6 @@ def _new_batch(submitter: Submitter, fields: JsonObject) -> NewBatch:
         idempotency_key=submitter.idempotency_key,
         body_digest=submitter.digest(fields),
         request_id=submitter.request_id,
+        trace=submitter.trace,
         output_expires_after_s=None if expires_after is None else float(expires_after.seconds),
     )

@@ -14,11 +14,12 @@ from starlette.requests import Request
 
 from replicas.errors import InvalidRequest
 from serve_app.http.bodies import BodyReader
-from serve_app.http.exchange import caller_of, exchange_of, tenant_of
+from serve_app.http.exchange import caller_of, exchange_of, tenant_of, trace_context_of
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import BatchKind, BatchRecord, NewBatch, Submission
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.caller import Caller
+from serve_app.tracing.context import TraceContext
 
 ResultT = TypeVar("ResultT")
 
@@ -33,6 +34,7 @@ class Submitter:
     request_id: str
     idempotency_key: str | None
     path: str
+    trace: TraceContext | None
 
     @classmethod
     def of(cls, request: Request) -> Submitter:
@@ -47,7 +49,8 @@ class Submitter:
                 f"header `idempotency-key` has {len(key)} characters; it must be 1 to 255 printable ones, no spaces",
                 "idempotency-key",
             )
-        return cls(caller_of(request), exchange_of(request).request_id, key, request.url.path)
+        request_id, trace = exchange_of(request).request_id, trace_context_of(request)
+        return cls(caller_of(request), request_id, key, request.url.path, trace)
 
     def digest(self, fields: Mapping[str, object]) -> str | None:
         """Return a digest of path and body, to recognize a retry under one idempotency key; None: there is no key."""

@@ -66,6 +66,7 @@ class JobMaker:
             idempotency_key=submitter.idempotency_key,
             body_digest=submitter.digest(fields),
             request_id=submitter.request_id,
+            trace=submitter.trace,
         )
         return NewJob(batch, body, submitter.caller)
 
@@ -176,6 +177,7 @@ class PromptBatchMaker:
             idempotency_key=submitter.idempotency_key,
             body_digest=submitter.digest(fields),
             request_id=submitter.request_id,
+            trace=submitter.trace,
         )
 
     def _options(self, fields: JsonObject, max_prompts: int) -> PromptBatchOptions:

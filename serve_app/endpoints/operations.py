@@ -23,7 +23,7 @@ from serve_app.jobs.api.records import JobsCounts
 from serve_app.metrics import CONTENT_TYPE, HttpMetrics, engine_parts, engines_shown, page_parts
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
-from serve_app.openai.service import KnownModel
+from serve_app.openai.service import KnownModel, Meter
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
@@ -40,6 +40,8 @@ class Backends:
     """Access to the jobs service; None: there are no endpoints for files, batches and jobs."""
     targets: Mapping[Band, LatencyTargets] = field(default_factory=dict)
     """Latency targets of the bands, which the dashboard shows."""
+    meter: Meter | None = None
+    """Meter of the work for completions; None: nothing is metered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from serve_app.endpoints.job_objects import prompt_output, unix_second
 from serve_app.endpoints.job_requests import JobRequests
 from serve_app.endpoints.jobs import RETRY_AFTER_S
 from serve_app.endpoints.new_batches import PromptBatchMaker
-from serve_app.http.exchange import Routes, exchange_of, json_response, tenant_of
-from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, LineStatus
+from serve_app.http.exchange import Routes, caller_of, exchange_of, json_response, tenant_of
+from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, LineRecord, LineStatus
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import OutputsQuery
 from serve_app.openai.request.parsing import parse_body
@@ -65,10 +65,8 @@ class PromptBatchEndpoints:
         query = parse_body(OutputsQuery, request.query_params, {})
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
         lines = await self._jobs.service.lines(tenant, batch.id, query.after, query.limit)
-        outputs = [prompt_output(line) for line in lines]
-        has_more = bool(lines) and lines[-1].index + 1 < batch.counts.total
-        status = _status_name(batch, has_started=any(line.status is not LineStatus.QUEUED for line in lines))
-        return json_response(_batch_object(batch) | {"status": status, "outputs": outputs, "has_more": has_more})
+        reply = await self._maker.service.as_json(partial(_batch_with_outputs, batch, lines), caller_of(request))
+        return Response(reply, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/batch/{id}/cancel: cancel a batch and keep the outputs that it already has."""
@@ -82,6 +80,14 @@ def _status_name(batch: BatchRecord, has_started: bool = False) -> str:
     if batch.status is BatchStatus.IN_PROGRESS and not has_started:
         return "pending"
     return batch.status.summary
+
+
+def _batch_with_outputs(batch: BatchRecord, lines: list[LineRecord]) -> JsonObject:
+    return _batch_object(batch) | {
+        "status": _status_name(batch, has_started=any(line.status is not LineStatus.QUEUED for line in lines)),
+        "outputs": [prompt_output(line) for line in lines],
+        "has_more": bool(lines) and lines[-1].index + 1 < batch.counts.total,
+    }
 
 
 def _batch_object(batch: BatchRecord) -> JsonObject:

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve_app.auth import Principal
+from serve_app.errors import HttpError, line_not_cancellable
 from serve_app.http.exchange import Routes, exchange_of, json_response
 from serve_app.http.request_registry import RequestRegistry
+from serve_app.jobs.api.records import JobsService
+from serve_app.openai.reply.format import JsonObject
+
+_LINE_ID = re.compile(r"(chatcmpl-|cmpl-)?[0-9a-f]{32}-[0-9]+")
+"""Form of the ids of lines and of their replies."""
+_JOB_ID = re.compile(r"job_([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEndpoints:
-    """Endpoints that show and cancel the completions of this ingress; a tenant sees its own, an operator all."""
+    """Endpoints that show and cancel the completions of this ingress, and show lines of jobs and batches.
+
+    A tenant sees its own, an operator all.
+    """
 
     registry: RequestRegistry
+    jobs: JobsService | None
 
     def routes(self) -> Routes:
         """Return the handlers by method and path."""
         return {"GET /v1/requests/{request_id}": self.show, "POST /v1/requests/{request_id}/cancel": self.cancel}
 
     async def show(self, request: Request) -> Response:
-        """Answer GET /v1/requests/{request_id}: a completion that runs or ended recently."""
-        return json_response(self.registry.find(request.path_params["request_id"], exchange_of(request).principal))
+        """Answer GET /v1/requests/{request_id}: a completion or a line that runs or ended recently."""
+        request_id, principal = request.path_params["request_id"], exchange_of(request).principal
+        try:
+            return json_response(self.registry.find(request_id, principal))
+        except HttpError:
+            line = await self._line(request_id, principal)
+            if line is None:
+                raise
+            return json_response(line)
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/requests/{request_id}/cancel: the completion ends with 499, or with an error event."""
-        return json_response(self.registry.cancel(request.path_params["request_id"], exchange_of(request).principal))
+        request_id, principal = request.path_params["request_id"], exchange_of(request).principal
+        try:
+            return json_response(self.registry.cancel(request_id, principal))
+        except HttpError as error:
+            if error.reply.status == 404 and await self._line(request_id, principal) is not None:
+                raise line_not_cancellable(request_id) from None
+            raise
+
+    async def _line(self, request_id: str, principal: Principal) -> JsonObject | None:
+        """Return the object of a line, named by its request id, by the id of its reply or by its job; None: no line.
+
+        An id of another form asks nothing of the jobs process.
+        """
+        job = _JOB_ID.fullmatch(request_id)
+        line_id = request_id if job is None else f"{job[1]}-0"
+        if self.jobs is None or not _LINE_ID.fullmatch(line_id):
+            return None
+        return await self.jobs.line_request(None if principal.is_operator else principal.tenant, line_id)

@@ -46,7 +46,8 @@ class PromptRun:
     async def reply(self) -> bytes:
         """Run all prompts and return the whole reply as JSON."""
         outputs = await self.outputs()
-        return await self.service.as_json(self.progress("completed") | {"outputs": outputs}, self.caller)
+        reply = self.progress("completed") | {"outputs": outputs}
+        return await self.service.as_json(lambda: reply, self.caller)
 
     async def outputs(self) -> list[JsonObject]:
         """Run all prompts and return their outputs in order.

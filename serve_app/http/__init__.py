@@ -2,5 +2,5 @@
 
 Read `exchange.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.protocol`, `replicas.settings`,
 `router.timeline`, `router.types`, `serve_app.auth`, `serve_app.errors`, `serve_app.metrics`, `serve_app.openai`,
-`serve_app.rate_limits`.
+`serve_app.rate_limits`, `serve_app.tracing`.
 """

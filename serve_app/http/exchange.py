@@ -21,6 +21,8 @@ from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.caller import Caller
 from serve_app.openai.service import PreparedCompletion
 from serve_app.rate_limits import KeyUse
+from serve_app.tracing.context import TraceContext
+from serve_app.tracing.tracer import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class Exchange:
     arrival_unix_s: float
     timeline: Timeline
     """Time of the request from its arrival to its preparation; each sequence of a completion then has its own."""
+    trace: Trace | None = None
+    """Trace of the request; None: nothing is traced."""
     principal: Principal = ANONYMOUS
     """Owner of the API key; set before an endpoint that requires a key is called."""
     status: int = 0
@@ -100,6 +104,8 @@ class Exchange:
             "error_code": None if self.error is None else self.error.code,
             **self.details,
         }
+        if self.trace is not None and self.trace.is_recorded:
+            fields["trace_id"] = self.trace.trace_id
         if self.prepared is not None:
             first, progress = self.prepared.requests[0], self.prepared.progress
             first_s, seconds = self.prepared.first_delta_s, self.prepared.timeline.seconds(now_s)
@@ -131,6 +137,12 @@ def exchange_of(request: Request) -> Exchange:
 def json_response(value: Mapping[str, object], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """Return a response with a JSON object, also one described as a TypedDict."""
     return Response(to_json(value), status, headers, "application/json")
+
+
+def trace_context_of(request: Request) -> TraceContext | None:
+    """Return the trace context for work that a request asks for: its own span, or the caller's if it is not traced."""
+    exchange = exchange_of(request)
+    return TraceContext.of_headers(request.headers) if exchange.trace is None else exchange.trace.context
 
 
 def tenant_of(request: Request) -> str:

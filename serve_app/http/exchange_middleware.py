@@ -22,6 +22,8 @@ from serve_app.http.exchange import CLIENT_CLOSED, QUIET_HANDLERS, SCOPE_KEY, Ex
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.metrics import HttpMetrics
 from serve_app.rate_limits import Allowance
+from serve_app.tracing.request_spans import HttpEnd, add_request
+from serve_app.tracing.tracer import Moment, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class ExchangeObservers:
 
     metrics: HttpMetrics
     registry: RequestRegistry
+    tracer: Tracer
     access_log: AccessLog | None
     """Gets a line for each exchange that is not a probe; None: no line is written."""
     slow_request_s: float | None
@@ -83,14 +86,17 @@ class ExchangeMiddleware:
     def _open(self, scope: Scope, headers: Headers) -> Exchange:
         given = headers.get("x-request-id", "")
         sequence_id = uuid.uuid4().hex
+        arrival = Moment(self._clock.unix(), self._clock.monotonic())
         exchange = Exchange(
             request_id=given if _PRINTABLE.fullmatch(given) else sequence_id,
             sequence_id=sequence_id,
             method=scope["method"],
             path=scope["path"],
-            arrival_unix_s=self._clock.unix(),
-            timeline=Timeline(self._clock.monotonic()),
+            arrival_unix_s=arrival.unix_s,
+            timeline=Timeline(arrival.monotonic_s),
         )
+        if exchange.path not in QUIET_HANDLERS:
+            exchange.trace = self._observers.tracer.begin(exchange.method, headers, arrival)
         fields = {"request_id": exchange.request_id, "http_method": exchange.method, "path": exchange.path}
         logger.log(_log_level(exchange), "request started", extra=fields)
         return exchange
@@ -126,6 +132,7 @@ class ExchangeMiddleware:
                 num_not_enforced=len(exchange.prepared.not_enforced),
                 num_malformed_calls=exchange.prepared.format.num_malformed_calls,
             )
+            metrics.outputs.chosen(exchange.prepared.body.n, exchange.prepared.longest_outputs)
             metrics.spent(exchange.prepared.requests[0].band, exchange.slowest.seconds(now_s))
             self._log_slow(exchange, now_s - exchange.started_s)
         if exchange.key_use is not None:
@@ -134,8 +141,10 @@ class ExchangeMiddleware:
             exchange.key_use.end()
         if exchange.error is not None and exchange.error.refused_by is not None:
             metrics.refused(exchange.error.refused_by)
-        handler = getattr(scope.get("route"), "path", "none")
+        route: str | None = getattr(scope.get("route"), "path", None)
+        handler = route or "none"
         fields = exchange.describe(now_s)
+        self._end_trace(exchange, route, now_s)
         logger.log(_log_level(exchange), "request finished", extra=fields)
         if handler in QUIET_HANDLERS:
             return
@@ -149,6 +158,14 @@ class ExchangeMiddleware:
         )
         if self._observers.access_log is not None:
             self._observers.access_log.write({"time_unix_s": self._clock.unix(), **fields})
+
+    def _end_trace(self, exchange: Exchange, route: str | None, now_s: float) -> None:
+        if exchange.trace is None or not exchange.trace.is_recorded:
+            return
+        add_request(exchange.trace, exchange.timeline, exchange.prepared, self._observers.tracer.has_prompts)
+        code = None if exchange.error is None else exchange.error.code
+        end = HttpEnd(exchange.method, route, exchange.path, exchange.request_id, exchange.status, code, ended_s=now_s)
+        end.end(exchange.trace)
 
     def _log_slow(self, exchange: Exchange, duration_s: float) -> None:
         """Log a slow completion, with the part that took longest."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_SWITCH_INTERVAL_S = 0.0005
+_SWITCH_INTERVAL_S = 0.0001
 _MMAP_BYTES = 128 * 2**10
 _NUM_ARENAS = 2
 # Parameters of mallopt in glibc's malloc.h.

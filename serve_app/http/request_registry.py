@@ -10,12 +10,12 @@ from itertools import chain, islice, takewhile
 from replicas.errors import RequestAborted
 from replicas.protocol import Band
 from serve_app.auth import Principal
-from serve_app.errors import request_not_cancellable, request_not_found
+from serve_app.errors import request_id_ambiguous, request_not_cancellable, request_not_found
 from serve_app.http.exchange import CLIENT_CLOSED, Exchange
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.reply.request_metrics import request_metrics
-from serve_app.openai.request.caller import WorkOwner, tier_of
+from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.request_view import RequestView
 
 MAX_AGE_S = 3600.0
 _ID_PREFIXES = ("chatcmpl-", "cmpl-")
@@ -96,19 +96,23 @@ class RequestRegistry:
         Raises:
             HttpError: 404, there is none that the principal may see.
         """
-        return self._shown(self._entry(request_id, principal))
+        return self._shown(self._by_key[self._key(request_id, principal)])
 
     def cancel(self, request_id: str, principal: Principal) -> JsonObject:
-        """Cancel a running completion, and return its description.
+        """Cancel all running completions of an id, and return the description of the newest.
 
         Raises:
-            HttpError: 404, there is none that the principal may see; 409, it has ended.
+            HttpError: 404, there is none that the principal may see; 409, all have ended, or several tenants have some.
         """
-        entry = self._entry(request_id, principal)
-        if entry.exchange is None:
+        key = self._key(request_id, principal)
+        running = {entry: entry.exchange for entry in self._running.values() if key in entry.keys and entry.exchange}
+        if not running:
             raise request_not_cancellable(request_id)
-        entry.exchange.cancellation.request()
-        return self._shown(entry)
+        if len({entry.tenant for entry in running}) > 1:
+            raise request_id_ambiguous(request_id, [exchange.sequence_id for exchange in running.values()])
+        for exchange in running.values():
+            exchange.cancellation.request()
+        return self._shown(list(running)[-1])
 
     def newest(self, num_requests: int) -> list[JsonObject]:
         """Return descriptions: of the running completions, then of the ended ones, newest first."""
@@ -133,14 +137,19 @@ class RequestRegistry:
         assert all((entry.exchange is None) == (entry.description is not None) for entry in entries)
         assert all(key in entry.keys and entry in entries for key, entry in self._by_key.items())
 
-    def _entry(self, request_id: str, principal: Principal) -> _Entry:
+    def _key(self, request_id: str, principal: Principal) -> _Key:
+        """Return the key by which the principal finds a completion.
+
+        Raises:
+            HttpError: 404, there is none.
+        """
         self._trim()
         viewer = None if principal.is_operator else principal.tenant
-        for prefix in ("", *_ID_PREFIXES):
-            entry = self._by_key.get((viewer, request_id.removeprefix(prefix)))
-            if entry is not None:
-                return entry
-        raise request_not_found(request_id)
+        keys = ((viewer, request_id.removeprefix(prefix)) for prefix in ("", *_ID_PREFIXES))
+        key = next((key for key in keys if key in self._by_key), None)
+        if key is None:
+            raise request_not_found(request_id)
+        return key
 
     def _trim(self) -> None:
         oldest_s = self._clock() - MAX_AGE_S
@@ -159,30 +168,20 @@ class RequestRegistry:
         return entry.description
 
     def _describe(self, entry: _Entry, exchange: Exchange) -> JsonObject:
-        timeline, prepared = exchange.slowest, exchange.prepared
-        part, error, progress = timeline.part(), exchange.error, None if prepared is None else prepared.progress
-        return {
-            "id": exchange.request_id,
-            "object": "request",
-            "response_id": None if prepared is None else prepared.id,
-            "status": _status(exchange),
-            "part": None if part is None else part.value,
-            "path": exchange.path,
-            "model": entry.model,
-            "stream": entry.stream,
-            "tenant": entry.owner.tenant,
-            "band": entry.owner.band.name.lower(),
-            "service_tier": tier_of(entry.owner.band),
-            "created": int(exchange.arrival_unix_s),
-            "http_status": exchange.status or None,
-            "error_code": None if error is None else error.code,
-            "num_sequences": None if prepared is None else len(prepared.requests),
-            "prompt_tokens": None if progress is None else progress.prompt_tokens,
-            "completion_tokens": None if progress is None else progress.completion_tokens,
-            "finish_reasons": [] if progress is None else progress.finish_reasons,
-            "replica_id": None if progress is None else progress.replica_id,
-            "metrics": request_metrics(timeline, self._clock()),
-        }
+        view = RequestView(
+            request_id=exchange.request_id,
+            status=_status(exchange),
+            path=exchange.path,
+            model=entry.model,
+            stream=entry.stream,
+            owner=entry.owner,
+            arrival_unix_s=exchange.arrival_unix_s,
+            http_status=exchange.status or None,
+            error_code=None if exchange.error is None else exchange.error.code,
+            timeline=exchange.slowest,
+            prepared=exchange.prepared,
+        )
+        return view.describe(self._clock())
 
 
 def _latency_of(exchange: Exchange) -> Latency | None:

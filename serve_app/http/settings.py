@@ -9,6 +9,7 @@ from replicas.settings import check_bounds, setting
 from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.tokenize.work_queue import WorkLimits
 from serve_app.openai.tools.families import family_named
+from serve_app.tracing.settings import TracingSettings
 
 _LOOPBACK = "loopback"
 _LOOPBACK_ORIGIN = r"https?://(([a-z0-9-]+\.)*localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?"
@@ -59,6 +60,7 @@ class IngressSettings:
     aliases: tuple[str, ...] = ()
     """Further names that requests may use."""
     limits: RequestLimits = field(default_factory=RequestLimits)
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     api_key_file: str | None = setting(None)
     """File of API keys, which `headway keys` writes; a change is noticed within a second. None: every client is
     anonymous and may use every band."""

@@ -21,6 +21,7 @@ from serve_app.jobs.api.records import (
     FileRecord,
     JobsCounts,
     JobsService,
+    JsonObject,
     LineRecord,
     NewBatch,
     Page,
@@ -29,6 +30,7 @@ from serve_app.jobs.api.records import (
     UnknownFile,
     new_batch_id,
 )
+from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 
 DeploymentT = TypeVar("DeploymentT")
 ResultT = TypeVar("ResultT")
@@ -108,6 +110,18 @@ class ServeJobs:
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches."""
         return await self._ask(JobsService.stats, tenant=tenant)
+
+    async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
+        """Return the object `request` of a line that runs or ended recently; None: there is no such line."""
+        return await self._ask(JobsService.line_request, tenant=tenant, request_id=request_id)
+
+    async def report_usage(self, report: UsageReport) -> None:
+        """Add a process's usage durably, unless the report has come before."""
+        await self._ask(JobsService.report_usage, report=report)
+
+    async def usage(self, query: UsageQuery) -> UsagePage:
+        """Return usage of the past, in order of day, tenant, model and band."""
+        return await self._ask(JobsService.usage, query=query)
 
     async def storage_fault(self) -> str | None:
         """Return the code of the storage's present failure; None: it works."""

@@ -39,7 +39,7 @@ def jobs_metrics(
 
 def storage_metric(is_up: bool) -> Metric:
     """Return the metric of the storage."""
-    help_text = "1 while the database of jobs can be used, 0 if it failed in the last 30 s."
+    help_text = "1 while the database of jobs can be used, 0 from a failure to the next write that succeeds."
     return _metric("jobs_storage_up", help_text, float(is_up))
 
 

@@ -33,7 +33,7 @@ from serve_app.jobs.webhooks.sender import AttemptOutcome
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5
-_MAX_PAUSE_S = 10.0
+_MAX_PAUSE_S = 5.0
 """Longest pause between two attempts to use the storage again, seconds."""
 
 
@@ -71,7 +71,9 @@ class JobsRuntime:
             context, self._ownership, Validator(context), Finalizer(context, self._ended_lines), self._events
         )
         self._sweeper = Sweeper(context, self._events.closing)
-        self.service = SqlJobsService(context, self._events, backlog.throughput, self._sweeper.delete_pending_files)
+        self.service = SqlJobsService(
+            context, self._events, backlog.throughput, self._sweeper.delete_pending_files, line_runner.lines.find
+        )
         self.outbox = SqlOutbox(context.database, context.clock)
         self._loops: asyncio.Task[None] | None = None
 

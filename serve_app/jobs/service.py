@@ -15,6 +15,7 @@ from serve_app.jobs.api.records import (
     BatchStats,
     BatchStatus,
     FileRecord,
+    JsonObject,
     LineRecord,
     NewBatch,
     Page,
@@ -22,6 +23,7 @@ from serve_app.jobs.api.records import (
     Submission,
     new_batch_id,
 )
+from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.lifecycle.state_loops import BatchEvents
 from serve_app.jobs.storage import batches, files
@@ -30,6 +32,7 @@ from serve_app.jobs.storage.batches import batch_record, get_batch
 from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.lines import new_rows
 from serve_app.jobs.storage.submission import accepted_before, submit_batch
+from serve_app.jobs.storage.usage import add_report, find_usage
 
 _FEW_LINES = 8
 """Rows of at most this many lines are built on the event loop; rows of more in a thread."""
@@ -46,7 +49,10 @@ class SqlJobsService:
         events: BatchEvents,
         throughput: ThroughputEstimator,
         delete_pending_files: Callable[[], Awaitable[None]],
+        find_line: Callable[[str | None, str], JsonObject | None],
     ) -> None:
+        """`find_line` is `LineRegistry.find`."""
+        self._find_line = find_line
         self._context = context
         self._now = context.clock.unix
         self._events = events
@@ -135,6 +141,21 @@ class SqlJobsService:
         for status, number in counts.items():
             sums[status.summary] += number
         return BatchStats(total=sum(counts.values()), **sums, tokens_per_s=self._throughput.output_tokens_per_s(tenant))
+
+    async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
+        """Return the object `request` of a line that runs here or ended recently; None: there is no such line."""
+        return self._find_line(tenant, request_id)
+
+    async def report_usage(self, report: UsageReport) -> None:
+        """Add a process's usage durably, unless the report has come before."""
+        try:
+            await self._context.database.write(lambda c: add_report(c, report, self._now()))
+        except IntegrityError as error:
+            raise ServingError("another process reports the same usage; the report is to be repeated") from error
+
+    async def usage(self, query: UsageQuery) -> UsagePage:
+        """Return usage of the past, in order of day, tenant, model and band."""
+        return await self._context.database.read(lambda c: find_usage(c, query))
 
     async def storage_fault(self) -> str | None:
         """Return the code of the storage's present failure; None: it works."""

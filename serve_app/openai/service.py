@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from replicas.errors import ServingError
 from replicas.grammar import GrammarCompiler
@@ -133,6 +133,10 @@ class PreparedCompletion:
 
     id: str
     """Id of the reply."""
+    model: str
+    """Name of the model in the reply."""
+    account: str
+    """Tenant of the API key, to which the work is charged."""
     body: GenerationBody
     requests: tuple[GenerateRequest, ...]
     format: ReplyFormat
@@ -152,9 +156,27 @@ class PreparedCompletion:
         """Arrival of the first delta of any choice, monotonic seconds; None: there is none yet."""
         return min((each.first_delta_s for each in self.timelines if each.first_delta_s is not None), default=None)
 
+    @property
+    def longest_outputs(self) -> list[int]:
+        """Output tokens of the longest choice of each prompt whose choices have all ended."""
+        num_choices = self.body.n
+        prompts = (self.timelines[at : at + num_choices] for at in range(0, len(self.timelines), num_choices))
+        return [
+            max(choice.num_output_tokens for choice in choices)
+            for choices in prompts
+            if all(choice.finished_s is not None for choice in choices)
+        ]
+
     def usage(self) -> JsonObject:
         """Return OpenAI's usage object."""
         return self.progress.usage() | self.format.usage_details()
+
+
+class Meter(Protocol):
+    """Meter of the work for completions."""
+
+    def ended(self, prepared: PreparedCompletion) -> None:
+        """Note a completion that was started and has ended, well or not."""
 
 
 class CompletionService:
@@ -167,8 +189,11 @@ class CompletionService:
         text: ModelText,
         limits: RequestLimits,
         rng: random.Random,
+        meter: Meter | None = None,
     ) -> None:
+        """`meter` gets each completion that was started, when it ends; None: nothing is metered."""
         self._dispatcher = dispatcher
+        self._meter = meter
         self._model = model
         self._tokenizer = text.tokenizer
         self._grammars = text.grammars
@@ -225,7 +250,17 @@ class CompletionService:
         reply_format = ChatFormat(head, body, prompt.token_ids, self._tokenizer.token_text, make_parser)
         progress = Progress([len(prompt.token_ids)], body.n)
         timelines = self._timelines(caller, requests)
-        return PreparedCompletion(head.id, body, requests, reply_format, progress, timelines, _not_enforced(grammar))
+        return PreparedCompletion(
+            head.id,
+            head.model,
+            caller.principal.tenant,
+            body,
+            requests,
+            reply_format,
+            progress,
+            timelines,
+            _not_enforced(grammar),
+        )
 
     async def completion(self, body: CompletionBody, caller: Caller) -> PreparedCompletion:
         """Prepare a text completion of one or several prompts.
@@ -254,7 +289,17 @@ class CompletionService:
         reply_format = CompletionFormat(head, body, prompts, self._tokenizer.token_text)
         progress = Progress([len(prompt.token_ids) for prompt in prompts], body.n)
         timelines = self._timelines(caller, requests)
-        return PreparedCompletion(head.id, body, requests, reply_format, progress, timelines, _not_enforced(grammar))
+        return PreparedCompletion(
+            head.id,
+            head.model,
+            caller.principal.tenant,
+            body,
+            requests,
+            reply_format,
+            progress,
+            timelines,
+            _not_enforced(grammar),
+        )
 
     def headroom(self, prepared: PreparedCompletion) -> Headroom:
         """Return the room that flow control has left for the completion's tenant in its band."""
@@ -262,7 +307,18 @@ class CompletionService:
 
     def start(self, prepared: PreparedCompletion) -> Deltas:
         """Start all sequences and return their deltas; leaving the context aborts the unfinished sequences."""
-        return read_together(self._dispatcher.start(prepared.requests, prepared.timelines))
+        deltas = read_together(self._dispatcher.start(prepared.requests, prepared.timelines))
+        return deltas if self._meter is None else self._metered(self._meter, prepared, deltas)
+
+    @contextlib.asynccontextmanager
+    async def _metered(
+        self, meter: Meter, prepared: PreparedCompletion, deltas: Deltas
+    ) -> AsyncIterator[AsyncGenerator[IndexedDelta, None]]:
+        try:
+            async with deltas as arriving:
+                yield arriving
+        finally:
+            meter.ended(prepared)
 
     async def answer(self, prepared: PreparedCompletion) -> JsonObject:
         """Run the completion and return its whole reply; cancelling the call aborts the sequences.
@@ -291,9 +347,9 @@ class CompletionService:
         """Return the parts of the request's time up to now."""
         return request_metrics(prepared.timeline, self._model.clock())
 
-    async def as_json(self, reply: JsonObject, caller: Caller) -> bytes:
-        """Return a reply that may be large as JSON, which a thread writes."""
-        return await self._replies.run(lambda: json_in_pieces(reply), caller.unread)
+    async def as_json(self, make: Callable[[], JsonObject], caller: Caller) -> bytes:
+        """Return a reply that may be large as JSON; a thread makes and writes it."""
+        return await self._replies.run(lambda: json_in_pieces(make()), caller.unread)
 
     async def chunks(self, prepared: PreparedCompletion, item: IndexedDelta) -> list[JsonObject]:
         """Return the chunks of a stream for a delta."""

@@ -174,7 +174,8 @@ class RequestObject(TypedDict):
     """Id of the reply; null while the request is tokenized."""
     status: Literal["running", "cancelling", "completed", "cancelled", "failed"]
     part: str | None
-    """Part of its time that a running completion is in, a name of `parts_ms`; null after its end."""
+    """Part of its time that a running completion is in, a name of `parts_ms`; null after its end, and while a line
+    waits to be tried again."""
     path: str
     model: str
     stream: bool

@@ -153,6 +153,44 @@ class BatchList(ListFields):
 
 
 @described
+class UsageOfDay(TypedDict):
+    """Usage of one day, tenant, model and band."""
+
+    object: Literal["usage"]
+    date: str
+    """Day in UTC on which the work ended, such as `2026-01-31`."""
+    tenant: str
+    model: str
+    band: Literal["interactive", "standard", "batch"]
+    num_requests: int
+    """Completions that were started; an attempt at a line of a batch is one."""
+    input_tokens: int
+    cached_tokens: int
+    """Input tokens among these that were found in a KV cache."""
+    output_tokens: int
+    computed_tokens: int
+    """Tokens that the replicas computed, input and output, each as often as they did."""
+    wasted_tokens: int
+    """Tokens among these that were computed again, after a preemption or on another replica, or for completions that
+    were not answered to their end."""
+    device_seconds: float
+    """Computing time of the replicas: of a GPU, or of all threads of a replica on a processor. A step's time is
+    divided among its sequences by their tokens."""
+
+
+@described
+class UsageList(TypedDict):
+    """Usage in order of day, tenant, model and band."""
+
+    object: Literal["list"]
+    data: list[UsageOfDay]
+    has_more: bool
+    """True if there are more rows than `limit`; a shorter range of days has them."""
+    start_date: str
+    end_date: str
+
+
+@described
 class JobObject(TypedDict):
     """Job: one request that runs later."""
 

@@ -29,7 +29,8 @@ from serve_app.openai.request.schema import (
 from serve_app.reference import answers, job_answers
 
 _DEADLINE = frozenset({"request-timeout-ms", "x-stainless-read-timeout", "x-stainless-timeout"})
-_URGENCY = _DEADLINE | {"x-headway-priority"}
+_TRACE = frozenset({"traceparent", "tracestate"})
+_URGENCY = _DEADLINE | _TRACE | {"x-headway-priority"}
 _READ_BODY = frozenset({400, 408, 413, 415})
 _GENERATE = _READ_BODY | {404, 429, 499, 502, 503, 504}
 _SUBMIT = _READ_BODY | {404, 409, 429, 503}
@@ -175,15 +176,15 @@ _COMPLETIONS = {
 _REQUESTS = {
     "GET /v1/requests/{request_id}": Operation(
         "Completions",
-        "Show a completion that runs, or that ended within the last hour, and where its time went.",
+        "Show a completion or line that runs, or that ended within the last hour, and where its time went.",
         _json(answers.RequestObject),
-        failures=frozenset({404}),
+        failures=frozenset({404, 503}),
     ),
     "POST /v1/requests/{request_id}/cancel": Operation(
         "Completions",
-        "Cancel a running completion.",
+        "Cancel a running completion; of an id that several of one tenant have, all.",
         _json(answers.RequestObject),
-        failures=frozenset({404, 409}),
+        failures=frozenset({404, 409, 503}),
     ),
 }
 
@@ -246,7 +247,7 @@ _BATCHES = {
         _json(job_answers.BatchObject),
         failures=_SUBMIT,
         body=(Fields(job_schema.BatchBody, {}),),
-        headers=frozenset({"idempotency-key"}),
+        headers=_TRACE | {"idempotency-key"},
         created=Created("/v1/batches/{batch_id}", "id"),
     ),
     "GET /v1/batches": Operation(
@@ -361,6 +362,17 @@ _PROMPT_BATCHES = {
     ),
 }
 
+_USAGE = {
+    "GET /v1/usage": Operation(
+        "Usage",
+        "Show tokens and computing time by day, tenant, model and band, as JSON or CSV.",
+        (Answer(job_answers.UsageList), Answer(media_type="text/csv")),
+        failures=frozenset({400, 403, 503}),
+        query=job_schema.UsageListQuery,
+        answer_headers=("x-headway-has-more",),
+    ),
+}
+
 _OPERATIONS = {
     "GET /": Operation(
         "Server",
@@ -425,6 +437,7 @@ OPERATIONS: Mapping[str, Operation] = {
     **_BATCHES,
     **_FILES,
     **_PROMPT_BATCHES,
+    **_USAGE,
     **_MODELS,
     **_OPERATIONS,
 }

@@ -23,7 +23,7 @@ FAILURES: Mapping[int, str] = {
     "`batch_not_found`, `job_not_found`, `request_not_found`, `replica_not_found`.",
     408: "The body did not arrive in time. Code: `upload_timeout`.",
     409: "The state of the object does not allow the request. Codes: `batch_not_cancellable`, `file_in_use`, "
-    "`idempotency_key_in_use`, `request_not_cancellable`.",
+    "`idempotency_key_in_use`, `request_id_ambiguous`, `request_not_cancellable`.",
     413: "The body or the file is too large. Code: `request_too_large`.",
     415: "The content type is wrong. Code: `unsupported_media_type`.",
     429: "A queue is full, or the deadline cannot be met. Codes: `server_overloaded`, `slow_down`. `retry-after` says "
@@ -45,6 +45,14 @@ REQUEST_HEADERS: Mapping[str, Mapping[str, Any]] = {
     "request-timeout-ms": {
         "description": "Time until the deadline, milliseconds; 0 means none.",
         "schema": {"type": "number", "minimum": 0},
+    },
+    "traceparent": {
+        "description": "Span of the caller in its trace (W3C Trace Context). A job's webhook hands the context on.",
+        "schema": {"type": "string"},
+    },
+    "tracestate": {
+        "description": "Data of tracing systems beside `traceparent` (W3C Trace Context).",
+        "schema": {"type": "string"},
     },
     "x-headway-priority": {
         "description": "Band of the request, by name or number; the body's `priority` overrides it.",
@@ -72,6 +80,7 @@ ANSWER_HEADERS: Mapping[str, str] = {
     "x-ratelimit-remaining-tokens": "Tokens that may still wait in the request's band.",
     "x-ratelimit-reset-requests": "Time until nothing waits in the band, such as `8.64s`.",
     "x-ratelimit-reset-tokens": "Time until nothing waits in the band, such as `8.64s`.",
+    "x-headway-has-more": "`true` if there are more rows than `limit`.",
     "location": "Path of the submitted work.",
     "retry-after": "Seconds after which the next poll or attempt is advised.",
 }

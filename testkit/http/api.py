@@ -22,8 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from replicas.protocol import ModelCard
 from router.dispatch import Dispatcher
 from serve_app.ingress import Backends, IngressSettings, create_api
+from serve_app.openai.service import Meter
 from serve_app.reference.document import api_document, plain_route
 from serve_app.reference.operations import OPERATIONS
+from serve_app.tracing.tracer import Tracer
 from testkit.http.documented_answers import CheckedApp, DocumentedAnswers
 from testkit.http.memory_jobs import MemoryJobs, memory_access
 from testkit.http.scripted_dispatcher import FakeDispatcher, FakeReplica, ScriptedToken
@@ -116,6 +118,8 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             dispatcher: dict[str, Any] | None = None,
             job_limits: dict[str, int] | None = None,
             has_jobs: bool = True,
+            tracer: Tracer | None = None,
+            meter: Meter | None = None,
             **replica: Any,
         ) -> Api:
             fake = FakeReplica(**{"script": script, **replica})
@@ -124,7 +128,10 @@ async def make_api(tokenizer: PreTrainedTokenizerFast, script: list[ScriptedToke
             memory = MemoryJobs()
             access = memory_access(memory, **(job_limits or {})) if has_jobs else None
             app = create_api(
-                IngressSettings(**options), Backends(cast("Dispatcher", front), jobs=access), rng=random.Random(0)
+                IngressSettings(**options),
+                Backends(cast("Dispatcher", front), jobs=access, meter=meter),
+                tracer=tracer,
+                rng=random.Random(0),
             )
             routes = [route for route in app.routes if isinstance(route, Route)]
             served = {plain_route(f"{method} {route.path}") for route in routes for method in route.methods or ()}

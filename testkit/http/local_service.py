@@ -35,15 +35,18 @@ from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.runtime import JobsRuntime
 from serve_app.jobs.service import SqlJobsService
 from serve_app.jobs.storage.database import Database, JobsContext
+from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import CountsCollector, HttpMetrics, RouterMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
+from serve_app.tracing.tracer import Tracer
 from testkit.http.api import serving
 
 _POLL_PERIOD_S = 0.2
+_USAGE_PERIOD_S = 0.2
 
 
 class LocalReplicaClient:
@@ -119,7 +122,14 @@ async def local_service(
         dispatcher = LocalRouting(client, metrics).dispatcher
         polling = asyncio.create_task(dispatcher.run())
         stack.callback(polling.cancel)
-        app = create_api(settings, Backends(dispatcher, jobs=jobs), metrics=metrics)
+        ledger = UsageLedger(Clock())
+        if jobs is not None:
+            reporter = UsageReporter(ledger, jobs.service.report_usage, _USAGE_PERIOD_S)
+            reporting = asyncio.create_task(reporter.run())
+            stack.callback(reporting.cancel)
+        tracer = Tracer(settings.tracing, "headway-ingress", "0")
+        stack.push_async_callback(asyncio.to_thread, tracer.close)
+        app = create_api(settings, Backends(dispatcher, jobs=jobs, meter=ledger), metrics=metrics, tracer=tracer)
         yield LocalService(await stack.enter_async_context(serving(app)), engine)
 
 
@@ -135,17 +145,20 @@ async def _jobs(client: LocalReplicaClient, settings: IngressSettings, data_dir:
     known = KnownModel((name,), routing.dispatcher, time.monotonic, defaults)
     text = ModelText.load(settings.model, WorkerThreads(1), settings.tool_call_parser)
     metrics.registry.register(CountsCollector(text.grammars.metrics))
-    service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0))
+    ledger, tracer = UsageLedger(Clock()), Tracer(settings.tracing, "headway-jobs", "0")
+    service = CompletionService(routing.dispatcher, known, text, settings.limits, random.Random(0), ledger)
     runtime = JobsRuntime(
         JobsContext(database, files, job_settings),
-        LineRunner(service, metrics.outputs, random.Random(0), Clock()),
+        LineRunner(service, metrics.outputs, random.Random(0), Clock(), tracer),
         LineCapacity(routing.dispatcher.load, routing.queue),
         BacklogView(Clock()),
     )
-    await runtime.start(routing.dispatcher.run(), files.keep_clean())
+    reporter = UsageReporter(ledger, runtime.service.report_usage, _USAGE_PERIOD_S)
+    await runtime.start(routing.dispatcher.run(), files.keep_clean(), reporter.run())
     try:
         guard = WebhookGuard(AllowedHosts.parse(""), SystemResolver())
         service_of_jobs = LocalJobs(runtime.service, metrics.registry)
         yield JobsAccess(cast(JobsService, service_of_jobs), files, guard, job_settings)
     finally:
         await runtime.stop()
+        await asyncio.to_thread(tracer.close)

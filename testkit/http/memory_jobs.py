@@ -31,6 +31,7 @@ from serve_app.jobs.api.records import (
     UnknownBatch,
     UnknownFile,
 )
+from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from testkit.jobs.memory_files import MemoryFiles
@@ -57,6 +58,11 @@ class MemoryJobs:
     loses_answers: bool = False
     """True: `add_file` raises `error` after its work."""
     counted: JobsCounts = field(default_factory=JobsCounts)
+    line_requests: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    """Tenant and object `request` of lines."""
+    usage_reports: list[UsageReport] = field(default_factory=list)
+    usage_queries: list[UsageQuery] = field(default_factory=list)
+    usage_page: UsagePage = field(default_factory=lambda: UsagePage((), has_more=False))
     num_waiting: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -141,6 +147,20 @@ class MemoryJobs:
         mine = [batch for batch in self.all_batches.values() if batch.tenant == tenant]
         num_done = sum(batch.status is BatchStatus.COMPLETED for batch in mine)
         return BatchStats(len(mine), len(mine) - num_done, 0, num_done, 0, 0, 12.5)
+
+    async def line_request(self, tenant: str | None, request_id: str) -> dict[str, Any] | None:
+        self._raise()
+        owner, description = self.line_requests.get(request_id, ("", None))
+        return description if tenant in (None, owner) else None
+
+    async def report_usage(self, report: UsageReport) -> None:
+        self._raise()
+        self.usage_reports.append(report)
+
+    async def usage(self, query: UsageQuery) -> UsagePage:
+        self._raise()
+        self.usage_queries.append(query)
+        return self.usage_page
 
     async def storage_fault(self) -> str | None:
         self._raise()

@@ -114,7 +114,7 @@ class FakeReplica:
             start=start,
             token_ids=tuple(token.token_id for token in tokens),
             text="".join(token.text for token in tokens),
-            usage=Usage(num_prompt, end, self.cached_tokens),
+            usage=Usage(num_prompt, end, self.cached_tokens, num_prompt - self.cached_tokens + end - 1),
             logprobs=()
             if params.logprobs is None
             else tuple(

@@ -16,6 +16,7 @@ from replicas.clock import Clock
 from replicas.errors import ServingError
 from replicas.protocol import Band, ReplicaStats
 from router.flow.flow_queue import BandLimits, FlowQueue
+from router.timeline import Timeline
 from router.types import ReplicaView
 from serve_app.jobs.api.records import JobsSettings
 from serve_app.jobs.execution.line_runner import LineRunner
@@ -35,10 +36,19 @@ from testkit.jobs.memory_files import MemoryFiles
 class _Prepared:
     body: Any
     caller: Caller
+    timelines: tuple[Timeline, ...]
     requests: tuple[Any, ...] = ()
     not_enforced: tuple[str, ...] = ()
+    longest_outputs: tuple[int, ...] = (4,)
+    id = "cmpl-scripted"
     format = SimpleNamespace(num_malformed_calls=0)
-    progress = SimpleNamespace(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
+    progress = SimpleNamespace(
+        prompt_tokens=3, completion_tokens=4, cached_tokens=2, finish_reasons=["stop"], replica_id="replica"
+    )
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.timelines[0]
 
 
 @dataclass
@@ -54,7 +64,8 @@ class ScriptedCompletions:
     most_running: int = 0
 
     async def completion(self, body: GenerationBody, caller: Caller) -> _Prepared:
-        return _Prepared(body, caller)
+        assert caller.timeline is not None
+        return _Prepared(body, caller, (caller.timeline.fork(),))
 
     chat = completion
 

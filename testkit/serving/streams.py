@@ -79,11 +79,11 @@ class Clients:
         self.begun: list[Stream] = []
         """Streams in the order of their first text."""
 
-    def open(self, body: dict[str, Any]) -> Stream:
+    def open(self, body: dict[str, Any], **headers: str) -> Stream:
         """Send one streamed completion; return it before any response."""
         stream = Stream(f"stream-{len(self._streams)}-of-{id(self)}")
         self._streams.append(stream)
-        stream.reading = asyncio.run_coroutine_threadsafe(self._read(stream, body), self._loop)
+        stream.reading = asyncio.run_coroutine_threadsafe(self._read(stream, body, headers), self._loop)
         return stream
 
     def close(self) -> None:
@@ -92,8 +92,8 @@ class Clients:
             stream.close()
         asyncio.run_coroutine_threadsafe(self._http.aclose(), self._loop).result(LIMIT_S)
 
-    async def _read(self, stream: Stream, body: dict[str, Any]) -> None:
-        headers = {"x-request-id": stream.request_id}
+    async def _read(self, stream: Stream, body: dict[str, Any], headers: dict[str, str]) -> None:
+        headers = {"x-request-id": stream.request_id, **headers}
         try:
             async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
                 stream.status = response.status_code

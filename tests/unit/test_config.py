@@ -27,6 +27,7 @@ HOMONYMS = {
     ("ReplicaStats", "block_size"),  # a report of the value in use
     ("TokenizeBody", "model"),  # of a request
     ("DetokenizeBody", "model"),
+    ("UsageListQuery", "model"),
 }
 """Fields that share a setting's name, but not its meaning, and have a default."""
 
@@ -167,13 +168,14 @@ def test_every_setting_reaches_its_part(part):
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
         "generation_config": "vllm", "allowed_origins": "null",
         "tool_call_parser": "hermes", "prefix_cache_scope": "shared",
+        "otlp_traces_endpoint": "http://there", "trace_sampling_ratio": 0.5, "trace_prompts": True,
     }  # fmt: skip
     values = {name: other_than_7.get(name, 7) for name in settings_of(part)}
     config = HeadwayConfig.model_validate(values)
     options = config.replica_options()
     composed = [options.model, options.runner, options.limits, options.streams, config.flow_limits(),
                 config.autoscaling_settings(), config.ingress_settings(), config.ingress_settings().limits,
-                config.jobs_settings(), config.watch_settings()]  # fmt: skip
+                config.jobs_settings(), config.watch_settings(), config.tracing_settings()]  # fmt: skip
     (made,) = (one for one in composed if type(one) is part)
     expected = {name: getattr(config, name) for name in values}
     assert {name: getattr(made, name) for name in values} == expected

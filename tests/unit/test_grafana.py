@@ -1,70 +1,45 @@
-"""The Grafana dashboard asks for nothing that /metrics does not show."""
+"""The dashboards for Grafana ask for nothing that their sources do not show."""
 
-import asyncio
 import json
 import re
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
-from replicas.protocol import Band
-from router.balancing.load_table import LoadTable
-from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
-from router.scaling.autoscaling import Autoscaler, AutoscalingSettings
-from router.scaling.autoscaling_loop import AutoscalingLoop, IngressLoad
-from router.scaling.ingress_reports import IngressGossip
-from router.types import LatencyTargets, Outcome
-from serve_app.metrics import HttpMetrics, RouterCollector, RouterMetrics, exposition
-from testkit.engine.shadow_runner import World, config, request
-from testkit.limits import LIMIT_S
+from serve_app.cli.main import app
+from serve_app.grafana import Source, dashboard
+from testkit.recorded_ray import export_all
+from testkit.whole_metrics import whole_metrics
 
-DASHBOARD = json.loads((Path(__file__).parents[2] / "serve_app" / "dashboard" / "grafana.json").read_text())
-METRIC = re.compile(r"\b(?:vllm|headway):\w+|\bhttp_\w+")
+METRIC = re.compile(r"\b(?:vllm|headway):\w+|\bray_(?:vllm|headway)_\w+")
 LABELS = re.compile(r"\b(?:by|on) \(([^)]*)\)|\{([^}]*)\}")
+OF_RAY = {"application", "deployment", "replica", "WorkerId", "le"}
+BOTH = pytest.mark.parametrize("source", Source)
 
 Target = dict[str, Any]
 
 
-async def full_page() -> bytes:
-    """Return the metrics of an ingress that has a replica, a waiting request and a past."""
-    world = World(config())
-    world.add(request())
-    world.run()
-    http, table = HttpMetrics("m"), LoadTable(time.monotonic)
-    table.record(world.engine.stats())
-    queue = FlowQueue({band: BandLimits(10, 10_000) for band in Band}, 30.0)
-    queue.add(QueuedRequest(request(), 7, None, 1), 0.0)
-    settings = AutoscalingSettings(min_replicas=1, max_replicas=2, num_replicas=1)
-    gossip = IngressGossip("ingress")
-    load = IngressLoad(queue, table, gossip)
-    autoscaling = AutoscalingLoop(Autoscaler(settings, time.monotonic), load, gossip, lambda: asyncio.sleep(0))
-    running = asyncio.create_task(autoscaling.run(lambda: asyncio.sleep(0)))
-    async with asyncio.timeout(LIMIT_S):
-        while autoscaling.decision is None:
-            await asyncio.sleep(0)
-    running.cancel()
-    metrics = RouterMetrics(http.registry, dict.fromkeys(Band, LatencyTargets()))
-    metrics.waited(Band.STANDARD, Outcome.DISPATCHED, 0.1)
-    http.registry.register(RouterCollector(queue, table, autoscaling))
-    return exposition([world.engine.metrics()], "m", http)
-
-
-@pytest.fixture
-async def labels_of() -> dict[str, set[str]]:
-    """Return the label names of every sample's name on the page."""
+async def labels_of(source: Source) -> dict[str, set[str]]:
+    """Return the label names of every sample's name that a source shows."""
+    whole = await whole_metrics()
     labels: dict[str, set[str]] = defaultdict(set)
-    for family in text_string_to_metric_families((await full_page()).decode()):
+    if source is Source.RAY:
+        ray = await export_all(whole)
+        for name, keys in ray.tag_keys.items():
+            labels |= {shown: {*keys, *OF_RAY} for shown in ray.names_of(name)}
+        return labels
+    for family in text_string_to_metric_families(whole.page()):
         for sample in family.samples:
             labels[sample.name] |= sample.labels.keys()
     return labels
 
 
-def targets() -> list[Target]:
-    return [target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
+def targets(source: Source) -> list[Target]:
+    return [target for panel in dashboard(source)["panels"] for target in panel.get("targets", ())]
 
 
 def labels_in(expr: str) -> set[str]:
@@ -77,45 +52,68 @@ def labels_in(expr: str) -> set[str]:
     }
 
 
-def test_every_panel_asks_for_something() -> None:
-    assert all(panel["targets"] for panel in DASHBOARD["panels"] if panel["type"] != "row")
-    assert all(METRIC.search(target["expr"]) for target in targets())
+@BOTH
+def test_every_panel_asks_for_something(source: Source) -> None:
+    assert all(panel["targets"] for panel in dashboard(source)["panels"] if panel["type"] != "row")
+    assert all(METRIC.search(target["expr"]) for target in targets(source))
 
 
-async def test_every_metric_is_on_the_page(labels_of: dict[str, set[str]]) -> None:
-    asked = {name for target in targets() for name in METRIC.findall(target["expr"])}
-    assert asked - labels_of.keys() == set()
-    assert len(asked) > 20
+@BOTH
+async def test_every_metric_is_one_of_the_source(source: Source) -> None:
+    asked = {name for target in targets(source) for name in METRIC.findall(target["expr"])}
+    assert asked - (await labels_of(source)).keys() == set()
+    assert len(asked) > 25
 
 
-async def test_every_label_is_one_that_the_metrics_have(labels_of: dict[str, set[str]]) -> None:
-    for target in targets():
-        known = set().union(*(labels_of[name] for name in METRIC.findall(target["expr"])))
+@BOTH
+async def test_every_label_is_one_that_the_metrics_have(source: Source) -> None:
+    shown_by_source = await labels_of(source)
+    for target in targets(source):
+        known = set().union(*(shown_by_source[name] for name in METRIC.findall(target["expr"])))
         assert labels_in(target["expr"]) <= known, target["expr"]
         shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
         assert shown <= labels_in(target["expr"]), "a legend can only show what the expression keeps"
 
 
-def test_every_query_goes_to_the_data_source_that_is_chosen() -> None:
-    [variable] = DASHBOARD["templating"]["list"]
+@BOTH
+def test_every_query_goes_to_the_data_source_that_is_chosen(source: Source) -> None:
+    [variable] = dashboard(source)["templating"]["list"]
     assert (variable["type"], variable["query"]) == ("datasource", "prometheus")
     chosen = {"type": "prometheus", "uid": f"${{{variable['name']}}}"}
-    panels = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-    assert all(part["datasource"] == chosen for part in [*panels, *targets()])
+    panels = [panel for panel in dashboard(source)["panels"] if panel["type"] != "row"]
+    assert all(part["datasource"] == chosen for part in [*panels, *targets(source)])
 
 
-def test_panels_neither_overlap_nor_share_an_id() -> None:
+@BOTH
+def test_panels_neither_overlap_nor_share_an_id(source: Source) -> None:
+    panels = dashboard(source)["panels"]
     cells = [
         (x, y)
-        for panel in DASHBOARD["panels"]
+        for panel in panels
         for at in [panel["gridPos"]]
         for x in range(at["x"], at["x"] + at["w"])
         for y in range(at["y"], at["y"] + at["h"])
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+    assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_the_command_writes_a_dashboard_for_each_source(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["grafana", str(tmp_path / "new")])
+    assert (result.exit_code, result.stdout.split()) == (
+        0,
+        [f"{tmp_path}/new/headway{end}" for end in (".json", "_ray.json")],
+    )
+    written = {json.loads(Path(name).read_text())["uid"] for name in result.stdout.split()}
+    assert written == {"headway", "headway-ray"}
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["grafana", str(tmp_path / "file")])
+    assert result.exit_code == 1 and f"{tmp_path}/file" in result.stderr
 
 
 async def test_the_whole_page_has_each_family_once() -> None:
-    types = [line.split()[2] for line in (await full_page()).decode().splitlines() if line.startswith("# TYPE")]
+    types = [line.split()[2] for line in (await whole_metrics()).page().splitlines() if line.startswith("# TYPE")]
     assert sorted(types) == sorted(set(types))

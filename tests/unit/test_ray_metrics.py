@@ -4,82 +4,21 @@ import importlib.util
 import random
 import re
 from bisect import bisect_left
-from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from replicas.protocol import Band, HistogramMetric, Metric, MetricKind
 from router.types import LatencyTargets, Outcome
-from serve_app.deployments.ray_metrics import Instruments, RayExporter, engine_exporter, spread
+from serve_app.deployments.ray_metrics import RayExporter, engine_exporter, spread
 from serve_app.metrics import RouterMetrics, registry_metrics
 from testkit.engine.shadow_runner import World, config, request
+from testkit.recorded_ray import RecordedRay
 
 _ELSEWHERE = re.compile(r"ray_vllm_(nixl|kv_offload|external_prefix_cache)_")
 """Metrics of KV transfer and offload, which this engine does not have."""
-
-
-class Ray:
-    """Ray's metrics, which remember what they are given."""
-
-    def __init__(self) -> None:
-        self.instruments = Instruments(self.counter, self.gauge, self.histogram)
-        self.kinds: dict[str, str] = {}
-        self.tag_keys: dict[str, tuple[str, ...]] = {}
-        self.bounds: dict[str, list[float]] = {}
-        self.values: dict[tuple[str, tuple[tuple[str, str], ...]], list[float]] = defaultdict(list)
-
-    def counter(self, name: str, description: str, tag_keys: tuple[str, ...]) -> "_Instrument":
-        return self._instrument("counter", name, tag_keys)
-
-    def gauge(self, name: str, description: str, tag_keys: tuple[str, ...]) -> "_Instrument":
-        return self._instrument("gauge", name, tag_keys)
-
-    def histogram(self, name: str, description: str, tag_keys: tuple[str, ...], boundaries: list[float]) -> Any:
-        assert min(boundaries) > 0, "as Ray demands"
-        self.bounds[name] = boundaries
-        return self._instrument("histogram", name, tag_keys)
-
-    def _instrument(self, kind: str, name: str, tag_keys: tuple[str, ...]) -> "_Instrument":
-        assert ":" not in name and name not in self.kinds
-        assert not {"deployment", "replica", "application"} & set(tag_keys), "Serve adds these"
-        assert len(set(tag_keys)) == len(tag_keys)
-        self.kinds[name], self.tag_keys[name] = kind, tag_keys
-        return _Instrument(self, name)
-
-    def names(self) -> set[str]:
-        """Names that Ray's exporter shows."""
-        suffixes = {"counter": ("_total",), "gauge": ("",), "histogram": ("", "_sum", "_count", "_bucket")}
-        return {f"ray_{name}{suffix}" for name, kind in self.kinds.items() for suffix in suffixes[kind]}
-
-    def total(self, name: str, **labels: str) -> float:
-        """Return the sum of what a metric was given, over the series with these labels."""
-        return sum(
-            sum(values)
-            for (its, tags), values in self.values.items()
-            if its == name and labels.items() <= dict(tags).items()
-        )
-
-
-class _Instrument:
-    def __init__(self, ray: Ray, name: str) -> None:
-        self._ray, self._name = ray, name
-
-    def _series(self, tags: dict[str, str]) -> list[float]:
-        assert tags.keys() == set(self._ray.tag_keys[self._name])
-        return self._ray.values[self._name, tuple(sorted(tags.items()))]
-
-    def inc(self, value: float, tags: dict[str, str]) -> None:
-        assert value > 0, "as Ray demands"
-        self._series(tags).append(value)
-
-    def set(self, value: float, tags: dict[str, str]) -> None:
-        self._series(tags)[:] = [value]
-
-    def observe(self, value: float, tags: dict[str, str]) -> None:
-        self._series(tags).append(value)
 
 
 def panel_metrics() -> set[str]:
@@ -97,22 +36,22 @@ def served() -> World:
     return world
 
 
-def test_every_metric_of_rays_dashboard_of_llms_is_exported() -> None:
-    world, ray = served(), Ray()
-    engine_exporter("m", world.engine.metrics, ray.instruments)()
+async def test_every_metric_of_rays_dashboard_of_llms_is_exported() -> None:
+    world, ray = served(), RecordedRay()
+    await engine_exporter("m", world.engine.metrics, ray.instruments)()
     asked = panel_metrics()
     assert len(asked) > 15
     assert asked - ray.names() == set()
     assert all("model_name" in keys for keys in ray.tag_keys.values())
 
 
-def test_counters_and_histograms_pass_on_what_they_gained() -> None:
-    world, ray = World(config(), step_s=0.1), Ray()
+async def test_counters_and_histograms_pass_on_what_they_gained() -> None:
+    world, ray = World(config(), step_s=0.1), RecordedRay()
     export = engine_exporter("m", world.engine.metrics, ray.instruments)
     for number in range(3):
         world.run(request(str(number), (number, 1, 2), max_tokens=4))
-        export()
-        export()
+        await export()
+        await export()
     assert ray.total("vllm_generation_tokens", model_name="m") == 12
     assert ray.total("vllm_request_success", finished_reason="length") == 3
     assert ray.total("vllm_num_requests_running") == 0
@@ -126,7 +65,7 @@ def test_counters_and_histograms_pass_on_what_they_gained() -> None:
 
 
 def test_a_gauge_that_is_gone_is_zero() -> None:
-    ray = Ray()
+    ray = RecordedRay()
     exporter = RayExporter("m", ray.instruments)
     size = Metric("headway:jobs", "", MetricKind.GAUGE, 4, (("state", "running"),))
     exporter.export([size], ())
@@ -135,8 +74,20 @@ def test_a_gauge_that_is_gone_is_zero() -> None:
     assert ray.total("headway_jobs", state="running") == 0
 
 
+def test_an_infinite_gauge_is_not_zero() -> None:
+    """OpenTelemetry, by which Ray exports, takes finite values alone."""
+    ray = RecordedRay()
+    exporter = RayExporter("m", ray.instruments)
+    drain = Metric("headway:autoscale_drain_seconds", "", MetricKind.GAUGE, float("inf"))
+    exporter.export([drain], ())
+    assert ray.total("headway_autoscale_drain_seconds") == 0 and not ray.values
+    exporter.export([replace(drain, value=4.0)], ())
+    exporter.export([drain], ())
+    assert ray.total("headway_autoscale_drain_seconds") == 4
+
+
 def test_tenants_are_added_up() -> None:
-    ray = Ray()
+    ray = RecordedRay()
     sizes = [
         Metric("headway:queue_size", "", MetricKind.GAUGE, 2, (("band", "batch"), ("tenant", str(n)))) for n in range(9)
     ]
@@ -146,7 +97,7 @@ def test_tenants_are_added_up() -> None:
 
 
 def test_the_routers_registry_is_exported() -> None:
-    registry, ray = CollectorRegistry(), Ray()
+    registry, ray = CollectorRegistry(), RecordedRay()
     metrics = RouterMetrics(registry, dict.fromkeys(Band, LatencyTargets()))
     for seconds in (0.02, 0.3, 700.0):
         metrics.waited(Band.BATCH, Outcome.DISPATCHED, seconds)

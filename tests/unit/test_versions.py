@@ -54,6 +54,9 @@ def test_the_version_is_the_same_in_every_process() -> None:
     assert printed.stdout.decode().strip() == own_version(HeadwayConfig().of_ingress())
 
 
+SHARES = ("max_tenant_queue_share", "trace_sampling_ratio")
+
+
 def _composed(config: HeadwayConfig) -> dict[str, list[Any]]:
     """Return what each deployment composes of its configuration."""
     http = config.ingress_settings()
@@ -61,6 +64,7 @@ def _composed(config: HeadwayConfig) -> dict[str, list[Any]]:
         config.flow_limits(), config.watch_settings(), config.latency_targets(), config.model_path, config.model_names,
         config.engine_limits().enable_prefix_caching, config.webhook_allowed_hosts, config.jobs_settings(),
         config.jobs_files_url, http.limits, http.tool_call_parser, http.num_tokenizer_threads,
+        config.tracing_settings(),
     ]  # fmt: skip
     return {
         "Model": [config.replica_options(), config.load_poll_period_s, config.num_gpus_per_replica],
@@ -75,10 +79,11 @@ def test_a_deployment_has_all_settings_that_it_composes() -> None:
         if isinstance(field.default, bool):
             values[name] = not field.default
         elif isinstance(field.default, int | float):
-            values[name] = field.default / 2 if name == "max_tenant_queue_share" else field.default + 1
+            values[name] = field.default / 2 if name in SHARES else field.default + 1
         elif name.endswith(("_dir", "_url")):
             values[name] = "/tmp/another"
     values |= {"model": "another", "served_model_name": "one,two", "api_key_file": "keys", "num_gpus_per_replica": 0.5}
+    values["otlp_traces_endpoint"] = "http://another"
     values |= {"compile_layers": None, "gpu_memory_utilization": 0.5}
     config = HeadwayConfig.model_construct(**values)
     whole = _composed(config)

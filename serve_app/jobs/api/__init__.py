@@ -1,4 +1,4 @@
 """Records, settings and errors of jobs that cross processes.
 
-Read `records.py` first. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`.
+Read `records.py` first. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`, `serve_app.tracing`.
 """

@@ -13,6 +13,8 @@ from prometheus_client.metrics_core import Metric as Family
 from replicas.errors import ErrorKind, ServingError
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
+from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
+from serve_app.tracing.context import TraceContext
 
 JsonObject = dict[str, Any]
 ItemT = TypeVar("ItemT")
@@ -141,6 +143,8 @@ class NewBatch:
     """Seconds after their creation at which the output and error files expire; None: never."""
     band_ceiling: Band = Band.STANDARD
     """Most urgent band that the batch may be raised to when it is late: the principal's ceiling."""
+    trace: TraceContext | None = None
+    """Span that asked for the batch; its webhook hands the context on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +388,18 @@ class JobsService(Protocol):
 
     async def stats(self, tenant: str) -> BatchStats:
         """Return counts of the tenant's batches, and their throughput."""
+
+    async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
+        """Return the object `request` of a line that runs or ended recently; `tenant` None: of any tenant.
+
+        None: there is no such line.
+        """
+
+    async def report_usage(self, report: UsageReport) -> None:
+        """Add a process's usage durably, unless the report has come before."""
+
+    async def usage(self, query: UsageQuery) -> UsagePage:
+        """Return usage of the past, in order of day, tenant, model and band."""
 
     async def storage_fault(self) -> str | None:
         """Return the code of the storage's present failure, for `/health`; None: it works."""

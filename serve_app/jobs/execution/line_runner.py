@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from pydantic_core import from_json, to_json
 
 from replicas.clock import Clock
 from replicas.errors import DeadlineExceeded, InvalidRequest, Overloaded, RequestQuarantined, ServingError, UnknownModel
-from replicas.protocol import Band
+from router.timeline import Timeline
 from serve_app.auth import Principal
 from serve_app.errors import reply_to
-from serve_app.jobs.api.records import LineStatus
+from serve_app.jobs.api.records import BatchKind, LineStatus
+from serve_app.jobs.execution.line_task import Attempt, LineRegistry, LineTask
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, LineResult
 from serve_app.metrics import OutputMetrics
@@ -24,6 +26,8 @@ from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody
 from serve_app.openai.service import CompletionService, PreparedCompletion
+from serve_app.tracing.request_spans import add_request
+from serve_app.tracing.tracer import Moment, Trace, Tracer
 
 _Body = ChatBody | CompletionBody
 
@@ -47,17 +51,6 @@ _ENDPOINTS: dict[str, tuple[type[_Body], IgnoredValues]] = {
 """Schema of the bodies of each endpoint that batches may name, and the values of ignored fields that are accepted."""
 
 
-@dataclass(slots=True, eq=False)
-class LineTask:
-    """Line that is being run, owned by one asyncio task."""
-
-    line: LeasedLine
-    batch: OpenBatch
-    band: Band
-    is_sent: bool = False
-    """True: it waits for a replica in flow control's queue, or runs on one; False: it is prepared or backs off."""
-
-
 class LineRunner:
     """Client of the completion service that answers lines as the endpoints do.
 
@@ -65,14 +58,26 @@ class LineRunner:
     of the batch ends the line.
     """
 
-    def __init__(self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, clock: Clock) -> None:
+    def __init__(
+        self, service: CompletionService, metrics: OutputMetrics, rng: random.Random, clock: Clock,
+        tracer: Tracer | None = None,
+    ) -> None:  # fmt: skip
+        """`tracer` None: nothing is traced."""
         self._service = service
+        self._tracer = tracer
+        self.lines = LineRegistry(clock)
+        """Lines that run, and those that ended recently."""
         self._metrics = metrics
         self._rng = rng
         self._clock = clock
 
     async def run(self, line_task: LineTask) -> LineResult:
         """Run a line and return its result. A cancellation aborts the line's requests."""
+        with self.lines.running(line_task):
+            line_task.result = await self._run(line_task)
+        return line_task.result
+
+    async def _run(self, line_task: LineTask) -> LineResult:
         try:
             return await self._answer_at_last(line_task, await _parse(line_task))
         except ServingError as error:
@@ -101,21 +106,59 @@ class LineRunner:
             await asyncio.sleep(delay_s)
 
     async def _answer(self, line_task: LineTask, body: _Body) -> LineResult:
-        caller = self._caller(line_task)
+        with self._attempt(line_task, body) as attempt:
+            return await self._answer_once(line_task, body, attempt)
+
+    async def _answer_once(self, line_task: LineTask, body: _Body, attempt: Attempt) -> LineResult:
+        caller = self._caller(line_task, attempt.timeline)
         if isinstance(body, ChatBody):
             prepared = await self._service.chat(body, caller)
         else:
             prepared = await self._service.completion(body, caller)
         requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in prepared.requests)
-        prepared = replace(prepared, requests=requests)
+        attempt.prepared = prepared = replace(prepared, requests=requests)
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
         self._metrics.count(
             num_not_enforced=len(prepared.not_enforced), num_malformed_calls=prepared.format.num_malformed_calls
         )
+        self._metrics.chosen(prepared.body.n, prepared.longest_outputs)
         return _succeeded(line_task.line, prepared, to_json(reply).decode())
 
-    def _caller(self, line_task: LineTask) -> Caller:
+    @contextlib.contextmanager
+    def _attempt(self, line_task: LineTask, body: _Body) -> Iterator[Attempt]:
+        """Yield an attempt, and trace it when it ends."""
+        start = Moment(self._clock.unix(), self._clock.monotonic())
+        attempt = Attempt(start, Timeline(start.monotonic_s), body.model, self._begin_trace(line_task.batch, start))
+        attempt.timeline.received(start.monotonic_s)
+        line_task.attempt = attempt
+        try:
+            yield attempt
+        except ServingError as error:
+            attempt.error_code = error.code
+            raise
+        except BaseException as error:
+            attempt.error_code = "cancelled" if isinstance(error, asyncio.CancelledError) else ServingError.code
+            raise
+        finally:
+            attempt.end(self._clock.monotonic())
+            self._end_trace(line_task.line, attempt)
+
+    def _begin_trace(self, batch: OpenBatch, start: Moment) -> Trace | None:
+        if self._tracer is None:
+            return None
+        if batch.kind is BatchKind.JOB:
+            return self._tracer.begin_work("job", batch.trace, start)
+        return self._tracer.begin_linked_work("batch line", batch.trace, start)
+
+    def _end_trace(self, line: LeasedLine, attempt: Attempt) -> None:
+        if self._tracer is None or attempt.trace is None or not attempt.trace.is_recorded:
+            return
+        add_request(attempt.trace, attempt.timeline, attempt.prepared, self._tracer.has_prompts)
+        names = {"headway.batch_id": line.batch_id, "headway.request_id": line.request_id}
+        attempt.trace.end(self._clock.monotonic(), names, attempt.error_code)
+
+    def _caller(self, line_task: LineTask, timeline: Timeline) -> Caller:
         """Return the batch's tenant as the caller, limited to the task's band, with the batch's deadline."""
         now = self._clock.unix()
         expires = line_task.batch.expires_unix_s
@@ -125,6 +168,7 @@ class LineRunner:
             principal=Principal(line_task.batch.tenant, line_task.band),
             wanted_band=line_task.band,
             timeout_s=None if expires is None else max(0.001, expires - now),
+            timeline=timeline,
         )
 
     def _delay_s(self, error: ServingError, num_tries: int) -> float:

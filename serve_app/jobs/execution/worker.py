@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 
 from replicas.protocol import Band
 from serve_app.jobs.execution.line_queue import LineQueue
-from serve_app.jobs.execution.line_runner import LineRunner, LineTask, backlog_of
+from serve_app.jobs.execution.line_runner import LineRunner, backlog_of
+from serve_app.jobs.execution.line_task import LineTask
 from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
 from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.lines import EndedLines, LineResult, end_lines

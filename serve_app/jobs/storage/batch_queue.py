@@ -9,8 +9,9 @@ from typing import Any
 from sqlalchemy import BigInteger, Connection, Select, bindparam, cast, func, select
 
 from replicas.protocol import Band
-from serve_app.jobs.api.records import BatchStatus
+from serve_app.jobs.api.records import BatchKind, BatchStatus
 from serve_app.jobs.storage.tables import batches
+from serve_app.tracing.context import TraceContext
 
 _DEADLINE_STEP_S = 64.0
 """Width of a deadline bucket. The backlog reports each bucket with its earliest deadline."""
@@ -28,6 +29,9 @@ class OpenBatch:
     """Most urgent band that the batch may be raised to."""
     expires_unix_s: float | None
     num_queued: int
+    kind: BatchKind = BatchKind.FILE
+    trace: TraceContext | None = None
+    """Span that asked for the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,15 @@ def open_batches(connection: Connection, model: str, limit_per_tenant: int) -> l
     """
     return [
         OpenBatch(
-            row.id, row.tenant, row.endpoint, Band(row.band), Band(row.band_ceiling), row.expires_unix_s, row.num_queued
+            row.id,
+            row.tenant,
+            row.endpoint,
+            Band(row.band),
+            Band(row.band_ceiling),
+            row.expires_unix_s,
+            row.num_queued,
+            BatchKind(row.kind),
+            TraceContext.of_columns(row.traceparent, row.tracestate),
         )
         for row in connection.execute(_SOONEST, {"model": model, "max_place": limit_per_tenant})
     ]
@@ -72,7 +84,8 @@ def _soonest_batches() -> Select[Any]:
     soonest = (batches.c.band, batches.c.expires_unix_s.is_(None), batches.c.expires_unix_s, batches.c.created_unix_s)
     place = func.row_number().over(partition_by=(batches.c.tenant, batches.c.band), order_by=soonest[1:])
     columns = (
-        "id", "tenant", "endpoint", "band", "band_ceiling", "expires_unix_s", "num_queued", "created_unix_s"
+        "id", "tenant", "endpoint", "band", "band_ceiling", "expires_unix_s", "num_queued", "created_unix_s", "kind",
+        "traceparent", "tracestate",
     )  # fmt: skip
     ranked = select(*(batches.c[name] for name in columns), place.label("place")).where(_WAITS).subquery()
     order = (ranked.c.band, ranked.c.expires_unix_s.is_(None), ranked.c.expires_unix_s, ranked.c.created_unix_s)

@@ -30,8 +30,8 @@ ResultT = TypeVar("ResultT")
 _NUM_READERS = 2
 _BUSY_TIMEOUT_S = 30.0
 """Seconds that a write transaction waits for another process that holds SQLite's write lock."""
-_FAULT_MEMORY_S = 30.0
-"""Time for which a failure counts as present, seconds; it is longer than the pause between two attempts."""
+_MIN_FAULT_S = 2.0
+"""Shortest time for which a failure counts as present, seconds: small writes may work while others fail."""
 _READ_ONLY = {"headway_reads": True}
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _LOCK = 0x48656164
@@ -61,6 +61,8 @@ class Database:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "jobs-reader")
         self._fault: str | None = None
         self._fault_s = -math.inf
+        self._has_written = True
+        """True if a write has been committed since the last failure."""
 
     @classmethod
     def opened(cls, url: str) -> Self:
@@ -84,8 +86,9 @@ class Database:
 
     @property
     def fault(self) -> str | None:
-        """Code of the database's last failure, if it is less than 30 s old."""
-        return self._fault if self._monotonic() - self._fault_s < _FAULT_MEMORY_S else None
+        """Code of the database's last failure, until a later write is committed and for at least 2 s."""
+        is_over = self._has_written and self._monotonic() - self._fault_s >= _MIN_FAULT_S
+        return None if is_over else self._fault
 
     async def write(self, work: Callable[[Connection], ResultT]) -> ResultT:
         """Run `work` in a write transaction, and return its result once the commit is durable.
@@ -106,7 +109,9 @@ class Database:
 
     def _write(self, work: Callable[[Connection], ResultT]) -> ResultT:
         with self._noted_faults(), self._engine.begin() as connection:
-            return work(connection)
+            result = work(connection)
+        self._has_written = True
+        return result
 
     def _read(self, work: Callable[[Connection], ResultT]) -> ResultT:
         with (
@@ -125,7 +130,7 @@ class Database:
             fault = _fault_of(error)
             if fault is None:
                 raise
-            self._fault, self._fault_s = fault.code, self._monotonic()
+            self._fault, self._fault_s, self._has_written = fault.code, self._monotonic(), False
             raise fault from error
 
 

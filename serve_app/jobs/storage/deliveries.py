@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 
 from sqlalchemy import Connection, bindparam, insert, select, tuple_, update
 
@@ -12,10 +12,14 @@ from serve_app.jobs.storage.database import Database
 from serve_app.jobs.storage.tables import batches, deliveries
 from serve_app.jobs.webhooks.events import Delivery, delivery_of, event_id_of, host_of
 from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed
+from serve_app.tracing.context import TraceContext
 
+_OF_BATCH = ("tenant", "traceparent", "tracestate")
+"""Columns of the batch, which its delivery does not repeat."""
+_COLUMNS = (*(field.name for field in fields(Delivery) if field.name != "trace"), *_OF_BATCH[1:])
 # Built once: building a statement takes as long as executing it.
 _DUE = (
-    select(*((batches if field.name == "tenant" else deliveries).c[field.name] for field in fields(Delivery)))
+    select(*((batches if name in _OF_BATCH else deliveries).c[name] for name in _COLUMNS))
     .join_from(deliveries, batches, deliveries.c.batch_id == batches.c.id)
     .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
     .where(tuple_(batches.c.tenant, deliveries.c.host).not_in(bindparam("receivers", expanding=True)))
@@ -33,7 +37,7 @@ def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> Non
     record = batch_record(batch)
     delivery = delivery_of(record, batch.callback_url, event_id_of(record), now)
     values = {**asdict(delivery), "host": host_of(delivery.url), "next_attempt_unix_s": now}
-    del values["tenant"]  # the batch has it
+    del values["tenant"], values["trace"]  # the batch has them
     connection.execute(insert(deliveries).values(values))
 
 
@@ -54,7 +58,7 @@ class SqlOutbox:
             "limit": limit,
         }
         rows = await self._database.read(lambda connection: connection.execute(_DUE, parameters).all())
-        return [Delivery(*row) for row in rows]
+        return [replace(Delivery(*row[:-2]), trace=TraceContext.of_columns(*row[-2:])) for row in rows]
 
     async def delivered(self, delivery_id: str) -> None:
         """Record a successful attempt."""

@@ -33,8 +33,12 @@ class Ownership:
     async def renew(self) -> None:
         """Register this process under a new id; what it held under its former one is released."""
         former, self.id = self.id, new_id("owner")
-        await self._context.database.write(lambda connection: reap_owner(connection, former))
-        await self.start()
+
+        def renew(connection: Connection) -> None:
+            reap_owner(connection, former)
+            add_owner(connection, self.id, self._context.clock.unix())
+
+        await self._context.database.write(renew)
 
     async def start(self) -> None:
         """Register this process in the database."""

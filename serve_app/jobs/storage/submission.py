@@ -126,6 +126,8 @@ def _values(new: NewBatch, batch_id: str, rows: list[LineRow], model: str, now: 
         "metadata": None if new.metadata is None else to_json(dict(new.metadata)).decode(),
         "callback_url": new.callback_url,
         "request_id": new.request_id,
+        "traceparent": None if new.trace is None else new.trace.traceparent,
+        "tracestate": None if new.trace is None else new.trace.tracestate,
         "output_expires_after_s": new.output_expires_after_s,
         "expires_unix_s": None if new.window_s is None else now + new.window_s,
         "num_lines": len(rows),

@@ -96,6 +96,8 @@ batches = Table(
     Column("num_prompt_tokens", BigInteger, nullable=False),
     Column("num_output_tokens", BigInteger, nullable=False),
     Column("num_cached_tokens", BigInteger, nullable=False, server_default="0"),
+    Column("traceparent", Text),  # span that asked for the batch, as W3C's headers have it
+    Column("tracestate", Text),
     Index("batches_by_tenant", "tenant", "kind", "created_unix_s", "id"),
     Index("batches_by_status", "status", "tenant"),
     Index("batches_by_input", "input_file_id"),
@@ -156,6 +158,34 @@ deliveries = Table(
     Index("deliveries_by_batch", "batch_id"),
     Index("deliveries_by_next_attempt", "next_attempt_unix_s"),
 )
+
+usage = Table(
+    "usage",
+    metadata,
+    Column("day", String(10), nullable=False),  # YYYY-MM-DD in UTC
+    Column("tenant", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("band", Integer, nullable=False),
+    Column("num_requests", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Column("output_tokens", BigInteger, nullable=False),
+    Column("computed_tokens", BigInteger, nullable=False),
+    Column("wasted_tokens", BigInteger, nullable=False),
+    Column("device_s", Double, nullable=False),
+    PrimaryKeyConstraint("day", "tenant", "model", "band"),
+    Index("usage_by_tenant", "tenant", "day"),
+)
+
+usage_reporters = Table(
+    "usage_reporters",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("number", Integer, nullable=False),  # of its last report that was counted
+    Column("reported_unix_s", Double, nullable=False),
+    Index("usage_reporters_by_time", "reported_unix_s"),
+)
+"""Processes that report usage, so that a report that comes again counts once."""
 
 
 def read_page(

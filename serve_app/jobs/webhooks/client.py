@@ -12,6 +12,7 @@ from replicas.clock import Clock
 from serve_app.jobs.webhooks.events import Delivery
 from serve_app.jobs.webhooks.guard import AddressRefused, WebhookGuard
 from serve_app.jobs.webhooks.signing import WebhookSigner
+from serve_app.tracing.tracer import Moment, Trace, Tracer
 
 _TIMEOUT_S = 15.0
 _MAX_READ_BYTES = 2**16
@@ -82,8 +83,13 @@ class WebhookClient:
         *,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = _TIMEOUT_S,
+        tracer: Tracer | None = None,
     ) -> None:
-        """`timeout_s`: most seconds of an attempt, from the name's resolution to the response status."""
+        """`timeout_s`: most seconds of an attempt, from the name's resolution to the response status.
+
+        `tracer` None: the attempts are not traced.
+        """
+        self._tracer = tracer
         self._signer = signer
         self._timeout_s = timeout_s
         self._clock = Clock()
@@ -97,7 +103,30 @@ class WebhookClient:
         Raises:
             DeliveryFailed: another status (redirects included), no connection, or no answer in time.
         """
+        trace = self._begin_trace(delivery)
+        error_type: str | None = "error"
+        try:
+            await self._post(delivery, trace)
+            error_type = None
+        except DeliveryFailed as error:
+            error_type = str(error) if error.has_answered else "no_answer"
+            raise
+        finally:
+            if trace is not None:
+                attributes = {"headway.batch_id": delivery.batch_id, "headway.webhook.event": delivery.event}
+                trace.end(self._clock.monotonic(), attributes, error_type)
+
+    def _begin_trace(self, delivery: Delivery) -> Trace | None:
+        if self._tracer is None or delivery.trace is None:
+            return None
+        now = Moment(self._clock.unix(), self._clock.monotonic())
+        return self._tracer.begin_call("webhook", delivery.trace, now)
+
+    async def _post(self, delivery: Delivery, trace: Trace | None) -> None:
         headers = _HEADERS | self._signer.headers(delivery.id, delivery.body, self._clock.unix())
+        context = delivery.trace if trace is None else trace.context
+        if context is not None:
+            headers |= context.headers
         try:
             request = self._http.build_request("POST", delivery.url, content=delivery.body.encode(), headers=headers)
             async with asyncio.timeout(self._timeout_s):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 
 from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, JsonObject
+from serve_app.tracing.context import TraceContext
 
 _JOB_ENDINGS = {
     BatchStatus.COMPLETED: "completed",
@@ -34,6 +35,8 @@ class Delivery:
     """JSON text; exactly these bytes are signed."""
     num_attempts: int
     created_unix_s: float
+    trace: TraceContext | None = None
+    """Span that asked for the batch."""
 
 
 def event_id_of(batch: BatchRecord) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
 from replicas.errors import RequestAborted, ServingError, is_cancelled
@@ -21,7 +21,7 @@ class IndexedDelta:
     delta: TokenDelta
 
 
-Deltas = aclosing[AsyncGenerator[IndexedDelta, None]]
+Deltas = AbstractAsyncContextManager[AsyncGenerator[IndexedDelta, None]]
 """Context in which the deltas of a request's streams can be read."""
 
 

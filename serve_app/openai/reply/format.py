@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from replicas.protocol import FinishReason, ModelCard, PositionLogprobs, TokenDelta, TokenLogprob, Usage
 from serve_app.openai.reply.chat_choice import ChatChoice
@@ -16,6 +17,7 @@ from serve_app.openai.tokenize.prompt_tokenizer import TokenText
 from serve_app.openai.tools.parser import OutputParser
 
 JsonObject = dict[str, Any]
+ResultT = TypeVar("ResultT")
 
 MIN_LOGPROB = -9999.0
 """Log probability shown for a probability of zero, as in OpenAI's API: JSON has no infinity."""
@@ -95,6 +97,28 @@ class Progress:
         }
 
 
+@dataclass(slots=True)
+class Parsing:
+    """Time in which the outputs of a chat were parsed for calls and reasoning; monotonic seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    start_s: float | None = None
+    """Start of the first piece; None: nothing was parsed yet."""
+    end_s: float | None = None
+    """End of the last piece."""
+    busy_s: float = 0.0
+    """Time of all pieces; between them the model computed the next tokens."""
+
+    def timed(self, parse: Callable[[TokenDelta], ResultT], delta: TokenDelta) -> ResultT:
+        """Return what `parse` makes of a delta, and add its time."""
+        started_s = self.clock()
+        parsed = parse(delta)
+        self.end_s = self.clock()
+        self.busy_s += self.end_s - started_s
+        self.start_s = started_s if self.start_s is None else self.start_s
+        return parsed
+
+
 class ChatFormat:
     """Format of one chat completion's reply; calls and reasoning are parsed out of the text."""
 
@@ -108,7 +132,8 @@ class ChatFormat:
     ) -> None:
         """Create the format; without a parser all text is the answer."""
         self._choices = [ChatChoice(make_parser, body.include_reasoning, token_text) for _ in range(body.n)]
-        self._has_parser = make_parser is not None
+        self.parsing = None if make_parser is None else Parsing()
+        """Time of the parsing; None: there is nothing to parse."""
         self._head = head
         self._body = body
         self._prompt_token_ids = prompt_token_ids
@@ -129,7 +154,7 @@ class ChatFormat:
     def chunks(self, item: IndexedDelta) -> list[JsonObject]:
         """Return a delta's chunks: content, then the finish reason."""
         delta, choice = item.delta, self._choices[item.index]
-        parts = choice.read(delta)
+        parts = choice.read(delta) if self.parsing is None else self.parsing.timed(choice.read, delta)
         if not parts and (delta.logprobs or (self._body.return_token_ids and delta.token_ids)):
             parts = [{"content": ""}]
         chunks = [self._chunk(item.index, part) for part in parts]
@@ -143,7 +168,7 @@ class ChatFormat:
 
     def usage_details(self) -> JsonObject:
         """Return the part of the usage object that is about reasoning; empty for a model that does not reason."""
-        if not self._has_parser:
+        if self.parsing is None:
             return {}
         num_tokens = sum(choice.num_reasoning_tokens for choice in self._choices)
         return {"completion_tokens_details": {"reasoning_tokens": num_tokens}}
@@ -162,7 +187,7 @@ class ChatFormat:
         choices = [
             {
                 "index": index,
-                "message": choice.message(delta),
+                "message": self._message(choice, delta),
                 "token_ids": None,
                 **self._tokens_of(delta),
                 **choice.ending(delta),
@@ -178,6 +203,9 @@ class ChatFormat:
         if self._body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = _prompt_logprobs(deltas[0], self._body.prompt_logprobs, self._token_text)
         return reply
+
+    def _message(self, choice: ChatChoice, delta: TokenDelta) -> JsonObject:
+        return choice.message(delta) if self.parsing is None else self.parsing.timed(choice.message, delta)
 
     def _chunk(self, index: int, message: JsonObject) -> JsonObject:
         choice = {"index": index, "delta": message, "logprobs": None, "finish_reason": None}
@@ -222,6 +250,8 @@ class CompletionFormat:
         """Return no chunk: a text completion has no role."""
         return []
 
+    parsing: Parsing | None = None
+    """Time of the parsing: a text completion has nothing to parse."""
     num_malformed_calls = 0
     """Number of malformed calls: a text completion has none."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.request.body import INVALID, StrictBody
@@ -19,6 +20,7 @@ MAX_WAIT_S = 60.0
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _WINDOW = re.compile(r"([1-9][0-9]{0,8})([smhd])")
+_DAY = re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _ID = "[A-Za-z0-9_-]{1,64}"
 _MAX_METADATA_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 
@@ -147,6 +149,32 @@ class WaitQuery(Query):
     """Longest wait of a poll for the end of a job, seconds."""
 
     wait: float = Field(0.0, ge=0, le=MAX_WAIT_S)
+
+
+def _day(text: object) -> date:
+    try:
+        if isinstance(text, str) and _DAY.fullmatch(text):
+            return date.fromisoformat(text)
+    except ValueError:
+        pass
+    raise PydanticCustomError(INVALID, "must be a day such as 2026-01-31")
+
+
+Day = Annotated[date, PlainValidator(_day, json_schema_input_type=date)]
+
+
+class UsageListQuery(Query):
+    """Usage of the server in a range of days, which are days in UTC."""
+
+    start_date: Day | None = None
+    """First day. Without it, the day 30 days before the last."""
+    end_date: Day | None = None
+    """Last day, which is in the answer. Without it, today."""
+    tenant: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Tenant; another tenant than the key's own needs an operator's key."""
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    limit: int = Field(10_000, ge=1, le=10_000)
+    format: Literal["json", "csv"] = "json"
 
 
 class EngineQuery(Query):

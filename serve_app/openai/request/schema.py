@@ -11,7 +11,7 @@ Python, which lets other threads run, and only up to the first bad item.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -153,6 +153,9 @@ class StreamOptions(StrictBody):
 class GenerationBody(StrictBody):
     """Fields that chat and text completions share."""
 
+    operation: ClassVar[str]
+    """Name of the operation in traces (`gen_ai.operation.name`)."""
+
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -245,9 +248,16 @@ class GenerationBody(StrictBody):
             raise PydanticCustomError(CONFLICT, "is only for requests with `stream` true", {"param": "stream_options"})
         return self
 
+    @property
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Messages of the prompt as traces have them (`gen_ai.input.messages`)."""
+        raise NotImplementedError
+
 
 class ChatBody(GenerationBody, Conversation):
     """Body of POST /v1/chat/completions."""
+
+    operation: ClassVar[str] = "chat"
 
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
@@ -295,9 +305,16 @@ class ChatBody(GenerationBody, Conversation):
         """Tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
+    @property
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Messages as traces have them."""
+        return [_traced_message(message.role, message.content) for message in self.messages]
+
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
+
+    operation: ClassVar[str] = "text_completion"
 
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts, json_schema_input_type=PromptInput)]
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT64)
@@ -315,6 +332,15 @@ class CompletionBody(GenerationBody):
                 CONFLICT, "is 0; it must be at least 1 unless `echo` is true", {"param": "max_tokens"}
             )
         return self
+
+    @property
+    def input_messages(self) -> list[dict[str, Any]]:
+        """Prompts as traces have them."""
+        return [_traced_message("user", prompt) for prompt in self.prompt]
+
+
+def _traced_message(role: str, content: object) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": "text", "content": content}]}
 
 
 class TokenizeBody(Conversation):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from testkit.model.tiny_checkpoints import write_checkpoint
+from testkit.otlp_receiver import OtlpReceiver, otlp_receiver
 from testkit.serving.raylets import Raylets, serving
 from testkit.serving.served import wait_for
 from testkit.serving.streams import Clients
@@ -34,7 +35,14 @@ def body(max_tokens: int, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="package")
-def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Raylets]:
+def traces() -> Iterator[OtlpReceiver]:
+    """Receiver of the application's traces: of requests whose `traceparent` is sampled, and no others."""
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="package")
+def application(tmp_path_factory: pytest.TempPathFactory, traces: OtlpReceiver) -> Iterator[Raylets]:
     checkpoint = tmp_path_factory.mktemp("checkpoints") / MODEL_NAME
     checkpoint.mkdir()
     with serving(
@@ -46,6 +54,9 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Raylets]:
         max_num_seqs=NUM_SLOTS,
         kv_cache_bytes="128MiB",
         load_poll_period_s=0.2,
+        otlp_traces_endpoint=traces.url,
+        trace_sampling_ratio=0,
+        webhook_allowed_hosts="127.0.0.1",
     ) as served:
         yield served
 

@@ -32,6 +32,6 @@ def test_completion_offers_commands_and_options() -> None:
 
 def test_every_command_explains_itself() -> None:
     listed = CliRunner().invoke(app, ["--help"]).stdout
-    for name in ("serve", "chat", "complete", "batch", "top", "models", "keys", "doctor"):
+    for name in ("serve", "chat", "complete", "batch", "top", "grafana", "bench", "models", "keys", "doctor"):
         assert name in listed
         assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from replicas.errors import NoReplicaAvailable
 from replicas.protocol import Band
 from router.flow.flow_queue import TenantQueue
 from router.timeline import Part
@@ -33,6 +34,14 @@ async def test_a_snapshot_names_replicas_bands_and_requests(make_api: MakeApi) -
     [request] = [line for line in lines if line[:1] == ["mine-1"]]
     assert request[1:4] == ["completed", "anonymous", "standard"]
     assert "prefill" in request
+
+
+async def test_a_jobs_process_that_is_away_is_named(make_api: MakeApi) -> None:
+    api = make_api()
+    assert "0 batches in progress" in (await top(api)).stdout
+    away = make_api()
+    away.jobs.error = NoReplicaAvailable("away")
+    assert "the jobs process does not answer" in (await top(away)).stdout
 
 
 async def test_a_key_that_is_no_operators_is_an_error(make_api: MakeApi, tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from replicas.protocol import Band
+from router.flow.flow_queue import TenantQueue
 from testkit.http.api import MODEL, Api, MakeApi, serving
+from testkit.http.axe import axe_core, serious_faults
 from testkit.http.chromium import CHROMIUM, Tab, open_tab
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import until
@@ -15,8 +18,10 @@ pytestmark = [pytest.mark.deep, pytest.mark.skipif(CHROMIUM is None, reason="the
 
 IS_WIDER = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 CLIPPED = """Array.from(document.querySelectorAll("main *")).filter(each =>
-    !each.closest("thead, summary, svg") && each.scrollWidth > each.clientWidth + 1
+    !each.closest("thead, summary, svg, .ellipsis") && each.scrollWidth > each.clientWidth + 1
     && getComputedStyle(each).display !== "inline").map(each => each.id || each.textContent)"""
+FORMS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
+"""Widths of the window in pixels, and colour schemes."""
 NUM_ROWS = "document.querySelectorAll('#requests > li').length"
 
 
@@ -89,3 +94,63 @@ async def test_a_server_that_stops_is_said_so(api: Api, tmp_path: Path) -> None:
             tab = await browser.enter_async_context(open_tab(f"{url}/dashboard", tmp_path / "profile"))
             await tab.until("document.getElementById('connection').textContent.startsWith('live')")
         await tab.until("document.getElementById('connection').className === 'bad'")
+
+
+PLACES = """Array.from(document.querySelectorAll("#tiles > div, h2, th, #queues td:first-child, #jobs > div"))
+    .map(each => each.textContent.trim() + " " + JSON.stringify(each.getBoundingClientRect()))"""
+
+
+async def test_nothing_jumps_when_the_numbers_change(api: Api, tmp_path: Path) -> None:
+    """The list of requests is the only part that grows."""
+    tenants = {f"tenant-{number}": TenantQueue(number, 10**number) for number in range(1, 9)}
+    await ask(api, 1)
+    async with serving(api.app) as url, open_tab(f"{url}/dashboard", tmp_path / "profile") as tab:
+        for width in (1280, 390):
+            await tab.resize(width, 844)
+            api.dispatcher.queued = {}
+            await tab.until("document.querySelector('#queues').textContent.includes('0') && !main.hidden")
+            await tab.until("latest.queues.every(queue => queue.num_requests === 0)")
+            places = {each.split("{")[1] for each in await tab.value(PLACES)}
+            api.dispatcher.queued = dict.fromkeys(Band, tenants)
+            await tab.until("latest.queues.every(queue => queue.num_requests === 36)")
+            assert {each.split("{")[1] for each in await tab.value(PLACES)} == places, width
+
+
+@pytest.fixture
+def axe() -> None:
+    if axe_core() is None:
+        pytest.skip("there is no axe-core here, and npm cannot fetch it")
+
+
+@pytest.mark.usefixtures("axe")
+async def test_axe_finds_no_serious_fault(make_api: MakeApi, tmp_path: Path) -> None:
+    api = make_api(gate=asyncio.Event(), gate_at=3)
+    api.dispatcher.queued = {Band.BATCH: {"nightly": TenantQueue(7, 700), "weekly": TenantQueue(3, 30)}}
+    await ask(api, 3)
+    running = asyncio.create_task(api.complete(max_tokens=5))
+    await until(lambda: bool(api.replica.running))
+    async with serving(api.app) as url, open_tab(f"{url}/dashboard", tmp_path / "profile") as tab:
+        await tab.until(f"{NUM_ROWS} === 4")
+        await tab.value("document.querySelector('#requests > li:last-child summary').click()")
+        for width, scheme in FORMS:
+            await tab.resize(width, 844, scheme)
+            assert await serious_faults(tab) == [], (width, scheme)
+    running.cancel()
+
+
+@pytest.mark.usefixtures("axe")
+async def test_axe_finds_no_serious_fault_in_the_form_for_the_key(make_api: MakeApi, tmp_path: Path) -> None:
+    api = make_api(settings={"api_key_file": write_keys(tmp_path, "ops", operator="ops")})
+    async with serving(api.app) as url, open_tab(f"{url}/dashboard", tmp_path / "profile") as tab:
+        await tab.until("document.activeElement?.id === 'key'")
+        for width, scheme in FORMS:
+            await tab.resize(width, 844, scheme)
+            assert await serious_faults(tab) == [], (width, scheme)
+
+
+@pytest.mark.usefixtures("axe")
+async def test_axe_finds_a_fault_where_there_is_one(api: Api, tmp_path: Path) -> None:
+    async with serving(api.app) as url, open_tab(f"{url}/dashboard", tmp_path / "profile") as tab:
+        await tab.until("!document.getElementById('main').hidden")
+        await tab.value("document.querySelector('#h-jobs').append(document.createElement('button'))")
+        assert [fault["id"] for fault in await serious_faults(tab)] == ["button-name"]

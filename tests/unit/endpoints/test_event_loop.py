@@ -147,6 +147,14 @@ async def test_a_reply_to_many_prompts_is_written_outside_of_the_event_loop(make
     assert calls.on_event_loop("json_in_pieces") == [False]
 
 
+async def test_outputs_of_a_batch_are_written_outside_of_the_event_loop(api: Api) -> None:
+    batch = (await api.post("/v1/batch/async", {"prompts": ["a"] * 100, "max_tokens": 3})).json()
+    with Calls() as calls:
+        answer = await api.http.get(f"/v1/batch/{batch['batch_id']}")
+    assert answer.status_code == 200 and len(answer.json()["outputs"]) == 100
+    assert calls.on_event_loop("json_in_pieces", "prompt_output") == [False, False]
+
+
 def test_parsing_does_not_collect_garbage() -> None:
     generations: list[int] = []
 

@@ -166,6 +166,37 @@ async def test_metrics_show_every_engine_under_its_index(api: Api) -> None:
     assert (buckets, totals) == ([2, 5, 9], [9, 70.5])
 
 
+async def test_counters_and_histograms_show_their_start(api: Api) -> None:
+    start = Metric("headway:engine_start_time_seconds", "Start.", MetricKind.GAUGE, 1234.5, is_mean=True)
+    api.dispatcher.engine_metrics = [
+        replace(each, metrics=(*each.metrics, start)) for each in (engine("r-a", 1), engine("r-b", 2))
+    ]
+    value = partial(await samples_of(api), model_name=MODEL)
+    for index in "01":
+        assert value("vllm:num_preemptions_created", engine=index) == 1234.5
+        assert value("vllm:request_success_created", engine=index, finished_reason="stop") == 1234.5
+        assert value("vllm:iteration_tokens_total_created", engine=index) == 1234.5
+    page = (await api.http.get("/metrics")).text
+    assert "vllm:num_requests_running_created" not in page
+    assert "# TYPE vllm:num_preemptions_created gauge" in page
+
+
+async def test_choices_are_counted_for_each_prompt(api: Api) -> None:
+    await api.complete(n=2, max_tokens=3, prompt=["a", "b"])
+    await api.complete(max_tokens=5)
+    await api.complete(n=500)
+    value = partial(await samples_of(api), model_name=MODEL)
+    assert [value(f"vllm:request_params_n_{name}") for name in ("count", "sum")] == [3, 2 + 2 + 1]
+    assert [value("vllm:request_params_n_bucket", le=le) for le in ("1.0", "2.0")] == [1, 3]
+    assert [value(f"vllm:request_max_num_generation_tokens_{name}") for name in ("count", "sum")] == [3, 3 + 3 + 5]
+
+
+async def test_choices_that_did_not_end_are_not_counted(make_api: MakeApi) -> None:
+    api = make_api(fail_at=2)
+    await api.complete(n=2, max_tokens=5)
+    assert (await samples_of(api))("vllm:request_params_n_count", model_name=MODEL) == 0
+
+
 async def test_metrics_of_many_engines_are_summed(api: Api) -> None:
     api.dispatcher.engine_metrics = [engine(f"r-{number:02}", number) for number in range(33)]
     value = partial(await samples_of(api), model_name=MODEL, engine="all")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
+from replicas.errors import NoReplicaAvailable
 from router.timeline import Part, Timeline
 from serve_app.auth import ANONYMOUS
 from serve_app.errors import HttpError
@@ -170,8 +172,67 @@ async def test_a_tenant_sees_and_cancels_its_own_requests_alone(make_api: MakeAp
     assert (await theirs).status_code == 200
 
 
+async def test_all_running_requests_of_an_id_are_cancelled(make_api: MakeApi) -> None:
+    gate = asyncio.Event()
+    api = make_api(gate=gate, gate_at=1)
+    body = {"model": MODEL, "prompt": "a"}
+    running = [asyncio.create_task(api.post("/v1/completions", body, x_request_id="mine-8")) for _ in range(2)]
+    await until(lambda: len(api.replica.running) == 2)
+    assert (await api.http.post("/v1/requests/mine-8/cancel")).json()["status"] == "cancelling"
+    assert [(await each).status_code for each in running] == [499, 499]
+
+
+async def test_an_operator_cancels_no_tenant_by_the_id_of_another(make_api: MakeApi, tmp_path: Path) -> None:
+    gate = asyncio.Event()
+    keys = write_keys(tmp_path, "acme", "rival", "ops", operator="ops")
+    api = make_api(settings={"api_key_file": keys}, gate=gate, gate_at=1)
+    acme, rival, ops = ({"authorization": f"Bearer {key}"} for key in ("acme", "rival", "ops"))
+    body = {"model": MODEL, "prompt": "a"}
+    running = [
+        asyncio.create_task(api.post("/v1/completions", body, x_request_id="mine-9", **each)) for each in (acme, rival)
+    ]
+    await until(lambda: len(api.replica.running) == 2)
+    refused = await api.http.post("/v1/requests/mine-9/cancel", headers=ops)
+    assert refusal(refused) == (409, "request_id_ambiguous", "request_id")
+    ids = re.findall("`([^`]+)`", refused.json()["error"]["message"])
+    tenants = {(await shown(api, each, **ops)).json()["tenant"]: each for each in ids}
+    assert tenants.keys() == {"acme", "rival"}
+    assert (await api.http.post(f"/v1/requests/{tenants['rival']}/cancel", headers=ops)).status_code == 200
+    assert (await running[1]).status_code == 499
+    gate.set()
+    assert (await running[0]).status_code == 200
+
+
 async def test_an_unknown_request_is_not_found(api: Api) -> None:
     assert refusal(await shown(api, "unknown")) == (404, "request_not_found", "request_id")
+
+
+async def test_lines_of_jobs_and_batches_are_asked_of_the_jobs_process(make_api: MakeApi, tmp_path: Path) -> None:
+    keys = write_keys(tmp_path, "acme", "other", "root", operator="root")
+    api = make_api(settings={"api_key_file": str(keys)})
+    chat = await api.http.post(
+        "/v1/chat/completions",
+        json={"model": MODEL, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        headers={"authorization": "Bearer acme"},
+    )
+    like = (await shown(api, chat.json()["id"], authorization="Bearer acme")).json()
+    line_id = f"{'a' * 32}-0"
+    api.jobs.line_requests[line_id] = "acme", {**like, "id": line_id}
+    for key, status in (("acme", 200), ("root", 200), ("other", 404)):
+        for request_id in (line_id, f"job_{'a' * 32}"):
+            answer = await shown(api, request_id, authorization=f"Bearer {key}")
+            assert answer.status_code == status, answer.text
+            assert status == 404 or answer.json()["id"] == line_id
+    cancelled = await api.post(f"/v1/requests/{line_id}/cancel", {}, authorization="Bearer acme")
+    assert refusal(cancelled)[:2] == (409, "request_not_cancellable")
+    assert "cancel the job or the batch" in cancelled.json()["error"]["message"]
+
+
+async def test_only_ids_of_lines_ask_the_jobs_process(make_api: MakeApi) -> None:
+    api = make_api()
+    api.jobs.error = NoReplicaAvailable("the jobs process does not answer")
+    assert (await shown(api, "mine")).status_code == 404
+    assert (await shown(api, f"{'a' * 32}-0")).status_code == 503
 
 
 @pytest.mark.parametrize(("limit_s", "is_logged"), [(0.02, True), (30.0, False), (None, False)])

@@ -80,6 +80,17 @@ def test_aborting_a_waiting_or_ended_request_wastes_nothing(is_first_aborted: bo
     assert wasted(world)["abort"] == 0
 
 
+@pytest.mark.parametrize("num_blocks", [8, 64])
+def test_sequences_report_their_shares_of_the_work(num_blocks: int) -> None:
+    world = World(config(num_blocks=num_blocks, max_model_len=28, enable_prefix_caching=False), step_s=0.5)
+    world.run(*(request(str(number), prompt_of(number, 12), max_tokens=16) for number in range(3)))
+    usages = [outcome.last.usage for outcome in world.outcomes.values() if outcome.last is not None]
+    assert sum(usage.computed_tokens for usage in usages) == num_computed(world)
+    assert sum(usage.recomputed_tokens for usage in usages) == wasted(world)["preempt"]
+    assert (wasted(world)["preempt"] > 0) == (num_blocks == 8)
+    assert sum(usage.device_s for usage in usages) == pytest.approx(0.5 * len(world.runner.batches))
+
+
 def test_tokens_of_a_request_past_its_deadline_are_wasted() -> None:
     world = World(config(), step_s=1.0)
     world.run(request("late", prompt_of(1, 10), max_tokens=50, deadline_unix_s=world.clock.unix(world.clock.now + 5.5)))

@@ -145,6 +145,26 @@ async def test_a_body_that_its_endpoint_would_refuse_fails_alone(process, files,
     assert list(map(outcome, results(files, record.error_file_id))) == [("id-1", 400, param)]
 
 
+async def test_lines_are_shown_while_they_run_and_after(process, completions):
+    completions.gate.clear()
+    completions.errors["prompt 1"] = [InvalidRequest("`prompt` is no good", "prompt")]
+    record = await submit(process, new_batch(2))
+    ids = [f"{record.id.removeprefix('batch_')}-{index}" for index in range(2)]
+    await until(lambda: completions.num_running == 2)
+    shown = await process.service.line_request("acme", ids[0])
+    assert (shown["status"], shown["tenant"], shown["band"], shown["path"]) == ("running", "acme", "batch", ENDPOINT)
+    assert await process.service.line_request("other", ids[0]) is None
+    completions.gate.set()
+    await ended(process, record)
+    well, failed = [await process.service.line_request(None, each) for each in ids]
+    assert (well["id"], well["status"], well["http_status"], well["completion_tokens"]) == (ids[0], "completed", 200, 4)
+    assert (failed["status"], failed["http_status"], failed["error_code"]) == ("failed", 400, "invalid_value")
+    for each in (well, failed):
+        assert sum(each["metrics"]["parts_ms"].values()) == pytest.approx(each["metrics"]["total_ms"], abs=2.0)
+    assert await process.service.line_request("acme", f"cmpl-{ids[0]}") == well
+    assert await process.service.line_request("acme", f"{ids[0]}0") is None
+
+
 PASSING: dict[str, list[ServingError]] = {
     "no replica": [NoReplicaAvailable("none"), DeadlineExceeded("no replica had room"), SequenceFailed("once")],
     "full queue": [Overloaded("full", retry_after_s=1.0)],

@@ -174,6 +174,38 @@ async def test_a_file_on_a_full_disk_is_refused_and_leaves_nothing(tmp_path: Pat
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
 
 
+async def test_a_fault_is_over_with_the_next_write_and_not_before(path):
+    now_s = 0.0
+    database = Database(f"sqlite:///{path}", lambda: now_s)
+    database.open()
+
+    async def write() -> None:
+        await database.write(lambda c: c.execute(text("INSERT INTO owners (id, heartbeat_unix_s) VALUES (1, 2)")))
+
+    with full_disk(path), pytest.raises(StorageUnavailable):
+        await write()
+    now_s = 100.0
+    await database.read(lambda connection: connection.execute(text("SELECT * FROM owners")).all())
+    assert database.fault is not None
+    await write()
+    assert database.fault is None
+    database.close()
+
+
+async def test_a_fault_beside_writes_that_succeed_is_shown_for_some_seconds(path):
+    now_s = 0.0
+    database = Database(f"sqlite:///{path}", lambda: now_s)
+    database.open()
+    with full_disk(path), pytest.raises(StorageUnavailable):
+        await database.write(lambda c: c.execute(text("CREATE TABLE large (number INTEGER)")))
+    await database.write(lambda c: c.execute(text("INSERT INTO owners (id, heartbeat_unix_s) VALUES (1, 2)")))
+    now_s = 1.5
+    assert database.fault is not None
+    now_s = 2.5
+    assert database.fault is None
+    database.close()
+
+
 async def test_a_read_only_database_is_read_and_refuses_writes(path):
     Database.opened(f"sqlite:///{path}").close()
     database = Database(f"sqlite:///file:{path}?mode=ro&uri=true")

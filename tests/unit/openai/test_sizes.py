@@ -51,6 +51,13 @@ def test_strings_may_cross_the_slices_of_the_counting(shift: int, text: str) -> 
     assert JsonSize.of(json.dumps(value, separators=(",", ":")).encode()) == size_of(value)
 
 
+@pytest.mark.parametrize("count", [JsonSize.of, JsonSize.at_most])
+def test_the_counting_ends_soon_after_a_limit(count: Any) -> None:
+    limits = RequestLimits()
+    size = count(b"[" + b"1," * 10**6 + b"1]", limits)
+    assert limits.max_body_values < size.num_values < 2 * limits.max_body_values
+
+
 MANY_TEXTS = b",".join([b'"a"'] * 1_500_000)
 MANY_MESSAGES = b",".join([b'{"role":"user","content":""}'] * 190_000)
 

@@ -7,7 +7,7 @@ import pytest
 
 from replicas.errors import ReplicaLost
 from replicas.protocol import Band, FinishReason, GenerateRequest, PhaseSeconds, TokenDelta, Usage
-from router.timeline import QUEUED, Part, Timeline
+from router.timeline import QUEUED, Part, Timeline, Work
 from router.types import Reason
 from testkit.router.dispatch_worlds import MakeWorld, Outcome, World, read
 from testkit.router.simulated_replicas import FakeReplica, request
@@ -140,6 +140,36 @@ def test_phases_longer_than_the_time_here_are_scaled_down() -> None:
     timeline.check_invariants()
     assert timeline.seconds(3.0)[Part.QUEUED_REPLICA] == pytest.approx(0.25)
     assert timeline.seconds(3.0)[Part.PREFILL] == pytest.approx(0.75)
+
+
+def worked(start: int, computed: int, again: int = 0, device_s: float = 0.0) -> TokenDelta:
+    return TokenDelta("r", start, (1,), "a", Usage(10, start + 1, 0, computed, again, device_s))
+
+
+def test_work_is_summed_over_replicas_and_what_another_one_repeats_is_told() -> None:
+    timeline = Timeline(0.0)
+    assert timeline.work() == Work()
+    timeline.arrived(0.0)
+    timeline.placed(0.0, "a", Reason.LEAST_LOADED)
+    for start in range(3):
+        timeline.progressed(1.0, worked(start, 10 + start, device_s=1.0 + start), "a")
+    assert timeline.work() == Work(12, 0, 3.0)
+    timeline.migrated(2.0)
+    timeline.placed(3.0, "b", Reason.LEAST_LOADED)
+    assert timeline.work() == Work(12, 0, 3.0)
+    # The other replica finds 4 of the 13 known tokens in its cache.
+    timeline.progressed(4.0, worked(3, 9, device_s=0.5), "b")
+    timeline.progressed(5.0, worked(4, 10, device_s=0.75), "b")
+    assert timeline.work() == Work(22, 9, 3.75)
+
+
+def test_work_that_a_preemption_repeats_is_told() -> None:
+    timeline = Timeline(0.0)
+    timeline.arrived(0.0)
+    timeline.placed(0.0, "a", Reason.LEAST_LOADED)
+    timeline.progressed(1.0, worked(0, 10), "a")
+    timeline.progressed(2.0, worked(1, 21, again=10), "a")
+    assert timeline.work() == Work(21, 10, 0.0)
 
 
 def test_a_fork_shares_the_past_alone() -> None:

@@ -36,7 +36,7 @@ def service_of(world: World) -> SqlJobsService:
     async def nothing() -> None: ...
 
     events = BatchEvents(on_lines=lambda bands: None, on_closing=lambda batch_ids: None)
-    return SqlJobsService(world.context, events, ThroughputEstimator(world.clock), nothing)
+    return SqlJobsService(world.context, events, ThroughputEstimator(world.clock), nothing, lambda *_: None)
 
 
 def a_file(file_id: str = "file-1", **fields: Any) -> FileRecord:

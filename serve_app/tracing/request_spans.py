@@ -1,0 +1,241 @@
+"""Spans of a request, made from its timelines when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from opentelemetry.trace import Span, SpanKind
+from pydantic_core import to_json
+
+from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline
+from serve_app.openai.reply.request_metrics import queued_s
+from serve_app.openai.request.schema import GenerationBody
+from serve_app.openai.service import PreparedCompletion
+from serve_app.tracing.tracer import Attributes, SpanTimes, Trace
+
+_MAX_SEQUENCES = 16
+"""Sequences of a request that have spans: those that ended last."""
+_MAX_SPANS = 256
+"""Spans of a request; a request that was preempted or moved again and again has no more."""
+_BEFORE = (Part.RECEIVED, Part.TOKENIZING)
+_FIRST_ORDER = (Part.QUEUED_REPLICA, Part.PREFILL, Part.MIGRATED, Part.PREEMPTED, Part.DECODE, Part.DELIVERED)
+"""Order of the parts until a replica's first delta."""
+_LATER_ORDER = (Part.QUEUED_REPLICA, Part.DECODE, Part.PREEMPTED, Part.PREFILL, Part.MIGRATED, Part.DELIVERED)
+"""Order of the parts from then on."""
+_MAX_PROMPT_BYTES = 65_536
+
+
+def add_request(trace: Trace, timeline: Timeline, prepared: PreparedCompletion | None, has_prompts: bool) -> None:
+    """Add the spans below a request's first one: its preparation, and the work of its sequences.
+
+    `timeline` is the request's until its preparation. `has_prompts`: the spans may have the text of the prompt.
+    """
+    if not trace.is_recorded:
+        return
+    tree = _Tree(trace)
+    is_completion = any(each.seconds.get(Part.TOKENIZING) for each in timeline.intervals)
+    for interval in timeline.intervals if is_completion else ():
+        for part, times in _pieces(interval, _BEFORE):
+            tree.add(part.value, trace.span, times)
+    if prepared is not None:
+        _add_completion(tree, prepared, has_prompts)
+    if tree.num_left_out:
+        trace.span.set_attribute("headway.num_spans_left_out", tree.num_left_out)
+
+
+class _Tree:
+    """Spans of one request, at most `_MAX_SPANS`."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.num_left_out = 0
+        self._num_left = _MAX_SPANS
+
+    def add(
+        self, name: str, parent: Span, times: SpanTimes, attributes: Attributes | None = None,
+        kind: SpanKind = SpanKind.INTERNAL, error_type: str | None = None,
+    ) -> Span:  # fmt: skip
+        """Add a span; beyond the limit count it, and return the parent."""
+        if self._num_left == 0:
+            self.num_left_out += 1
+            return parent
+        self._num_left -= 1
+        return self.trace.add(name, parent, times, attributes or {}, kind, error_type)
+
+
+def _add_completion(tree: _Tree, prepared: PreparedCompletion, has_prompts: bool) -> None:
+    slowest = prepared.timeline
+    start_s = slowest.started_s if slowest.queued_s is None else slowest.queued_s
+    end_s = slowest.ended_s
+    if end_s is None or start_s > end_s:
+        return
+    attributes = _completion_attributes(prepared)
+    if has_prompts:
+        attributes = {**attributes, **_prompt_attributes(prepared.body)}
+    name = f"{prepared.body.operation} {prepared.body.model}"
+    span = tree.add(name, tree.trace.span, SpanTimes(start_s, end_s), attributes, SpanKind.CLIENT)
+    timelines = sorted(prepared.timelines, key=lambda each: each.finished_s or end_s, reverse=True)
+    for timeline in timelines[:_MAX_SEQUENCES]:
+        parent = span
+        if len(prepared.timelines) > 1:
+            index = next(index for index, each in enumerate(prepared.timelines) if each is timeline)
+            parent = tree.add("sequence", span, SpanTimes(start_s, end_s), {"headway.sequence.index": index})
+        _add_sequence(tree, parent, timeline)
+    parsing = prepared.format.parsing
+    if parsing is not None and parsing.start_s is not None and parsing.end_s is not None:
+        times = SpanTimes(parsing.start_s, parsing.end_s)
+        tree.add("tool_parsing", span, times, {"headway.tool_parsing.busy_s": parsing.busy_s})
+
+
+def _add_sequence(tree: _Tree, parent: Span, timeline: Timeline) -> None:
+    """Add the waits and the placements of a sequence."""
+    for stay in stays(timeline):
+        if stay.placement is None:
+            tree.add("queue", parent, stay.times, {f"headway.{part.value}_s": s for part, s in stay.reasons.items()})
+            continue
+        attributes = {
+            "headway.replica_id": stay.placement.replica_id,
+            "headway.placement.reason": stay.placement.reason.value,
+        }
+        error_type = "replica_lost" if stay.is_lost else None
+        span = tree.add("placement", parent, stay.times, attributes, error_type=error_type)
+        for part, times in stay.phases:
+            tree.add(part.value, span, times)
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Stay of a sequence in the queue, or on one replica."""
+
+    placement: Placed | None
+    """Dispatch to the replica; None: the sequence waits."""
+    times: SpanTimes
+    reasons: Seconds
+    """Seconds of the wait by their reason."""
+    phases: list[tuple[Part, SpanTimes]]
+    """Phases on the replica in their order."""
+    is_lost: bool
+    """True if the sequence left the replica before its end."""
+
+
+def stays(timeline: Timeline) -> list[Stay]:
+    """Return the waits and the placements of a sequence that has ended, in their order."""
+    inside = [each for each in timeline.intervals if not any(each.seconds.get(part) for part in _BEFORE)]
+    groups = [list(group) for _, group in groupby(inside, key=lambda each: id(each.placement))]
+    found = []
+    for group in groups:
+        placement, times = group[0].placement, SpanTimes(group[0].start_s, group[-1].end_s)
+        phases = [] if placement is None else _joined(_phases(group))
+        is_lost = placement is not None and placement is not timeline.placements[-1]
+        found.append(Stay(placement, times, _reasons(group), phases, is_lost))
+    return found
+
+
+def _phases(group: Sequence[Interval]) -> Iterator[tuple[Part, SpanTimes]]:
+    for index, interval in enumerate(group):
+        yield from _pieces(interval, _FIRST_ORDER if index == 0 else _LATER_ORDER)
+
+
+def _pieces(interval: Interval, order: Iterable[Part]) -> Iterator[tuple[Part, SpanTimes]]:
+    """Yield the parts of an interval one after the other: their lengths are known, and the order in which they come."""
+    start_s = interval.start_s
+    for part in order:
+        part_s = interval.seconds.get(part, 0.0)
+        if part_s > 0.0:
+            yield part, SpanTimes(start_s, min(start_s + part_s, interval.end_s))
+            start_s += part_s
+
+
+def _joined(pieces: Iterable[tuple[Part, SpanTimes]]) -> list[tuple[Part, SpanTimes]]:
+    """Return the pieces, with successive ones of one part joined."""
+    joined: list[tuple[Part, SpanTimes]] = []
+    for part, times in pieces:
+        if joined and joined[-1][0] is part:
+            joined[-1] = part, SpanTimes(joined[-1][1].start_s, times.end_s)
+        else:
+            joined.append((part, times))
+    return joined
+
+
+def _reasons(group: Sequence[Interval]) -> Seconds:
+    sums = {part: sum(each.seconds.get(part, 0.0) for each in group) for part in QUEUED}
+    return {part: seconds for part, seconds in sums.items() if seconds > 0.0}
+
+
+def _completion_attributes(prepared: PreparedCompletion) -> Attributes:
+    """Return the attributes of the conventions for generative AI, vLLM's beyond them, and Headway's own."""
+    body, progress, first, timeline = prepared.body, prepared.progress, prepared.requests[0], prepared.timeline
+    params, first_s = first.params, prepared.first_delta_s
+    ttft_s = None if first_s is None else first_s - timeline.started_s
+    seconds = timeline.seconds(timeline.ended_s or 0.0)
+    details = prepared.format.usage_details().get("completion_tokens_details", {})
+    return {
+        "gen_ai.operation.name": body.operation,
+        "gen_ai.provider.name": "headway",
+        "gen_ai.request.model": body.model,
+        "gen_ai.request.stream": body.stream,
+        "gen_ai.request.choice.count": None if body.n == 1 else body.n,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.seed": body.seed,
+        "gen_ai.response.id": prepared.id,
+        "gen_ai.response.model": prepared.model,
+        "gen_ai.response.finish_reasons": progress.finish_reasons or None,
+        "gen_ai.response.time_to_first_chunk": ttft_s if body.stream else None,
+        "gen_ai.usage.input_tokens": progress.prompt_tokens,
+        "gen_ai.usage.output_tokens": progress.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": progress.cached_tokens,
+        "gen_ai.usage.reasoning.output_tokens": details.get("reasoning_tokens"),
+        "gen_ai.latency.time_in_queue": queued_s(seconds),
+        "gen_ai.latency.time_to_first_token": ttft_s,
+        "gen_ai.latency.e2e": timeline.total_s(timeline.ended_s or 0.0),
+        "headway.tenant": first.tenant,
+        "headway.band": first.band.name.lower(),
+        "headway.num_sequences": len(prepared.requests),
+        "headway.num_preemptions": sum(each.num_preemptions for each in prepared.timelines),
+        "headway.num_migrations": sum(each.num_migrations for each in prepared.timelines),
+    }
+
+
+def _prompt_attributes(body: GenerationBody) -> Attributes:
+    """Return the text of the prompt, or its size if it is too long for a span."""
+    text = to_json(body.input_messages)
+    if len(text) > _MAX_PROMPT_BYTES:
+        return {"headway.prompt_bytes": len(text)}
+    return {"gen_ai.input.messages": text.decode()}
+
+
+@dataclass(frozen=True, slots=True)
+class HttpEnd:
+    """End of an HTTP exchange, for its first span."""
+
+    method: str
+    route: str | None
+    """Pattern of the path; None: no route has it."""
+    path: str
+    request_id: str
+    status: int
+    error_code: str | None
+    ended_s: float
+
+    def end(self, trace: Trace) -> None:
+        """End the first span. A status below 500 is no error of a server, by the conventions for HTTP."""
+        error_type = None
+        if self.status >= 500 or self.status == 0:
+            error_type = self.error_code or str(self.status)
+        trace.span.update_name(self.method if self.route is None else f"{self.method} {self.route}")
+        attributes: Attributes = {
+            "http.request.method": self.method,
+            "http.route": self.route,
+            "url.path": self.path,
+            "http.response.status_code": self.status or None,
+            "headway.request_id": self.request_id,
+            "headway.error_code": self.error_code,
+        }
+        trace.end(self.ended_s, attributes, error_type)
