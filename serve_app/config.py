@@ -301,6 +301,7 @@ class HeadwayConfig(_SettingsOfParts):
     def of_model(self) -> HeadwayConfig:
         """Return the settings that a model replica reads; all others have their defaults."""
         names = {"model", "max_queued_tokens", "max_starvation_s", "cpus_per_replica", "load_poll_period_s"}
+        names.add("num_gpus_per_replica")
         own = self._only(names, *_MODEL_PARTS)
         return own.model_copy(update={"num_ingress_replicas": self.max_known_ingresses})
 

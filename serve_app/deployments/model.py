@@ -45,12 +45,11 @@ class Model:
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
-        actor = ray.get_runtime_context()
         replica = await asyncio.to_thread(
             model_replica.ModelReplica,
-            config.replica_options().with_gpus(actor.get_assigned_resources().get("GPU", 0.0)),
+            config.replica_options().with_gpus(config.num_gpus_per_replica or 0.0),
             self._replica_id,
-            actor.get_node_id(),
+            ray.get_runtime_context().get_node_id(),
             load_backend or model_replica.load_torch_backend,
         )
         self._card = replica.card

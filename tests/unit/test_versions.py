@@ -67,7 +67,7 @@ def _composed(config: HeadwayConfig) -> dict[str, list[Any]]:
         config.tracing_settings(),
     ]  # fmt: skip
     return {
-        "Model": [config.replica_options(), config.load_poll_period_s],
+        "Model": [config.replica_options(), config.load_poll_period_s, config.num_gpus_per_replica],
         "Ingress": [*routing, http],
         "Jobs": [*routing, config.jobs_database_url, config.webhook_secret, config.data_dir],
     }
@@ -82,7 +82,7 @@ def test_a_deployment_has_all_settings_that_it_composes() -> None:
             values[name] = field.default / 2 if name in SHARES else field.default + 1
         elif name.endswith(("_dir", "_url")):
             values[name] = "/tmp/another"
-    values |= {"model": "another", "served_model_name": "one,two", "api_key_file": "keys", "num_gpus_per_replica": None}
+    values |= {"model": "another", "served_model_name": "one,two", "api_key_file": "keys", "num_gpus_per_replica": 0.5}
     values["otlp_traces_endpoint"] = "http://another"
     values |= {"compile_layers": None, "gpu_memory_utilization": 0.5}
     config = HeadwayConfig.model_construct(**values)
