@@ -35,8 +35,10 @@ def add_request(trace: Trace, timeline: Timeline, prepared: PreparedCompletion |
     if not trace.is_recorded:
         return
     tree = _Tree(trace)
-    is_completion = any(each.seconds.get(Part.TOKENIZING) for each in timeline.intervals)
-    for interval in timeline.intervals if is_completion else ():
+    # A sequence's timeline begins with the request's, which does not learn that the preparation has ended.
+    intervals = (timeline if prepared is None else prepared.timelines[0]).intervals
+    is_completion = any(each.seconds.get(Part.TOKENIZING) for each in intervals)
+    for interval in intervals if is_completion else ():
         for part, times in _pieces(interval, _BEFORE):
             tree.add(part.value, trace.span, times)
     if prepared is not None:

@@ -77,6 +77,8 @@ async def test_a_chat_is_one_tree_below_the_callers_span(make_api: MakeApi, rece
     assert placement.attributes["headway.replica_id"] == "replica-a"
     phases = {span.name: (span.end_ns - span.start_ns) / 1e9 for span in receiver.below(placement)}
     assert phases["prefill"] >= 0.05 and phases["decode"] >= 0.06
+    lengths_ns = [span.end_ns - span.start_ns for span in receiver.spans if not receiver.below(span)]
+    assert sum(lengths_ns) == pytest.approx(root.end_ns - root.start_ns, abs=2_000_000)
     assert "secret" not in json.dumps([span.attributes for span in receiver.spans])
 
 
