@@ -171,13 +171,16 @@ def total(server: Prometheus, name: str) -> float:
 
 
 def pairs(rows: list[MetricRow]) -> dict[str, str]:
-    """Return the names of the sums that both roads have: counters, and sums, counts and buckets of histograms."""
+    """Return the names of the sums that both roads have: counters, and counts and buckets of histograms.
+
+    Ray computes the sum of a histogram from the middles of its buckets.
+    """
     found: dict[str, str] = {}
     for row in rows:
         if row.name_at_ray is None or row.kind not in ("counter", "histogram"):
             continue
         # Ray has no bucket of zeros.
-        suffixes = ("",) if row.kind == "counter" else ("_sum", "_count", '_bucket{le!~"0|0.0"}')
+        suffixes = ("",) if row.kind == "counter" else ("_count", '_bucket{le!~"0|0.0"}')
         found |= {row.name + suffix: row.name_at_ray + suffix for suffix in suffixes}
     return found
 
