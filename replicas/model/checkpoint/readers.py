@@ -120,9 +120,14 @@ def _read_scaled(tensors: Tensors, layout: Layout, _: Quantization) -> Quantized
     )
 
 
+def _nibbles(pairs: Tensor) -> Tensor:
+    """Return the nibbles of each row of bytes, the low one of each first."""
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
 def _read_mxfp4(tensors: Tensors, layout: Layout, _: Quantization) -> QuantizedLinear:
     pairs = tensors["_blocks"].reshape(layout.num_outputs, -1)
-    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    numbers = _nibbles(pairs)
     exponents = tensors["_scales"].reshape(layout.num_outputs, -1).int() - _MXFP4_BIAS
     table = torch.tensor([*_FP4_VALUES, *(-value for value in _FP4_VALUES)])
     scales = torch.ldexp(torch.ones(exponents.shape), exponents)
@@ -165,7 +170,7 @@ def _read_llm_int8(tensors: Tensors, layout: Layout, _: Quantization) -> Quantiz
 def from_gguf(tensors: Tensors) -> QuantizedLinear:
     """Return a weight of a GGUF file in 4 bits. Its values are `nibble * scale + minimum`."""
     pairs, scales, minima = (tensors[name] for name in (".weight_nibbles", ".weight_scale", ".weight_minimum"))
-    numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    numbers = _nibbles(pairs)
     # A group whose values are all the same may have no scale: then its minimum is one, and 1 times it the value.
     is_flat = scales == 0
     zero_points = torch.where(is_flat, -1.0, -minima / scales)

@@ -76,7 +76,7 @@ DEVICES = {
 }
 KINDS = {"decode": (True, False), "split": (True, True), "prefill": (False, False)}
 
-# What is not as it should be, and why.
+# Exceptions from the bounds, with their reasons.
 LARGE_GROUP = {"starcoder"}
 """48 query rows of one KV head: 64 rows of a decode need the shared memory of half a multiprocessor, or more."""
 SPILLED = {("qwen2.5-0.5b", "prefill", 100): 8, ("deepseek-v2-lite", "decode", 100): 8}
@@ -85,7 +85,7 @@ SPILLED = {("qwen2.5-0.5b", "prefill", 100): 8, ("deepseek-v2-lite", "decode", 1
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes of a multiprocessor."""
+    """Registers, stack and shared memory of a compiled kernel on a multiprocessor."""
 
     registers: int
     stack: int

@@ -1,4 +1,4 @@
-"""What a replica takes of a GPU stays within its share: weights, activations, graphs, workspaces and KV cache."""
+"""A replica stays within its share of a GPU: weights, activations, graphs, workspaces and KV cache together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
