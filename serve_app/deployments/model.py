@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
-from replicas.errors import EngineDead, ReplicaLost
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_channels import DeltaChannels
+from replicas.errors import EngineDead
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
     IngressLiveness,
@@ -54,6 +56,7 @@ class Model:
         )
         self._card = replica.card
         self._engine = replica.start()
+        self._channels = DeltaChannels(self._engine, self._ingresses.is_lost)
         self._exporting = asyncio.create_task(
             export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
         )
@@ -61,21 +64,28 @@ class Model:
         gc.freeze()
 
     async def generate(
-        self, request: GenerateRequest, ranking: list[str], ingress_id: str
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one request and yield its deltas.
+        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
+    ) -> AsyncGenerator[str, None]:
+        """Generate one request as stream `number` of a channel. Yields this replica's id, and ends with the stream.
 
         `ranking` is for `RankedRouter`, which has already used it to choose this replica.
 
         Raises:
-            ReplicaLost: the ingress is lost. If it is alive after all, it resumes the request on another replica.
+            ReplicaLost: the channel has ended. If its ingress is alive, it resumes the request on another replica.
         """
-        self._ingresses.heartbeat(ingress_id)
-        async with aclosing(self._engine.generate(request)) as deltas:
-            async for delta in deltas:
-                if self._ingresses.is_lost(ingress_id):
-                    raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
-                yield delta
+        self._ingresses.heartbeat(channel_id.ingress_id)
+        yield self._replica_id
+        await self._channels.generate(request, channel_id, number)
+
+    async def deltas(
+        self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
+    ) -> AsyncGenerator[DeltaBatch, None]:
+        """Yield the deltas of a channel's streams, if this is the replica that is meant; `ranking` is as in `drain`."""
+        if replica_id == self._replica_id:
+            self._ingresses.heartbeat(channel_id.ingress_id)
+            async with aclosing(self._channels.read(channel_id)) as batches:
+                async for batch in batches:
+                    yield batch
 
     async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
         """Return the present load and the other ingresses' reports; `report` is the calling ingress's own report.
