@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
@@ -10,10 +11,21 @@ from replicas.delta_batch import ChannelId, DeltaBatch
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.outbox import Outbox
 from replicas.errors import ReplicaLost
-from replicas.protocol import GenerateRequest
+from replicas.protocol import GenerateRequest, TokenDelta
 
-_READER_LIMIT_S = 15.0
-"""Longest time for which streams wait for the reader of their channel, seconds."""
+
+@dataclass(frozen=True, slots=True)
+class ChannelWaits:
+    """Longest waits of a replica's channels."""
+
+    reader_s: float = 15.0
+    """Longest time for which streams wait for the reader of their channel, seconds."""
+    idle_s: float = 3.0
+    """Time after which a channel without streams ends, seconds. It is longer than an ingress keeps one open, so it ends
+    those of ingresses that are gone: Ray (2.60) lets a call outlive its caller."""
+
+
+_DEFAULT_WAITS = ChannelWaits()
 
 
 @dataclass(slots=True)
@@ -33,11 +45,11 @@ class DeltaChannels:
     """
 
     def __init__(
-        self, engine: AsyncEngine, is_lost: Callable[[str], bool], reader_limit_s: float = _READER_LIMIT_S
+        self, engine: AsyncEngine, is_lost: Callable[[str], bool], waits: ChannelWaits = _DEFAULT_WAITS
     ) -> None:
-        """`is_lost` says if the ingress with an id is gone; `reader_limit_s` bounds the wait for a reader."""
+        """`is_lost` says if the ingress with an id is gone."""
         self._engine = engine
-        self._reader_limit_s = reader_limit_s
+        self._waits = waits
         self._is_lost = is_lost
         self._channels: dict[ChannelId, _Channel] = {}
 
@@ -57,7 +69,7 @@ class DeltaChannels:
                 self._close(channel_id, channel)
 
     async def read(self, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
-        """Yield the deltas of a channel's streams; closing the generator ends the channel.
+        """Yield the deltas of a channel's streams; closing the generator ends the channel. Ends when it is idle.
 
         Raises:
             ReplicaLost: the ingress is lost.
@@ -68,12 +80,15 @@ class DeltaChannels:
             channel.deadline = None
         try:
             while True:
-                deltas = await channel.outbox.take()
+                deltas = await self._next_deltas(channel)
+                if not deltas and channel.outbox.num_streams == 0:
+                    return
                 if self._is_lost(channel_id.ingress_id):
                     raise ReplicaLost(
                         f"ingress {channel_id.ingress_id} no longer sends polls or requests", has_died=False
                     )
-                yield DeltaBatch.of(self._engine.last_stats, deltas)
+                if deltas:
+                    yield DeltaBatch.of(self._engine.last_stats, deltas)
         finally:
             self._close(channel_id, channel)
 
@@ -83,9 +98,16 @@ class DeltaChannels:
             channel.outbox.check_invariants()
             assert channel.deadline is None or channel.outbox.num_streams > 0
 
+    async def _next_deltas(self, channel: _Channel) -> list[tuple[int, TokenDelta]]:
+        """Return the deltas that are due next; none if there are none for a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._waits.idle_s):
+                return await channel.outbox.take()
+        return []
+
     def _opened(self, channel_id: ChannelId) -> _Channel:
         channel = self._channels[channel_id] = _Channel()
-        channel.deadline = asyncio.get_running_loop().call_later(self._reader_limit_s, self._close, channel_id, channel)
+        channel.deadline = asyncio.get_running_loop().call_later(self._waits.reader_s, self._close, channel_id, channel)
         return channel
 
     def _close(self, channel_id: ChannelId, channel: _Channel) -> None:

@@ -186,6 +186,12 @@ class ChannelPool:
             finally:
                 calling.cancel()
 
+    def close(self) -> None:
+        """Close the channels without streams. The others are closed once their streams have ended."""
+        for channel in list(self._channels.values()):
+            if not channel.streams:
+                self._close_idle(channel)
+
     def serving(self) -> set[str]:
         """Return the replicas that have streams of this ingress."""
         return {

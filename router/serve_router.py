@@ -94,6 +94,10 @@ class ServeReplicaClient:
         """Yield the deltas of one request. Closing the generator cancels the request in the replica."""
         return self._channels.generate(request, ranking)
 
+    def close(self) -> None:
+        """Close the channels to the replicas that are idle."""
+        self._channels.close()
+
     async def poll_stats(self) -> list[ReplicaStats]:
         """Return the present load of every replica that answers, and send each one this ingress's report."""
         replies = await self._poll_all()

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 from replicas.delta_batch import ChannelId, DeltaBatch
-from replicas.delta_channels import DeltaChannels
+from replicas.delta_channels import ChannelWaits, DeltaChannels
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ItemResult, ScheduledBatch
 from replicas.engine.engine import Engine
@@ -21,6 +21,7 @@ from router.delta_channels import ChannelLimits, ChannelPool
 from testkit.engine.shadow_runner import ShadowRunner, config, decoders
 
 _END = object()
+_WAITS = ChannelWaits(reader_s=1.0, idle_s=0.2)
 
 
 class PacedRunner(ShadowRunner):
@@ -34,13 +35,13 @@ class PacedRunner(ShadowRunner):
 class LocalReplica:
     """Replica over a shadow runner, with the calls that run on it."""
 
-    def __init__(self, replica_id: str, coalescing: Coalescing | None = None, reader_limit_s: float = 1.0) -> None:
+    def __init__(self, replica_id: str, coalescing: Coalescing | None = None, waits: ChannelWaits = _WAITS) -> None:
         limits = config(max_queued_requests=5000)
         engine = Engine(limits, PacedRunner(limits.block_size), decoders, ReplicaIdentity(replica_id, "node", 1))
         self.replica_id = replica_id
         self.engine = AsyncEngine(engine, coalescing or Coalescing())
         self.lost_ingresses: set[str] = set()
-        self.channels = DeltaChannels(self.engine, self.lost_ingresses.__contains__, reader_limit_s)
+        self.channels = DeltaChannels(self.engine, self.lost_ingresses.__contains__, waits)
         self.calls: dict[asyncio.Task[None], asyncio.Queue[object]] = {}
         self.reads: list[asyncio.Task[None]] = []
         self.is_dead = False

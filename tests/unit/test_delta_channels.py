@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from replicas.delta_batch import ChannelId, DeltaBatch, unpacked
+from replicas.delta_channels import ChannelWaits
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.errors import NoReplicaAvailable, ReplicaLost, RequestQuarantined, SequenceFailed
 from replicas.protocol import (
@@ -21,6 +22,7 @@ from replicas.protocol import (
     TokenDelta,
     TokenLogprob,
     Usage,
+    merge,
 )
 from router.delta_channels import ChannelLimits
 from serve_app.metrics import HttpMetrics
@@ -32,16 +34,17 @@ from testkit.router.simulated_replicas import stats
 from tests.seeds import Seeds
 
 QUICK = ChannelLimits(idle_s=0.05, last_delta_s=0.05)
+PATIENT = ChannelWaits(LIMIT_S, LIMIT_S)
 PROMPT = (1, 2, 3)
 
 
 @asynccontextmanager
 async def running(
-    num_replicas: int = 1, coalescing: Coalescing | None = None, reader_limit_s: float = LIMIT_S,
+    num_replicas: int = 1, coalescing: Coalescing | None = None, waits: ChannelWaits = PATIENT,
     limits: ChannelLimits = QUICK,
 ) -> AsyncIterator[tuple[LocalChannelClient, list[LocalReplica]]]:  # fmt: skip
     """One ingress and its replicas. At the end, no stream is left and every block of living replicas is free."""
-    replicas = [LocalReplica(f"replica-{n}", coalescing, reader_limit_s) for n in range(num_replicas)]
+    replicas = [LocalReplica(f"replica-{n}", coalescing, waits) for n in range(num_replicas)]
     client = LocalChannelClient("ingress", {each.replica_id: each for each in replicas}, limits)
     try:
         yield client, replicas
@@ -106,6 +109,19 @@ async def test_many_streams_share_one_channel_and_one_message_a_flush() -> None:
             assert all(delta.stats is not None and delta.stats.replica_id == "replica-0" for delta in deltas)
         assert replica.num_batches < sum(map(len, outputs)) / 2
         assert len(client.pool._channels) == 1
+
+
+async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
+    def whole(deltas: list[TokenDelta]) -> TokenDelta:
+        merged = merge(deltas)
+        counts = Usage(merged.usage.prompt_tokens, merged.usage.completion_tokens, 0)
+        return replace(merged, usage=counts, stats=None, phases=None)
+
+    async with running() as (client, [replica]):
+        plain, scored = request(max_tokens=30), request(prompt_logprobs=0, max_tokens=20)
+        for asked in (plain, scored, request(max_tokens=10**6), replace(plain, output_token_ids=(4, 5))):
+            direct = [delta async for delta in replica.engine.generate(asked)]
+            assert repr(whole(await read(client, asked))) == repr(whole(direct))
 
 
 async def test_a_slow_reader_holds_up_no_other_stream_and_gets_what_waited_in_one_delta() -> None:
@@ -182,7 +198,7 @@ async def test_streams_whose_channel_breaks_fail_and_leave_the_replica() -> None
 
 
 async def test_a_channel_that_nobody_reads_ends_and_frees_its_streams() -> None:
-    async with running(reader_limit_s=0.05) as (_, [replica]):
+    async with running(waits=ChannelWaits(reader_s=0.05)) as (_, [replica]):
         call = replica.channels.generate(request(max_tokens=100), ChannelId("gone", 1), 1)
         with pytest.raises(ReplicaLost):
             await asyncio.wait_for(call, LIMIT_S)
@@ -197,6 +213,26 @@ async def test_the_streams_of_a_lost_ingress_leave_the_replica() -> None:
         assert replica.engine.stats().num_running == 1
         replica.lost_ingresses.add("ingress")
         await until(lambda: replica.is_whole)
+
+
+async def test_a_channel_of_a_lost_ingress_ends_while_it_is_idle_and_while_its_streams_are_silent() -> None:
+    async with running(waits=ChannelWaits(LIMIT_S, 0.05)) as (client, [replica]):
+        client.transport.is_cut = True
+        await read(client, request(max_tokens=5))
+        assert replica.channels._channels
+        await until(lambda: not replica.channels._channels)
+        silent = replace(request(max_tokens=100), delta_interval_s=LIMIT_S)
+        async with aclosing(client.generate(silent, ["replica-0"])) as stream:
+            await anext(stream)
+        replica.lost_ingresses.add("ingress")
+        await until(lambda: not replica.channels._channels and replica.is_whole)
+
+
+async def test_closing_the_ingress_closes_its_channels() -> None:
+    async with running(limits=ChannelLimits(idle_s=LIMIT_S)) as (client, [replica]):
+        await read(client, request(max_tokens=5))
+        client.pool.close()
+        await until(lambda: not replica.channels._channels)
 
 
 async def test_a_stream_whose_last_delta_is_lost_fails_after_a_while() -> None:
@@ -233,7 +269,7 @@ class RandomWorld:
         self.num_right = 0
 
     def add_replica(self) -> None:
-        replica = LocalReplica(f"replica-{len(self.everywhere)}", self.coalescing, reader_limit_s=0.2)
+        replica = LocalReplica(f"replica-{len(self.everywhere)}", self.coalescing, waits=ChannelWaits(0.2, 0.2))
         self.replicas[replica.replica_id] = replica
         self.everywhere.append(replica)
 
