@@ -104,6 +104,11 @@ class _Channel:
         self._now_idle = now_idle
         self._closing: asyncio.TimerHandle | None = None
 
+    @property
+    def was_closed(self) -> bool:
+        """True if the channel has ended and its replica may be alive, which ends a channel that is idle."""
+        return self.error is not None and not (isinstance(self.error, ReplicaLost) and self.error.has_died)
+
     def add(self, stream: IncomingStream) -> None:
         """Add a stream; it fails at once if it has been accepted and the channel has ended."""
         self.streams[stream.number] = stream
@@ -236,13 +241,11 @@ class ChannelPool:
     def _accepted(self, stream: IncomingStream, replica_id: str) -> None:
         """Note the replica that generates a stream: from now on the stream ends with the channel to it."""
         stream.is_accepted = True
-        meant = stream.channel
-        if meant.replica_id != replica_id:
+        channel = meant = stream.channel
+        if meant.replica_id != replica_id or meant.was_closed:
             channel = self._channels.get((replica_id, meant.id)) or self._open(replica_id, meant.id)
             meant.remove(stream)
-            channel.add(stream)
-        elif meant.error is not None:
-            stream.fail(meant.as_stopped(meant.error))
+        channel.add(stream)
 
     def _open(self, replica_id: str, channel_id: ChannelId) -> _Channel:
         channel = _Channel(channel_id, replica_id, self._now_idle)

@@ -111,6 +111,8 @@ class LocalTransport:
         self.replicas = replicas
         self.refused: set[str] = set()
         """Replicas that take no request now, so that the next one of a ranking does."""
+        self.submit_s = 0.0
+        """Time that a request takes to a replica, seconds."""
         self.is_cut = False
         """True if this ingress has died: no call of it is cancelled any more."""
 
@@ -128,7 +130,7 @@ class LocalTransport:
     async def _called(
         self, ranking: list[str], make: Callable[[LocalReplica], AsyncGenerator[Any, None]], is_read: bool = False
     ) -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(0)
+        await asyncio.sleep(0 if is_read else self.submit_s)
         found = [self.replicas[name] for name in ranking if name in self.replicas and not self.replicas[name].is_dead]
         if not found:
             raise NoReplicaAvailable("no replica lives")

@@ -228,6 +228,13 @@ async def test_a_channel_of_a_lost_ingress_ends_while_it_is_idle_and_while_its_s
         await until(lambda: not replica.channels._channels and replica.is_whole)
 
 
+async def test_a_request_that_is_long_on_its_way_finds_its_channel_open() -> None:
+    async with running(waits=ChannelWaits(LIMIT_S, 0.02)) as (client, [replica]):
+        client.transport.submit_s = 0.2
+        assert token_ids(await read(client, request(max_tokens=5))) == continuation(PROMPT, 5)
+        assert replica.num_batches > 0
+
+
 async def test_closing_the_ingress_closes_its_channels() -> None:
     async with running(limits=ChannelLimits(idle_s=LIMIT_S)) as (client, [replica]):
         await read(client, request(max_tokens=5))
