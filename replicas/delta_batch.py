@@ -1,6 +1,6 @@
 """Batch of deltas of many streams, as it crosses from a replica to an ingress: plain tuples and one report of the load.
 
-A delta as a dataclass with its own stats takes 20 times as long to pickle as a plain tuple (`bench.delta_path`).
+A delta as a dataclass with stats of its own takes many times as long to pickle as a plain tuple.
 """
 
 from __future__ import annotations
