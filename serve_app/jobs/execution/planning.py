@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from replicas.protocol import Band
 from router.flow.flow_queue import FlowQueue
@@ -17,14 +18,18 @@ lease transaction serves several lines."""
 
 
 class LineCapacity:
-    """Number of lines to lease, from the load of the replicas. Flow control decides when each is sent to one."""
+    """Number of lines to lease, from the load of the replicas. Flow control decides when each is sent to one.
+
+    Each worker takes its share of the free slots and of the lines ahead. So none holds lines that another one could run
+    at once, and all together hold no more lines than one worker would, but for rounding up.
+    """
 
     def __init__(self, load: Callable[[], Sequence[ReplicaView]], queue: FlowQueue) -> None:
         self._load = load
         self._queue = queue
 
-    def available(self, band: Band, num_not_sent: int) -> int:
-        """Return the number of lines of this band that may be leased now.
+    def available(self, band: Band, num_not_sent: int, num_workers: int = 1) -> int:
+        """Return the number of lines of this band that this worker may lease now.
 
         `num_not_sent`: leased lines of this band and more urgent ones that are not in flow control's queue yet.
         Without a replica one line may wait there, so that the autoscaler starts a replica.
@@ -32,16 +37,16 @@ class LineCapacity:
         views = self._load()
         num_free = sum(max(0, view.num_free_slots(band)) for view in views)
         num_waiting = sum(self._queue.num_requests(other) for other in Band if other <= band)
-        return num_free + self.num_ahead(views) - num_waiting - num_not_sent
+        return ceil(num_free / num_workers) + self.num_ahead(views, num_workers) - num_waiting - num_not_sent
 
-    def minimum(self, band: Band) -> int:
+    def minimum(self, band: Band, num_workers: int = 1) -> int:
         """Return the fewest lines of a band that are worth a lease transaction."""
-        return max(1, self.num_ahead(self._load()) // 2) if band is Band.BATCH else 1
+        return max(1, self.num_ahead(self._load(), num_workers) // 2) if band is Band.BATCH else 1
 
     @staticmethod
-    def num_ahead(views: Sequence[ReplicaView]) -> int:
-        """Return the number of lines that should wait ahead, besides those that run."""
-        return max(1, sum(max(1, view.stats.num_slots // _AHEAD_SHARE) for view in views))
+    def num_ahead(views: Sequence[ReplicaView], num_workers: int = 1) -> int:
+        """Return the number of lines that should wait ahead in each worker, besides those that run."""
+        return max(1, ceil(sum(max(1, view.stats.num_slots // _AHEAD_SHARE) for view in views) / num_workers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,11 +149,14 @@ class Worker:
 
     def _capacity_for(self, band: Band) -> int:
         num_not_sent = sum(not line_task.is_sent and line_task.band <= band for line_task in self._line_tasks.values())
-        capacity = self._capacity.available(band, num_not_sent)
-        return capacity if capacity >= self._capacity.minimum(band) else 0
+        num_workers = self._queue.backlog.num_workers
+        capacity = self._capacity.available(band, num_not_sent, num_workers)
+        return capacity if capacity >= self._capacity.minimum(band, num_workers) else 0
 
     def _num_running(self) -> Counter[tuple[str, Band]]:
-        return Counter((line_task.batch.tenant, line_task.band) for line_task in self._line_tasks.values())
+        """Count the lines that all workers hold, by tenant and band."""
+        here = Counter((line_task.batch.tenant, line_task.band) for line_task in self._line_tasks.values())
+        return here + self._queue.running_elsewhere
 
     def _start(self, line_task: LineTask) -> None:
         task = asyncio.create_task(self._run_line(line_task, self._ownership.id))
