@@ -66,6 +66,9 @@ class LineQueue:
         """Bands in which the database may have batches that are missing from `open_batches`."""
         self.running_elsewhere: Counter[tuple[str, Band]] = Counter()
         """Lines that other workers hold, by tenant and band."""
+        self.turns: dict[str, int] = {}
+        """Number of the last lease of each tenant that has lines waiting, counted up."""
+        self._num_leases = 0
         self.min_period_s = 0.0
         """Shortest time between two polls, seconds."""
         self._polled_s = float("-inf")
@@ -89,6 +92,8 @@ class LineQueue:
         self.open_batches, self.backlog.waiting = found.open_batches, found.backlog
         self.backlog.throughput.others, self.running_elsewhere = found.others, found.running_elsewhere
         self.min_period_s = min(_REFRESH_S, _REST_FACTOR * (clock.monotonic() - self._polled_s))
+        tenants = {batch.tenant for batch in self.open_batches}
+        self.turns = {tenant: turn for tenant, turn in self.turns.items() if tenant in tenants}
         self.backlog.throughput.retain({*running, *(batch.id for batch in self.open_batches)})
         return set(running) - found.in_progress
 
@@ -114,6 +119,8 @@ class LineQueue:
             # Fewer lines than requested: other processes have leased the rest, or the batch is closing.
             request.batch.num_queued = request.batch.num_queued - num_leased if num_leased == request.num_lines else 0
             if num_leased:
+                self._num_leases += 1
+                self.turns[request.batch.tenant] = self._num_leases
                 self.backlog.throughput.began(request.batch.id)
         if not any(batch.num_queued for batch in self.open_batches):
             self.changed_bands.update(Band)

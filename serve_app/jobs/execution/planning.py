@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from types import MappingProxyType
 
 from replicas.protocol import Band
 from router.flow.flow_queue import FlowQueue
@@ -74,11 +75,13 @@ def plan(
     late_deadline_unix_s: float,
     capacity: Callable[[Band], int],
     num_running: Mapping[tuple[str, Band], int],
+    turns: Mapping[str, int] = MappingProxyType({}),
 ) -> list[LeaseRequest]:
-    """Return the lines to lease now.
+    """Return the lines to lease now. `turns`: number of each tenant's last lease, counted up; 0 or missing: none yet.
 
     1. Bands are served most urgent first; `capacity(band)` limits the lines of the band and more urgent ones together.
-    2. Within a band, the tenant with the fewest running lines (`num_running`) gets the next one.
+    2. Within a band, the tenant with the fewest running lines (`num_running`) gets the next one; of several, the one
+       whose last lease is the longest ago.
     3. Within a tenant, the batch with the nearest deadline comes first, then the oldest; `batches` are in this order.
     """
     by_band: dict[Band, dict[str, list[OpenBatch]]] = {}
@@ -87,19 +90,28 @@ def plan(
     requests: list[LeaseRequest] = []
     for band in sorted(by_band):
         num_left = capacity(band) - sum(request.num_lines for request in requests)
-        requests += _plan_band(band, by_band[band], num_left, num_running)
+        order = {tenant: turns.get(tenant, 0) for tenant in by_band[band]}
+        running = {tenant: num_running.get((tenant, band), 0) for tenant in order}
+        given = _shares(_lines_by_tenant(by_band[band]), num_left, running, order)
+        requests += [
+            request for tenant, number in given.items() for request in _share(band, by_band[band][tenant], number)
+        ]
     return requests
 
 
-def _plan_band(
-    band: Band, waiting: dict[str, list[OpenBatch]], num_left: int, num_running: Mapping[tuple[str, Band], int]
-) -> list[LeaseRequest]:
-    lines = {tenant: sum(batch.num_queued for batch in its) for tenant, its in waiting.items()}
+def _lines_by_tenant(waiting: Mapping[str, list[OpenBatch]]) -> dict[str, int]:
+    return {tenant: sum(batch.num_queued for batch in its) for tenant, its in waiting.items()}
+
+
+def _shares(
+    lines: Mapping[str, int], num_left: int, running: Mapping[str, int], order: Mapping[str, int]
+) -> Counter[str]:
+    """Return the number of lines that each tenant gets, of those that it has waiting."""
     given: Counter[str] = Counter()
     for _ in range(min(num_left, sum(lines.values()))):
-        unserved = [tenant for tenant in waiting if given[tenant] < lines[tenant]]
-        given[min(unserved, key=lambda tenant: num_running.get((tenant, band), 0) + given[tenant])] += 1
-    return [request for tenant, number in given.items() for request in _share(band, waiting[tenant], number)]
+        unserved = [tenant for tenant in lines if given[tenant] < lines[tenant]]
+        given[min(unserved, key=lambda tenant: (running[tenant] + given[tenant], order[tenant]))] += 1
+    return given
 
 
 def _share(band: Band, batches: list[OpenBatch], num_lines: int) -> list[LeaseRequest]:

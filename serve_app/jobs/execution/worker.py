@@ -132,7 +132,9 @@ class Worker:
         self._queue.backlog.not_sent = backlog_of(line_task for line_task in line_tasks if not line_task.is_sent)
         late_deadline = self._queue.late_deadline(backlog_of(line_tasks))
         self._raise_late_lines(late_deadline)
-        wanted = plan(self._queue.open_batches, late_deadline, self._capacity_for, self._num_running())
+        wanted = plan(
+            self._queue.open_batches, late_deadline, self._capacity_for, self._num_running(), self._queue.turns
+        )
         if not wanted:
             return
         for request, lines in await self._queue.lease(wanted):
