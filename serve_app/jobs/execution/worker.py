@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from replicas.protocol import Band
+from serve_app.jobs.api.records import BatchKind
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner, backlog_of
 from serve_app.jobs.execution.line_task import LineTask
@@ -22,11 +23,16 @@ _GATHER_S = 0.01
 """Seconds in which events are gathered for one poll; clients that submit are answered in this time."""
 _MAX_RESULTS = 100
 """Most results of one write transaction."""
-_WRITE_PERIOD_S = 1.0
+_WRITE_PERIOD_S = 0.25
+"""Most seconds that a result of a larger batch waits for others to be written with."""
 
 
 class ResultWriter:
-    """Buffer of results, written soon and in groups. A line whose result is lost before the commit runs again."""
+    """Buffer of results, written soon and in groups. A line whose result is lost before the commit runs again.
+
+    The result of a job is written at once: a client may wait for it. Those of larger batches wait up to 0.25 s for
+    more, which saves most transactions where lines end one by one.
+    """
 
     def __init__(
         self,
@@ -41,9 +47,14 @@ class ResultWriter:
         self._pending: list[LineResult] = []
         self._wakeup = Wakeup()
 
-    def add(self, result: LineResult) -> None:
-        """Buffer a result, to be written soon."""
+    def add(self, result: LineResult, is_urgent: bool) -> None:
+        """Buffer a result, to be written soon; `is_urgent`: at once."""
         self._pending.append(result)
+        if is_urgent or len(self._pending) >= _MAX_RESULTS:
+            self._wakeup.set()
+
+    def write_now(self) -> None:
+        """Have the buffered results written at once."""
         self._wakeup.set()
 
     async def run(self) -> None:
@@ -168,8 +179,10 @@ class Worker:
     async def _run_line(self, line_task: LineTask, owner: str) -> None:
         result = await self._runner.run(line_task)
         if owner == self._ownership.id:
-            self._results.add(result)
+            self._results.add(result, line_task.batch.kind is BatchKind.JOB)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._line_tasks[task]
+        if not self._line_tasks:
+            self._results.write_now()
         self._wakeup.set()
