@@ -16,13 +16,16 @@ from serve_app.jobs.storage.batch_queue import OpenBatch
 _AHEAD_SHARE = 4
 """Slots per line that waits ahead. Such a line is already leased and tokenized when a slot becomes free, and one
 lease transaction serves several lines."""
+_MIN_AHEAD = 16
+"""Fewest lines ahead of each of several workers, unless one alone would have fewer. With less, each lease transaction
+would serve only a few lines."""
 
 
 class LineCapacity:
     """Number of lines to lease, from the load of the replicas. Flow control decides when each is sent to one.
 
-    Each worker takes its share of the free slots and of the lines ahead. So none holds lines that another one could run
-    at once, and all together hold no more lines than one worker would, but for rounding up.
+    Each worker takes its share of the free slots, so none holds lines that another one could run at once. It takes its
+    share of the lines ahead, too, but at least `_MIN_AHEAD`.
     """
 
     def __init__(self, load: Callable[[], Sequence[ReplicaView]], queue: FlowQueue) -> None:
@@ -47,7 +50,8 @@ class LineCapacity:
     @staticmethod
     def num_ahead(views: Sequence[ReplicaView], num_workers: int = 1) -> int:
         """Return the number of lines that should wait ahead in each worker, besides those that run."""
-        return max(1, ceil(sum(max(1, view.stats.num_slots // _AHEAD_SHARE) for view in views) / num_workers))
+        num_all = sum(max(1, view.stats.num_slots // _AHEAD_SHARE) for view in views)
+        return max(1, min(num_all, _MIN_AHEAD), ceil(num_all / num_workers))
 
 
 @dataclass(frozen=True, slots=True)

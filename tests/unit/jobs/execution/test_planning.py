@@ -66,14 +66,14 @@ def capacity(num_slots: int, num_busy: int) -> LineCapacity:
     return LineCapacity(lambda: views, FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0))
 
 
-@pytest.mark.parametrize(("num_workers", "available"), [(1, 16 + 8), (3, 6 + 3), (4, 4 + 2), (100, 1 + 1)])
+@pytest.mark.parametrize(("num_workers", "available"), [(1, 80 + 40), (2, 40 + 20), (3, 27 + 16), (100, 1 + 16)])
 def test_a_worker_takes_its_share_of_the_free_slots_and_of_the_lines_ahead(num_workers, available):
-    assert capacity(32, 16).available(Band.BATCH, 0, num_workers) == available
+    assert capacity(160, 80).available(Band.BATCH, 0, num_workers) == available
 
 
 def test_a_worker_with_no_free_slot_in_sight_holds_few_lines_ahead():
-    assert capacity(32, 32).available(Band.BATCH, 2, 4) == 0
-    assert capacity(32, 32).available(Band.BATCH, 0, 4) == capacity(32, 40).available(Band.BATCH, 0, 4) == 2
+    assert capacity(32, 32).available(Band.BATCH, 8, 4) == 0
+    assert capacity(32, 32).available(Band.BATCH, 0, 4) == capacity(32, 40).available(Band.BATCH, 0, 4) == 8
 
 
 def test_all_workers_together_report_the_backlog_once():
