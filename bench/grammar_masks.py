@@ -148,6 +148,9 @@ class Fixed:
     def accept(self, token_id: int) -> None:
         """Do nothing."""
 
+    def forced_token_id(self) -> None:
+        """Leave the token to the mask."""
+
 
 def constrained(batch: ScheduledBatch, constraints: list[GrammarConstraint]) -> ScheduledBatch:
     """Return a batch whose first items have these constraints."""

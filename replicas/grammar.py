@@ -105,6 +105,18 @@ class GrammarConstraint:
         if self.error is not None:
             raise ValueError(self.error)
 
+    def forced_token_id(self) -> int | None:
+        """Return the only token that may come next; None: there are several, or it would take a mask to tell.
+
+        Where a grammar forces a text, llguidance allows only the tokens that the tokenizer makes of the text.
+        """
+        if self.error is not None:
+            return None
+        started_s = time.thread_time()
+        forced = self._matcher.compute_ff_tokens()
+        self._spend(time.thread_time() - started_s)
+        return forced[0] if forced else None
+
     def fill_mask(self, mask: memoryview) -> None:
         """Write the allowed tokens into `mask`, one bit for each token id. The GIL is free most of the time."""
         if self.error is not None:

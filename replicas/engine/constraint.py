@@ -29,6 +29,9 @@ class Constraint(Protocol):
             ValueError: the token may not come next.
         """
 
+    def forced_token_id(self) -> int | None:
+        """Return the only token that may come next; None: there are several, or it would take a mask to tell."""
+
     def fill_mask(self, mask: memoryview) -> None:
         """Write the set into `mask`, one bit for each token id, the lowest bit of a byte first.
 

@@ -239,9 +239,10 @@ class Engine:
         if result.error is not None:
             return processor.fail(processor.constraint_fault() or SequenceFailed(result.error))
         self._scheduler.computed(item)
-        if item.samples:
-            self._stats.produced(sequence, now)
-        return processor.advance(item, result)
+        delta = processor.advance(item, result)
+        if item.samples and delta is not None:
+            self._stats.produced(sequence, now, len(delta.token_ids))
+        return delta
 
     def _ended(self, sequence: Sequence, delta: TokenDelta) -> TokenDelta:
         """End `sequence` if `delta` is its last; return `delta`."""

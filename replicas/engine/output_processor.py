@@ -10,6 +10,9 @@ from replicas.engine.sequence import Sequence
 from replicas.errors import InvalidRequest, SequenceFailed, ServingError
 from replicas.protocol import FinishReason, GenerateRequest, PositionLogprobs, TokenDelta, Usage
 
+_MAX_FORCED_TOKENS = 16
+"""Number of forced tokens that a sequence gets in a step. It bounds the work of the next step."""
+
 DecoderFactory = Callable[[GenerateRequest], IncrementalDecoder]
 
 
@@ -109,6 +112,12 @@ class OutputProcessor:
         sequence.append(result.token_id)
         try:
             text, stop = self._read(result.token_id)
+            forced: list[int] = []
+            while stop is None and (token_id := self._forced_token_id(len(forced))) is not None:
+                sequence.append_forced(token_id)
+                forced.append(token_id)
+                more, stop = self._read(token_id)
+                text += more
         except ServingError as error:
             sequence.undo_append()
             return self.fail(error)
@@ -116,7 +125,7 @@ class OutputProcessor:
             sequence.undo_append()
             return self.fail(_undecodable(error))
         logprobs = () if result.logprobs is None else (result.logprobs,)
-        return self._delta((result.token_id,), text, stop, logprobs, prompt_logprobs)
+        return self._delta((result.token_id, *forced), text, stop, logprobs, prompt_logprobs)
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""
@@ -146,6 +155,18 @@ class OutputProcessor:
         except ValueError as error:
             raise self.constraint_fault() or SequenceFailed(f"the output left its grammar: {error}") from error
         return constraint.is_complete
+
+    def _forced_token_id(self, num_forced: int) -> int | None:
+        """Return the next token if it needs no sampling, since the constraint allows no other.
+
+        It is left to the sampler if a step in flight samples it, if its log probability is wanted, or if the request
+        has limits of its own. The tokens of a waiting sequence do not change.
+        """
+        sequence, params = self.sequence, self.sequence.request.params
+        if sequence.constraint is None or num_forced == _MAX_FORCED_TOKENS or not sequence.can_be_forced:
+            return None
+        has_limits = params.allowed_token_ids or params.bad_words or sequence.num_output_tokens < params.min_tokens
+        return None if has_limits or params.logprobs is not None else sequence.constraint.forced_token_id()
 
     def constraint_fault(self) -> InvalidRequest | None:
         """Return the error of a sequence whose constraint cannot be followed further; None if it can."""

@@ -94,7 +94,7 @@ class Scheduler:
         for band in plan.decoding_bands:
             self._served_s[band] = now
         for band in Band:
-            plan.limit(self.latency.num_tokens(plan.num_decodes, self._is_more_urgent_than_running(band)))
+            plan.limit(self.latency.num_tokens(plan.num_decode_tokens, self._is_more_urgent_than_running(band)))
             self._schedule_prefills(plan, band, now)
         return plan.batch()
 
@@ -156,11 +156,11 @@ class Scheduler:
 
     def _wants_prefill(self, band: Band) -> bool:
         return self.waiting.num_by_band[band] > 0 or any(
-            sequence.band is band and sequence.num_uncomputed_tokens > 1 for sequence in self.running
+            sequence.band is band and sequence.is_prefilling for sequence in self.running
         )
 
     def _promote(self, band: Band) -> None:
-        running = [s for s in self.running if s.effective_band is band and s.num_uncomputed_tokens > 1]
+        running = [s for s in self.running if s.effective_band is band and s.is_prefilling]
         sequence = running[0] if running else self.waiting.head(band, with_long=True)
         if sequence is None:
             return  # All candidates are promoted already.
@@ -343,6 +343,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> Sequence:
         self.running.remove(sequence)
         self._slots.give_back(sequence)
+        sequence.num_forced_tokens = 0
         sequence.num_preempted_tokens = max(sequence.num_preempted_tokens, sequence.num_scheduled_tokens)
         self.blocks.free(sequence)
         sequence.status = SequenceStatus.WAITING

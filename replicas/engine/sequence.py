@@ -102,6 +102,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_placeholder_tokens = 0
+        self.num_forced_tokens = 0
+        """Tokens at the end that the constraint forced, and that are neither computed nor in flight."""
         # The last allowed output token is never computed, as no token follows it.
         self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
         params = request.params
@@ -171,6 +173,21 @@ class Sequence:
         return self.num_tokens - self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
+    def is_decoding(self) -> bool:
+        """True if the sequence misses its newest token alone, with those that its constraint forced after it."""
+        return 0 < self.num_uncomputed_tokens <= 1 + self.num_forced_tokens
+
+    @property
+    def can_be_forced(self) -> bool:
+        """True if `append_forced` may be called: the sequence runs, and no step in flight samples its next token."""
+        return self.status is SequenceStatus.RUNNING and self.num_placeholder_tokens == 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True if the sequence misses more tokens."""
+        return self.num_uncomputed_tokens > 1 + self.num_forced_tokens
+
+    @property
     def num_spent_tokens(self) -> int:
         """Number of tokens computed for the sequence in this engine, each counted once; prefix hits are not counted."""
         return max(self.num_scheduled_tokens, self.num_preempted_tokens) - (self.num_cached_tokens or 0)
@@ -203,15 +220,23 @@ class Sequence:
         """Note that a step was launched that computes the next `num_tokens`, and samples one if `samples`."""
         self.num_in_flight_tokens += num_tokens
         self.num_placeholder_tokens += samples
+        self.num_forced_tokens = max(0, self.num_forced_tokens - num_tokens)
 
     def append(self, token_id: int) -> None:
         """Append the value of the oldest placeholder, which is now known."""
         self.num_placeholder_tokens -= 1
         self.token_ids.append(token_id)
 
+    def append_forced(self, token_id: int) -> None:
+        """Append a token that is known without a step."""
+        assert self.can_be_forced
+        self.token_ids.append(token_id)
+        self.num_forced_tokens += 1
+
     def undo_append(self) -> None:
-        """Undo the last `append`."""
-        del self.token_ids[-1]
+        """Undo the last `append`, and what was forced after it."""
+        del self.token_ids[-1 - self.num_forced_tokens :]
+        self.num_forced_tokens = 0
         self.num_placeholder_tokens += 1
 
     def take_prompt_logprobs(self, start: int, logprobs: tuple[PositionLogprobs, ...]) -> tuple[PositionLogprobs, ...]:

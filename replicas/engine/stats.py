@@ -243,9 +243,13 @@ class EngineStats:
             self._wasted[WasteCause.FAIRNESS] += sum(recomputed)
             self._wasted[WasteCause.PREEMPT] += num_recomputed - sum(recomputed)
 
-    def produced(self, sequence: Sequence, now: float) -> None:
-        """Count an output token of a sequence, and stamp its timings."""
-        self._tokens["generation"] += 1
+    def produced(self, sequence: Sequence, now: float, num_tokens: int) -> None:
+        """Count the output tokens that a step gives a sequence: one is sampled, its constraint forces the others.
+
+        A token that cannot be decoded is none of them. The sequence's timings are stamped.
+        """
+        self._tokens["generation"] += num_tokens
+        self._tokens["forced"] += max(0, num_tokens - 1)
         if sequence.last_token_s is not None:
             self._itl.observe(now - sequence.last_token_s)
         else:
@@ -282,6 +286,7 @@ class EngineStats:
             _counter("vllm:prompt_tokens", "prompt tokens of scheduled requests", tokens["prompt"]),
             _counter("vllm:prompt_tokens_cached", "prompt tokens found in the prefix cache", tokens["cached"]),
             _counter("vllm:generation_tokens", "output tokens", tokens["generation"]),
+            _counter("headway:forced_tokens", "output tokens that grammars forced, without sampling", tokens["forced"]),
             _counter("vllm:prefix_cache_queries", "prompt tokens looked up in the prefix cache", tokens["looked up"]),
             _counter("vllm:prefix_cache_hits", "prompt tokens found in the prefix cache", tokens["cached"]),
             _counter("vllm:num_preemptions", "sequences preempted to be recomputed", num_preemptions),

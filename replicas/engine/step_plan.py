@@ -15,7 +15,8 @@ _INCREASES_TO_FULL = 64
 class StepPlan:
     """Plan of one step: the tokens given to each sequence so far, and the rest of the step's limits.
 
-    It begins with the decodes, which never wait: one token for each running sequence that misses exactly one.
+    It begins with the decodes, which never wait: the newest token of each running sequence that misses no other, and
+    the tokens that its constraint forced after it, as far as they fit.
 
     Invariants: the tokens given never exceed `max_num_batched_tokens`, nor a sequence's uncomputed tokens.
     """
@@ -27,17 +28,21 @@ class StepPlan:
         # A band may be in the list twice: promoted sequences run before all others.
         self.decoding_bands: list[Band] = []
         for sequence in running:
-            num_uncomputed_tokens = sequence.num_uncomputed_tokens
-            if num_uncomputed_tokens == 1:
+            if sequence.is_decoding:
                 self._scheduled[sequence] = 1
                 if not self.decoding_bands or self.decoding_bands[-1] is not sequence.request.band:
                     self.decoding_bands.append(sequence.request.band)
-            elif num_uncomputed_tokens > 1:
+            elif sequence.is_prefilling:
                 self._prefilling.append(sequence)
-        self._num_scheduled_tokens = self.num_decodes = len(self._scheduled)
+        self._num_scheduled_tokens = len(self._scheduled)
         self._num_long = 0
         self._completed_hashes: set[bytes] = set()
         self._limit = config.max_num_batched_tokens
+        for sequence in self._scheduled:
+            if sequence.num_forced_tokens:
+                self.schedule(sequence, sequence.num_forced_tokens)
+        self.num_decode_tokens = self._num_scheduled_tokens
+        """Number of tokens of the decodes."""
 
     def limit(self, num_tokens: int) -> None:
         """Limit the step to `num_tokens` in all. Tokens that are given already stay given."""
@@ -139,14 +144,14 @@ class LatencyController:
         """Number of tokens that a step in which sequences decode may compute."""
         return int(self._budget)
 
-    def num_tokens(self, num_decodes: int, is_more_urgent: bool) -> int:
-        """Return the number of tokens that a step with `num_decodes` decodes may compute in all.
+    def num_tokens(self, num_decode_tokens: int, is_more_urgent: bool) -> int:
+        """Return the number of tokens that a step with `num_decode_tokens` of decodes may compute in all.
 
         `is_more_urgent`: the step's prompts are more urgent than some running sequence.
         """
-        if num_decodes == 0:
+        if num_decode_tokens == 0:
             return self._max_budget
-        return min(max(self.budget, num_decodes + is_more_urgent * self._min_budget), self._max_budget)
+        return min(max(self.budget, num_decode_tokens + is_more_urgent * self._min_budget), self._max_budget)
 
     def stepped(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Adapt the budget to a step that took `duration_s`."""

@@ -10,7 +10,8 @@ VOCABULARY = 97
 class ScriptedConstraint:
     """Constraint that allows a few tokens, others after each token, and is complete after some tokens.
 
-    Its grammar is two numbers: how many tokens are allowed, and after how many the output is complete.
+    Its grammar is two numbers: how many tokens are allowed at most, and after how many the output is complete. About
+    every second token is the only one allowed.
     """
 
     def __init__(self, grammar: str, accepted: tuple[int, ...] = ()) -> None:
@@ -32,7 +33,12 @@ class ScriptedConstraint:
 
     def allowed(self) -> list[int]:
         first = 7 * sum(self.accepted) + len(self.accepted)
-        return sorted({(first + 13 * number) % VOCABULARY for number in range(self._num_allowed)})
+        num_allowed = self._num_allowed if first % 4 < 2 else 1
+        return sorted({(first + 13 * number) % VOCABULARY for number in range(num_allowed)})
+
+    def forced_token_id(self) -> int | None:
+        allowed = self.allowed()
+        return allowed[0] if len(allowed) == 1 else None
 
     def fill_mask(self, mask: memoryview) -> None:
         mask[:] = bytes(len(mask))

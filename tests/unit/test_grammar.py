@@ -215,3 +215,15 @@ def test_the_end_tokens_may_be_missing_or_unknown() -> None:
     assert 2 in allowed(constraint) and 0 not in allowed(constraint)
     compiler = GrammarCompiler(DEMO, len(DEMO) - 50)
     compiler.check(OBJECT, "field")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_forced_token_is_the_only_one_that_the_mask_allows(compiler: GrammarCompiler, seed: int) -> None:
+    constraint, rng, num_forced = compiler.constraint_of(request(OBJECT)), random.Random(seed), 0
+    while not constraint.is_complete:
+        forced, known = constraint.forced_token_id(), allowed(constraint)
+        if forced is not None:
+            assert known == [forced]
+            num_forced += 1
+        constraint.accept(rng.choice([token_id for token_id in known if WORDS[token_id] <= set('ab12":,{} ')] or known))
+    assert num_forced > 0 and constraint.forced_token_id() is None

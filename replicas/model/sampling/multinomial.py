@@ -27,6 +27,9 @@ _NUM_CANDIDATES = (256, 8192)
 _LARGEST_PART = 256
 """Most tokens whose weights are added up together, before the sums are: a power of 2."""
 
+_SMALLEST_EXPONENT = -80.0
+"""Exponents up to this one give a weight of 0: 150,000 such weights are nothing beside the largest one, which is 1."""
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _BITS = 52  # With 52 bits, uniform * total < total holds in float64 despite rounding.
@@ -169,7 +172,11 @@ def _total_weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 def _weights(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Return the tokens' weights, [num_rows, vocab_size] float32."""
     peak = logits.amax(dim=-1, keepdim=True)
-    return (logits - peak).div_(sampling.temperature.float()).exp_()
+    scaled = (logits - peak).div_(sampling.temperature.float())
+    if scaled.device.type != "cpu":
+        return scaled.exp_()
+    # Beyond this range, to which every forbidden token belongs, `exp` is three times as slow. A weight is 0 there.
+    return torch.threshold_(scaled.clamp_(min=_SMALLEST_EXPONENT - 1).exp_(), math.exp(_SMALLEST_EXPONENT), 0.0)
 
 
 def _sample_sorted(

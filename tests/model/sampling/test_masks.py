@@ -35,6 +35,9 @@ class Tokens:
     def accept(self, token_id: int) -> None:
         assert token_id in self._allowed
 
+    def forced_token_id(self) -> int | None:
+        return None
+
     def fill_mask(self, mask: memoryview) -> None:
         assert self._lock.acquire(blocking=False), "two threads use one constraint"
         time.sleep(self._seconds)

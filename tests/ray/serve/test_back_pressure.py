@@ -55,7 +55,7 @@ def controller_log(app: Served) -> str:
 
 
 def memory(pids: set[int]) -> int:
-    return max(psutil.Process(pid).memory_info().rss for pid in pids)
+    return max(int(psutil.Process(pid).memory_info().rss) for pid in pids)
 
 
 def test_overload_kills_no_replica_and_builds_no_backlog(fast_app):

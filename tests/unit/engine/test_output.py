@@ -2,12 +2,13 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from replicas.engine.output_processor import Detokenizer
 from replicas.errors import SequenceFailed
-from replicas.protocol import FinishReason, TokenDelta, Usage, merge
+from replicas.protocol import FinishReason, GenerateRequest, TokenDelta, Usage, merge
 from testkit.engine.shadow_runner import World, config, continuation, request
 
 
@@ -137,6 +138,48 @@ def test_failing_sequence_fails_alone() -> None:
     good, bad = world.outcomes["good"], world.outcomes["bad"]
     assert tuple(good.token_ids) == continuation((1, 2, 3), 1)
     assert bad.last is not None and isinstance(bad.last.error, SequenceFailed)
+
+
+def forced_world(**params: Any) -> tuple[World, GenerateRequest]:
+    """A world, and a request for 12 tokens each of which is the only one allowed."""
+    world = World(config())
+    return world, request("forced", prompt=(1, 2, 3, 4, 5), max_tokens=12, grammar="1 99", **params)
+
+
+def test_forced_tokens_take_no_step_of_their_own() -> None:
+    world, asked = forced_world()
+    world.run(asked)
+    forced = world.outcomes["forced"]
+    assert world.num_steps == 1 and forced.finish_reason is FinishReason.LENGTH
+    sampled_world, asked = forced_world(logprobs=0)
+    sampled_world.run(asked)
+    assert forced.token_ids == sampled_world.outcomes["forced"].token_ids
+    assert forced.text == sampled_world.outcomes["forced"].text
+    assert sampled_world.num_steps == 12, "log probabilities come from steps"
+
+
+def test_a_long_forced_text_takes_several_steps_and_delays_no_decode() -> None:
+    world = World(config(max_num_batched_tokens=6, max_num_seqs=4))
+    world.add(request("long", prompt=(1, 2, 3, 4, 5), max_tokens=60, grammar="1 99"))
+    world.steps_until_first_token("long")
+    world.add(request("other", max_tokens=40))
+    world.steps_until_first_token("other")
+    while world.outcomes["long"].finish_reason is None and world.outcomes["other"].finish_reason is None:
+        before = len(world.outcomes["other"].token_ids)
+        world.step()
+        assert len(world.outcomes["other"].token_ids) == before + 1
+    assert len(world.outcomes["long"].token_ids) > 30
+    world.run()
+
+
+def test_a_stop_string_in_a_forced_text_ends_it() -> None:
+    world, asked = forced_world()
+    world.run(asked)
+    text = world.outcomes["forced"].text
+    world, asked = forced_world(stop=(text[4:6],))
+    world.run(asked)
+    stopped = world.outcomes["forced"]
+    assert stopped.finish_reason is FinishReason.STOP and stopped.text == text[: text.index(text[4:6])]
 
 
 def delta(rng: random.Random, start: int, last: bool = False) -> TokenDelta:
