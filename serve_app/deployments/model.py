@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
@@ -24,6 +25,7 @@ from router.scaling.ingress_reports import (
     PollReply,
 )
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.delta_window import Parcel, paced
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
 from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
 
@@ -62,8 +64,8 @@ class Model:
 
     async def generate(
         self, request: GenerateRequest, ranking: list[str], ingress_id: str
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Generate one request and yield its deltas.
+    ) -> AsyncGenerator[Parcel[TokenDelta], None]:
+        """Generate one request and yield its deltas, no faster than the ingress takes them.
 
         `ranking` is for `RankedRouter`, which has already used it to choose this replica.
 
@@ -71,11 +73,10 @@ class Model:
             ReplicaLost: the ingress is lost. If it is alive after all, it resumes the request on another replica.
         """
         self._ingresses.heartbeat(ingress_id)
-        async with aclosing(self._engine.generate(request)) as deltas:
-            async for delta in deltas:
-                if self._ingresses.is_lost(ingress_id):
-                    raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
-                yield delta
+        check = partial(self._check_ingress, ingress_id)
+        async with aclosing(self._engine.generate(request)) as deltas, aclosing(paced(deltas, check)) as parcels:
+            async for parcel in parcels:
+                yield parcel
 
     async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
         """Return the present load and the other ingresses' reports; `report` is the calling ingress's own report.
@@ -117,6 +118,10 @@ class Model:
         stats = self._engine.stats()
         if stats.is_draining and stats.num_running + stats.num_waiting == 0:
             raise RuntimeError("the replica has been drained and may be replaced")
+
+    def _check_ingress(self, ingress_id: str) -> None:
+        if self._ingresses.is_lost(ingress_id):
+            raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
 
     async def __del__(self) -> None:
         """Stop the engine; Serve calls it when no request is left or the time for graceful shutdown is over."""
