@@ -40,7 +40,7 @@ from serve_app.openai.request.validation import RequestLimits
 
 NAME = "intake_floods"
 NUM_CLIENTS, MAX_RATIO = 3, 2.0
-_LIMIT_S, _GAP_S, _START_S, _NUM_WARM = 120.0, 0.02, 1.0, 10
+_LIMIT_S, _GAP_S, _START_S, _NUM_WARM = 120.0, 0.02, 6.0, 10
 _WORDS = "the quick brown fox jumps over the lazy dog "
 
 

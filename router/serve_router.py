@@ -24,6 +24,7 @@ from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, Sequenc
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.delta_channels import ChannelPool
 from router.scaling.ingress_reports import IngressGossip, PollReply
+from router.stream_window import with_window
 
 _WAKE_S = 1.0
 _CALL_LIMIT_S = 2.0
@@ -36,8 +37,13 @@ class RankedRouter(RequestRouter):
     """Request router of Serve that tries replicas in the order of the call's `ranking` argument, one at a time.
 
     A replica id is the `unique_id` of Serve's replica id. Replicas that are not in the ranking form one last rank, from
-    which Serve chooses by queue length. A call without a ranking has only that rank.
+    which Serve chooses by queue length. A call without a ranking has only that rank. Streams have a window.
     """
+
+    def create_replica_wrapper(self, replica_info: Any) -> RunningReplica:
+        """Return the replica, with a bound on the results of its streams that have not been read."""
+        replica: RunningReplica = with_window(super().create_replica_wrapper(replica_info))
+        return replica
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

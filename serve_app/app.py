@@ -33,7 +33,7 @@ def build_with(
     """Build the application with another engine backend or flow control, for tests and benchmarks.
 
     `load_backend` loads the backend of each engine; None: the model in torch. `make_flow` creates the flow control of
-    each ingress and of the jobs process.
+    each ingress and of each jobs worker.
     """
     config = _with_gpus(config)
     model = serve.deployment(
@@ -66,8 +66,8 @@ def build_with(
         name="Jobs",
         max_ongoing_requests=config.max_ongoing_requests_for_jobs,
         ray_actor_options={"num_cpus": config.cpus_per_jobs},
-        user_config=config.replica_bounds(),
-        **num_fixed_replicas(config, 1),
+        user_config={**config.replica_bounds(), "num_jobs_workers": config.num_jobs_workers},
+        **num_fixed_replicas(config, config.num_jobs_workers),
         **_lifecycle(config),
     )
     # Each is bound to the settings that it reads, so that a change of others does not replace its processes.

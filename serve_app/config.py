@@ -189,6 +189,8 @@ class HeadwayConfig(_SettingsOfParts):
     database_url: str | None = None
     """Database of jobs: `postgresql+psycopg://...` or `sqlite:///path`. None: a SQLite database in `data_dir`. Several
     applications may share one."""
+    num_jobs_workers: int = Field(default=1, ge=1)
+    """Processes that run lines of batches and jobs, send webhooks and answer for them. More than 1 need PostgreSQL."""
     files_url: str | None = None
     """fsspec URL of the folder for files (`s3://bucket/folder`). None: a directory in `data_dir`."""
     webhook_secret: str | None = None
@@ -196,7 +198,7 @@ class HeadwayConfig(_SettingsOfParts):
     webhook_allowed_hosts: str = ""
     """Host names and networks, separated by commas, that may receive webhooks although they are not public."""
     cpus_per_jobs: float = Field(default=0.0, ge=0)
-    """CPUs that Ray reserves for the jobs process."""
+    """CPUs that Ray reserves for a jobs worker."""
 
     @model_validator(mode="before")
     @classmethod
@@ -252,6 +254,10 @@ class HeadwayConfig(_SettingsOfParts):
     def _check_together(self) -> Self:
         self.autoscaling_settings()
         self.ingress_settings()
+        if self.num_jobs_workers > 1 and not self.jobs_database_url.startswith("postgresql"):
+            raise ValueError(
+                f"num_jobs_workers ({self.num_jobs_workers}) must be 1 unless database_url is PostgreSQL's"
+            )
         options = self.replica_options()
         device, backend = options.model.device, options.runner.attention_backend
         if device == "cpu" and self.num_gpus_per_replica:
@@ -312,7 +318,7 @@ class HeadwayConfig(_SettingsOfParts):
         )
 
     def of_jobs(self) -> HeadwayConfig:
-        """Return the settings that the jobs process reads; all others have their defaults."""
+        """Return the settings that a jobs worker reads; all others have their defaults."""
         names = {"files_url", "database_url", "webhook_secret", *_HTTP_SETTINGS_OF_JOBS}
         return self._only(_ROUTING_FIELDS | names, *_ROUTING_PARTS, JobsSettings, TracingSettings)
 
@@ -345,12 +351,12 @@ class HeadwayConfig(_SettingsOfParts):
 
     @property
     def max_known_ingresses(self) -> int:
-        """Ingresses whose requests a model replica has room for: 8, 16 and so on.
+        """Ingresses whose requests a model replica has room for: 8, 16 and so on. A second jobs worker counts as one.
 
         More ingresses than there are now, so that a change of their number replaces no model replica.
         """
         num_ingresses = _NUM_KNOWN_INGRESSES
-        while num_ingresses < self.num_ingress_replicas:
+        while num_ingresses < self.num_ingress_replicas + self.num_jobs_workers - 1:
             num_ingresses *= 2
         return num_ingresses
 
@@ -358,7 +364,7 @@ class HeadwayConfig(_SettingsOfParts):
     def max_queued_requests_per_replica(self) -> int:
         """Most sequences that wait in an engine; a replica returns further ones to their ingress.
 
-        In each band, every ingress and the jobs process may fill all slots before it learns of the others' requests. As
+        In each band, every ingress and jobs worker may fill all slots before it learns of the others' requests. As
         many more sequences may be preempted ones.
         """
         return self._max_num_seqs * (self.max_known_ingresses + 2) * len(Band)
@@ -376,7 +382,7 @@ class HeadwayConfig(_SettingsOfParts):
 
     @property
     def max_ongoing_requests_for_jobs(self) -> int:
-        """Most calls to the jobs process; above the requests in all ingresses, so that long polls block no call."""
+        """Most calls to a jobs worker; above the requests in all ingresses, so that long polls block no call."""
         return self.max_ongoing_requests_per_ingress * self.num_ingress_replicas + _CONTROL_CALLS
 
     def flow_limits(self) -> FlowLimits:
@@ -421,7 +427,7 @@ class HeadwayConfig(_SettingsOfParts):
         return AllowedHosts.parse(self.webhook_allowed_hosts)
 
     def jobs_settings(self) -> JobsSettings:
-        """Compose the settings of the jobs process."""
+        """Compose the settings of a jobs worker."""
         max_body_bytes = self.ingress_settings().max_body_bytes
         return self._part(
             JobsSettings, model_name=self.model_name, aliases=self.model_names[1:], max_line_bytes=max_body_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, params
@@ -42,6 +43,7 @@ from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.metrics import CountsCollector, HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
+from serve_app.openai.tokenize.prompt_encoder import encoder_of
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.rate_limits import KeyLimiter
 from serve_app.tracing.tracer import Tracer
@@ -71,7 +73,8 @@ def create_api(
     clock, dispatcher, jobs = Clock(), backends.dispatcher, backends.jobs
     key_file = None if settings.api_key_file is None else Path(settings.api_key_file)
     authenticator = Authenticator(key_file, clock.monotonic)
-    workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits)
+    load_encoder = partial(encoder_of, settings.model, settings.tool_call_parser)
+    workers = WorkerThreads(settings.num_tokenizer_threads, limits=settings.work_limits, prepare=load_encoder)
     text = ModelText.load(settings.model, workers, settings.tool_call_parser)
     bodies = BodyReader(settings, workers)
     defaults = SamplingDefaults.load(settings.model, settings.limits.generation_config)

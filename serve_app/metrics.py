@@ -398,13 +398,25 @@ def _histograms_of(family: Family) -> Iterator[HistogramMetric]:
         yield HistogramMetric(family.name, family.documentation, tuple(bounds), counts, sums[labels], labels)
 
 
-def ingress_families(registry: CollectorRegistry, jobs: Iterable[Family]) -> Iterator[Family]:
-    """Yield this ingress's families, with the jobs process's samples of the same names as `process="jobs"`."""
-    of_jobs = {family.name: family for family in jobs}
+def families_of_process(registry: CollectorRegistry, process: str) -> tuple[Family, ...]:
+    """Return the families of a process that is not an ingress, for the page of one."""
+    families = []
     for family in registry.collect():
-        if family.name in of_jobs:
-            for sample in of_jobs[family.name].samples:
-                family.add_sample(sample.name, sample.labels | {"process": "jobs"}, sample.value)
+        labelled = Family(family.name, family.documentation, family.type, family.unit)
+        for sample in family.samples:
+            labelled.add_sample(sample.name, sample.labels | {"process": process}, sample.value)
+        families.append(labelled)
+    return tuple(families)
+
+
+def ingress_families(registry: CollectorRegistry, jobs: Iterable[Family]) -> Iterator[Family]:
+    """Yield this ingress's families, each with the samples of the jobs workers' families of the same name."""
+    of_jobs: dict[str, list[Family]] = {}
+    for family in jobs:
+        of_jobs.setdefault(family.name, []).append(family)
+    for family in registry.collect():
+        for others in of_jobs.get(family.name, ()):
+            family.samples += others.samples
         yield family
 
 

@@ -37,8 +37,8 @@ Of each engine, with the label `engine`: its index in the sorted ids of the repl
 `engine="all"`.""",
     "router": """Ingresses and the router
 
-Of the ingress that answers. The jobs process routes lines of batches, too: its values have the label `process="jobs"`,
-and at Ray's exporter the deployment `Jobs`.""",
+Of the ingress that answers. A jobs worker routes lines of batches, too: its values have the label
+`process="jobs"` (of several workers `jobs-<id>`), and at Ray's exporter the deployment `Jobs`.""",
     "http": """HTTP
 
 Of the ingress that answers, with the names and labels of prometheus-fastapi-instrumentator. Ray Serve has metrics of

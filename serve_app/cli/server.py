@@ -202,4 +202,5 @@ def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> 
 
 def _cpus_needed(config: HeadwayConfig) -> float:
     ingresses = config.cpus_per_ingress * config.num_ingress_replicas
-    return config.cpus_per_replica * config.effective_max_replicas + ingresses + config.cpus_per_jobs
+    workers = config.cpus_per_jobs * config.num_jobs_workers
+    return config.cpus_per_replica * config.effective_max_replicas + ingresses + workers

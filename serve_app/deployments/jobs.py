@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 @answers_service_calls
 class Jobs:
-    """Serve deployment around one `JobsRuntime`: it owns the database and routes requests like an ingress.
+    """Serve deployment around one `JobsRuntime`: a jobs worker, which routes requests like an ingress.
 
-    `ServeJobs` calls its methods.
+    `ServeJobs` calls its methods. Any worker can answer: the state is in the database.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -105,14 +105,22 @@ class Jobs:
         return LineRunner(service, metrics, random.Random(), clock, self._tracer)
 
     async def metrics(self) -> JobsCounts:
-        """Return the counts of all tenants' work, and this process's router metrics."""
-        return JobsCounts(await self._own_metrics(), tuple(self._registry.collect()))
+        """Return the counts of all tenants' work, and this worker's router metrics."""
+        from serve_app.metrics import families_of_process
+
+        process = "jobs" if self._num_workers == 1 else f"jobs-{this_replica_id()}"
+        return JobsCounts(await self._own_metrics(), families_of_process(self._registry, process))
 
     async def _own_metrics(self) -> tuple[Metric, ...]:
         return await self._runtime.metrics(self._webhooks.outcomes)
 
-    async def reconfigure(self, bounds: dict[str, int]) -> None:
-        """Set the bounds on the number of model replicas; Serve calls it at the start and after each change."""
+    async def reconfigure(self, numbers: dict[str, int]) -> None:
+        """Set the number of workers, and the bounds on that of model replicas.
+
+        Serve calls it at the start and after each change.
+        """
+        bounds = dict(numbers)
+        self._num_workers = bounds.pop("num_jobs_workers")
         self._routing.change_bounds(bounds)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
@@ -16,7 +17,7 @@ from ray import serve
 
 from replicas.delta_batch import ChannelId, DeltaBatch
 from replicas.delta_channels import DeltaChannels
-from replicas.errors import EngineDead
+from replicas.errors import EngineDead, ReplicaLost
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
@@ -26,6 +27,7 @@ from router.scaling.ingress_reports import (
     PollReply,
 )
 from serve_app.config import HeadwayConfig
+from serve_app.deployments.delta_window import Parcel, paced
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
 from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
 
@@ -79,13 +81,17 @@ class Model:
 
     async def deltas(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
-    ) -> AsyncGenerator[DeltaBatch, None]:
-        """Yield the deltas of a channel's streams, if this is the replica that is meant; `ranking` is as in `drain`."""
+    ) -> AsyncGenerator[Parcel[DeltaBatch], None]:
+        """Yield the deltas of a channel's streams, no faster than the ingress takes them.
+
+        Yields none if another replica is meant. `ranking` is for `RankedRouter`.
+        """
         if replica_id == self._replica_id:
             self._ingresses.heartbeat(channel_id.ingress_id)
-            async with aclosing(self._channels.read(channel_id)) as batches:
-                async for batch in batches:
-                    yield batch
+            check = partial(self._check_ingress, channel_id.ingress_id)
+            async with aclosing(self._channels.read(channel_id)) as batches, aclosing(paced(batches, check)) as parcels:
+                async for parcel in parcels:
+                    yield parcel
 
     async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
         """Return the present load and the other ingresses' reports; `report` is the calling ingress's own report.
@@ -127,6 +133,10 @@ class Model:
         stats = self._engine.stats()
         if stats.is_draining and stats.num_running + stats.num_waiting == 0:
             raise RuntimeError("the replica has been drained and may be replaced")
+
+    def _check_ingress(self, ingress_id: str) -> None:
+        if self._ingresses.is_lost(ingress_id):
+            raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
 
     async def __del__(self) -> None:
         """Stop the engine; Serve calls it when no request is left or the time for graceful shutdown is over."""

@@ -14,7 +14,8 @@ from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import TOKENIZE_IGNORED, DetokenizeBody, TokenizeBody
 from serve_app.openai.request.validation import check_model, check_num_tokens, check_token_ids
 from serve_app.openai.service import KnownModel
-from serve_app.openai.tokenize.prompt_tokenizer import ChatTurns, PromptTokenizer
+from serve_app.openai.tokenize.prompt_encoder import ChatTurns
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 
 
 class ModelEndpoints:

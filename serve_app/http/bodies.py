@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from python_multipart.exceptions import FormParserError
@@ -18,8 +19,8 @@ from serve_app.errors import body_too_large, shortened, unsupported_media_type, 
 from serve_app.http.exchange import caller_of, content_length
 from serve_app.http.settings import IngressSettings
 from serve_app.openai.request.body import IgnoredValues
-from serve_app.openai.request.parsing import BodyT, parse_body, parse_json
-from serve_app.openai.request.sizes import check_fields, check_json
+from serve_app.openai.request.parsing import BodyT
+from serve_app.openai.request.reading import read_body, read_fields
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 
 ResultT = TypeVar("ResultT")
@@ -53,8 +54,13 @@ class BodyReader:
             InvalidRequest: the body is not a JSON object, has too many values, or does not match the schema.
             RequestAborted: the client left before the body was complete.
             Overloaded: too many large bodies wait.
+            NoReplicaAvailable: the process that read the body has ended.
         """
-        return await self.convert(request, lambda fields: parse_body(schema, fields, ignored))
+        data = await self._read_all(request)
+        read = partial(read_body, schema, ignored, self._settings.limits, data)
+        if len(data) < _LARGE_BODY_BYTES:
+            return read()
+        return await self._workers.run_apart(read, caller_of(request).unread, len(data))
 
     async def convert(self, request: Request, make: Callable[[dict[str, object]], ResultT]) -> ResultT:
         """Return `make(fields)` for the body's fields; a large body is parsed and converted in a thread.
@@ -62,18 +68,10 @@ class BodyReader:
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded: as `read` does.
         """
-        data = await self._read_all(request)
-        limits = self._settings.limits
-
-        def parse() -> ResultT:
-            check_json(data, limits)
-            fields = parse_json(data)
-            check_fields(fields, limits)
-            return make(fields)
-
+        data, limits = await self._read_all(request), self._settings.limits
         if len(data) < _LARGE_BODY_BYTES:
-            return parse()
-        return await self._workers.run(parse, caller_of(request).unread, len(data))
+            return make(read_fields(data, limits))
+        return await self._workers.run(lambda: make(read_fields(data, limits)), caller_of(request).unread, len(data))
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.

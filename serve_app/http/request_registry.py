@@ -59,7 +59,7 @@ class RequestRegistry:
     At most `max_ended` that ended are kept, for at most `MAX_AGE_S`; the number of those that run is bounded before.
     It holds no text of prompts or outputs. A tenant finds its own, an operator all.
 
-    Invariants: an entry without an exchange has its description; a key leads to the newest entry that has it.
+    Invariants: an entry without an exchange has its description; a key leads to all entries that have it, oldest first.
     """
 
     def __init__(self, clock: Callable[[], float], max_ended: int = 1000) -> None:
@@ -68,7 +68,7 @@ class RequestRegistry:
         self._max_ended = max_ended
         self._running: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, _Entry] = OrderedDict()
-        self._by_key: dict[_Key, _Entry] = {}
+        self._by_key: dict[_Key, dict[_Entry, None]] = {}
 
     def begin(self, exchange: Exchange, body: GenerationBody, owner: WorkOwner) -> None:
         """Add a completion whose body has been read and parsed."""
@@ -77,7 +77,8 @@ class RequestRegistry:
         keys = tuple((viewer, each) for viewer in (tenant, None) for each in ids)
         entry = _Entry(exchange, body.model, body.stream, owner, tenant, keys)
         self._running[exchange.sequence_id] = entry
-        self._by_key.update(dict.fromkeys(keys, entry))
+        for key in keys:
+            self._by_key.setdefault(key, {})[entry] = None
 
     def end(self, exchange: Exchange) -> None:
         """Note the end of an exchange; one that is no completion is ignored."""
@@ -91,12 +92,12 @@ class RequestRegistry:
         self._trim()
 
     def find(self, request_id: str, principal: Principal) -> JsonObject:
-        """Return the description of a completion.
+        """Return the description of the newest completion of an id.
 
         Raises:
             HttpError: 404, there is none that the principal may see.
         """
-        return self._shown(self._by_key[self._key(request_id, principal)])
+        return self._shown(next(reversed(self._by_key[self._key(request_id, principal)])))
 
     def cancel(self, request_id: str, principal: Principal) -> JsonObject:
         """Cancel all running completions of an id, and return the description of the newest.
@@ -104,8 +105,8 @@ class RequestRegistry:
         Raises:
             HttpError: 404, there is none that the principal may see; 409, all have ended, or several tenants have some.
         """
-        key = self._key(request_id, principal)
-        running = {entry: entry.exchange for entry in self._running.values() if key in entry.keys and entry.exchange}
+        entries = self._by_key[self._key(request_id, principal)]
+        running = {entry: entry.exchange for entry in entries if entry.exchange}
         if not running:
             raise request_not_cancellable(request_id)
         if len({entry.tenant for entry in running}) > 1:
@@ -135,7 +136,9 @@ class RequestRegistry:
         assert len(self._ended) <= self._max_ended
         entries = [*self._running.values(), *self._ended.values()]
         assert all((entry.exchange is None) == (entry.description is not None) for entry in entries)
-        assert all(key in entry.keys and entry in entries for key, entry in self._by_key.items())
+        assert all(self._by_key.values())
+        known = {(key, entry) for key, found in self._by_key.items() for entry in found}
+        assert known == {(key, entry) for entry in entries for key in entry.keys}
 
     def _key(self, request_id: str, principal: Principal) -> _Key:
         """Return the key by which the principal finds a completion.
@@ -158,7 +161,8 @@ class RequestRegistry:
         ):
             _, entry = self._ended.popitem(last=False)
             for key in entry.keys:
-                if self._by_key.get(key) is entry:
+                self._by_key[key].pop(entry)
+                if not self._by_key[key]:
                     del self._by_key[key]
 
     def _shown(self, entry: _Entry) -> JsonObject:

@@ -78,7 +78,8 @@ class IngressSettings:
     """Longest time for the arrival of a request body, seconds; then 408. For a file the time grows with its size."""
     num_tokenizer_threads: int = setting(2, ge=1)
     """Threads of an ingress that parse large bodies, render chat templates and tokenize. Work beyond them waits, in
-    order of bands and fair between tenants. Bands below `interactive` leave one of several threads free for it."""
+    order of bands and fair between tenants. Bands below `interactive` leave one of several threads free for it. For
+    each of the others there may be a process at low priority, which does the work of these bands from 16 KiB."""
     max_queued_preparations: int = setting(1024, ge=1)
     """Most bodies and texts of a band that wait for these threads in an ingress; then 429."""
     max_queued_preparation_bytes: int = setting(256 * 2**20, gt=0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
 from replicas.errors import NoReplicaAvailable, ServingError, is_cancelled
+from replicas.protocol import Metric, MetricKind
 from router.serve_router import HANDLE_ERRORS, in_own_context
 from serve_app.jobs.api.records import (
     BatchKind,
@@ -37,6 +39,10 @@ ResultT = TypeVar("ResultT")
 
 _PAUSE_S = 0.2
 """Seconds between a lost call and the next attempt."""
+_ALL_LIMIT_S = 1.0
+"""Limit of a call to all workers, seconds."""
+_LEAST_TELLING = "cancelled"
+"""Status of a line in a worker that has given it up; another one may run it, or have run it."""
 
 
 class _CallLost(Exception):
@@ -46,7 +52,10 @@ class _CallLost(Exception):
 class ServeJobs:
     """Client of the jobs deployment that implements `JobsService`.
 
-    A call is repeated until its time limit while the jobs process dies before it answers. Every method is idempotent:
+    Any worker answers, since the state is in the database. All are asked for what each keeps for itself: its metrics,
+    and the timelines of the lines that it runs.
+
+    A call is repeated until its time limit while a worker dies before it answers. Every method is idempotent:
     a new batch is submitted with its id, and a second deletion or cancellation changes nothing.
     """
 
@@ -113,7 +122,11 @@ class ServeJobs:
 
     async def line_request(self, tenant: str | None, request_id: str) -> JsonObject | None:
         """Return the object `request` of a line that runs or ended recently; None: there is no such line."""
-        return await self._ask(JobsService.line_request, tenant=tenant, request_id=request_id)
+        answers = await self._ask_all(JobsService.line_request, tenant=tenant, request_id=request_id)
+        found = [answer for answer in answers if answer is not None]
+        return min(
+            found, key=lambda line: (line["status"] == _LEAST_TELLING, line["status"] != "running"), default=None
+        )
 
     async def report_usage(self, report: UsageReport) -> None:
         """Add a process's usage durably, unless the report has come before."""
@@ -128,12 +141,24 @@ class ServeJobs:
         return await self._ask(JobsService.storage_fault)
 
     async def metrics(self) -> JobsCounts:
-        """Return the metrics of all tenants' work."""
-        return await self._ask(JobsService.metrics)
+        """Return the metrics of all tenants' work, and of all workers."""
+        counts = await self._ask_all(JobsService.metrics)
+        router = (family for each in counts for family in each.router)
+        return JobsCounts(_of_all_workers([each.own for each in counts]), tuple(router))
 
     async def _ask(self, method: Callable[..., Awaitable[ResultT]], **arguments: object) -> ResultT:
         answer: ResultT = await self._repeat(partial(self._call, method, **arguments))
         return answer
+
+    async def _ask_all(self, method: Callable[..., Awaitable[ResultT]], **arguments: object) -> list[ResultT]:
+        """Ask every worker, and return the answers; of any one worker where one of them hangs or is starting."""
+        try:
+            response = in_own_context(self._handle.broadcast, method.__name__, **arguments)
+            answers = await response.results_async(timeout_s=_ALL_LIMIT_S, return_exceptions=True)
+        except (TimeoutError, *HANDLE_ERRORS):
+            answers = []
+        answered = [answer for answer in answers if not isinstance(answer, BaseException)]
+        return answered or [await self._ask(method, **arguments)]
 
     async def _repeat(
         self,
@@ -189,6 +214,24 @@ class ServeJobs:
         if isinstance(answer, ServingError):
             raise answer
         return answer
+
+
+def _of_all_workers(metrics: Sequence[Sequence[Metric]]) -> tuple[Metric, ...]:
+    """Return the metrics of all workers as one: counters are added up.
+
+    Gauges are about the database, and equal but for the moment. The state of the storage is the worst that one finds.
+    """
+    merged: dict[tuple[object, ...], Metric] = {}
+    for metric in (metric for each in metrics for metric in each):
+        key = (metric.name, metric.labels)
+        known = merged.setdefault(key, metric)
+        if known is metric:
+            continue
+        if metric.kind is MetricKind.COUNTER:
+            merged[key] = replace(known, value=known.value + metric.value)
+        else:
+            merged[key] = min(known, metric, key=lambda one: one.value)
+    return tuple(merged.values())
 
 
 def _failure() -> ServingError:

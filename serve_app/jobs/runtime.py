@@ -38,7 +38,7 @@ _MAX_PAUSE_S = 5.0
 
 
 class JobsRuntime:
-    """Service and background loops of one jobs process. Several processes may share the database.
+    """Service and background loops of one jobs worker. Several workers may share the database, and meet only there.
 
     The loops run from `start` to `stop`. If the storage fails, they end and begin anew as soon as it works again, at
     most `_MAX_PAUSE_S` later. Until then calls of the service raise `StorageUnavailable`, and lines that run go on. If
@@ -58,7 +58,7 @@ class JobsRuntime:
         self._backlog = backlog
         self._ended_lines: Counter[LineStatus] = Counter()
         """Number of lines that this process has ended, by status."""
-        self._ownership = Ownership(context)
+        self._ownership = Ownership(context, backlog.throughput.own_speed)
         self._worker = Worker(
             LineQueue(context, self._ownership, backlog),
             self._ownership,
@@ -74,7 +74,7 @@ class JobsRuntime:
         self.service = SqlJobsService(
             context, self._events, backlog.throughput, self._sweeper.delete_pending_files, line_runner.lines.find
         )
-        self.outbox = SqlOutbox(context.database, context.clock)
+        self.outbox = SqlOutbox(context, self._ownership)
         self._loops: asyncio.Task[None] | None = None
 
     async def start(self, *others: Coroutine[Any, Any, None]) -> None:

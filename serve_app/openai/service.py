@@ -44,7 +44,8 @@ from serve_app.openai.request.validation import (
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
-from serve_app.openai.tokenize.prompt_tokenizer import ChatTurns, PromptTokenizer
+from serve_app.openai.tokenize.prompt_encoder import ChatTurns
+from serve_app.openai.tokenize.prompt_tokenizer import PromptTokenizer
 from serve_app.openai.tokenize.work_queue import WorkLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 from serve_app.openai.tools.grammar import Thinking, thinking_of

@@ -32,7 +32,8 @@ FAILURES: Mapping[int, str] = {
     500: "The server failed. Code: `internal_error`, or another that names the failure.",
     502: "The replica that served the request is gone, and no other could continue. Code: `replica_lost`.",
     503: "No replica, or no jobs process, can serve the request now. Codes: `no_ready_replica`, `model_loading`, "
-    "`draining`, `engine_stalled`; of files, batches and jobs also `storage_full`, `storage_unavailable`.",
+    "`draining`, `engine_stalled`, `reader_lost`; of files, batches and jobs also `storage_full`, "
+    "`storage_unavailable`.",
     504: "The deadline passed. Code: `deadline_exceeded`.",
 }
 """Description of a failure, by status."""

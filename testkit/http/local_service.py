@@ -38,7 +38,7 @@ from serve_app.jobs.storage.database import Database, JobsContext
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
-from serve_app.metrics import CountsCollector, HttpMetrics, RouterMetrics
+from serve_app.metrics import CountsCollector, HttpMetrics, RouterMetrics, families_of_process
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.service import CompletionService, KnownModel, ModelText
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
@@ -94,7 +94,7 @@ class LocalJobs:
         return getattr(self._service, name)
 
     async def metrics(self) -> JobsCounts:
-        return JobsCounts(router=tuple(self._registry.collect()))
+        return JobsCounts(router=families_of_process(self._registry, "jobs"))
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class World:
         return await self.write(lambda c: submit_batch(c, new, chosen, rows, self.settings, self.now))
 
     async def lease(self, owner: str, batch_id: str, limit: int = 100) -> list[LeasedLine]:
-        return await self.write(lambda c: lease_lines(c, owner, batch_id, limit))
+        return await self.write(lambda c: lease_lines(c, owner, {batch_id: limit}))
 
 
 def new_batch(num_lines: int = 3, kind: BatchKind = BatchKind.PROMPTS, **fields: Any) -> NewBatch:

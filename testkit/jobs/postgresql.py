@@ -32,8 +32,9 @@ _SETTINGS = ("listen_addresses=", "fsync=off", "max_connections=100", "shared_bu
 class PostgreSQL:
     """Running server, which listens on a socket in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pid: int) -> None:
         self._folder = folder
+        self.pid = pid
         self._num_databases = 0
         self._unused: list[str] = []
 
@@ -94,7 +95,7 @@ def postgresql(binaries: Path) -> Iterator[PostgreSQL]:
                 cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **account,
             )  # fmt: skip
         try:
-            server = PostgreSQL(folder)
+            server = PostgreSQL(folder, process.pid)
             _wait_until_ready(server, process, folder / "log")
             yield server
         finally:

@@ -219,6 +219,23 @@ def test_serve_refuses_later_than_the_engine(num_ingress_replicas):
     assert config.max_ongoing_requests_for_jobs > in_all_ingresses
 
 
+@pytest.mark.parametrize("url", [None, "sqlite:////tmp/jobs.sqlite3"])
+def test_more_than_one_jobs_worker_needs_postgresql(url: str | None):
+    with pytest.raises(ValidationError, match=r"num_jobs_workers \(2\) must be 1 unless database_url is PostgreSQL's"):
+        HeadwayConfig.model_validate({"num_jobs_workers": 2, "database_url": url})
+    config = HeadwayConfig.model_validate({"num_jobs_workers": 4, "database_url": "postgresql+psycopg://host/jobs"})
+    assert (config.num_jobs_workers, config.of_jobs().num_jobs_workers) == (4, 1), "its own number is no setting of it"
+
+
+def test_replicas_have_room_for_the_requests_of_every_jobs_worker():
+    fields = {"database_url": "postgresql+psycopg://host/jobs", "num_ingress_replicas": 8}
+    limits = [
+        HeadwayConfig.model_validate(fields | {"num_jobs_workers": number}).engine_limits().max_queued_requests
+        for number in (1, 2)
+    ]
+    assert limits[0] < limits[1]
+
+
 @pytest.mark.parametrize(("fields", "share"), [({}, 1.0), ({"api_key_file": "keys.yaml"}, 0.5)])
 def test_a_tenants_share_of_a_queue_needs_keys(fields: dict[str, str], share: float):
     bands = HeadwayConfig.model_validate(fields).flow_limits().bands

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from replicas.protocol import Band
 from router.types import LatencyTargets, Outcome, Reason
 from serve_app.jobs.api.records import JobsCounts
-from serve_app.metrics import HttpMetrics, RouterMetrics, exposition
+from serve_app.metrics import HttpMetrics, RouterMetrics, exposition, families_of_process
 
 TARGETS = {
     Band.INTERACTIVE: LatencyTargets(ttft_s=1.0, tpot_s=0.1),
@@ -72,14 +72,15 @@ def test_series_are_zero_before_their_first_event(page: Page) -> None:
         assert page.value("headway:migrations_total", outcome=outcome) == 0
 
 
-def test_metrics_of_both_routers_share_their_families() -> None:
-    jobs, http = CollectorRegistry(), HttpMetrics("m")
-    of_jobs, of_ingress = RouterMetrics(jobs, TARGETS), RouterMetrics(http.registry, TARGETS)
-    for metrics, num_waits in ((of_ingress, 1), (of_jobs, 2)):
+def test_metrics_of_all_routers_share_their_families() -> None:
+    registries, http = {"jobs-a": CollectorRegistry(), "jobs-b": CollectorRegistry()}, HttpMetrics("m")
+    for registry, num_waits in ((http.registry, 1), (registries["jobs-a"], 2), (registries["jobs-b"], 3)):
+        metrics = RouterMetrics(registry, TARGETS)
         for _ in range(num_waits):
             metrics.waited(Band.BATCH, Outcome.DISPATCHED, 0.3)
-    # As they come from another process.
-    families = pickle.loads(pickle.dumps(tuple(jobs.collect())))
+    # As they come from other processes.
+    of_jobs = [family for name, registry in registries.items() for family in families_of_process(registry, name)]
+    families = pickle.loads(pickle.dumps(tuple(of_jobs)))
     text = exposition([], "m", http, JobsCounts(router=families)).decode()
     counts = {
         sample.labels.get("process"): sample.value
@@ -87,6 +88,6 @@ def test_metrics_of_both_routers_share_their_families() -> None:
         for sample in family.samples
         if sample.name == "headway:queue_wait_seconds_count"
     }
-    assert counts == {None: 1, "jobs": 2}
+    assert counts == {None: 1, "jobs-a": 2, "jobs-b": 3}
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
     assert len(types) == len(set(types))

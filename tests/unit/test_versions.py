@@ -44,6 +44,11 @@ def test_a_setting_replaces_the_deployments_that_read_it(field: str, value: Any,
     assert {name for name in before if before[name] != after[name]} == replaced
 
 
+def test_another_number_of_jobs_workers_replaces_none() -> None:
+    url = "postgresql+psycopg://localhost/headway"
+    assert versions(database_url=url) == versions(database_url=url, num_jobs_workers=3)
+
+
 def test_the_version_is_the_same_in_every_process() -> None:
     program = (
         "from serve_app.config import HeadwayConfig as C; from serve_app.deployments.versions import own_version;"

@@ -243,10 +243,11 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True)
 class JobsCounts:
-    """Metrics of the jobs process: of its own work (`own`), and of its router (`router`), as any ingress has them."""
+    """Metrics of the jobs workers: of their own work (`own`), and of their routers, as any ingress has them."""
 
     own: tuple[Metric, ...] = ()
     router: tuple[Family, ...] = ()
+    """Families of each worker; the label `process` of their samples names it."""
 
 
 def new_id(kind: str) -> str:
@@ -302,7 +303,7 @@ class BatchNotCancellable(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class JobsSettings:
-    """Limits and periods of a jobs process; they never change while it runs."""
+    """Limits and periods of a jobs worker; they never change while it runs."""
 
     model_name: str
     """Name of the served model. Batches of other models in the same database belong to other processes."""
@@ -319,7 +320,7 @@ class JobsSettings:
     max_unfinished_lines: int = setting(1_000_000, ge=1)
     """Most unfinished requests in the batches of one tenant. Further ones are refused with status 429."""
     job_lease_s: float = setting(10.0, gt=0)
-    """Seconds without a heartbeat after which a jobs process counts as dead and its work is done again."""
+    """Seconds without a heartbeat after which a jobs worker counts as dead and others do its work again."""
     keep_results_s: float = setting(30 * 86_400.0, gt=0)
     """Seconds after their end at which jobs and prompt batches are deleted. Files and their batches are kept."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
+from types import MappingProxyType
 
 from replicas.protocol import Band
 from router.flow.flow_queue import FlowQueue
@@ -14,17 +16,24 @@ from serve_app.jobs.storage.batch_queue import OpenBatch
 _AHEAD_SHARE = 4
 """Slots per line that waits ahead. Such a line is already leased and tokenized when a slot becomes free, and one
 lease transaction serves several lines."""
+_MIN_AHEAD = 16
+"""Fewest lines ahead of each of several workers, unless one alone would have fewer. With less, each lease transaction
+would serve only a few lines."""
 
 
 class LineCapacity:
-    """Number of lines to lease, from the load of the replicas. Flow control decides when each is sent to one."""
+    """Number of lines to lease, from the load of the replicas. Flow control decides when each is sent to one.
+
+    Each worker takes its share of the free slots, so none holds lines that another one could run at once. It takes its
+    share of the lines ahead, too, but at least `_MIN_AHEAD`.
+    """
 
     def __init__(self, load: Callable[[], Sequence[ReplicaView]], queue: FlowQueue) -> None:
         self._load = load
         self._queue = queue
 
-    def available(self, band: Band, num_not_sent: int) -> int:
-        """Return the number of lines of this band that may be leased now.
+    def available(self, band: Band, num_not_sent: int, num_workers: int = 1) -> int:
+        """Return the number of lines of this band that this worker may lease now.
 
         `num_not_sent`: leased lines of this band and more urgent ones that are not in flow control's queue yet.
         Without a replica one line may wait there, so that the autoscaler starts a replica.
@@ -32,16 +41,17 @@ class LineCapacity:
         views = self._load()
         num_free = sum(max(0, view.num_free_slots(band)) for view in views)
         num_waiting = sum(self._queue.num_requests(other) for other in Band if other <= band)
-        return num_free + self.num_ahead(views) - num_waiting - num_not_sent
+        return ceil(num_free / num_workers) + self.num_ahead(views, num_workers) - num_waiting - num_not_sent
 
-    def minimum(self, band: Band) -> int:
+    def minimum(self, band: Band, num_workers: int = 1) -> int:
         """Return the fewest lines of a band that are worth a lease transaction."""
-        return max(1, self.num_ahead(self._load()) // 2) if band is Band.BATCH else 1
+        return max(1, self.num_ahead(self._load(), num_workers) // 2) if band is Band.BATCH else 1
 
     @staticmethod
-    def num_ahead(views: Sequence[ReplicaView]) -> int:
-        """Return the number of lines that should wait ahead, besides those that run."""
-        return max(1, sum(max(1, view.stats.num_slots // _AHEAD_SHARE) for view in views))
+    def num_ahead(views: Sequence[ReplicaView], num_workers: int = 1) -> int:
+        """Return the number of lines that should wait ahead in each worker, besides those that run."""
+        num_all = sum(max(1, view.stats.num_slots // _AHEAD_SHARE) for view in views)
+        return max(1, min(num_all, _MIN_AHEAD), ceil(num_all / num_workers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +79,13 @@ def plan(
     late_deadline_unix_s: float,
     capacity: Callable[[Band], int],
     num_running: Mapping[tuple[str, Band], int],
+    turns: Mapping[str, int] = MappingProxyType({}),
 ) -> list[LeaseRequest]:
-    """Return the lines to lease now.
+    """Return the lines to lease now. `turns`: number of each tenant's last lease, counted up; 0 or missing: none yet.
 
     1. Bands are served most urgent first; `capacity(band)` limits the lines of the band and more urgent ones together.
-    2. Within a band, the tenant with the fewest running lines (`num_running`) gets the next one.
+    2. Within a band, the tenant with the fewest running lines (`num_running`) gets the next one; of several, the one
+       whose last lease is the longest ago.
     3. Within a tenant, the batch with the nearest deadline comes first, then the oldest; `batches` are in this order.
     """
     by_band: dict[Band, dict[str, list[OpenBatch]]] = {}
@@ -82,19 +94,28 @@ def plan(
     requests: list[LeaseRequest] = []
     for band in sorted(by_band):
         num_left = capacity(band) - sum(request.num_lines for request in requests)
-        requests += _plan_band(band, by_band[band], num_left, num_running)
+        order = {tenant: turns.get(tenant, 0) for tenant in by_band[band]}
+        running = {tenant: num_running.get((tenant, band), 0) for tenant in order}
+        given = _shares(_lines_by_tenant(by_band[band]), num_left, running, order)
+        requests += [
+            request for tenant, number in given.items() for request in _share(band, by_band[band][tenant], number)
+        ]
     return requests
 
 
-def _plan_band(
-    band: Band, waiting: dict[str, list[OpenBatch]], num_left: int, num_running: Mapping[tuple[str, Band], int]
-) -> list[LeaseRequest]:
-    lines = {tenant: sum(batch.num_queued for batch in its) for tenant, its in waiting.items()}
+def _lines_by_tenant(waiting: Mapping[str, list[OpenBatch]]) -> dict[str, int]:
+    return {tenant: sum(batch.num_queued for batch in its) for tenant, its in waiting.items()}
+
+
+def _shares(
+    lines: Mapping[str, int], num_left: int, running: Mapping[str, int], order: Mapping[str, int]
+) -> Counter[str]:
+    """Return the number of lines that each tenant gets, of those that it has waiting."""
     given: Counter[str] = Counter()
     for _ in range(min(num_left, sum(lines.values()))):
-        unserved = [tenant for tenant in waiting if given[tenant] < lines[tenant]]
-        given[min(unserved, key=lambda tenant: num_running.get((tenant, band), 0) + given[tenant])] += 1
-    return [request for tenant, number in given.items() for request in _share(band, waiting[tenant], number)]
+        unserved = [tenant for tenant in lines if given[tenant] < lines[tenant]]
+        given[min(unserved, key=lambda tenant: (running[tenant] + given[tenant], order[tenant]))] += 1
+    return given
 
 
 def _share(band: Band, batches: list[OpenBatch], num_lines: int) -> list[LeaseRequest]:

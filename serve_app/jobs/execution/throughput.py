@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import nlargest
 
 from replicas.clock import Clock
 from replicas.protocol import Band
@@ -10,6 +11,7 @@ from replicas.rates import SlidingRate
 from router.scaling.autoscaling_loop import BacklogWork
 from serve_app.jobs.storage.batch_queue import Backlog
 from serve_app.jobs.storage.lines import LineResult
+from serve_app.jobs.storage.ownership import Speed
 
 _WINDOW_S = 60.0
 _RESOLUTION_S = 1.0
@@ -17,10 +19,14 @@ _MARGIN = 1.3
 """Safety factor: the time that a batch needs is multiplied by it, because the speed may fall."""
 _NEEDED_AT_UNKNOWN_SPEED_S = 300.0
 """Seconds that a batch is assumed to need while no speed is known."""
+_MAX_PUBLISHED = 100
+"""Most batches, and most tenants, whose speed other workers learn: the fastest."""
 
 
 class ThroughputEstimator:
     """Rate meters of ended lines, in expected tokens per second; waiting lines are counted in expected tokens too.
+
+    It measures the lines that ended here, and adds the speeds that the other workers last published.
 
     A batch is late if the waiting work that is due by its deadline takes longer than the time left. The estimate takes
     the speed of all batches together, with a safety margin. While a batch is late, its lines run in a more urgent band.
@@ -35,6 +41,12 @@ class ThroughputEstimator:
         self._batches: dict[str, SlidingRate] = {}
         self._expected = 1.0
         self._actual = 1.0
+        self.others: Sequence[Speed] = ()
+        """Speeds of the other workers."""
+
+    def own_speed(self) -> Speed:
+        """Return this worker's speed, for the others."""
+        return Speed(self._per_s(self._all), self._fastest(self._batches), self._fastest(self._output))
 
     def began(self, batch_id: str) -> None:
         """Start the rate meter of a batch when its first line is leased here."""
@@ -58,19 +70,21 @@ class ThroughputEstimator:
 
     def eta_s(self, batch_id: str, waiting_tokens: int) -> float | None:
         """Return the seconds until a batch has done `waiting_tokens` at its own speed; None: its speed is not known."""
-        tokens_per_s = self._per_s(self._batches.get(batch_id))
+        elsewhere = sum(other.by_batch.get(batch_id, 0.0) for other in self.others)
+        tokens_per_s = self._per_s(self._batches.get(batch_id)) + elsewhere
         return waiting_tokens / tokens_per_s if tokens_per_s > 0 else None
 
     def eta_of_all_s(self, backlog: Iterable[Backlog]) -> float:
         """Return the seconds until the backlog is done at the speed of all batches together; infinite at zero speed."""
-        tokens, tokens_per_s = sum(part.tokens for part in backlog), self._per_s(self._all)
+        tokens, tokens_per_s = sum(part.tokens for part in backlog), self._per_s_of_all()
         if tokens == 0:
             return 0.0
         return tokens / tokens_per_s if tokens_per_s > 0 else float("inf")
 
     def output_tokens_per_s(self, tenant: str) -> float:
         """Return the output tokens per second of a tenant's lines over the last minute."""
-        return self._per_s(self._output.get(tenant))
+        elsewhere = sum(other.output_by_tenant.get(tenant, 0.0) for other in self.others)
+        return self._per_s(self._output.get(tenant)) + elsewhere
 
     @property
     def actual_per_expected(self) -> float:
@@ -79,7 +93,7 @@ class ThroughputEstimator:
 
     def late_deadline(self, backlog: Iterable[Backlog], now_unix_s: float) -> float:
         """Return a unix time: batches with a deadline up to it are late; -inf: none is late."""
-        tokens_per_s, tokens, late = self._per_s(self._all), 0, float("-inf")
+        tokens_per_s, tokens, late = self._per_s_of_all(), 0, float("-inf")
         due = [(b.expires_unix_s, b.tokens) for b in backlog if b.band is Band.BATCH and b.expires_unix_s is not None]
         for expires_unix_s, its_tokens in sorted(due):
             tokens += its_tokens
@@ -96,6 +110,14 @@ class ThroughputEstimator:
         """Return the mean rate over the last minute, or since the meter's start; 0 without a meter."""
         return 0.0 if rate is None else rate.per_s(self._clock.monotonic())
 
+    def _per_s_of_all(self) -> float:
+        """Return the speed of all batches in all workers."""
+        return self._per_s(self._all) + sum(other.expected for other in self.others)
+
+    def _fastest(self, rates: Mapping[str, SlidingRate]) -> dict[str, float]:
+        speeds = {name: speed for name, rate in rates.items() if (speed := self._per_s(rate)) > 0}
+        return dict(nlargest(_MAX_PUBLISHED, speeds.items(), key=lambda item: item[1]))
+
     def _learn_ratio(self, result: LineResult) -> None:
         """Add a line to the sums, which decay by a factor of 0.99 per line: about the last hundred lines count."""
         actual = result.num_prompt_tokens + result.num_output_tokens
@@ -110,22 +132,33 @@ class BacklogView:
     def __init__(self, clock: Clock) -> None:
         self.throughput = ThroughputEstimator(clock)
         self.waiting: Sequence[Backlog] = ()
-        """Queued lines in the database."""
+        """Queued lines in the database, those of all workers."""
         self.not_sent: Sequence[Backlog] = ()
         """Leased lines that are not yet in flow control's queue, for example because no replica was ever ready."""
 
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that share the queued lines, this one included."""
+        return 1 + len(self.throughput.others)
+
     def num_requests(self) -> int:
-        """Return the number of waiting lines."""
-        return sum(backlog.num_lines for backlog in (*self.waiting, *self.not_sent))
+        """Return the number of waiting lines, of the queued ones this worker's share."""
+        num_queued = sum(backlog.num_lines for backlog in self.waiting)
+        return -(-num_queued // self.num_workers) + sum(backlog.num_lines for backlog in self.not_sent)
 
     def eta_s(self) -> float:
         """Return the estimated seconds until all queued lines in the database are done; infinite at zero speed."""
         return self.throughput.eta_of_all_s(self.waiting)
 
     def work(self) -> Sequence[BacklogWork]:
-        """Return the tokens that the waiting lines will need, by band and deadline."""
+        """Return the tokens that the waiting lines will need, by band and deadline.
+
+        Of the queued lines only this worker's share counts: every worker reports, and the autoscaler adds them up.
+        """
         ratio = self.throughput.actual_per_expected
+        shares = ((self.waiting, ratio / self.num_workers), (self.not_sent, ratio))
         return [
-            BacklogWork(backlog.band, int(ratio * backlog.tokens) + 1, backlog.expires_unix_s)
-            for backlog in (*self.waiting, *self.not_sent)
+            BacklogWork(backlog.band, int(factor * backlog.tokens) + 1, backlog.expires_unix_s)
+            for backlogs, factor in shares
+            for backlog in backlogs
         ]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from replicas.protocol import Band
+from serve_app.jobs.api.records import BatchKind
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner, backlog_of
 from serve_app.jobs.execution.line_task import LineTask
@@ -22,11 +23,16 @@ _GATHER_S = 0.01
 """Seconds in which events are gathered for one poll; clients that submit are answered in this time."""
 _MAX_RESULTS = 100
 """Most results of one write transaction."""
-_WRITE_PERIOD_S = 1.0
+_WRITE_PERIOD_S = 0.25
+"""Most seconds that a result of a larger batch waits for others to be written with."""
 
 
 class ResultWriter:
-    """Buffer of results, written soon and in groups. A line whose result is lost before the commit runs again."""
+    """Buffer of results, written soon and in groups. A line whose result is lost before the commit runs again.
+
+    The result of a job is written at once: a client may wait for it. Those of larger batches wait up to 0.25 s for
+    more, which saves most transactions where lines end one by one.
+    """
 
     def __init__(
         self,
@@ -41,9 +47,14 @@ class ResultWriter:
         self._pending: list[LineResult] = []
         self._wakeup = Wakeup()
 
-    def add(self, result: LineResult) -> None:
-        """Buffer a result, to be written soon."""
+    def add(self, result: LineResult, is_urgent: bool) -> None:
+        """Buffer a result, to be written soon; `is_urgent`: at once."""
         self._pending.append(result)
+        if is_urgent or len(self._pending) >= _MAX_RESULTS:
+            self._wakeup.set()
+
+    def write_now(self) -> None:
+        """Have the buffered results written at once."""
         self._wakeup.set()
 
     async def run(self) -> None:
@@ -132,7 +143,9 @@ class Worker:
         self._queue.backlog.not_sent = backlog_of(line_task for line_task in line_tasks if not line_task.is_sent)
         late_deadline = self._queue.late_deadline(backlog_of(line_tasks))
         self._raise_late_lines(late_deadline)
-        wanted = plan(self._queue.open_batches, late_deadline, self._capacity_for, self._num_running())
+        wanted = plan(
+            self._queue.open_batches, late_deadline, self._capacity_for, self._num_running(), self._queue.turns
+        )
         if not wanted:
             return
         for request, lines in await self._queue.lease(wanted):
@@ -149,11 +162,14 @@ class Worker:
 
     def _capacity_for(self, band: Band) -> int:
         num_not_sent = sum(not line_task.is_sent and line_task.band <= band for line_task in self._line_tasks.values())
-        capacity = self._capacity.available(band, num_not_sent)
-        return capacity if capacity >= self._capacity.minimum(band) else 0
+        num_workers = self._queue.backlog.num_workers
+        capacity = self._capacity.available(band, num_not_sent, num_workers)
+        return capacity if capacity >= self._capacity.minimum(band, num_workers) else 0
 
     def _num_running(self) -> Counter[tuple[str, Band]]:
-        return Counter((line_task.batch.tenant, line_task.band) for line_task in self._line_tasks.values())
+        """Count the lines that all workers hold, by tenant and band."""
+        here = Counter((line_task.batch.tenant, line_task.band) for line_task in self._line_tasks.values())
+        return here + self._queue.running_elsewhere
 
     def _start(self, line_task: LineTask) -> None:
         task = asyncio.create_task(self._run_line(line_task, self._ownership.id))
@@ -163,8 +179,10 @@ class Worker:
     async def _run_line(self, line_task: LineTask, owner: str) -> None:
         result = await self._runner.run(line_task)
         if owner == self._ownership.id:
-            self._results.add(result)
+            self._results.add(result, line_task.batch.kind is BatchKind.JOB)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._line_tasks[task]
+        if not self._line_tasks:
+            self._results.write_now()
         self._wakeup.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from sqlalchemy import BigInteger, Connection, Select, bindparam, cast, func, se
 
 from replicas.protocol import Band
 from serve_app.jobs.api.records import BatchKind, BatchStatus
-from serve_app.jobs.storage.tables import batches
+from serve_app.jobs.storage.tables import batches, lines
 from serve_app.tracing.context import TraceContext
 
 _DEADLINE_STEP_S = 64.0
@@ -75,6 +76,12 @@ def backlog(connection: Connection, model: str) -> list[Backlog]:
     ]
 
 
+def running_elsewhere(connection: Connection, model: str, owner: str) -> Counter[tuple[str, Band]]:
+    """Count the lines that other workers hold, by tenant and band."""
+    rows = connection.execute(_RUNNING_ELSEWHERE, {"model": model, "owner": owner})
+    return Counter({(tenant, Band(band)): number for tenant, band, number in rows})
+
+
 def still_in_progress(connection: Connection, batch_ids: Collection[str]) -> set[str]:
     """Return those of these batches that are in progress; only their lines may run."""
     return set(connection.execute(_IN_PROGRESS, {"batch_ids": list(batch_ids)}).scalars())
@@ -105,4 +112,10 @@ _IS_IN_PROGRESS = batches.c.status == BatchStatus.IN_PROGRESS.value
 _WAITS = _IS_IN_PROGRESS & (batches.c.num_queued > 0) & (batches.c.model == bindparam("model"))
 _SOONEST = _soonest_batches()
 _BACKLOG = _backlog()
+_RUNNING_ELSEWHERE = (
+    select(batches.c.tenant, batches.c.band, func.count())
+    .join_from(lines, batches, lines.c.batch_id == batches.c.id)
+    .where(lines.c.owner.isnot(None), lines.c.owner != bindparam("owner"), batches.c.model == bindparam("model"))
+    .group_by(batches.c.tenant, batches.c.band)
+)
 _IN_PROGRESS = select(batches.c.id).where(batches.c.id.in_(bindparam("batch_ids", expanding=True)), _IS_IN_PROGRESS)

@@ -132,7 +132,7 @@ def expire_batches(connection: Connection, model: str, now: float) -> list[str]:
     return batch_ids
 
 
-def end_batch(connection: Connection, batch: BatchRow, now: float) -> bool:
+def end_batch(connection: Connection, batch: BatchRow, has_failures: bool, now: float) -> bool:
     """Advance a batch in progress whose last line has ended. Return True if the batch is now final.
 
     A batch of a file is not final: its result files have still to be written.
@@ -140,7 +140,7 @@ def end_batch(connection: Connection, batch: BatchRow, now: float) -> bool:
     if batch.kind == BatchKind.FILE.value:
         _begin_closing(connection, batches.c.id == batch.id, BatchStatus.FINALIZING, BatchStatus.COMPLETED, now)
         return False
-    has_failed = batch.kind == BatchKind.JOB.value and batch.num_failed > 0
+    has_failed = batch.kind == BatchKind.JOB.value and has_failures
     status = BatchStatus.FAILED if has_failed else BatchStatus.COMPLETED
     return _make_final(connection, (batches.c.id == batch.id,), _state(status, now), now)
 

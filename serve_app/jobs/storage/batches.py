@@ -28,6 +28,12 @@ FINAL = tuple(status.value for status in BatchStatus if status.is_final)
 UNFINISHED = tuple(status.value for status in BatchStatus if not status.is_final)
 # Built once: building a statement takes as long as executing it.
 _BATCH = select(batches).where(batches.c.id == bindparam("batch_id"))
+_LOCK = (
+    select(batches)
+    .where(batches.c.id.in_(bindparam("batch_ids", expanding=True)))
+    .order_by(batches.c.id)
+    .with_for_update()
+)
 _UNFINISHED_OF_TENANT = (batches.c.tenant == bindparam("tenant")) & batches.c.status.in_(UNFINISHED)
 _NUM_UNFINISHED = select(func.count()).select_from(batches).where(_UNFINISHED_OF_TENANT)
 _NUM_UNFINISHED_LINES = select(
@@ -78,16 +84,14 @@ def num_unfinished_lines(connection: Connection, tenant: str) -> int:
     return int(connection.execute(_NUM_UNFINISHED_LINES, {"tenant": tenant}).scalar_one())
 
 
-def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> None:
-    """Lock these batches and their lines against other transactions until this one ends.
+def lock_batches(connection: Connection, batch_ids: Iterable[str]) -> list[BatchRow]:
+    """Lock these batches and their lines against other transactions until this one ends, and return the rows.
 
     On SQLite the database's only write lock already does so. On PostgreSQL each transaction that changes lines first
     locks their batches in order of id. That keeps the counts consistent and prevents deadlocks.
     """
-    if connection.dialect.name == "sqlite":
-        return
-    for batch_id in sorted(set(batch_ids)):
-        connection.execute(select(batches.c.id).where(batches.c.id == batch_id).with_for_update())
+    wanted = list(set(batch_ids))
+    return list(connection.execute(_LOCK, {"batch_ids": wanted})) if wanted else []
 
 
 def get_batch(connection: Connection, tenant: str, batch_id: str, is_to_change: bool = False) -> BatchRow:
@@ -139,6 +143,7 @@ def forget_old_batches(connection: Connection, before_unix_s: float, limit: int)
         .where(batches.c.status.in_(FINAL), batches.c.kind != BatchKind.FILE.value)
         .where(batches.c.created_unix_s < before_unix_s, ended < before_unix_s)
         .limit(limit)
+        .with_for_update(skip_locked=True)
     )
     batch_ids = list(connection.execute(old).scalars())
     for table in (lines, idempotency_keys, deliveries):

@@ -34,6 +34,10 @@ _MIN_FAULT_S = 2.0
 """Shortest time for which a failure counts as present, seconds: small writes may work while others fail."""
 _READ_ONLY = {"headway_reads": True}
 _MIGRATIONS = Path(__file__).parent / "migrations"
+_REPEATABLE = ("40P01", "40001")
+"""States of SQL of a deadlock and of a serialization failure: PostgreSQL has rolled back one of the transactions."""
+_NUM_TRIES = 4
+"""Most tries of a transaction that ends in one of them."""
 _LOCK = 0x48656164
 """Key of the PostgreSQL advisory lock for migrations: an arbitrary number that other programs are unlikely to use."""
 
@@ -46,7 +50,8 @@ class Database:
     """Executor of transactions: writes one at a time in one thread, reads in parallel in a thread pool.
 
     A transaction is a function of a connection; an exception rolls it back. A write should be short, because all
-    others wait for it. If the database itself fails, a transaction raises `StorageUnavailable`.
+    others wait for it. One that PostgreSQL ends because of a deadlock with another process is repeated. If the database
+    itself fails, a transaction raises `StorageUnavailable`.
     """
 
     def __init__(self, url: str, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -108,10 +113,19 @@ class Database:
         self._engine.dispose()
 
     def _write(self, work: Callable[[Connection], ResultT]) -> ResultT:
-        with self._noted_faults(), self._engine.begin() as connection:
-            result = work(connection)
+        with self._noted_faults():
+            result = self._commit(work)
         self._has_written = True
         return result
+
+    def _commit(self, work: Callable[[Connection], ResultT], num_tries: int = _NUM_TRIES) -> ResultT:
+        try:
+            with self._engine.begin() as connection:
+                return work(connection)
+        except DBAPIError as error:
+            if num_tries == 1 or getattr(error.orig, "sqlstate", None) not in _REPEATABLE:
+                raise
+        return self._commit(work, num_tries - 1)
 
     def _read(self, work: Callable[[Connection], ResultT]) -> ResultT:
         with (

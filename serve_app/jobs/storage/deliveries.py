@@ -1,18 +1,26 @@
-"""Rows of `deliveries`, the outbox of webhooks."""
+"""Rows of `deliveries`, the outbox of webhooks.
+
+A delivery under way has an owner. Its outcome is recorded only by a worker that names the number of attempts before it
+and that the delivery has not been taken from.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 
-from sqlalchemy import Connection, bindparam, insert, select, tuple_, update
+from sqlalchemy import Connection, bindparam, insert, or_, select, tuple_, update
 
-from replicas.clock import Clock
 from serve_app.jobs.storage.batches import BatchRow, batch_record
-from serve_app.jobs.storage.database import Database
+from serve_app.jobs.storage.database import JobsContext
+from serve_app.jobs.storage.ownership import Ownership, is_alive
 from serve_app.jobs.storage.tables import batches, deliveries
 from serve_app.jobs.webhooks.events import Delivery, delivery_of, event_id_of, host_of
 from serve_app.jobs.webhooks.receivers import NONE_CLOSED, Closed
 from serve_app.tracing.context import TraceContext
+
+logger = logging.getLogger(__name__)
 
 _OF_BATCH = ("tenant", "traceparent", "tracestate")
 """Columns of the batch, which its delivery does not repeat."""
@@ -21,12 +29,24 @@ _COLUMNS = (*(field.name for field in fields(Delivery) if field.name != "trace")
 _DUE = (
     select(*((batches if name in _OF_BATCH else deliveries).c[name] for name in _COLUMNS))
     .join_from(deliveries, batches, deliveries.c.batch_id == batches.c.id)
-    .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
+    .where(deliveries.c.next_attempt_unix_s <= bindparam("now"), deliveries.c.owner.is_(None))
     .where(tuple_(batches.c.tenant, deliveries.c.host).not_in(bindparam("receivers", expanding=True)))
     .where(batches.c.tenant.not_in(bindparam("tenants", expanding=True)))
     .where(deliveries.c.id.not_in(bindparam("ids", expanding=True)))
     .order_by(deliveries.c.next_attempt_unix_s)
     .limit(bindparam("limit"))
+)
+_STILL_DUE = (
+    select(deliveries.c.id)
+    .where(deliveries.c.id.in_(bindparam("ids", expanding=True)), deliveries.c.owner.is_(None))
+    .where(deliveries.c.next_attempt_unix_s <= bindparam("now"))
+    .with_for_update(skip_locked=True)
+)
+_CLAIM = (
+    update(deliveries)
+    .where(deliveries.c.id.in_(_STILL_DUE))
+    .values(owner=bindparam("claimed_by"))
+    .returning(deliveries.c.id)
 )
 
 
@@ -44,9 +64,10 @@ def enqueue_delivery(connection: Connection, batch: BatchRow, now: float) -> Non
 class SqlOutbox:
     """Implementation of `Outbox` in the database."""
 
-    def __init__(self, database: Database, clock: Clock) -> None:
-        self._database = database
-        self._clock = clock
+    def __init__(self, context: JobsContext, ownership: Ownership) -> None:
+        self._database = context.database
+        self._clock = context.clock
+        self._ownership = ownership
 
     async def due_deliveries(self, now_unix_s: float, limit: int, closed: Closed = NONE_CLOSED) -> list[Delivery]:
         """Return deliveries whose next attempt is due, the longest due first; none of `closed`."""
@@ -60,15 +81,32 @@ class SqlOutbox:
         rows = await self._database.read(lambda connection: connection.execute(_DUE, parameters).all())
         return [replace(Delivery(*row[:-2]), trace=TraceContext.of_columns(*row[-2:])) for row in rows]
 
-    async def delivered(self, delivery_id: str) -> None:
+    async def claim(self, delivery_ids: Sequence[str], now_unix_s: float) -> set[str]:
+        """Claim deliveries that are still due, and return their ids; other workers leave them alone."""
+        owner = self._ownership.id
+
+        def claim(connection: Connection) -> set[str]:
+            if not is_alive(connection, owner):
+                return set()
+            parameters = {"ids": list(delivery_ids), "now": now_unix_s, "claimed_by": owner}
+            return set(connection.execute(_CLAIM, parameters).scalars())
+
+        return await self._database.write(claim)
+
+    async def delivered(self, delivery: Delivery) -> None:
         """Record a successful attempt."""
-        await self._attempted(delivery_id, next_attempt_unix_s=None, delivered_unix_s=self._clock.unix(), error=None)
+        await self._attempted(delivery, next_attempt_unix_s=None, delivered_unix_s=self._clock.unix(), error=None)
 
-    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+    async def delivery_failed(self, delivery: Delivery, next_attempt_unix_s: float | None, error: str) -> None:
         """Record a failed attempt; `next_attempt_unix_s` None: it was the last, and the delivery is dead."""
-        await self._attempted(delivery_id, next_attempt_unix_s=next_attempt_unix_s, error=error)
+        await self._attempted(delivery, next_attempt_unix_s=next_attempt_unix_s, error=error)
 
-    async def _attempted(self, delivery_id: str, **values: object) -> None:
-        values["num_attempts"] = deliveries.c.num_attempts + 1
-        noted = update(deliveries).where(deliveries.c.id == delivery_id).values(values)
-        await self._database.write(lambda connection: connection.execute(noted))
+    async def _attempted(self, delivery: Delivery, **values: object) -> None:
+        """Record an attempt, unless another worker has taken the delivery over."""
+        mine = or_(deliveries.c.owner.is_(None), deliveries.c.owner == self._ownership.id)
+        this = (deliveries.c.id == delivery.id) & (deliveries.c.num_attempts == delivery.num_attempts) & mine
+        noted = (
+            update(deliveries).where(this).values(values | {"owner": None, "num_attempts": delivery.num_attempts + 1})
+        )
+        if (await self._database.write(lambda connection: connection.execute(noted))).rowcount == 0:
+            logger.warning("a webhook was taken over by another worker", extra={"delivery_id": delivery.id})

@@ -81,8 +81,10 @@ def bytes_deleted(connection: Connection, file_id: str) -> None:
 
 def _schedule_deletion(connection: Connection, file_ids: list[str]) -> int:
     if file_ids:
-        connection.execute(delete(files).where(files.c.id.in_(file_ids)))
-        connection.execute(insert(files_to_delete), [{"id": file_id} for file_id in file_ids])
+        # Another worker may delete the same file at the same time; the one that deletes the row schedules the rest.
+        gone = connection.execute(delete(files).where(files.c.id.in_(file_ids)).returning(files.c.id)).scalars().all()
+        if gone:
+            connection.execute(insert(files_to_delete), [{"id": file_id} for file_id in gone])
     return len(file_ids)
 
 

@@ -1,6 +1,6 @@
 """Rows of `lines`: creation, leases, results and deletion.
 
-A running line has an owner and an attempt number, and only a process that names both can end it. A process that was
+A running line has an owner and an attempt number, and only a worker that names both can end it. A worker that was
 declared dead, or whose line was cancelled, therefore writes nothing: every line ends once.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
 
-from serve_app.jobs.api.records import BatchStatus, LineStatus, NewLine
+from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, NewLine
 from serve_app.jobs.storage.batch_states import end_batch
-from serve_app.jobs.storage.batches import BatchRow, lock_batches, select_batch
+from serve_app.jobs.storage.batches import BatchRow, lock_batches
 from serve_app.jobs.storage.ownership import is_alive
 from serve_app.jobs.storage.tables import batches, lines
 
@@ -48,15 +48,24 @@ _LEASE = (
     .returning(lines)
 )
 """Sets the parameter `owner` on the leased lines."""
-_HELD = update(lines).where(
-    _OF_BATCH,
-    lines.c.position == bindparam("at_position"),
-    lines.c.status == LineStatus.RUNNING.value,
-    lines.c.owner == bindparam("held_by"),
-    lines.c.attempt == bindparam("at_attempt"),
+_LEASE_ALL = (
+    update(lines)
+    .where(lines.c.batch_id.in_(bindparam("batch_ids", expanding=True)), lines.c.status == LineStatus.QUEUED.value)
+    .values(status=LineStatus.RUNNING.value, attempt=lines.c.attempt + 1)
+    .returning(lines)
 )
-_RELEASE = _HELD.values(status=LineStatus.QUEUED.value, owner=None)
-_END = _HELD.values(owner=None, body=None)
+_LEASABLE = (
+    batches.c.id.in_(bindparam("batch_ids", expanding=True)),
+    batches.c.status == BatchStatus.IN_PROGRESS.value,
+    batches.c.num_queued > 0,
+)
+_IS_JOB = batches.c.kind == BatchKind.JOB.value
+_LOCK_JOBS = select(batches).where(*_LEASABLE, _IS_JOB).with_for_update(skip_locked=True)
+_LOCK_BATCHES = select(batches).where(*_LEASABLE, ~_IS_JOB).order_by(batches.c.id).with_for_update()
+_HELD = select(lines.c.batch_id, lines.c.position, lines.c.attempt).where(lines.c.owner == bindparam("held_by"))
+_LINE = update(lines).where(_OF_BATCH, lines.c.position == bindparam("at_position"))
+_RELEASE = _LINE.values(status=LineStatus.QUEUED.value, owner=None)
+_END = _LINE.values(owner=None, body=None)
 """Sets the result columns from parameters of the same names."""
 _BATCH = update(batches).where(batches.c.id == bindparam("of_batch"))
 _ADD_QUEUED = _BATCH.values(num_queued=batches.c.num_queued + bindparam("number"))
@@ -67,7 +76,7 @@ _COUNT = _BATCH.values(
     num_prompt_tokens=batches.c.num_prompt_tokens + bindparam("prompt_tokens"),
     num_output_tokens=batches.c.num_output_tokens + bindparam("output_tokens"),
     num_cached_tokens=batches.c.num_cached_tokens + bindparam("cached_tokens"),
-).returning(batches)
+)
 """Takes sums over the results of one batch as parameters."""
 
 
@@ -197,31 +206,40 @@ def request_id_of(batch_id: str, position: int) -> str:
     return f"{batch_id.rpartition('_')[2]}-{position}"
 
 
-def lease_lines(connection: Connection, owner: str, batch_id: str, limit: int) -> list[LeasedLine]:
-    """Lease up to `limit` queued lines of a batch and return them, the longest first.
+def lease_lines(connection: Connection, owner: str, wanted: Mapping[str, int]) -> list[LeasedLine]:
+    """Lease up to `wanted[batch_id]` queued lines of each batch and return them, the longest of a batch first.
 
-    None are leased if the batch is not in progress or the owner is dead.
+    None are leased of a batch that is not in progress, of a job that another transaction has locked, or if the owner is
+    dead.
     """
-    lock_batches(connection, [batch_id])
-    batch = select_batch(connection, batch_id)
-    if batch.status != BatchStatus.IN_PROGRESS.value or not is_alive(connection, owner):
+    if not wanted or not is_alive(connection, owner):
         return []
-    leased = connection.execute(_LEASE, {"of_batch": batch_id, "max_lines": limit, "owner": owner})
-    rows = sorted(leased, key=lambda row: (row.length_rank, row.prefix_key, row.position))
-    _add_queued(connection, batch_id, -len(rows))
+    found = {"batch_ids": list(wanted)}
+    # A job that is locked is being leased or cancelled by another worker; a larger batch has lines for several.
+    rows = [*connection.execute(_LOCK_BATCHES, found), *connection.execute(_LOCK_JOBS, found)]
+    tenants = {row.id: row.tenant for row in rows}
+    leased: list[Row[Any]] = []
+    if whole := [row.id for row in rows if row.num_queued <= wanted[row.id]]:
+        leased += connection.execute(_LEASE_ALL, {"batch_ids": whole, "owner": owner})
+    for batch_id in tenants.keys() - set(whole):
+        parameters = {"of_batch": batch_id, "max_lines": wanted[batch_id], "owner": owner}
+        leased += connection.execute(_LEASE, parameters)
+    _add_queued(connection, {batch_id: -number for batch_id, number in Counter(row.batch_id for row in leased).items()})
+    leased.sort(key=lambda row: (row.batch_id, row.length_rank, row.prefix_key, row.position))
     return [
-        LeasedLine(batch.tenant, row.batch_id, row.position, row.attempt, row.body, row.expected_tokens) for row in rows
+        LeasedLine(tenants[row.batch_id], row.batch_id, row.position, row.attempt, row.body, row.expected_tokens)
+        for row in leased
     ]
 
 
 def release_lines(connection: Connection, owner: str, leased: Sequence[LeasedLine]) -> None:
     """Put leased lines that have not ended back into the queue."""
     lock_batches(connection, (line.batch_id for line in leased))
-    num_freed: Counter[str] = Counter()
-    for line in leased:
-        num_freed[line.batch_id] += connection.execute(_RELEASE, _holding(line, owner)).rowcount
-    for batch_id, number in num_freed.items():
-        _add_queued(connection, batch_id, number)
+    freed = _held(connection, owner).intersection(map(_key, leased))
+    if freed:
+        values = [{"of_batch": batch_id, "at_position": position} for batch_id, position, _ in freed]
+        connection.execute(_RELEASE, values)
+    _add_queued(connection, Counter(batch_id for batch_id, _, _ in freed))
 
 
 def end_lines(connection: Connection, owner: str, results: Sequence[LineResult], now: float) -> EndedLines:
@@ -229,38 +247,50 @@ def end_lines(connection: Connection, owner: str, results: Sequence[LineResult],
 
     A batch whose last line has ended moves to its next state in the same transaction.
     """
-    lock_batches(connection, (result.line.batch_id for result in results))
-    ended = EndedLines([], [], [])
-    sums: dict[str, Counter[str]] = {}
+    rows = {row.id: row for row in lock_batches(connection, (result.line.batch_id for result in results))}
+    held, ended = _held(connection, owner), EndedLines([], [], [])
     for result in results:
-        if _end_line(connection, owner, result):
-            is_success = result.status is LineStatus.SUCCEEDED
-            sums.setdefault(result.line.batch_id, Counter()).update(
-                completed=int(is_success),
-                failed=int(not is_success),
-                expected_tokens=result.line.expected_tokens,
-                prompt_tokens=result.num_prompt_tokens,
-                output_tokens=result.num_output_tokens,
-                cached_tokens=result.num_cached_tokens,
-            )
+        if _key(result.line) in held:
+            held.remove(_key(result.line))
             ended.counted.append(result)
+    if not ended.counted:
+        return ended
+    connection.execute(_END, [_end_values(result) for result in ended.counted])
+    sums = _sums_by_batch(ended.counted)
+    connection.execute(_COUNT, [{"of_batch": batch_id, **its_sums} for batch_id, its_sums in sums.items()])
     for batch_id, its_sums in sums.items():
-        batch = connection.execute(_COUNT, {"of_batch": batch_id, **its_sums}).one()
-        is_done = batch.num_completed + batch.num_failed == batch.num_lines
+        batch, num_failed = rows[batch_id], rows[batch_id].num_failed + its_sums["failed"]
+        is_done = batch.num_completed + its_sums["completed"] + num_failed == batch.num_lines
         if is_done and batch.status == BatchStatus.IN_PROGRESS.value:
-            is_final = end_batch(connection, batch, now)
+            is_final = end_batch(connection, batch, num_failed > 0, now)
             (ended.final_batch_ids if is_final else ended.closing_batch_ids).append(batch_id)
     return ended
 
 
-def _end_line(connection: Connection, owner: str, result: LineResult) -> bool:
-    values = {
+def _sums_by_batch(results: Iterable[LineResult]) -> dict[str, Counter[str]]:
+    sums: dict[str, Counter[str]] = {}
+    for result in results:
+        is_success = result.status is LineStatus.SUCCEEDED
+        sums.setdefault(result.line.batch_id, Counter()).update(
+            completed=int(is_success),
+            failed=int(not is_success),
+            expected_tokens=result.line.expected_tokens,
+            prompt_tokens=result.num_prompt_tokens,
+            output_tokens=result.num_output_tokens,
+            cached_tokens=result.num_cached_tokens,
+        )
+    return sums
+
+
+def _end_values(result: LineResult) -> dict[str, object]:
+    return {
+        "of_batch": result.line.batch_id,
+        "at_position": result.line.position,
         "status": result.status.value,
         "status_code": result.status_code,
         "response": result.response,
         "error": result.error,
     }
-    return connection.execute(_END, _holding(result.line, owner) | values).rowcount == 1
 
 
 def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, error: str, limit: int) -> int:
@@ -288,7 +318,9 @@ def close_lines(connection: Connection, batch: BatchRow, status: LineStatus, err
 
 def delete_lines(connection: Connection, batch_id: str, limit: int) -> int:
     """Delete up to `limit` of a batch's lines, and return their number."""
-    some = select(lines.c.position).where(lines.c.batch_id == batch_id).limit(limit)
+    # In order: the sweepers of two workers may delete the same lines.
+    some = select(lines.c.position).where(lines.c.batch_id == batch_id).order_by(lines.c.position).limit(limit)
+    some = some.with_for_update()
     return connection.execute(delete(lines).where(lines.c.batch_id == batch_id, lines.c.position.in_(some))).rowcount
 
 
@@ -304,11 +336,19 @@ def ended_lines(connection: Connection, batch_id: str, after: int, limit: int, i
     return list(connection.execute(query.order_by(lines.c.position).limit(limit)))
 
 
-def _holding(line: LeasedLine, owner: str) -> dict[str, object]:
-    return {
-        "of_batch": line.batch_id, "at_position": line.position, "held_by": owner, "at_attempt": line.attempt
-    }  # fmt: skip
+def _held(connection: Connection, owner: str) -> set[tuple[str, int, int]]:
+    """Return batch, position and attempt of the lines that an owner holds.
+
+    Their batches must be locked, so that none of them is taken from it before the transaction ends.
+    """
+    return {(row.batch_id, row.position, row.attempt) for row in connection.execute(_HELD, {"held_by": owner})}
 
 
-def _add_queued(connection: Connection, batch_id: str, number: int) -> None:
-    connection.execute(_ADD_QUEUED, {"of_batch": batch_id, "number": number})
+def _key(line: LeasedLine) -> tuple[str, int, int]:
+    return line.batch_id, line.position, line.attempt
+
+
+def _add_queued(connection: Connection, numbers: Mapping[str, int]) -> None:
+    if numbers:
+        values = [{"of_batch": batch_id, "number": number} for batch_id, number in numbers.items()]
+        connection.execute(_ADD_QUEUED, values)

@@ -53,9 +53,14 @@ files_to_delete = Table("doomed_files", metadata, Column("id", ID, primary_key=T
 """Files without a record whose bytes are still in the store."""
 
 owners = Table(
-    "owners", metadata, Column("id", ID, primary_key=True), Column("heartbeat_unix_s", Double, nullable=False)
+    "owners",
+    metadata,
+    Column("id", ID, primary_key=True),
+    Column("heartbeat_unix_s", Double, nullable=False),
+    Column("model", Text),  # whose lines it runs
+    Column("speed", Text),  # `Speed` as JSON, from its last heartbeat
 )
-"""Processes that hold lines or batches. A process whose heartbeat stops loses both, and its row, in one
+"""Workers that hold lines, batches or deliveries. A worker whose heartbeat stops loses all of them, and its row, in one
 transaction."""
 
 batches = Table(
@@ -155,9 +160,12 @@ deliveries = Table(
     Column("next_attempt_unix_s", Double),  # None: delivered or dead
     Column("delivered_unix_s", Double),
     Column("error", Text),
+    Column("owner", ID),  # set if and only if a worker makes an attempt
     Index("deliveries_by_batch", "batch_id"),
     Index("deliveries_by_next_attempt", "next_attempt_unix_s"),
 )
+_sent = deliveries.c.owner.isnot(None)
+Index("deliveries_by_owner", deliveries.c.owner, sqlite_where=_sent, postgresql_where=_sent)
 
 usage = Table(
     "usage",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
@@ -14,7 +14,8 @@ _KEEP_REPORTERS_S = 7 * 86_400.0
 """Seconds after its last report at which a process is forgotten; it has ended long before."""
 _SUMS = tuple(field.name for field in fields(UsageSums))
 # Built once: building a statement takes as long as executing it.
-_NUMBER = select(usage_reporters.c.number).where(usage_reporters.c.id == bindparam("reporter_id"))
+_NUMBER = select(usage_reporters.c.number).where(usage_reporters.c.id == bindparam("reporter_id")).with_for_update()
+"""Locks the row: a report that is repeated may come to two workers at the same time."""
 _NOTE = (
     update(usage_reporters)
     .where(usage_reporters.c.id == bindparam("reporter_id"))
@@ -49,7 +50,8 @@ def add_report(connection: Connection, report: UsageReport, now: float) -> None:
         return
     else:
         connection.execute(_NOTE, {"reporter_id": report.reporter_id, "to_number": report.number, "now": now})
-    for row in report.rows:
+    # In one order, so that reports at the same time do not deadlock.
+    for row in sorted(report.rows, key=lambda row: astuple(row.key)):
         _add(connection, row)
 
 

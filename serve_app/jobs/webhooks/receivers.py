@@ -30,7 +30,7 @@ class Closed:
     receivers: frozenset[Receiver] = frozenset()
     tenants: frozenset[str] = frozenset()
     delivery_ids: frozenset[str] = frozenset()
-    """Deliveries with an attempt under way, which still look due."""
+    """Deliveries with an attempt under way here. One that was taken from this worker still looks due."""
 
 
 NONE_CLOSED = Closed()
@@ -81,12 +81,16 @@ class Receivers:
 
     def end(self, receiver: Receiver, has_answered: bool) -> None:
         """Count an attempt as ended."""
-        _subtract(self._by_receiver, receiver)
-        _subtract(self._by_tenant, receiver.tenant)
+        self.give_up(receiver)
         if has_answered:
             self._silent.pop(receiver, None)
         else:
             self._note_silence(receiver)
+
+    def give_up(self, receiver: Receiver) -> None:
+        """Uncount an attempt that was begun but not made."""
+        _subtract(self._by_receiver, receiver)
+        _subtract(self._by_tenant, receiver.tenant)
 
     def closed(self) -> Closed:
         """Return the receivers and tenants for which `begin` would return False."""

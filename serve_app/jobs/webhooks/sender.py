@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -48,10 +48,13 @@ class Outbox(Protocol):
         those to others.
         """
 
-    async def delivered(self, delivery_id: str) -> None:
+    async def claim(self, delivery_ids: Sequence[str], now_unix_s: float) -> set[str]:
+        """Claim deliveries that are still due, and return their ids; other workers leave them alone."""
+
+    async def delivered(self, delivery: Delivery) -> None:
         """Record a successful attempt."""
 
-    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+    async def delivery_failed(self, delivery: Delivery, next_attempt_unix_s: float | None, error: str) -> None:
         """Record a failed attempt; `next_attempt_unix_s` None: it was the last, and the delivery is dead."""
 
 
@@ -74,7 +77,8 @@ class WebhookSender:
        (`Receivers`). So a receiver that hangs delays only its own tenant's webhooks to it.
     3. An attempt keeps its place until its outcome is recorded. If recording fails, it is repeated, and the webhook
        is not sent again before it succeeds.
-    4. If the process ends during an attempt, the next process repeats the attempt with the same id.
+    4. One worker at a time has a delivery: it claims it before the attempt. If the worker dies during an attempt,
+       another one repeats the attempt with the same id.
     """
 
     def __init__(
@@ -115,20 +119,29 @@ class WebhookSender:
         try:
             while (num_free := self._limits.max_parallel - len(self._attempts)) > 0:
                 closed = replace(self._receivers.closed(), delivery_ids=frozenset(self._attempts))
-                due = await self._outbox.due_deliveries(self._clock.unix(), num_free, closed)
-                if sum(self._start(delivery) for delivery in due) == 0:
+                now = self._clock.unix()
+                due = await self._outbox.due_deliveries(now, num_free, closed)
+                # Its receiver or its tenant may have enough attempts.
+                chosen = [delivery for delivery in due if self._receivers.begin(_receiver_of(delivery))]
+                if not chosen or not await self._start(chosen, now):
                     return
         except Exception:  # the database may be unreachable for a while; the sender must survive that
             logger.exception("due deliveries could not be read")
 
-    def _start(self, delivery: Delivery) -> bool:
-        """Begin an attempt and return True, unless its receiver or its tenant has enough of them."""
-        receiver = Receiver(delivery.tenant, host_of(delivery.url))
-        if not self._receivers.begin(receiver):
-            return False
-        task = self._attempts[delivery.id] = asyncio.create_task(self._attempt(delivery))
-        task.add_done_callback(partial(self._end, delivery.id, receiver))
-        return True
+    async def _start(self, chosen: Sequence[Delivery], now_unix_s: float) -> int:
+        """Begin attempts, counted already, for the deliveries that no other worker has claimed; return their number."""
+        claimed: set[str] = set()
+        try:
+            claimed = await self._outbox.claim([delivery.id for delivery in chosen], now_unix_s)
+        finally:
+            for delivery in chosen:
+                receiver = _receiver_of(delivery)
+                if delivery.id not in claimed:
+                    self._receivers.give_up(receiver)
+                    continue
+                task = self._attempts[delivery.id] = asyncio.create_task(self._attempt(delivery))
+                task.add_done_callback(partial(self._end, delivery.id, receiver))
+        return len(claimed)
 
     def _end(self, delivery_id: str, receiver: Receiver, task: asyncio.Task[bool]) -> None:
         del self._attempts[delivery_id]
@@ -146,7 +159,7 @@ class WebhookSender:
             logger.exception("a webhook could not be sent", extra={"delivery_id": delivery.id})
             await self._fail(delivery, f"internal error: {type(error).__name__}")
         else:
-            await self._note(AttemptOutcome.DELIVERED, lambda: self._outbox.delivered(delivery.id))
+            await self._note(AttemptOutcome.DELIVERED, lambda: self._outbox.delivered(delivery))
         return True
 
     async def _fail(self, delivery: Delivery, reason: str) -> None:
@@ -162,7 +175,7 @@ class WebhookSender:
             },
         )
         error = reason[:_MAX_ERROR_CHARACTERS]
-        await self._note(outcome, lambda: self._outbox.delivery_failed(delivery.id, next_unix_s, error))
+        await self._note(outcome, lambda: self._outbox.delivery_failed(delivery, next_unix_s, error))
 
     async def _note(self, outcome: AttemptOutcome, note: Callable[[], Awaitable[None]]) -> None:
         """Record an outcome, trying until the database accepts it: until then the delivery still looks due."""
@@ -173,6 +186,10 @@ class WebhookSender:
             except Exception:
                 logger.exception("the outcome of a webhook could not be recorded")
                 await asyncio.sleep(self._limits.poll_period_s)
+
+
+def _receiver_of(delivery: Delivery) -> Receiver:
+    return Receiver(delivery.tenant, host_of(delivery.url))
 
 
 def next_attempt_unix_s(delivery: Delivery, now_unix_s: float, rng: random.Random) -> float | None:

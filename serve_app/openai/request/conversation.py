@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal, overload
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Field, GetCoreSchemaHandler, ValidationInfo, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from serve_app.errors import shown
 from serve_app.openai.request.body import (
@@ -132,7 +134,57 @@ class ChatMessage(StrictBody):
         return turn
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+class MessageList(Sequence[ChatMessage]):
+    """Messages of a conversation. Pickled, they stay bytes until one is read, so a process hands them on cheaply."""
+
+    def __init__(self, messages: Sequence[ChatMessage], packed: bytes | None = None) -> None:
+        """`packed` are the pickled messages, where `messages` has not been read from them yet."""
+        self._messages = messages
+        self._packed = packed
+
+    @classmethod
+    def unread(cls, packed: bytes) -> MessageList:
+        """Return the messages in pickled bytes."""
+        return cls((), packed)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the texts or of the pickled messages, about."""
+        if self._packed is not None:
+            return len(self._packed)
+        return sum(len(message.content or "") for message in self._messages)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], MessageList], tuple[bytes]]:
+        """Return the function and the bytes from which another process makes the list."""
+        packed = self._packed or pickle.dumps(self._messages, pickle.HIGHEST_PROTOCOL)
+        return MessageList.unread, (packed,)
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __iter__(self) -> Iterator[ChatMessage]:
+        return iter(self._read())
+
+    @overload
+    def __getitem__(self, index: int) -> ChatMessage: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[ChatMessage]: ...
+    def __getitem__(self, index: int | slice) -> ChatMessage | Sequence[ChatMessage]:
+        return self._read()[index]
+
+    def _read(self) -> Sequence[ChatMessage]:
+        if self._packed is not None:
+            self._messages, self._packed = pickle.loads(self._packed), None
+        return self._messages
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema: that of a list of messages, which becomes this type."""
+        messages = handler.generate_schema(Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)])
+        return core_schema.no_info_after_validator_function(cls, messages)
+
+
+NO_MESSAGES = MessageList(())
 
 
 class Conversation(StrictBody):

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from serve_app.openai.request.body import CONFLICT, INVALID, UNSUPPORTED, IgnoredValues, NonEmptyText, StrictBody
-from serve_app.openai.request.conversation import Conversation, Messages
+from serve_app.openai.request.conversation import Conversation, MessageList
 from serve_app.openai.request.formats import ResponseFormat, StructuredOutputs, TextFormat
 from serve_app.openai.request.tools import FunctionTool, NamedToolChoice, ToolChoice
 
@@ -259,7 +259,7 @@ class ChatBody(GenerationBody, Conversation):
 
     operation: ClassVar[str] = "chat"
 
-    messages: Messages
+    messages: MessageList
     max_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INT64)
     """Most output tokens of a choice; without it, the rest of the context. `max_tokens` is its old name."""
@@ -348,7 +348,7 @@ class TokenizeBody(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: MessageList | None = None
     add_special_tokens: bool | None = None
     """None: true for a prompt, false for messages, whose template writes the special tokens itself."""
     return_token_strs: bool = False

@@ -1,5 +1,6 @@
-"""Chat templates and tokenization in worker threads.
+"""Chat templates and tokenization in worker threads, and in processes for large work of less urgent bands.
 
-Read `prompt_tokenizer.py` first, then `work_queue.py`. May import `replicas.errors`, `replicas.protocol`,
-`replicas.tokenizer_files`, `serve_app.errors`, `serve_app.openai.request`, `serve_app.openai.tools`.
+Read `prompt_encoder.py` first, then `prompt_tokenizer.py` and `work_queue.py`. May import `replicas.errors`,
+`replicas.protocol`, `replicas.tokenizer_files`, `serve_app.errors`, `serve_app.openai.request`,
+`serve_app.openai.tools`.
 """

@@ -1,125 +1,52 @@
-"""Tokenizer and chat template: prompts become token ids in worker threads, and single tokens become text."""
+"""Tokenizer: prompts become token ids in worker threads and processes, and single tokens become text."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
-from replicas.errors import InvalidRequest
-from replicas.tokenizer_files import load_tokenizer
-from serve_app.errors import shortened
 from serve_app.openai.request.caller import WorkOwner
-from serve_app.openai.request.conversation import ChatMessage
-from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody
-from serve_app.openai.request.validation import prompt_too_long
+from serve_app.openai.request.schema import EncodedPrompt, Prompt
+from serve_app.openai.tokenize.prompt_encoder import ChatTurns, PromptEncoder
 from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
-from serve_app.openai.tools.detection import adapted, detect, probed
-from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, family_named
-from serve_app.openai.tools.messages import prompt_messages
-from serve_app.openai.tools.response_template import described_family
 from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-_RESERVED = frozenset({
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
-    "tokenizer_kwargs", "tools", "truncation",
-})  # fmt: skip
-"""Variables of a chat template, and arguments of its rendering, that a request cannot set."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-@dataclass(frozen=True, slots=True)
-class ChatTurns:
-    """Conversation to render with a chat template."""
-
-    messages: Sequence[ChatMessage]
-    tools: Sequence[dict[str, Any]] = ()
-    """Tools in OpenAI's form."""
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """Further variables of the template."""
-    add_generation_prompt: bool = True
-    """True if the text ends where the assistant's turn begins."""
-    continue_final_message: bool = False
-    """True if the text ends within the last message."""
-
-    @classmethod
-    def of(cls, body: ChatBody | TokenizeBody) -> ChatTurns:
-        """Return the conversation of a body.
-
-        Raises:
-            InvalidRequest: a variable of the template has a name that the server sets.
-        """
-        for name in sorted(_RESERVED & body.chat_template_kwargs.keys()):
-            param = f"chat_template_kwargs.{name}"
-            raise InvalidRequest(f"`{param}` is set by the server", param)
-        return cls(
-            body.messages or (),
-            [tool.model_dump(exclude_none=True, exclude_defaults=True) for tool in body.offered_tools],
-            {**_reasoning_variables(body.reasoning_effort), **body.chat_template_kwargs},
-            body.begins_turn,
-            body.continue_final_message,
-        )
-
-
-def _reasoning_variables(effort: str | None) -> dict[str, Any]:
-    """Return the variables by which chat templates know the effort of the reasoning."""
-    if effort is None:
-        return {}
-    if effort == "none":
-        return {"enable_thinking": False, "thinking": False}
-    return {"reasoning_effort": effort, "enable_thinking": True, "thinking": True}
-
-
 class PromptTokenizer:
-    """Tokenizer of messages and texts, which works in worker threads.
+    """Tokenizer of messages and texts, which works in worker threads and their processes."""
 
-    Only the batch calls of `tokenizers` release the GIL, so even a single text is encoded as a batch.
-    The chat template is the only code of a model that runs, in transformers' Jinja sandbox.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, name: str, workers: WorkerThreads, tool_call_parser: str | None = None
-    ) -> None:
-        """Create the tokenizer; `tool_call_parser` names the family of the chat template. None: it is found.
-
-        Raises:
-            ValueError: there is no family of this name.
-        """
-        backend: Tokenizer = tokenizer.backend_tokenizer
-        # A tokenizer file may switch on truncation and padding; both would silently change prompts.
-        backend.no_truncation()
-        backend.no_padding()
-        self.fast = tokenizer
-        """The tokenizer as transformers has it, with its chat template."""
-        self._tokenizer = backend
-        self._name = name
+    def __init__(self, encoder: PromptEncoder, workers: WorkerThreads) -> None:
+        self._encoder = encoder
         self._workers = workers
-        self._max_token_chars = max(map(len, backend.get_vocab()))
-        self._knows_developer = "developer" in str(tokenizer.chat_template)
-        self.token_text = TokenText(backend)
-        added = {token.content: (token_id, token.special) for token_id, token in tokenizer.added_tokens_decoder.items()}
-        self.family = self._family_of(tool_call_parser, added)
+        self.fast = encoder.fast
+        """The tokenizer as transformers has it, with its chat template."""
+        self._tokenizer: Tokenizer = encoder.fast.backend_tokenizer
+        self.token_text = TokenText(self._tokenizer)
+        self.family = encoder.family
         """Family of the chat template: the form of calls and reasoning."""
-        self.marker = marker_of(special_token_ids(added))
+        self.min_tokens = encoder.min_tokens
+        """Function that returns the least number of tokens that a prompt may have."""
+        self.marker = marker_of(special_token_ids(encoder.added))
         """Function that writes the family's markers in a grammar."""
-        special = {content: token_id for content, (token_id, is_special) in added.items() if is_special}
+        special = {content: token_id for content, (token_id, is_special) in encoder.added.items() if is_special}
         self.marker_token_ids = tuple(sorted(special[token] for token in self.family.visible_tokens(special)))
         """Special tokens that outputs must show, so that calls and reasoning can be parsed."""
 
     @classmethod
     def load(cls, model: str, workers: WorkerThreads, tool_call_parser: str | None = None) -> PromptTokenizer:
-        """Load the tokenizer of `model`, a directory or hub id."""
-        return cls(load_tokenizer(model), model, workers, tool_call_parser)
+        """Load the tokenizer of `model`, a directory or hub id.
+
+        Raises:
+            ValueError: `tool_call_parser` names no family of chat templates.
+        """
+        return cls(PromptEncoder.load(model, tool_call_parser), workers)
 
     async def encode_chat(
         self,
@@ -135,16 +62,10 @@ class PromptTokenizer:
             InvalidRequest: the model has no chat template, its template refuses the messages, or their text
                 is too long for `max_prompt_tokens` tokens.
             Overloaded: too much work waits.
+            NoReplicaAvailable: the process that did the work has ended.
         """
-        num_chars = sum(len(message.content or "") for message in turns.messages)
-
-        def encode() -> EncodedPrompt:
-            self._refuse_hopeless(turns, max_prompt_tokens)
-            text = self._render(turns)
-            self._refuse_oversized(text, "messages", max_prompt_tokens)
-            return self._encode(text, add_special_tokens)
-
-        return await self._workers.run(encode, owner, num_chars)
+        work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens)
+        return await self._workers.run_apart(work, owner, turns.messages.num_bytes)
 
     async def encode_prompts(
         self,
@@ -158,22 +79,11 @@ class PromptTokenizer:
 
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
+            Overloaded, NoReplicaAvailable: as `encode_chat` does.
             Overloaded: too much work waits.
         """
-        num_bytes = sum(map(len, prompts))
-
-        def encode(prompt: Prompt) -> EncodedPrompt:
-            if not isinstance(prompt, str):
-                return EncodedPrompt(tuple(prompt), None)
-            return self._encode(prompt, add_special_tokens)
-
-        def encode_all() -> list[EncodedPrompt]:
-            for prompt in prompts:
-                if isinstance(prompt, str):
-                    self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
-            return [encode(prompt) for prompt in prompts]
-
-        return await self._workers.run(encode_all, owner, num_bytes)
+        work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens)
+        return await self._workers.run_apart(work, owner, sum(map(len, prompts)))
 
     async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and behind a space."""
@@ -214,66 +124,6 @@ class PromptTokenizer:
             "chat_template": None if fast.chat_template is None else str(fast.chat_template),
             "tool_call_parser": self.family.name,
         }
-
-    def _family_of(self, name: str | None, added: Mapping[str, tuple[int, bool]]) -> ChatFamily:
-        """Return the family of the chat template, adapted to what the template renders."""
-        template = str(self.fast.chat_template or "")
-        family = detect(template, added) if name is None else adapted(family_named(name), template, added)
-        described = getattr(self.fast, "response_template", None)
-        if name is None and family.name == GENERIC.name and isinstance(described, dict):
-            family = adapted(described_family(described) or family, template, added)
-        if not template:
-            return family
-        return probed(family, lambda turns: self._apply_template(turns, add_generation_prompt=True))
-
-    def _render(self, turns: ChatTurns) -> str:
-        if not self.fast.chat_template:
-            raise InvalidRequest(f"model `{self._name}` has no chat template; use /v1/completions", "messages")
-        messages = [message.turn() for message in turns.messages]
-        for message in messages:
-            if message["role"] == "developer" and not self._knows_developer:
-                message["role"] = "system"
-        prompt = prompt_messages(self.family, messages, turns.tools)
-        is_listed = bool(turns.tools) and self.family.tool_list is ToolList.TEMPLATE
-        try:
-            return self._apply_template(
-                prompt,
-                tools=list(turns.tools) if is_listed else None,
-                add_generation_prompt=turns.add_generation_prompt,
-                continue_final_message=turns.continue_final_message,
-                **turns.variables,
-            )
-        except Exception as error:  # A template is a program of the model: it may raise anything.
-            reason = error if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
-            refusal = f"the model's chat template refuses the messages: {shortened(str(reason))}"
-            raise InvalidRequest(refusal, "messages") from None
-
-    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
-
-    def _encode(self, text: str, add_special_tokens: bool) -> EncodedPrompt:
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return EncodedPrompt(tuple(encoding.ids), text)
-
-    def min_tokens(self, prompt: Prompt) -> int:
-        """Return the least number of tokens that a prompt may have: as if each were the vocabulary's longest."""
-        return -(-len(prompt) // self._max_token_chars) if isinstance(prompt, str) else len(prompt)
-
-    def _refuse_hopeless(self, turns: ChatTurns, max_prompt_tokens: int | None) -> None:
-        """Refuse, without rendering, a conversation whose users' texts alone are too long.
-
-        Templates strip texts, and some leave out parts of the model's turns.
-        """
-        texts = (message.content or "" for message in turns.messages if message.role == "user")
-        min_tokens = -(-sum(len(text.strip()) for text in texts) // self._max_token_chars)
-        if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
-            raise prompt_too_long(min_tokens, max_prompt_tokens, "messages", at_least=True)
-
-    def _refuse_oversized(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
-        """Refuse, without tokenizing, a text that is too long even if every token were the vocabulary's longest."""
-        min_tokens = self.min_tokens(text)
-        if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
-            raise prompt_too_long(min_tokens, max_prompt_tokens, param, at_least=True)
 
 
 class TokenText:

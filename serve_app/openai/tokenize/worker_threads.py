@@ -7,11 +7,13 @@ import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from replicas.errors import Overloaded
 from replicas.protocol import Band
 from serve_app.openai.request.caller import WorkOwner
+from serve_app.openai.tokenize.work_process import WorkProcesses
 from serve_app.openai.tokenize.work_queue import QueuedWork, WorkLimits, WorkQueue
 
 ResultT = TypeVar("ResultT")
@@ -20,24 +22,48 @@ SERVER = WorkOwner(Band.INTERACTIVE, "")
 """Owner of the server's own work."""
 
 _NO_LIMITS = WorkLimits()
+_APART_BYTES = 2**14
+"""Size from which work of bands below `interactive` is done in a process."""
 
 
 class WorkerThreads:
     """Thread pool of fixed size, used on one event loop. `WorkQueue` has the order and the bounds of waiting work.
 
     Bands below `interactive` leave one thread free for it, if there is more than one: work cannot be interrupted.
-    Work that holds the GIL throughout a call into C still blocks the event loop.
+    Work that holds the GIL throughout a call into C still blocks the event loop. `run_apart` gives large work of those
+    bands to processes, at most one for each thread that the bands may use.
 
     Invariant: a thread is free only if no work may start.
     """
 
-    def __init__(self, num_threads: int, name: str = "tokenizer", limits: WorkLimits = _NO_LIMITS) -> None:
+    def __init__(
+        self,
+        num_threads: int,
+        name: str = "tokenizer",
+        limits: WorkLimits = _NO_LIMITS,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        """Create the pool; a process for large work calls `prepare` first. None: there is no such process."""
         self._executor = ThreadPoolExecutor(num_threads, name)
         self._num_threads = num_threads
         self._limits = limits
         self._queue = WorkQueue(limits)
         self._waiting: dict[QueuedWork, asyncio.Future[Any]] = {}
         self._num_running = dict.fromkeys(Band, 0)
+        self._processes = None if prepare is None else WorkProcesses(prepare, max(1, num_threads - 1))
+
+    async def run_apart(self, work: Callable[[], ResultT], owner: WorkOwner = SERVER, num_bytes: int = 0) -> ResultT:
+        """Do as `run`; a process does large work of a band below `interactive` while the thread waits.
+
+        The work and its result are pickled.
+
+        Raises:
+            Overloaded: as `run`.
+            NoReplicaAvailable: the process has ended.
+        """
+        if self._processes is not None and num_bytes >= _APART_BYTES and owner.band is not Band.INTERACTIVE:
+            work = partial(self._processes.run, work)
+        return await self.run(work, owner, num_bytes)
 
     async def run(self, work: Callable[[], ResultT], owner: WorkOwner = SERVER, num_bytes: int = 0) -> ResultT:
         """Run `work` in a thread and return its result; `num_bytes` is the memory that it needs while it waits.

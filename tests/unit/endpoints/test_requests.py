@@ -294,3 +294,17 @@ def test_ended_requests_are_bounded_in_number_and_age() -> None:
     world.end(running)
     assert not world.registry._by_key.keys() & {(None, f"seq-{number}") for number in range(1, 6)}
     world.registry.check_invariants()
+
+
+def test_a_running_request_is_found_after_a_newer_one_of_its_id_is_forgotten() -> None:
+    world = Registry(max_ended=1)
+    running = world.begin("same", 0)
+    world.end(world.begin("same", 1))
+    assert world.registry.find("same", ANONYMOUS)["status"] == "completed"
+    world.end(world.begin("another", 2))
+    assert world.registry.find("same", ANONYMOUS)["status"] == "running"
+    assert world.registry.cancel("same", ANONYMOUS)["status"] == "cancelling"
+    world.end(running)
+    world.end(world.begin("another", 3))
+    with pytest.raises(HttpError):
+        world.registry.find("same", ANONYMOUS)

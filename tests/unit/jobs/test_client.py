@@ -17,6 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ServingError
+from replicas.protocol import Metric, MetricKind
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchNotCancellable,
@@ -29,6 +30,7 @@ from serve_app.jobs.api.records import (
     UnknownFile,
 )
 from serve_app.jobs.client import ServeJobs, answers_service_calls
+from serve_app.jobs.metrics import storage_metric
 from testkit.jobs.database_worlds import new_batch
 from testkit.jobs.jobs_process import ScriptedCompletions, jobs_process
 from testkit.jobs.memory_files import MemoryFiles
@@ -43,9 +45,10 @@ class Deployment:
     """The jobs deployment as far as calls see it."""
 
     service: Any
+    counts: JobsCounts = field(default_factory=JobsCounts)
 
     async def metrics(self) -> JobsCounts:
-        return JobsCounts()
+        return self.counts
 
 
 @dataclass
@@ -86,11 +89,25 @@ class Service:
 
 
 class Handle:
-    """A deployment handle over one process, or none yet."""
+    """A deployment handle over one worker that answers calls, or none yet, and others that only broadcasts reach."""
 
-    def __init__(self, deployment: Deployment | None) -> None:
+    def __init__(self, deployment: Deployment | None, *others: Deployment) -> None:
         self.deployment = deployment
+        self.others = others
         self.responses: list[Response] = []
+        self.hangs = False
+        """True: a worker does not answer broadcasts."""
+
+    def broadcast(self, name: str, **arguments: Any) -> SimpleNamespace:
+        async def results(timeout_s: float, return_exceptions: bool) -> list[Any]:
+            if self.hangs:
+                raise TimeoutError
+            workers = [worker for worker in (self.deployment, *self.others) if worker is not None]
+            calls = [getattr(worker, name)(**by_value(arguments)) for worker in workers]
+            answers: list[Any] = by_value(await asyncio.gather(*calls, return_exceptions=return_exceptions))
+            return answers
+
+        return SimpleNamespace(results_async=results)
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         return SimpleNamespace(remote=partial(self._call, name))
@@ -184,6 +201,53 @@ async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
         assert (await service.stats(TENANT)).total == 1
         assert (await service.cancel(TENANT, batch_id)).status in (BatchStatus.CANCELLING, BatchStatus.CANCELLED)
         assert await service.metrics() == JobsCounts()
+
+
+@dataclass
+class Lines:
+    """What a worker knows of the only line."""
+
+    status: str | None
+
+    async def line_request(self, **arguments: Any) -> dict[str, Any] | None:
+        if self.status == "failing":
+            raise ValueError("a bug")
+        return None if self.status is None else {"status": self.status}
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ([None, None], None),
+        ([None, "completed"], "completed"),
+        (["cancelled", "completed"], "completed"),
+        (["failed", "running"], "running"),
+        (["failing", "completed"], "completed"),
+    ],
+)
+async def test_a_line_is_found_in_whichever_worker_runs_it(known: list[str | None], told: str | None) -> None:
+    first, *others = [Deployment(Lines(status)) for status in known]
+    found = await ServeJobs(Handle(first, *others)).line_request(TENANT, "id-0")
+    assert found == (None if told is None else {"status": told})
+
+
+async def test_metrics_of_all_workers_are_added_up_and_those_of_the_database_are_not() -> None:
+    def counts(num_ended: int, num_jobs: int, is_up: bool) -> JobsCounts:
+        ended = (("status", "succeeded"),)
+        return JobsCounts(
+            (
+                Metric("headway:batch_requests", "", MetricKind.COUNTER, num_ended, ended),
+                Metric("headway:jobs", "", MetricKind.GAUGE, num_jobs),
+                storage_metric(is_up),
+            )
+        )
+
+    first, second = (Deployment(None, counts(*numbers)) for numbers in ((3, 7, True), (5, 7, False)))
+    handle = Handle(first, second)
+    values = {metric.name: metric.value for metric in (await ServeJobs(handle).metrics()).own}
+    assert values == {"headway:batch_requests": 8, "headway:jobs": 7, "headway:jobs_storage_up": 0}
+    handle.hangs = True
+    assert await ServeJobs(handle).metrics() == first.counts, "one that answers is better than none"
 
 
 async def test_an_error_of_the_service_keeps_its_type(service: Service, client: ServeJobs) -> None:

@@ -1,6 +1,7 @@
 """Work in threads: the number that runs at once, its order, cancellation, and errors."""
 
 import asyncio
+import os
 import threading
 from functools import partial
 
@@ -11,7 +12,7 @@ from replicas.protocol import Band
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.tokenize.work_queue import WorkLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
-from testkit.limits import until
+from testkit.limits import LIMIT_S, until
 
 
 class Work:
@@ -109,3 +110,21 @@ async def test_work_that_waits_too_long_is_refused() -> None:
     work.may_end.set()
     await begun
     assert len(work.starts) == 1
+
+
+def nothing() -> None:
+    pass
+
+
+async def test_large_work_of_less_urgent_bands_is_done_in_a_process() -> None:
+    workers = WorkerThreads(2, prepare=nothing)
+
+    async def pid(owner: WorkOwner, num_bytes: int) -> int:
+        return await workers.run_apart(os.getpid, owner, num_bytes)
+
+    async with asyncio.timeout(LIMIT_S):
+        while await pid(BATCH, 2**14) == os.getpid():
+            await asyncio.sleep(0.02)
+    assert await pid(BATCH, 2**14 - 1) == os.getpid()
+    assert await pid(INTERACTIVE, 2**20) == os.getpid()
+    assert await WorkerThreads(2).run_apart(os.getpid, BATCH, 2**20) == os.getpid()

@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from replicas.protocol import Band
-from serve_app.jobs.execution.planning import plan, raised_band
-from serve_app.jobs.execution.throughput import ThroughputEstimator
+from router.flow.flow_queue import BandLimits, FlowQueue
+from router.types import ReplicaView
+from serve_app.jobs.execution.planning import LineCapacity, plan, raised_band
+from serve_app.jobs.execution.throughput import BacklogView, ThroughputEstimator
 from serve_app.jobs.lifecycle.input_file import InvalidFile, split_lines
 from serve_app.jobs.storage.batch_queue import Backlog, OpenBatch
 from serve_app.jobs.storage.lines import LeasedLine, size_of
+from serve_app.jobs.storage.ownership import Speed
 from testkit.jobs.database_worlds import SetTime, success
+from testkit.router.simulated_replicas import stats as replica_stats
 
 NOW = 1_000_000.0
 NEVER = -math.inf
@@ -46,6 +50,56 @@ def test_tenants_share_lines_by_those_that_run():
     assert planned(batches, 10) == {"a": 5, "b": 5}
     assert planned(batches, 10, acme=4) == {"a": 3, "b": 7}
     assert planned(batches, 10, acme=40) == {"b": 10}
+
+
+def test_of_tenants_with_equally_many_lines_the_one_served_longest_ago_is_next():
+    batches = [open_batch(tenant, tenant=tenant) for tenant in ("a", "b", "c")]
+    served: list[str] = []
+    for _ in range(6):
+        [want] = plan(batches, NEVER, lambda band: 1, {}, {name: at for at, name in enumerate(served, 1)})
+        served.append(want.batch.tenant)
+    assert served == ["a", "b", "c", "a", "b", "c"]
+
+
+def capacity(num_slots: int, num_busy: int) -> LineCapacity:
+    views = [ReplicaView(replica_stats(slots=num_slots), 0.0, num_by_band=(0, 0, num_busy))]
+    return LineCapacity(lambda: views, FlowQueue({band: BandLimits(100, 10**6) for band in Band}, 30.0))
+
+
+@pytest.mark.parametrize(("num_workers", "available"), [(1, 80 + 40), (2, 40 + 20), (3, 27 + 16), (100, 1 + 16)])
+def test_a_worker_takes_its_share_of_the_free_slots_and_of_the_lines_ahead(num_workers, available):
+    assert capacity(160, 80).available(Band.BATCH, 0, num_workers) == available
+
+
+def test_a_worker_with_no_free_slot_in_sight_holds_few_lines_ahead():
+    assert capacity(32, 32).available(Band.BATCH, 8, 4) == 0
+    assert capacity(32, 32).available(Band.BATCH, 0, 4) == capacity(32, 40).available(Band.BATCH, 0, 4) == 8
+
+
+def test_all_workers_together_report_the_backlog_once():
+    backlogs = [BacklogView(SetTime().clock) for _ in range(3)]
+    for one in backlogs:
+        one.throughput.others = [Speed()] * 2
+        one.waiting = [Backlog(Band.BATCH, None, 100, 9000)]
+    assert sum(one.num_requests() for one in backlogs) == pytest.approx(100, abs=2)
+    assert sum(work.tokens for one in backlogs for work in one.work()) == pytest.approx(9000, abs=3)
+
+
+def test_estimates_count_the_speed_of_all_workers():
+    time = SetTime()
+    here, there = ThroughputEstimator(time.clock), ThroughputEstimator(time.clock)
+    for one in (here, there):
+        one.began("b")
+    for _ in range(10):
+        time.now += 1
+        here.ended([success(leased(50))])
+        there.ended([success(leased(150))])
+    alone = here.eta_s("b", 1000)
+    here.others, there.others = [there.own_speed()], [here.own_speed()]
+    assert here.eta_s("b", 1000) == there.eta_s("b", 1000) == pytest.approx(1000 / 200)
+    assert alone == pytest.approx(1000 / 50)
+    assert here.output_tokens_per_s("acme") == there.output_tokens_per_s("acme") == pytest.approx(10.0, rel=0.2)
+    assert here.late_deadline(backlog((100.0, 15_000)), NOW) == NEVER
 
 
 def test_a_tenants_batches_come_in_their_order():

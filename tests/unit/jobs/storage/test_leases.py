@@ -12,7 +12,7 @@ from serve_app.jobs.storage.batch_states import cancel_batch, expire_batches
 from serve_app.jobs.storage.batches import batch_record, list_lines, select_batch
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import end_lines, release_lines
-from serve_app.jobs.storage.ownership import dead_owners, heartbeat, reap_owner
+from serve_app.jobs.storage.ownership import Ownership, dead_owners, heartbeat, reap_owner
 from serve_app.jobs.storage.tables import batches
 from serve_app.jobs.webhooks.receivers import Closed, Receiver
 from testkit.jobs.database_worlds import MODEL, World, body, failure, new_batch, success
@@ -84,7 +84,7 @@ async def test_a_failed_request_fails_its_job_and_is_announced(world, owners):
     [line] = await world.lease("a", batch_id)
     await world.write(lambda c: end_lines(c, "a", [failure(line)], world.now))
     assert await status_of(world, batch_id) is BatchStatus.FAILED
-    outbox = SqlOutbox(world.database, world.clock)
+    outbox = SqlOutbox(world.context, Ownership(world.context))
     [pending] = await outbox.due_deliveries(world.now, 10)
     assert (pending.batch_id, pending.event, pending.num_attempts) == (batch_id, "response.failed", 0)
     assert pending.tenant == "acme"

@@ -198,6 +198,8 @@ class MemoryOutbox:
         self.errors: dict[str, str] = {}
         self.done: list[str] = []
         self.num_failing_calls = 0
+        self.taken: set[str] = set()
+        """Deliveries that another worker claims first."""
 
     async def due_deliveries(self, now_unix_s: float, limit: int, closed: Closed = NONE_CLOSED) -> list[Delivery]:
         self._maybe_fail()
@@ -211,17 +213,21 @@ class MemoryOutbox:
             and each.id not in closed.delivery_ids
         ][:limit]
 
-    async def delivered(self, delivery_id: str) -> None:
+    async def claim(self, delivery_ids: Sequence[str], now_unix_s: float) -> set[str]:
         self._maybe_fail()
-        self.next_unix_s[delivery_id] = None
-        self.done.append(delivery_id)
+        return set(delivery_ids) - self.taken
 
-    async def delivery_failed(self, delivery_id: str, next_attempt_unix_s: float | None, error: str) -> None:
+    async def delivered(self, delivery: Delivery) -> None:
         self._maybe_fail()
-        made = self.pending[delivery_id]
-        self.pending[delivery_id] = replace(made, num_attempts=made.num_attempts + 1)
-        self.next_unix_s[delivery_id] = next_attempt_unix_s
-        self.errors[delivery_id] = error
+        self.next_unix_s[delivery.id] = None
+        self.done.append(delivery.id)
+
+    async def delivery_failed(self, delivery: Delivery, next_attempt_unix_s: float | None, error: str) -> None:
+        self._maybe_fail()
+        made = self.pending[delivery.id]
+        self.pending[delivery.id] = replace(made, num_attempts=made.num_attempts + 1)
+        self.next_unix_s[delivery.id] = next_attempt_unix_s
+        self.errors[delivery.id] = error
 
     def _maybe_fail(self) -> None:
         if self.num_failing_calls > 0:
@@ -398,6 +404,17 @@ async def test_a_database_outage_delays_webhooks_and_repeats_none() -> None:
         hosts.answer("good.test")
         await until(lambda: outbox.done == ["evt_1"])
     assert len(hosts.posted) == 1
+
+
+async def test_what_another_worker_has_claimed_is_left_to_it() -> None:
+    outbox, hosts = MemoryOutbox(*(delivery(number) for number in range(6))), Hosts()
+    outbox.taken = {"evt_0", "evt_1", "evt_2", "evt_3"}
+    async with sending(outbox, hosts, receivers=ReceiverLimits(5, 5)):
+        await until(lambda: sorted(outbox.done) == ["evt_4", "evt_5"])
+        assert len(hosts.posted) == 2
+        outbox.taken = set()
+        await until(lambda: len(outbox.done) == 6)
+    assert len(hosts.posted) == 6
 
 
 async def test_an_internal_error_counts_as_a_failed_attempt() -> None:

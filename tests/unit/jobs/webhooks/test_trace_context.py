@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from replicas.clock import Clock
 from serve_app.jobs.api.records import BatchKind
 from serve_app.jobs.storage.batch_queue import open_batches
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import end_lines
+from serve_app.jobs.storage.ownership import Ownership
 from serve_app.jobs.webhooks.addresses import AllowedHosts
 from serve_app.jobs.webhooks.client import DeliveryFailed, WebhookClient
 from serve_app.jobs.webhooks.events import Delivery
@@ -34,7 +34,7 @@ async def ended_delivery(world: World, url: str, **fields: Any) -> Delivery:
     batch = (await world.submit(new_batch(1, BatchKind.JOB, callback_url=url, **fields))).batch
     [line] = await world.lease("me", batch.id)
     await world.write(lambda connection: end_lines(connection, "me", [success(line)], world.now))
-    [delivery] = await SqlOutbox(world.database, Clock()).due_deliveries(world.now + 1, 10)
+    [delivery] = await SqlOutbox(world.context, Ownership(world.context)).due_deliveries(world.now + 1, 10)
     return delivery
 
 

@@ -1,0 +1,210 @@
+"""Encoder of prompts: conversations and texts become token ids in the thread that calls it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jinja2.exceptions import TemplateError
+from tokenizers import Tokenizer
+
+from replicas.errors import InvalidRequest
+from replicas.tokenizer_files import load_tokenizer
+from serve_app.errors import shortened
+from serve_app.openai.request.conversation import NO_MESSAGES, MessageList
+from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody
+from serve_app.openai.request.validation import prompt_too_long
+from serve_app.openai.tools.detection import adapted, detect, probed
+from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, family_named
+from serve_app.openai.tools.messages import prompt_messages
+from serve_app.openai.tools.response_template import described_family
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_RESERVED = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize",
+    "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
+"""Variables of a chat template, and arguments of its rendering, that a request cannot set."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurns:
+    """Conversation to render with a chat template."""
+
+    messages: MessageList
+    tools: Sequence[dict[str, Any]] = ()
+    """Tools in OpenAI's form."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+    add_generation_prompt: bool = True
+    """True if the text ends where the assistant's turn begins."""
+    continue_final_message: bool = False
+    """True if the text ends within the last message."""
+
+    @classmethod
+    def of(cls, body: ChatBody | TokenizeBody) -> ChatTurns:
+        """Return the conversation of a body.
+
+        Raises:
+            InvalidRequest: a variable of the template has a name that the server sets.
+        """
+        for name in sorted(_RESERVED & body.chat_template_kwargs.keys()):
+            param = f"chat_template_kwargs.{name}"
+            raise InvalidRequest(f"`{param}` is set by the server", param)
+        return cls(
+            NO_MESSAGES if body.messages is None else body.messages,
+            [tool.model_dump(exclude_none=True, exclude_defaults=True) for tool in body.offered_tools],
+            {**_reasoning_variables(body.reasoning_effort), **body.chat_template_kwargs},
+            body.begins_turn,
+            body.continue_final_message,
+        )
+
+
+def _reasoning_variables(effort: str | None) -> dict[str, Any]:
+    """Return the variables by which chat templates know the effort of the reasoning."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"enable_thinking": False, "thinking": False}
+    return {"reasoning_effort": effort, "enable_thinking": True, "thinking": True}
+
+
+class PromptEncoder:
+    """Encoder of conversations and texts with a model's chat template and tokenizer.
+
+    Only the batch calls of `tokenizers` release the GIL, so even a single text is encoded as a batch.
+    The chat template is the only code of a model that runs, in transformers' Jinja sandbox.
+    Pickled, it is the name of its model; each process loads that once.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, name: str, tool_call_parser: str | None) -> None:
+        """Create the encoder; `tool_call_parser` names the family of the chat template. None: it is found.
+
+        Raises:
+            ValueError: there is no family of this name.
+        """
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        # A tokenizer file may switch on truncation and padding; both would silently change prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        self.fast = tokenizer
+        """The tokenizer as transformers has it, with its chat template."""
+        self._tokenizer = backend
+        self._name = name
+        self._tool_call_parser = tool_call_parser
+        self._max_token_chars = max(map(len, backend.get_vocab()))
+        self._knows_developer = "developer" in str(tokenizer.chat_template)
+        self.added = {
+            token.content: (token_id, token.special) for token_id, token in tokenizer.added_tokens_decoder.items()
+        }
+        """Ids of the added tokens, and which of them are special."""
+        self.family = self._family_of(tool_call_parser, self.added)
+        """Family of the chat template: the form of calls and reasoning."""
+
+    @classmethod
+    def load(cls, model: str, tool_call_parser: str | None = None) -> PromptEncoder:
+        """Load the tokenizer of `model`, a directory or hub id."""
+        return cls(load_tokenizer(model), model, tool_call_parser)
+
+    def __reduce__(self) -> tuple[Callable[[str, str | None], PromptEncoder], tuple[str, str | None]]:
+        """Return the function that gives another process its encoder of the same model, and the arguments."""
+        return encoder_of, (self._name, self._tool_call_parser)
+
+    def encode_chat(self, turns: ChatTurns, max_prompt_tokens: int | None, add_special_tokens: bool) -> EncodedPrompt:
+        """Render a conversation with the model's chat template and encode it.
+
+        Raises:
+            InvalidRequest: the model has no chat template, its template refuses the messages, or their text
+                is too long for `max_prompt_tokens` tokens.
+        """
+        self._refuse_hopeless(turns, max_prompt_tokens)
+        text = self._render(turns)
+        self._refuse_oversized(text, "messages", max_prompt_tokens)
+        return self._encode(text, add_special_tokens)
+
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], max_prompt_tokens: int | None, add_special_tokens: bool
+    ) -> list[EncodedPrompt]:
+        """Encode texts; token ids stay as they are.
+
+        Raises:
+            InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
+        """
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
+        return [
+            self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else EncodedPrompt(tuple(prompt), None)
+            for prompt in prompts
+        ]
+
+    def min_tokens(self, prompt: Prompt) -> int:
+        """Return the least number of tokens that a prompt may have: as if each were the vocabulary's longest."""
+        return -(-len(prompt) // self._max_token_chars) if isinstance(prompt, str) else len(prompt)
+
+    def _family_of(self, name: str | None, added: Mapping[str, tuple[int, bool]]) -> ChatFamily:
+        """Return the family of the chat template, adapted to what the template renders."""
+        template = str(self.fast.chat_template or "")
+        family = detect(template, added) if name is None else adapted(family_named(name), template, added)
+        described = getattr(self.fast, "response_template", None)
+        if name is None and family.name == GENERIC.name and isinstance(described, dict):
+            family = adapted(described_family(described) or family, template, added)
+        if not template:
+            return family
+        return probed(family, lambda turns: self._apply_template(turns, add_generation_prompt=True))
+
+    def _render(self, turns: ChatTurns) -> str:
+        if not self.fast.chat_template:
+            raise InvalidRequest(f"model `{self._name}` has no chat template; use /v1/completions", "messages")
+        messages = [message.turn() for message in turns.messages]
+        for message in messages:
+            if message["role"] == "developer" and not self._knows_developer:
+                message["role"] = "system"
+        prompt = prompt_messages(self.family, messages, turns.tools)
+        is_listed = bool(turns.tools) and self.family.tool_list is ToolList.TEMPLATE
+        try:
+            return self._apply_template(
+                prompt,
+                tools=list(turns.tools) if is_listed else None,
+                add_generation_prompt=turns.add_generation_prompt,
+                continue_final_message=turns.continue_final_message,
+                **turns.variables,
+            )
+        except Exception as error:  # A template is a program of the model: it may raise anything.
+            reason = error if isinstance(error, TemplateError | ValueError) else f"{type(error).__name__}: {error}"
+            refusal = f"the model's chat template refuses the messages: {shortened(str(reason))}"
+            raise InvalidRequest(refusal, "messages") from None
+
+    def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> EncodedPrompt:
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return EncodedPrompt(tuple(encoding.ids), text)
+
+    def _refuse_hopeless(self, turns: ChatTurns, max_prompt_tokens: int | None) -> None:
+        """Refuse, without rendering, a conversation whose users' texts alone are too long.
+
+        Templates strip texts, and some leave out parts of the model's turns.
+        """
+        texts = (message.content or "" for message in turns.messages if message.role == "user")
+        min_tokens = -(-sum(len(text.strip()) for text in texts) // self._max_token_chars)
+        if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
+            raise prompt_too_long(min_tokens, max_prompt_tokens, "messages", at_least=True)
+
+    def _refuse_oversized(self, text: str, param: str, max_prompt_tokens: int | None) -> None:
+        """Refuse, without tokenizing, a text that is too long even if every token were the vocabulary's longest."""
+        min_tokens = self.min_tokens(text)
+        if max_prompt_tokens is not None and min_tokens > max_prompt_tokens:
+            raise prompt_too_long(min_tokens, max_prompt_tokens, param, at_least=True)
+
+
+@functools.cache
+def encoder_of(model: str, tool_call_parser: str | None) -> PromptEncoder:
+    """Return this process's encoder of a model; it is loaded once."""
+    return PromptEncoder.load(model, tool_call_parser)
