@@ -4,23 +4,34 @@ The real HTTP application and router, in one process, over a replica that gives 
 computes nothing. The streams are driven like in an ASGI server, without sockets. A bare floor runs in turn with it: as
 many coroutines that wait for the same steps and send bytes of the same length. The cost above the floor is the path of
 a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
+
+`python -m bench.delta_path --served [--against CHECKOUT]` serves the application on Ray over an engine that takes a
+GPU's time and computes nothing, here and from another checkout by turns. It prints the processor time per token of the
+ingress, the proxy, and the replica without its engine's thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import asdict, dataclass, field
+from dataclasses import fields as fields_of
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import aiohttp
+import psutil
+
 from bench.record import write
+from bench.serving import TIMED, serving
+from bench.timed_app import ENGINE_THREAD
 from replicas.protocol import (
     EngineMetrics,
     FinishReason,
@@ -34,6 +45,7 @@ from serve_app.config import HeadwayConfig
 from serve_app.ingress import Backends, IngressSettings, create_api
 from serve_app.metrics import HttpMetrics
 from testkit.http.local_service import LocalRouting
+from testkit.serving.served import Served
 
 _MODEL = "demo"
 _TEXT = " word"
@@ -231,6 +243,116 @@ def _median(turns: list[Turn]) -> dict[str, float]:
     }
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Processor time of each part, microseconds per token, over one load."""
+
+    ingress: float
+    proxy: float
+    replica_outside_engine: float
+    engine_thread: float
+    rest_of_ray: float
+    token_path: float
+    """Sum of the first three."""
+    tokens_per_s: float
+    chunks_per_token: float
+
+
+_PARTS = {
+    "ray::ServeReplica:headway:Ingress": "ingress",
+    "ray::ProxyActor": "proxy",
+    "ray::ServeReplica:headway:Model": "replica",
+}
+
+
+async def load(url: str, num_streams: int, num_tokens: int) -> int:
+    """Read `num_streams` streams at once; return the number of their chunks."""
+    fields = {"model": _MODEL, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, read_bufsize=2**18) as session:
+
+        async def read(number: int) -> int:
+            async with session.post(f"{url}/v1/completions", json={**fields, "prompt": f"stream {number}"}) as response:
+                body = await response.read()
+            assert response.status == 200 and body.endswith(b"data: [DONE]\n\n"), body[-300:]
+            return body.count(b"data: ") - 1
+
+        return sum(await asyncio.gather(*map(read, range(num_streams))))
+
+
+def cpu_seconds(served: Served) -> dict[str, float]:
+    """Return the processor time of each part so far."""
+    found = dict.fromkeys((*_PARTS.values(), "engine", "rest"), 0.0)
+    for process in served.descendants():
+        with contextlib.suppress(psutil.Error, IndexError):
+            times, command = process.cpu_times(), process.cmdline()[0]
+            part = next((part for begin, part in _PARTS.items() if command.startswith(begin)), "rest")
+            found[part] += times.user + times.system
+            if part == "replica":
+                of_engine = _engine_thread_s(process)
+                found["replica"] -= of_engine
+                found["engine"] += of_engine
+    return found
+
+
+def _engine_thread_s(process: psutil.Process) -> float:
+    for thread in process.threads():
+        if Path(f"/proc/{process.pid}/task/{thread.id}/comm").read_text().strip() == ENGINE_THREAD:
+            return float(thread.user_time + thread.system_time)
+    return 0.0
+
+
+def served_turn(options: argparse.Namespace, checkout: str | None, arguments: dict[str, str]) -> Shares:
+    """Serve one application, put the load on it, and return the processor time per token."""
+    num_streams, num_tokens = options.served, options.deltas
+    fields = {"served_model_name": _MODEL, "max_num_seqs": num_streams, **arguments}
+    with serving(TIMED, fields, options.throughput, checkout) as served:
+        asyncio.run(load(served.url, num_streams, 8))
+        before, started_s = cpu_seconds(served), time.perf_counter()
+        num_chunks = asyncio.run(load(served.url, num_streams, num_tokens))
+        took_s, after = time.perf_counter() - started_s, cpu_seconds(served)
+    count = num_streams * num_tokens
+    spent = {part: (after[part] - before[part]) / count * 1e6 for part in after}
+    return Shares(
+        ingress=round(spent["ingress"], 1),
+        proxy=round(spent["proxy"], 1),
+        replica_outside_engine=round(spent["replica"], 1),
+        engine_thread=round(spent["engine"], 1),
+        rest_of_ray=round(spent["rest"], 1),
+        token_path=round(spent["ingress"] + spent["proxy"] + spent["replica"], 1),
+        tokens_per_s=round(count / took_s, 1),
+        chunks_per_token=round(num_chunks / count, 3),
+    )
+
+
+def measure_served(options: argparse.Namespace) -> None:
+    """Serve this checkout and the other one by turns, print the processor time per token, and write it."""
+    places = {"before": options.against, "after": None} if options.against else {"after": None}
+    arguments = dict(each.split("=", 1) for each in options.arguments)
+    turns: dict[str, list[Shares]] = {name: [] for name in places}
+    for _ in range(options.turns):
+        for name, checkout in places.items():
+            turns[name].append(served_turn(options, checkout, arguments))
+            print(name, turns[name][-1], file=sys.stderr)
+    medians = {
+        name: {part.name: round(median(getattr(turn, part.name) for turn in taken), 2) for part in fields_of(Shares)}
+        for name, taken in turns.items()
+    }
+    print(json.dumps(medians, indent=1))
+    figures = {
+        "num_streams": options.served,
+        "is_throughput_profile": options.throughput,
+        "tokens_per_stream": options.deltas,
+        "arguments": arguments,
+    }
+    raw = {name: [asdict(turn) for turn in taken] for name, taken in turns.items()}
+    if options.out is None:
+        write(
+            "token_path_throughput" if options.throughput else "token_path",
+            {**figures, "medians": medians, "turns": raw},
+        )
+
+
 def main() -> None:
     """Measure and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -238,7 +360,14 @@ def main() -> None:
     parser.add_argument("--deltas", type=int, default=300, help="deltas of each stream")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, help="a file for the figures alone, instead of a result")
+    parser.add_argument("--served", type=int, metavar="STREAMS", help="serve on Ray, with so many streams")
+    parser.add_argument("--throughput", action="store_true", help="HAProxy in front and Serve's throughput flags")
+    parser.add_argument("--against", help="directory of another checkout, served by turns with this one")
+    parser.add_argument("arguments", nargs="*", metavar="key=value", help="fields of `bench.timed_app`'s configuration")
     options = parser.parse_args()
+    if options.served:
+        measure_served(options)
+        return
     logging.disable(logging.INFO)
     rows = [asyncio.run(measure(count, options.deltas, options.turns)) for count in options.streams]
     for row in rows:

@@ -7,6 +7,7 @@ No `from __future__ import annotations` here: Serve reads the annotation of `bui
 """
 
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -15,13 +16,17 @@ from pydantic import Field, model_validator
 from ray import serve
 
 from bench.routing.baselines import POLICIES, BaselineFlow
+from replicas.engine.batch import ScheduledBatch
 from serve_app.app import build_with
 from serve_app.config import HeadwayConfig
-from testkit.engine.timed_runner import STEP_TIMES, StepTimes, TimedRunner
+from testkit.engine.timed_runner import STEP_TIMES, StepTimes, TimedRunner, TimedStep
 
 if TYPE_CHECKING:
     from replicas.model_replica import Backend
     from replicas.options import ReplicaOptions
+
+ENGINE_THREAD = "engine"
+"""Name of the engine's thread for the operating system."""
 
 
 class TimedConfig(HeadwayConfig):
@@ -60,6 +65,19 @@ def build(config: TimedConfig) -> serve.Application:
     return build_with(plain, loader, BaselineFlow(config.baseline_policy, config.max_queued_per_replica))
 
 
+class NamedThreadRunner(TimedRunner):
+    """Timed runner that names its thread for the operating system, so that its processor time can be told apart."""
+
+    _has_named = False
+
+    def launch(self, batch: ScheduledBatch) -> TimedStep:
+        """Begin a step."""
+        if not self._has_named:
+            self._has_named = True
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(ENGINE_THREAD)
+        return super().launch(batch)
+
+
 @dataclass(frozen=True, slots=True)
 class TimedBackendLoader:
     """Factory of a timed replica's backend, called in the replica's process."""
@@ -79,7 +97,7 @@ class TimedBackendLoader:
         eos_token_ids = frozenset(eos if isinstance(eos, list) else [eos])
         tokenizer = load_tokenizer(options.model.path) if self.has_text else None
         return Backend(
-            runner=TimedRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
+            runner=NamedThreadRunner(self.step_times, model["vocab_size"], max(eos_token_ids)),
             decoders=lambda request: make_decoder(tokenizer, request.prompt_token_ids),
             num_blocks=self.num_blocks,
             max_model_len=options.model.max_model_len or model["max_position_embeddings"],

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy, StepWatch
+from replicas.engine.async_engine import AsyncEngine, StepWatch
 from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import ConstraintCompiler
 from replicas.engine.engine import Engine
+from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
 from replicas.grammar import GrammarCompiler
 from replicas.model.build import build_runner, warm_up

@@ -173,7 +173,7 @@ class TenantTokens:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """Load of a replica at one moment; attached to every delta and returned by a poll."""
+    """Load of a replica at one moment; sent with every batch of deltas and returned by a poll."""
 
     replica_id: str
     node_id: str

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -21,8 +19,10 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from replicas.delta_batch import ChannelId, DeltaBatch
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError, is_cancelled
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.delta_channels import ChannelPool
 from router.scaling.ingress_reports import IngressGossip, PollReply
 from router.stream_window import with_window
 
@@ -55,6 +55,24 @@ class RankedRouter(RequestRouter):
         return [*ranks, list(unranked.values())] if unranked else ranks
 
 
+class ServeTransport:
+    """Calls of a channel pool over a Serve deployment handle; implements `router.delta_channels.ChannelTransport`."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._generate = handle.options(method_name="generate", stream=True)
+        self._deltas = handle.options(method_name="deltas", stream=True)
+
+    def submit(
+        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
+    ) -> AsyncGenerator[str, None]:
+        """Have a replica generate a request; yield the replica's id. Closing the generator cancels the call."""
+        return _results(self._generate.remote, request, ranking=ranking, channel_id=channel_id, number=number)
+
+    def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+        """Yield the deltas of a channel; ends at once if another replica answers in the place of the one meant."""
+        return _results(self._deltas.remote, replica_id, channel_id, ranking=[replica_id])
+
+
 class ServeReplicaClient:
     """Client of the model replicas over a Serve deployment handle; implements `router.types.ReplicaClient`.
 
@@ -67,50 +85,31 @@ class ServeReplicaClient:
     def __init__(self, handle: DeploymentHandle[Any], gossip: IngressGossip) -> None:
         self._handle = handle
         self._gossip = gossip
-        self._generate = handle.options(method_name="generate", stream=True)
+        self._channels = ChannelPool(
+            gossip.ingress_id, ServeTransport(handle), lambda replica_id: replica_id in self._missed
+        )
         self._describe = handle.options(method_name="describe")
         self._poll = handle.options(method_name="poll")
         self._drain = handle.options(method_name="drain")
-        self._num_streams: Counter[str] = Counter()
         self._probe: asyncio.Task[list[PollReply]] | None = None
         """Broadcast of a poll beside a replica that hangs; None: the last broadcast was answered."""
         self._missed: set[str] = set()
         """Replicas with open streams of this client that answered an earlier poll but not the last one."""
 
-    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+    def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. Closing the generator cancels the request in the replica."""
-        response = in_own_context(self._generate.remote, request, ranking=ranking, ingress_id=self._gossip.ingress_id)
-        replica_id: str | None = None
-        is_stopping = False
-        try:
-            async for delta in response:
-                if delta.stats is not None:
-                    if replica_id is None:
-                        replica_id = delta.stats.replica_id
-                        self._num_streams[replica_id] += 1
-                    is_stopping = replica_id in self._missed
-                yield _as_draining(delta) if is_stopping else delta
-        except asyncio.CancelledError:
-            if not is_cancelled():
-                raise ReplicaLost("the replica gave up the request", has_died=False) from None
-            raise
-        except HANDLE_ERRORS as error:
-            lost = _as_serving_error(error)
-            if is_stopping and isinstance(lost, ReplicaLost):
-                raise ReplicaLost("the replica was stopped before the request ended", has_died=False) from error
-            raise lost from error
-        finally:
-            if replica_id is not None:
-                self._num_streams[replica_id] -= 1
-            response.cancel()
+        return self._channels.generate(request, ranking)
+
+    def close(self) -> None:
+        """Close the channels to the replicas that are idle."""
+        self._channels.close()
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """Return the present load of every replica that answers, and send each one this ingress's report."""
         replies = await self._poll_all()
         before = self._missed.union(stats.replica_id for stats in self._gossip.polled)
         polled = [reply.stats for reply in replies]
-        self._num_streams += Counter()  # Drops replicas without streams.
-        self._missed = before.difference(stats.replica_id for stats in polled).intersection(self._num_streams)
+        self._missed = before.difference(stats.replica_id for stats in polled) & self._channels.serving()
         newest = {report.ingress_id: report for reply in replies for report in reply.peer_reports}
         self._gossip.polled, self._gossip.peer_reports = polled, list(newest.values())
         return polled
@@ -215,8 +214,24 @@ class ServeReplicaClient:
         return [reply for reply in replies if not isinstance(reply, BaseException)]
 
 
-def _as_draining(delta: TokenDelta) -> TokenDelta:
-    return delta if delta.stats is None else replace(delta, stats=replace(delta.stats, is_draining=True))
+async def _results(call: Callable[..., Any], *args: object, **kwargs: object) -> AsyncGenerator[Any, None]:
+    """Yield the results of a streamed handle call. Closing the generator cancels the call.
+
+    Raises:
+        ServingError: the call failed, or the replica gave it up.
+    """
+    response = in_own_context(call, *args, **kwargs)
+    try:
+        async for result in response:
+            yield result
+    except asyncio.CancelledError:
+        if not is_cancelled():
+            raise ReplicaLost("the replica gave up the request", has_died=False) from None
+        raise
+    except HANDLE_ERRORS as error:
+        raise _as_serving_error(error) from error
+    finally:
+        response.cancel()
 
 
 def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:

@@ -66,7 +66,7 @@ _LOOKAHEAD = 1
 ingress learns that it is free."""
 
 _CONTROL_CALLS = 64
-"""Calls that a replica may hold in addition to its requests: polls, health checks, metrics and ending calls."""
+"""Calls that a replica may hold in addition to its requests: polls, health checks, metrics, channels, ending calls."""
 
 _RENAMED = {"max_deltas_per_s": "max_stream_chunks_per_s"}
 """Map from a former name of a field to its present name; former names are accepted with a warning."""

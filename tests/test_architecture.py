@@ -36,6 +36,7 @@ MAY_SEE = {
     ),
     "router": (
         "router",
+        "replicas.delta_batch",
         "replicas.protocol",
         "replicas.errors",
         "replicas.block_hash",
@@ -81,6 +82,8 @@ CONFINED = {
 }
 STDLIB_ONLY = (
     "replicas.engine",
+    "replicas.delta_batch",
+    "replicas.delta_channels",
     "replicas.protocol",
     "replicas.errors",
     "replicas.block_hash",

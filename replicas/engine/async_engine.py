@@ -9,25 +9,23 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 from replicas.clock import Clock
 from replicas.cpu_scheduling import use_normal_scheduling
 from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
+from replicas.engine.outbox import Coalescing, FlushPolicy, Mailbox, Outbox, failure
 from replicas.errors import EngineDead, InvalidRequest, ReplicaLost, ServingError
 from replicas.protocol import (
     Band,
     EngineMetrics,
-    FinishReason,
     GenerateRequest,
     ReplicaStats,
     TokenDelta,
     Usage,
-    merge,
 )
 
 _log = logging.getLogger(__name__)
@@ -74,104 +72,6 @@ class StepWatch:
         return None if started_s is None or now - started_s <= limit_s else now - started_s
 
 
-class FlushPolicy(NamedTuple):
-    """Flush policy of a stream after its first delta: flush after `interval_s`, or earlier when `num_tokens` wait."""
-
-    interval_s: float = 0.0
-    num_tokens: int = 1
-    is_aligned: bool = False
-    """True if the flush times of streams with the same interval are aligned, so the event loop wakes once for all."""
-
-    def next_flush_s(self, last_s: float) -> float:
-        """Return the time of the flush after the one at `last_s`.
-
-        An aligned time is at least half an interval away. The interval changes with the number of streams, and without
-        this minimum a change could cause two flushes in a row.
-        """
-        if self.is_aligned and self.interval_s > 0 and math.isfinite(last_s):
-            return math.floor(last_s / self.interval_s + 1.5) * self.interval_s
-        return last_s + self.interval_s
-
-
-_FLUSH_EACH_DELTA = FlushPolicy()
-
-
-@dataclass(frozen=True, slots=True)
-class Coalescing:
-    """Coalescing of deltas: the flush policy of streams, and the limit on chunks of all streams together."""
-
-    flush_policy: FlushPolicy = _FLUSH_EACH_DELTA
-    max_stream_chunks_per_s: float = math.inf
-    """Most chunks per second of all streams together, since each one costs processor time to carry. A stream is limited
-    by the number of streams of its band and more urgent ones."""
-    align_when_throttled: bool = False
-    """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
-    carry the chunks. On other machines a burst of chunks would delay other messages."""
-
-    def policy_for(self, num_streams: int) -> FlushPolicy:
-        """Return the flush policy of each of `num_streams` streams. A throttled one ignores the number of tokens."""
-        interval_s = num_streams / self.max_stream_chunks_per_s
-        if interval_s <= self.flush_policy.interval_s:
-            return self.flush_policy
-        return FlushPolicy(interval_s, sys.maxsize, self.align_when_throttled)
-
-
-class Mailbox:
-    """Mailbox of one stream: merges the deltas that wait for its reader.
-
-    It belongs to the event loop and is bounded by the request's `max_tokens`.
-    """
-
-    def __init__(self, flush_policy: Callable[[], FlushPolicy], num_tokens: int = 0) -> None:
-        """`flush_policy` is called once per `take`; `num_tokens` is the number of output tokens the reader has."""
-        self._flush_policy = flush_policy
-        self._enough_tokens = sys.maxsize
-        self._waiting: list[TokenDelta] = []
-        self._num_waiting = 0
-        """Number of tokens in `_waiting`."""
-        self._has_any = asyncio.Event()
-        self._has_enough = asyncio.Event()
-        self._taken_s = -math.inf
-        self._num_tokens = num_tokens
-        self._usage = Usage(0, 0, 0)
-        self._is_complete = False
-
-    def put(self, delta: TokenDelta) -> None:
-        """Add the next delta of the sequence."""
-        self._waiting.append(delta)
-        self._num_waiting += len(delta.token_ids)
-        self._num_tokens += len(delta.token_ids)
-        self._usage = delta.usage
-        self._is_complete = delta.finish_reason is not None
-        self._has_any.set()
-        if self._is_complete or self._num_waiting >= self._enough_tokens:
-            self._has_enough.set()
-
-    def fail(self, request_id: str, error: ServingError) -> None:
-        """End the stream with `error`, unless its last delta is already here."""
-        if not self._is_complete:
-            self.put(_failure(request_id, self._num_tokens, self._usage, error))
-
-    async def take(self) -> TokenDelta:
-        """Wait for a delta, then until enough tokens wait or the flush is due; return all that waits as one delta."""
-        flush_policy = self._flush_policy()
-        self._enough_tokens = flush_policy.num_tokens
-        if self._num_waiting >= self._enough_tokens:
-            self._has_enough.set()
-        await self._has_any.wait()
-        loop = asyncio.get_running_loop()
-        delay_s = flush_policy.next_flush_s(self._taken_s) - loop.time()
-        if delay_s > 0 and not self._has_enough.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):  # On Python 3.11 `wait_for` sometimes swallows a cancellation.
-                    await self._has_enough.wait()
-        deltas, self._waiting, self._num_waiting = self._waiting, [], 0
-        self._has_any.clear()
-        self._has_enough.clear()
-        self._taken_s = loop.time()
-        return merge(deltas)
-
-
 class AsyncEngine:
     """Asynchronous front of an engine: owns the engine thread and the streams' mailboxes.
 
@@ -216,39 +116,31 @@ class AsyncEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. The last has a finish reason, and an `error` if the request failed."""
-        try:
-            constraint = await self._constraint_of(request)
-        except ServingError as error:
-            yield _refusal(request, error)
-            return
-        if self._death is not None:
-            # Not EngineDead: this request was not in the engine when it died, so it cannot be the cause.
-            yield _refusal(request, ReplicaLost(f"no new requests after {self._death}", has_died=False))
-            return
-        # The engine gets a unique id per stream: a caller may send a request again before its abort is done.
-        self._num_streams += 1
-        stream_id = f"{request.request_id}#{self._num_streams}"
-        mailbox = self._mailboxes[stream_id] = self._mailbox_for(request)
-        self._num_by_band[request.band] += 1
-        self._is_idle.clear()
-        self._inbox.put(partial(self._add, replace(request, request_id=stream_id), constraint))
-        is_finished = False
-        try:
-            while not is_finished:
-                delta = await mailbox.take()
-                is_finished = delta.finish_reason is not None
-                yield replace(delta, request_id=request.request_id, stats=self._stats)
-        finally:
-            if not is_finished:
-                self._inbox.put(partial(self._engine.abort, stream_id))
-            del self._mailboxes[stream_id]
-            self._num_by_band[request.band] -= 1
-            if not self._mailboxes:
-                self._is_idle.set()
+        outbox = Outbox()
+        async with self._opened(request, outbox, 0) as mailbox:
+            while not mailbox.has_ended:
+                for _, delta in await outbox.take():
+                    yield replace(delta, request_id=request.request_id, stats=self._stats)
+
+    async def generate_into(self, request: GenerateRequest, outbox: Outbox, number: int) -> None:
+        """Generate one request as stream `number` of an outbox; return once the outbox's reader has the last delta.
+
+        Its deltas are as those of `generate`, without stats. Cancelling the call aborts the request.
+
+        Raises:
+            ServingError: the outbox's reader is gone.
+        """
+        async with self._opened(request, outbox, number) as mailbox:
+            await mailbox.until_ended()
 
     def flush_policy(self, band: Band) -> FlushPolicy:
         """Return the present flush policy of a stream of this band, given the number of open streams."""
         return self._coalescing.policy_for(sum(self._num_by_band[: band + 1]))
+
+    @property
+    def last_stats(self) -> ReplicaStats:
+        """Load after the last step, as it was."""
+        return self._stats
 
     def stats(self) -> ReplicaStats:
         """Return the load after the last step; while the engine is idle, the load now."""
@@ -312,12 +204,56 @@ class AsyncEngine:
             )
         return await asyncio.to_thread(self._constraints.constraint_of, request)
 
-    def _mailbox_for(self, request: GenerateRequest) -> Mailbox:
-        num_tokens, own_interval_s = len(request.output_token_ids), request.delta_interval_s
+    @contextlib.asynccontextmanager
+    async def _opened(self, request: GenerateRequest, outbox: Outbox, number: int) -> AsyncGenerator[Mailbox, None]:
+        """Start a request into a mailbox of `outbox`. Leaving the context before its end aborts it."""
+        mailbox = outbox.open(number, self._policy_for(request), len(request.output_token_ids))
+        try:
+            try:
+                constraint = await self._constraint_of(request)
+                self._check_takes_requests()
+            except ServingError as error:
+                mailbox.put(_refusal(request, error))
+                yield mailbox
+                return
+            with self._registered(request, mailbox) as stream_id:
+                self._inbox.put(partial(self._add, replace(request, request_id=stream_id), constraint))
+                yield mailbox
+        finally:
+            outbox.discard(number)
+
+    @contextlib.contextmanager
+    def _registered(self, request: GenerateRequest, mailbox: Mailbox) -> Iterator[str]:
+        """Count an open stream and deliver its deltas; yield its unique id.
+
+        The engine gets an id per stream: a caller may send a request again before its abort is done.
+        """
+        self._num_streams += 1
+        stream_id = f"{request.request_id}#{self._num_streams}"
+        self._mailboxes[stream_id] = mailbox
+        self._num_by_band[request.band] += 1
+        self._is_idle.clear()
+        try:
+            yield stream_id
+        finally:
+            if not mailbox.has_ended:
+                self._inbox.put(partial(self._engine.abort, stream_id))
+            del self._mailboxes[stream_id]
+            self._num_by_band[request.band] -= 1
+            if not self._mailboxes:
+                self._is_idle.set()
+
+    def _check_takes_requests(self) -> None:
+        if self._death is not None:
+            # Not EngineDead: this request was not in the engine when it died, so it cannot be the cause.
+            raise ReplicaLost(f"no new requests after {self._death}", has_died=False)
+
+    def _policy_for(self, request: GenerateRequest) -> Callable[[], FlushPolicy]:
+        own_interval_s = request.delta_interval_s
         if own_interval_s is None:
-            return Mailbox(partial(self.flush_policy, request.band), num_tokens)
+            return partial(self.flush_policy, request.band)
         # Flush at the request's own interval, regardless of the number of tokens that wait.
-        return Mailbox(lambda: FlushPolicy(own_interval_s, sys.maxsize), num_tokens)
+        return lambda: FlushPolicy(own_interval_s, sys.maxsize)
 
     def _run(self) -> None:
         try:
@@ -376,10 +312,6 @@ class AsyncEngine:
 
 def _refusal(request: GenerateRequest, error: ServingError) -> TokenDelta:
     num_output_tokens = len(request.output_token_ids)
-    return _failure(
+    return failure(
         request.request_id, num_output_tokens, Usage(len(request.prompt_token_ids), num_output_tokens, 0), error
     )
-
-
-def _failure(request_id: str, start: int, usage: Usage, error: ServingError) -> TokenDelta:
-    return TokenDelta(request_id, start, (), "", usage, finish_reason=FinishReason.ERROR, error=error)

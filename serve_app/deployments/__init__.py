@@ -1,6 +1,7 @@
 """Ray Serve deployments, one module each, with their autoscaling policies and process set-up.
 
-Read `model.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.model_replica`, `replicas.protocol`,
+Read `model.py` first. May import `replicas.clock`, `replicas.delta_batch`,
+`replicas.delta_channels`, `replicas.errors`, `replicas.model_replica`, `replicas.protocol`,
 `router`, `serve_app.config`, `serve_app.http`, `serve_app.ingress`, `serve_app.jobs`, `serve_app.metrics`,
 `serve_app.models`, `serve_app.openai`, `serve_app.tracing`.
 """

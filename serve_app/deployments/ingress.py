@@ -62,6 +62,7 @@ class Ingress:
         """Stop the loops; Serve calls it when the replica stops."""
         if hasattr(self, "_loops"):
             self._loops.cancel()
+            self._routing.close()
             await self._reporter.close()
             await asyncio.to_thread(self._tracer.close)
 

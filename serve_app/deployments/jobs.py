@@ -136,6 +136,7 @@ class Jobs:
         if hasattr(self, "_runtime"):
             await self._reporter.close()
             await self._runtime.stop()
+            self._routing.close()
             await asyncio.to_thread(self._tracer.close)
 
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
+from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_channels import DeltaChannels
 from replicas.errors import EngineDead, ReplicaLost
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, TokenDelta
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
     IngressLiveness,
@@ -56,6 +58,7 @@ class Model:
         )
         self._card = replica.card
         self._engine = replica.start()
+        self._channels = DeltaChannels(self._engine, self._ingresses.is_lost)
         self._exporting = asyncio.create_task(
             export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
         )
@@ -63,20 +66,32 @@ class Model:
         gc.freeze()
 
     async def generate(
-        self, request: GenerateRequest, ranking: list[str], ingress_id: str
-    ) -> AsyncGenerator[Parcel[TokenDelta], None]:
-        """Generate one request and yield its deltas, no faster than the ingress takes them.
+        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
+    ) -> AsyncGenerator[str, None]:
+        """Generate one request as stream `number` of a channel. Yields this replica's id, and ends with the stream.
 
         `ranking` is for `RankedRouter`, which has already used it to choose this replica.
 
         Raises:
-            ReplicaLost: the ingress is lost. If it is alive after all, it resumes the request on another replica.
+            ReplicaLost: the channel has ended. If its ingress is alive, it resumes the request on another replica.
         """
-        self._ingresses.heartbeat(ingress_id)
-        check = partial(self._check_ingress, ingress_id)
-        async with aclosing(self._engine.generate(request)) as deltas, aclosing(paced(deltas, check)) as parcels:
-            async for parcel in parcels:
-                yield parcel
+        self._ingresses.heartbeat(channel_id.ingress_id)
+        yield self._replica_id
+        await self._channels.generate(request, channel_id, number)
+
+    async def deltas(
+        self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
+    ) -> AsyncGenerator[Parcel[DeltaBatch], None]:
+        """Yield the deltas of a channel's streams, no faster than the ingress takes them.
+
+        Yields none if another replica is meant. `ranking` is for `RankedRouter`.
+        """
+        if replica_id == self._replica_id:
+            self._ingresses.heartbeat(channel_id.ingress_id)
+            check = partial(self._check_ingress, channel_id.ingress_id)
+            async with aclosing(self._channels.read(channel_id)) as batches, aclosing(paced(batches, check)) as parcels:
+                async for parcel in parcels:
+                    yield parcel
 
     async def poll(self, report: IngressReport | None, ranking: Sequence[str] = ()) -> PollReply:
         """Return the present load and the other ingresses' reports; `report` is the calling ingress's own report.

@@ -62,7 +62,7 @@ class Routing:
         table = LoadTable(time.monotonic)
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
-        client = ServeReplicaClient(model, gossip)
+        self._client = client = ServeReplicaClient(model, gossip)
         self.dispatcher = Dispatcher(client, flow, observer, config.watch_settings())
         autoscaler = Autoscaler(config.autoscaling_settings(), time.monotonic)
         load = IngressLoad(self.queue, table, gossip, backlog_source)
@@ -76,6 +76,10 @@ class Routing:
             tasks.create_task(self.dispatcher.run())
             tasks.create_task(self.autoscaling.run(self.dispatcher.refresh))
             tasks.create_task(export_forever(self._export))
+
+    def close(self) -> None:
+        """Close the idle channels to the replicas, so that no replica waits for this process to stop."""
+        self._client.close()
 
     async def await_replica(self, limit_s: float) -> None:
         """Return once a model replica has told its card, or after `limit_s`.

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from replicas.clock import Clock
 from replicas.cpu_scheduling import use_batch_scheduling
-from replicas.engine.async_engine import AsyncEngine, Coalescing, FlushPolicy, StepWatch
+from replicas.engine.async_engine import AsyncEngine, StepWatch
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
+from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta

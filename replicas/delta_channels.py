@@ -1,0 +1,118 @@
+"""Channels of a replica: each carries the deltas of all streams that one ingress has there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.engine.async_engine import AsyncEngine
+from replicas.engine.outbox import Outbox
+from replicas.errors import ReplicaLost
+from replicas.protocol import GenerateRequest, TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelWaits:
+    """Longest waits of a replica's channels."""
+
+    reader_s: float = 15.0
+    """Longest time for which streams wait for the reader of their channel, seconds."""
+    idle_s: float = 3.0
+    """Time after which a channel without streams ends, seconds. It is longer than an ingress keeps one open, so it ends
+    those of ingresses that are gone: Ray (2.60) lets a call outlive its caller."""
+
+
+_DEFAULT_WAITS = ChannelWaits()
+
+
+@dataclass(slots=True)
+class _Channel:
+    outbox: Outbox = field(default_factory=Outbox)
+    deadline: asyncio.TimerHandle | None = None
+    """End of the wait for a reader; None: it is there."""
+
+
+class DeltaChannels:
+    """Channels of a replica to the ingresses.
+
+    A channel begins with its first stream or with its reader, whichever comes first. It ends with its reader, or when
+    none comes in time: then every stream in it is aborted and its call fails.
+
+    Invariants: a channel has a reader, or a limit on the wait for one. A stream is in a channel, or its call has ended.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, is_lost: Callable[[str], bool], waits: ChannelWaits = _DEFAULT_WAITS
+    ) -> None:
+        """`is_lost` says if the ingress with an id is gone."""
+        self._engine = engine
+        self._waits = waits
+        self._is_lost = is_lost
+        self._channels: dict[ChannelId, _Channel] = {}
+
+    async def generate(self, request: GenerateRequest, channel_id: ChannelId, number: int) -> None:
+        """Generate one request as stream `number` of a channel; return once the channel's reader has its last delta.
+
+        Cancelling the call aborts the request.
+
+        Raises:
+            ReplicaLost: the channel has ended before. If its ingress is alive, it resumes the request elsewhere.
+        """
+        channel = self._channels.get(channel_id) or self._opened(channel_id)
+        try:
+            await self._engine.generate_into(request, channel.outbox, number)
+        finally:
+            if channel.deadline is not None and channel.outbox.num_streams == 0:
+                self._close(channel_id, channel)
+
+    async def read(self, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+        """Yield the deltas of a channel's streams; closing the generator ends the channel. Ends when it is idle.
+
+        Raises:
+            ReplicaLost: the ingress is lost.
+        """
+        channel = self._channels.get(channel_id) or self._opened(channel_id)
+        if channel.deadline is not None:
+            channel.deadline.cancel()
+            channel.deadline = None
+        try:
+            while True:
+                deltas = await self._next_deltas(channel)
+                if not deltas and channel.outbox.num_streams == 0:
+                    return
+                if self._is_lost(channel_id.ingress_id):
+                    raise ReplicaLost(
+                        f"ingress {channel_id.ingress_id} no longer sends polls or requests", has_died=False
+                    )
+                if deltas:
+                    yield DeltaBatch.of(self._engine.last_stats, deltas)
+        finally:
+            self._close(channel_id, channel)
+
+    def check_invariants(self) -> None:
+        """Fail if an invariant of the class does not hold."""
+        for channel in self._channels.values():
+            channel.outbox.check_invariants()
+            assert channel.deadline is None or channel.outbox.num_streams > 0
+
+    async def _next_deltas(self, channel: _Channel) -> list[tuple[int, TokenDelta]]:
+        """Return the deltas that are due next; none if there are none for a while."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._waits.idle_s):
+                return await channel.outbox.take()
+        return []
+
+    def _opened(self, channel_id: ChannelId) -> _Channel:
+        channel = self._channels[channel_id] = _Channel()
+        channel.deadline = asyncio.get_running_loop().call_later(self._waits.reader_s, self._close, channel_id, channel)
+        return channel
+
+    def _close(self, channel_id: ChannelId, channel: _Channel) -> None:
+        if channel.deadline is not None:
+            channel.deadline.cancel()
+        if self._channels.get(channel_id) is channel:
+            del self._channels[channel_id]
+        channel.outbox.close(ReplicaLost("the channel to the ingress has ended", has_died=False))

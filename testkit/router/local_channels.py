@@ -1,0 +1,172 @@
+"""Replicas in this process whose channels are carried like by Ray: every call has a task and a queue of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_channels import ChannelWaits, DeltaChannels
+from replicas.engine.async_engine import AsyncEngine
+from replicas.engine.batch import ItemResult, ScheduledBatch
+from replicas.engine.engine import Engine
+from replicas.engine.outbox import Coalescing
+from replicas.errors import NoReplicaAvailable, ReplicaLost, ServingError
+from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaIdentity, ReplicaStats, TokenDelta
+from router.delta_channels import ChannelLimits, ChannelPool
+from testkit.engine.shadow_runner import ShadowRunner, config, decoders
+
+_END = object()
+_WAITS = ChannelWaits(reader_s=1.0, idle_s=0.2)
+
+
+class PacedRunner(ShadowRunner):
+    """Shadow runner whose steps take a millisecond."""
+
+    def execute(self, batch: ScheduledBatch) -> list[ItemResult]:
+        time.sleep(0.001)
+        return super().execute(batch)
+
+
+class LocalReplica:
+    """Replica over a shadow runner, with the calls that run on it."""
+
+    def __init__(self, replica_id: str, coalescing: Coalescing | None = None, waits: ChannelWaits = _WAITS) -> None:
+        limits = config(max_queued_requests=5000)
+        engine = Engine(limits, PacedRunner(limits.block_size), decoders, ReplicaIdentity(replica_id, "node", 1))
+        self.replica_id = replica_id
+        self.engine = AsyncEngine(engine, coalescing or Coalescing())
+        self.lost_ingresses: set[str] = set()
+        self.channels = DeltaChannels(self.engine, self.lost_ingresses.__contains__, waits)
+        self.calls: dict[asyncio.Task[None], asyncio.Queue[object]] = {}
+        self.reads: list[asyncio.Task[None]] = []
+        self.is_dead = False
+        self.num_batches = 0
+        self.engine.start()
+
+    async def generate(self, request: GenerateRequest, channel_id: ChannelId, number: int) -> AsyncGenerator[str, None]:
+        yield self.replica_id
+        await self.channels.generate(request, channel_id, number)
+
+    async def deltas(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+        if replica_id == self.replica_id:
+            async with aclosing(self.channels.read(channel_id)) as batches:
+                async for batch in batches:
+                    self.num_batches += 1
+                    yield batch
+
+    def begin(self, make: Callable[[], AsyncGenerator[Any, None]]) -> tuple[asyncio.Task[None], asyncio.Queue[object]]:
+        """Run a call on the replica; its results go into a queue, as copies."""
+        results: asyncio.Queue[object] = asyncio.Queue()
+
+        async def run() -> None:
+            try:
+                async with aclosing(make()) as items:
+                    async for item in items:
+                        results.put_nowait(pickle.loads(pickle.dumps(item)))
+                results.put_nowait(_END)
+            except ServingError as error:
+                results.put_nowait(error)
+
+        task = asyncio.create_task(run())
+        self.calls[task] = results
+        task.add_done_callback(self.calls.pop)
+        return task, results
+
+    def die(self) -> None:
+        """End all calls like the death of their process: their callers hear of it, the replica does nothing more."""
+        self.is_dead = True
+        self._end(list(self.calls), ReplicaLost("died"))
+
+    def break_channels(self) -> None:
+        """End the calls that carry channels, and no others."""
+        self._end([task for task in self.calls if task in self.reads], ReplicaLost("broken", has_died=False))
+
+    def _end(self, tasks: list[asyncio.Task[None]], error: ReplicaLost) -> None:
+        for task in tasks:
+            task.cancel()
+            self.calls[task].put_nowait(error)
+
+    async def close(self) -> None:
+        for task in list(self.calls):
+            task.cancel()
+        await self.engine.stop()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing runs or waits, and every block is free."""
+        stats = self.engine.stats()
+        is_idle = not (stats.num_running or stats.num_waiting or self.engine._mailboxes)
+        return is_idle and stats.num_free_blocks == stats.num_blocks
+
+
+class LocalTransport:
+    """Transport of one ingress to local replicas. Serve's part is to take the first replica of a ranking that lives."""
+
+    def __init__(self, replicas: dict[str, LocalReplica]) -> None:
+        self.replicas = replicas
+        self.refused: set[str] = set()
+        """Replicas that take no request now, so that the next one of a ranking does."""
+        self.submit_s = 0.0
+        """Time that a request takes to a replica, seconds."""
+        self.is_cut = False
+        """True if this ingress has died: no call of it is cancelled any more."""
+
+    def submit(
+        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
+    ) -> AsyncGenerator[str, None]:
+        return self._called(
+            [name for name in (*ranking, *self.replicas) if name not in self.refused],
+            lambda replica: replica.generate(request, channel_id, number),
+        )
+
+    def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+        return self._called([replica_id, *self.replicas], lambda replica: replica.deltas(replica_id, channel_id), True)
+
+    async def _called(
+        self, ranking: list[str], make: Callable[[LocalReplica], AsyncGenerator[Any, None]], is_read: bool = False
+    ) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0 if is_read else self.submit_s)
+        found = [self.replicas[name] for name in ranking if name in self.replicas and not self.replicas[name].is_dead]
+        if not found:
+            raise NoReplicaAvailable("no replica lives")
+        task, results = found[0].begin(lambda: make(found[0]))
+        if is_read:
+            found[0].reads.append(task)
+        try:
+            while (item := await results.get()) is not _END:
+                if isinstance(item, ServingError):
+                    raise item
+                yield item
+        finally:
+            if not self.is_cut:
+                task.cancel()
+
+
+class LocalChannelClient:
+    """Client of local replicas over a channel pool; see `router.types.ReplicaClient`."""
+
+    def __init__(self, ingress_id: str, replicas: dict[str, LocalReplica], limits: ChannelLimits) -> None:
+        self.replicas = replicas
+        self.stopping: set[str] = set()
+        self.transport = LocalTransport(replicas)
+        self.pool = ChannelPool(ingress_id, self.transport, self.stopping.__contains__, limits)
+
+    def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
+        return self.pool.generate(request, ranking)
+
+    async def poll_stats(self) -> list[ReplicaStats]:
+        return [each.engine.stats() for each in self.replicas.values() if not each.is_dead]
+
+    async def poll_metrics(self) -> list[EngineMetrics]:
+        return []
+
+    async def drain(self, replica_id: str) -> bool:
+        return False
+
+    async def describe(self) -> ModelCard:
+        raise NoReplicaAvailable("local replicas have no model")

@@ -1,0 +1,362 @@
+"""Channels between ingresses and replicas: one carries all deltas of an ingress's streams on a replica."""
+
+import asyncio
+import contextlib
+import pickle
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from replicas.delta_batch import ChannelId, DeltaBatch, unpacked
+from replicas.delta_channels import ChannelWaits
+from replicas.engine.outbox import Coalescing, FlushPolicy
+from replicas.errors import NoReplicaAvailable, ReplicaLost, RequestQuarantined, SequenceFailed
+from replicas.protocol import (
+    FinishReason,
+    GenerateRequest,
+    PhaseSeconds,
+    PositionLogprobs,
+    TokenDelta,
+    TokenLogprob,
+    Usage,
+    merge,
+)
+from router.delta_channels import ChannelLimits
+from serve_app.metrics import HttpMetrics
+from testkit.engine.shadow_runner import continuation, request
+from testkit.http.local_service import LocalRouting
+from testkit.limits import LIMIT_S
+from testkit.router.local_channels import LocalChannelClient, LocalReplica
+from testkit.router.simulated_replicas import stats
+from tests.seeds import Seeds
+
+QUICK = ChannelLimits(idle_s=0.05, last_delta_s=0.05)
+PATIENT = ChannelWaits(LIMIT_S, LIMIT_S)
+PROMPT = (1, 2, 3)
+
+
+@asynccontextmanager
+async def running(
+    num_replicas: int = 1, coalescing: Coalescing | None = None, waits: ChannelWaits = PATIENT,
+    limits: ChannelLimits = QUICK,
+) -> AsyncIterator[tuple[LocalChannelClient, list[LocalReplica]]]:  # fmt: skip
+    """One ingress and its replicas. At the end, no stream is left and every block of living replicas is free."""
+    replicas = [LocalReplica(f"replica-{n}", coalescing, waits) for n in range(num_replicas)]
+    client = LocalChannelClient("ingress", {each.replica_id: each for each in replicas}, limits)
+    try:
+        yield client, replicas
+        await until(lambda: all(each.is_whole for each in replicas if not each.is_dead))
+        client.pool.check_invariants()
+        assert not client.pool.serving()
+        for each in replicas:
+            each.channels.check_invariants()
+    finally:
+        for each in replicas:
+            await each.close()
+
+
+async def until(holds) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:
+    async with asyncio.timeout(LIMIT_S):
+        return [delta async for delta in client.generate(asked, [ranking])]
+
+
+def token_ids(deltas: list[TokenDelta]) -> tuple[int, ...]:
+    return tuple(token_id for delta in deltas for token_id in delta.token_ids)
+
+
+LOGPROBS = (PositionLogprobs(TokenLogprob(7, -0.5), (TokenLogprob(7, -0.5), TokenLogprob(8, -1.5))),)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"logprobs": LOGPROBS},
+        {"prompt_logprobs": LOGPROBS},
+        {"finish_reason": FinishReason.STOP, "stop_reason": "end"},
+        {"finish_reason": FinishReason.STOP, "stop_reason": 0},
+        {"finish_reason": FinishReason.ERROR, "error": SequenceFailed("it failed")},
+        {"phases": PhaseSeconds(1.0, 2.0, 3.0, 4.0, 5)},
+    ],
+)
+def test_a_delta_comes_out_of_a_batch_as_it_went_in(fields) -> None:
+    sent = TokenDelta("r", 3, (7,), "x", Usage(1, 2, 3, 4, 5, 0.5), **fields)
+    load = stats("a", taken=1.0)
+    batch = pickle.loads(pickle.dumps(DeltaBatch.of(load, [(5, sent)])))
+    [packed] = batch.deltas
+    got = unpacked(packed, "r", batch.stats)
+    assert packed[0] == 5 and got.stats == load
+    assert repr(got.error) == repr(sent.error)
+    assert replace(got, stats=None, error=None) == replace(sent, error=None)
+
+
+async def test_many_streams_share_one_channel_and_one_message_a_flush() -> None:
+    async with running(coalescing=Coalescing(FlushPolicy(0.02, 1000))) as (client, [replica]):
+        asked = [request(f"r{n}", (1, 2, n), max_tokens=60) for n in range(16)]
+        outputs = await asyncio.gather(*(read(client, each) for each in asked))
+        for each, deltas in zip(asked, outputs, strict=True):
+            assert token_ids(deltas) == continuation(each.prompt_token_ids, 60)
+            assert {delta.request_id for delta in deltas} == {each.request_id}
+            assert all(delta.stats is not None and delta.stats.replica_id == "replica-0" for delta in deltas)
+        assert replica.num_batches < sum(map(len, outputs)) / 2
+        assert len(client.pool._channels) == 1
+
+
+async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
+    def whole(deltas: list[TokenDelta]) -> TokenDelta:
+        merged = merge(deltas)
+        counts = Usage(merged.usage.prompt_tokens, merged.usage.completion_tokens, 0)
+        return replace(merged, usage=counts, stats=None, phases=None)
+
+    async with running() as (client, [replica]):
+        plain, scored = request(max_tokens=30), request(prompt_logprobs=0, max_tokens=20)
+        for asked in (plain, scored, request(max_tokens=10**6), replace(plain, output_token_ids=(4, 5))):
+            direct = [delta async for delta in replica.engine.generate(asked)]
+            assert repr(whole(await read(client, asked))) == repr(whole(direct))
+
+
+async def test_a_slow_reader_holds_up_no_other_stream_and_gets_what_waited_in_one_delta() -> None:
+    async with (
+        running() as (client, _),
+        aclosing(client.generate(request("slow", max_tokens=80), ["replica-0"])) as slow,
+    ):
+        first = await anext(slow)
+        others = await asyncio.gather(*(read(client, request(f"r{n}", (n,), max_tokens=40)) for n in range(5)))
+        assert all(len(token_ids(deltas)) == 40 for deltas in others)
+        await until(lambda: client.pool._channels and all(each.is_whole for each in client.replicas.values()))
+        rest = [delta async for delta in slow]
+        assert token_ids([first, *rest]) == continuation(PROMPT, 80) and len(rest) <= 3
+
+
+async def test_closing_a_stream_frees_its_blocks_and_no_others() -> None:
+    async with running() as (client, [replica]):
+        neighbour = asyncio.create_task(read(client, request("neighbour", max_tokens=100)))
+        async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
+            await anext(stream)
+        assert token_ids(await neighbour) == continuation(PROMPT, 100)
+        await until(lambda: replica.is_whole)
+
+
+async def test_the_death_of_a_replica_ends_all_its_streams_also_one_that_is_just_being_sent() -> None:
+    async with running(2) as (client, [replica, _]):
+        streams = [client.generate(request(f"r{n}", (n,), max_tokens=100), ["replica-0"]) for n in range(4)]
+        for stream in streams:
+            await anext(stream)
+        sent = asyncio.create_task(read(client, request("sent", max_tokens=100)))
+        await asyncio.sleep(0)
+        replica.die()
+        for stream in streams:
+            with pytest.raises(ReplicaLost) as lost:
+                _ = [delta async for delta in stream]
+            assert lost.value.has_died
+        # It goes to another replica, or is lost with this one.
+        with contextlib.suppress(ReplicaLost):
+            assert token_ids(await sent) == continuation(PROMPT, 100)
+
+
+async def test_a_replica_that_is_stopped_in_order_has_not_died() -> None:
+    async with running(2) as (client, [replica, _]):
+        client.stopping.add("replica-0")
+        async with aclosing(client.generate(request(max_tokens=100), ["replica-0"])) as stream:
+            first = await anext(stream)
+            assert first.stats is not None and first.stats.is_draining
+            replica.die()
+            with pytest.raises(ReplicaLost) as lost:
+                _ = [delta async for delta in stream]
+            assert not lost.value.has_died
+
+
+async def test_a_request_that_another_replica_takes_is_read_from_there() -> None:
+    async with running(2) as (client, [_, other]):
+        client.transport.refused.add("replica-0")
+        outputs = await asyncio.gather(*(read(client, request(f"r{n}", (n,), max_tokens=9)) for n in range(4)))
+        for number, deltas in enumerate(outputs):
+            assert token_ids(deltas) == continuation((number,), 9)
+            assert {delta.stats.replica_id for delta in deltas if delta.stats} == {other.replica_id}
+
+
+async def test_streams_whose_channel_breaks_fail_and_leave_the_replica() -> None:
+    async with running() as (client, [replica]):
+        streams = [client.generate(request(f"r{n}", (n,), max_tokens=100), ["replica-0"]) for n in range(3)]
+        for stream in streams:
+            await anext(stream)
+        replica.break_channels()
+        for stream in streams:
+            with pytest.raises(ReplicaLost) as lost:
+                _ = [delta async for delta in stream]
+            assert not lost.value.has_died
+        assert token_ids(await read(client, request(max_tokens=9))) == continuation(PROMPT, 9)
+
+
+async def test_a_channel_that_nobody_reads_ends_and_frees_its_streams() -> None:
+    async with running(waits=ChannelWaits(reader_s=0.05)) as (_, [replica]):
+        call = replica.channels.generate(request(max_tokens=100), ChannelId("gone", 1), 1)
+        with pytest.raises(ReplicaLost):
+            await asyncio.wait_for(call, LIMIT_S)
+        assert not replica.channels._channels
+
+
+async def test_the_streams_of_a_lost_ingress_leave_the_replica() -> None:
+    async with running() as (client, [replica]):
+        client.transport.is_cut = True
+        async with aclosing(client.generate(request(max_tokens=100), ["replica-0"])) as stream:
+            await anext(stream)
+        assert replica.engine.stats().num_running == 1
+        replica.lost_ingresses.add("ingress")
+        await until(lambda: replica.is_whole)
+
+
+async def test_a_channel_of_a_lost_ingress_ends_while_it_is_idle_and_while_its_streams_are_silent() -> None:
+    async with running(waits=ChannelWaits(LIMIT_S, 0.05)) as (client, [replica]):
+        client.transport.is_cut = True
+        await read(client, request(max_tokens=5))
+        assert replica.channels._channels
+        await until(lambda: not replica.channels._channels)
+        silent = replace(request(max_tokens=100), delta_interval_s=LIMIT_S)
+        async with aclosing(client.generate(silent, ["replica-0"])) as stream:
+            await anext(stream)
+        replica.lost_ingresses.add("ingress")
+        await until(lambda: not replica.channels._channels and replica.is_whole)
+
+
+async def test_a_request_that_is_long_on_its_way_finds_its_channel_open() -> None:
+    async with running(waits=ChannelWaits(LIMIT_S, 0.02)) as (client, [replica]):
+        client.transport.submit_s = 0.2
+        assert token_ids(await read(client, request(max_tokens=5))) == continuation(PROMPT, 5)
+        assert replica.num_batches > 0
+
+
+async def test_closing_the_ingress_closes_its_channels() -> None:
+    async with running(limits=ChannelLimits(idle_s=LIMIT_S)) as (client, [replica]):
+        await read(client, request(max_tokens=5))
+        client.pool.close()
+        await until(lambda: not replica.channels._channels)
+
+
+async def test_a_stream_whose_last_delta_is_lost_fails_after_a_while() -> None:
+    async with running() as (client, [replica]):
+        stream = client.generate(request(max_tokens=50), ["replica-0"])
+        reading = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        [channel] = client.pool._channels.values()
+        channel.deliver = lambda deltas, stats: None  # type: ignore[method-assign]
+        with pytest.raises(ReplicaLost, match="last tokens"):
+            await asyncio.wait_for(reading, LIMIT_S)
+        await until(lambda: replica.is_whole)
+
+
+async def test_an_idle_channel_is_closed_and_the_next_request_opens_another() -> None:
+    async with running() as (client, [replica]):
+        for _ in range(2):
+            assert token_ids(await read(client, request(max_tokens=5))) == continuation(PROMPT, 5)
+            assert client.pool._channels
+            await until(lambda: not client.pool._channels and not replica.channels._channels)
+
+
+class RandomWorld:
+    """Ingresses over replicas, with clients that read slowly, leave, and lose their replicas and ingresses."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.replicas: dict[str, LocalReplica] = {}
+        self.everywhere: list[LocalReplica] = []
+        self.coalescing = self.rng.choice([Coalescing(), Coalescing(FlushPolicy(0.004, 4))])
+        for _ in range(self.rng.randrange(1, 4)):
+            self.add_replica()
+        self.num_ingresses = 0
+        self.num_right = 0
+
+    def add_replica(self) -> None:
+        replica = LocalReplica(f"replica-{len(self.everywhere)}", self.coalescing, waits=ChannelWaits(0.2, 0.2))
+        self.replicas[replica.replica_id] = replica
+        self.everywhere.append(replica)
+
+    async def run(self) -> None:
+        faults = asyncio.create_task(self.inject_faults())
+        await asyncio.gather(*(self.one_ingress() for _ in range(self.rng.randrange(1, 4))))
+        faults.cancel()
+        await until(lambda: all(each.is_whole for each in self.replicas.values()))
+        for each in self.everywhere:
+            each.channels.check_invariants()
+            await each.close()
+
+    async def one_ingress(self) -> None:
+        self.num_ingresses += 1
+        ingress_id = f"ingress-{self.num_ingresses}"
+        client = LocalChannelClient(ingress_id, self.replicas, ChannelLimits(idle_s=0.02, last_delta_s=0.5))
+        dispatcher = LocalRouting(client, HttpMetrics("demo")).dispatcher
+        polling = asyncio.create_task(dispatcher.run())
+        clients = [asyncio.create_task(self.one_client(dispatcher, n)) for n in range(self.rng.randrange(3, 20))]
+        if self.rng.random() < 0.3:
+            await asyncio.sleep(self.rng.random() * 0.1)
+            client.transport.is_cut = True
+            for each in clients:
+                each.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        client.pool.check_invariants()
+        assert not client.pool.serving()
+        if client.transport.is_cut:
+            for replica in self.everywhere:
+                replica.lost_ingresses.add(ingress_id)
+        else:
+            for each in clients:
+                if not each.cancelled():
+                    each.result()
+        polling.cancel()
+
+    async def one_client(self, dispatcher, number: int) -> None:
+        rng = self.rng
+        await asyncio.sleep(rng.random() * 0.05)
+        prompt = tuple(rng.randrange(90) for _ in range(rng.randrange(1, 12)))
+        asked = request(f"r{number}", prompt, max_tokens=rng.randrange(1, 60))
+        leaves_after = rng.choice([None, None, 0, rng.randrange(1, 20)])
+        is_slow = rng.random() < 0.3
+        got: list[int] = []
+        with contextlib.suppress(NoReplicaAvailable, RequestQuarantined):
+            [stream] = dispatcher.start([asked])
+            async with asyncio.timeout(LIMIT_S), aclosing(stream):
+                async for delta in stream:
+                    got += delta.token_ids
+                    assert tuple(got) == continuation(prompt, len(got))
+                    if leaves_after is not None and len(got) > leaves_after:
+                        break
+                    if is_slow:
+                        await asyncio.sleep(rng.random() * 0.02)
+            assert leaves_after is not None or len(got) == asked.params.max_tokens
+            self.num_right += leaves_after is None
+
+    async def inject_faults(self) -> None:
+        while True:
+            await asyncio.sleep(self.rng.random() * 0.03)
+            replica = self.rng.choice(list(self.replicas.values()))
+            match self.rng.randrange(3):
+                case 0:
+                    replica.die()
+                    del self.replicas[replica.replica_id]
+                    self.add_replica()
+                case 1:
+                    replica.break_channels()
+                case _:
+                    self.add_replica()
+            if len(self.replicas) > 4:
+                victim = self.rng.choice(list(self.replicas))
+                self.replicas.pop(victim).die()
+
+
+@pytest.mark.random_worlds(60, per_call=5)
+async def test_every_stream_has_an_owner_and_every_block_comes_back(seeds: Seeds) -> None:
+    num_right = 0
+    for seed in seeds:
+        world = RandomWorld(seed)
+        await world.run()
+        num_right += world.num_right
+    assert num_right > 5 or not seeds.are_many
