@@ -11,7 +11,7 @@ import pytest
 
 from bench.serving import TIMED, serving
 from serve_app.config import DEMO_MODEL_NAME
-from testkit.serving.served import Served
+from testkit.serving.served import Served, wait_for
 
 pytestmark = pytest.mark.deep
 
@@ -54,14 +54,18 @@ def controller_log(app: Served) -> str:
     return "".join(path.read_text() for path in folder.glob("controller_*.log"))
 
 
+def replica_pids(app: Served) -> set[int]:
+    return {replica["pid"] for replica in app.replicas()}
+
+
 def memory(pids: set[int]) -> int:
     return max(int(psutil.Process(pid).memory_info().rss) for pid in pids)
 
 
 def test_overload_kills_no_replica_and_builds_no_backlog(fast_app):
-    pids = {replica["pid"] for replica in fast_app.replicas()}
+    pids = wait_for(lambda: replica_pids(fast_app) if len(replica_pids(fast_app)) == 2 else None, "two replicas")
     before = memory(pids)
     asyncio.run(overload(fast_app.url))
     assert "health check response" not in controller_log(fast_app)
-    assert {replica["pid"] for replica in fast_app.replicas()} == pids
+    assert replica_pids(fast_app) == pids
     assert memory(pids) - before < _MAX_GROWTH_BYTES
