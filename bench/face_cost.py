@@ -3,7 +3,8 @@
 200 streams over two timed replicas go on all the time. By turns, metrics at Ray, the registry of requests, the parts of
 their time and a viewer of the dashboard are on and off (`bench.face_app`). The figure is the processor time of all
 processes of the service, those of Ray included, for 1,000 output tokens. A timed replica computes nothing, so a real
-model makes the share smaller.
+model makes the share smaller. Its tokens come so slowly that two cores carry them: beyond that deltas merge, and the
+processor time of a token changes with the load.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import random
 import statistics
 import sys
 import tempfile
@@ -36,7 +38,7 @@ _SETTLE_S = 2.0
 """Time after a turn of the switch that is not measured: the processes look for it, and Ray reports what it has."""
 _WARM_UP_S = 15.0
 _SETTINGS: dict[str, object] = {
-    "num_replicas": 2, "max_num_seqs": 128, "step_times": "slow-gpu", "cpus_per_replica": 0.01,
+    "num_replicas": 2, "max_num_seqs": 128, "step_times": "slow-gpu-70b", "cpus_per_replica": 0.01,
 }  # fmt: skip
 
 
@@ -66,11 +68,12 @@ def cpu_s(served: Served) -> float:
 
 
 async def _stream(http: aiohttp.ClientSession, number: int) -> None:
-    """Read streamed chats to their ends, one after the other."""
+    """Read streamed chats of unequal lengths to their ends, one after the other: ends in waves would hit some turns."""
+    rng = random.Random(number)
     while True:
         messages = [{"role": "user", "content": f"{number}: tell me about the quick brown fox"}]
-        body = {"model": DEMO_MODEL_NAME, "messages": messages, "max_tokens": _MAX_TOKENS, "ignore_eos": True}
-        async with http.post("/v1/chat/completions", json=body | {"stream": True}) as answer:
+        body = {"model": DEMO_MODEL_NAME, "messages": messages, "max_tokens": rng.randrange(2, _MAX_TOKENS)}
+        async with http.post("/v1/chat/completions", json=body | {"stream": True, "ignore_eos": True}) as answer:
             assert answer.status == 200, await answer.text()
             async for _ in answer.content.iter_any():
                 pass

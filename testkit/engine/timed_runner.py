@@ -173,6 +173,9 @@ STEP_TIMES = {
     "gpu-8b": StepTimes(base_s=8e-3, per_decode_s=0.02e-3, per_prefill_token_s=0.03e-3, per_context_token_s=6e-8),
     "gpu-70b": StepTimes(base_s=22e-3, per_decode_s=0.05e-3, per_prefill_token_s=0.08e-3, per_context_token_s=6e-8),
     "slow-gpu": StepTimes(base_s=40e-3, per_decode_s=0.1e-3, per_prefill_token_s=0.15e-3, per_context_token_s=3e-7),
+    "slow-gpu-70b": StepTimes(
+        base_s=110e-3, per_decode_s=0.25e-3, per_prefill_token_s=0.4e-3, per_context_token_s=3e-7
+    ),
     "instant": StepTimes(base_s=0.0, per_decode_s=0.0, per_prefill_token_s=0.0),
 }
 """Step times by name. All are stated assumptions.
@@ -181,6 +184,6 @@ STEP_TIMES = {
 about 2 TB/s (8 ms). Each decode adds its sampling and its share of KV. Prefill runs at about 33,000 tokens a second.
 Attention reads 128 KiB of KV per context token.
 `gpu-70b`: the same for 70 billion parameters on four GPUs.
-`slow-gpu`: `gpu-8b` five times slower throughout. Two CPU cores that also run HTTP and the clients keep up
-with several such replicas. With `gpu-8b` the cores would be the bottleneck.
+`slow-gpu` and `slow-gpu-70b`: the first two five times slower throughout. Two CPU cores that also run HTTP and the
+clients keep up with several such replicas. With `gpu-8b` the cores would be the bottleneck.
 """
