@@ -32,7 +32,8 @@ _LIMIT_S = 300.0
 async def offer(url: str, num_streams: int, num_requests: int, num_tokens: int) -> None:
     """Send streamed chats from many clients, and read them to their ends."""
     numbers = itertools.islice(itertools.count(), num_requests)
-    limits = httpx.Limits(max_connections=None)
+    # A connection that this loop takes up again too late has been closed by the server.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S, limits=limits, trust_env=False) as http:
 
         async def client() -> None:
