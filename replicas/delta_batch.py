@@ -6,13 +6,21 @@ A delta as a dataclass with stats of its own takes many times as long to pickle 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from replicas.protocol import ReplicaStats, TokenDelta, Usage
 
 PackedDelta = tuple[int, int, tuple[int, ...], str, tuple[Any, ...], tuple[Any, ...] | None]
 """Number of the stream, start, token ids, text, the fields of the usage, and the other fields if any is set."""
+
+
+_PACKED_APART = frozenset({"request_id", "start", "token_ids", "text", "usage", "stats"})
+_OTHER_FIELDS = tuple(field.name for field in fields(TokenDelta) if field.name not in _PACKED_APART)
+_PLAIN = tuple(field.default for field in fields(TokenDelta) if field.name in _OTHER_FIELDS)
+_others = attrgetter(*_OTHER_FIELDS)
+_counts = attrgetter(*(field.name for field in fields(Usage)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,45 +49,16 @@ class DeltaBatch:
 def unpacked(packed: PackedDelta, request_id: str, stats: ReplicaStats) -> TokenDelta:
     """Return a delta with the id of its request and the stats of its batch."""
     _, start, token_ids, text, usage, rest = packed
-    if rest is None:
-        return TokenDelta(request_id, start, token_ids, text, Usage(*usage), stats=stats)
-    logprobs, prompt_logprobs, finish_reason, stop_reason, error, phases = rest
-    return TokenDelta(
-        request_id,
-        start,
-        token_ids,
-        text,
-        Usage(*usage),
-        logprobs,
-        prompt_logprobs,
-        finish_reason,
-        stop_reason,
-        error,
-        stats,
-        phases,
-    )
+    others = {} if rest is None else dict(zip(_OTHER_FIELDS, rest, strict=True))
+    return TokenDelta(request_id, start, token_ids, text, Usage(*usage), stats=stats, **others)
+
+
+def is_last(packed: PackedDelta) -> bool:
+    """Return True if no delta of the stream follows."""
+    rest = packed[-1]
+    return rest is not None and rest[_OTHER_FIELDS.index("finish_reason")] is not None
 
 
 def _packed(number: int, delta: TokenDelta) -> PackedDelta:
-    usage = delta.usage
-    counts = (
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.cached_tokens,
-        usage.computed_tokens,
-        usage.recomputed_tokens,
-        usage.device_s,
-    )
-    rest = (
-        delta.logprobs,
-        delta.prompt_logprobs,
-        delta.finish_reason,
-        delta.stop_reason,
-        delta.error,
-        delta.phases,
-    )
-    is_plain = rest == _PLAIN
-    return (number, delta.start, delta.token_ids, delta.text, counts, None if is_plain else rest)
-
-
-_PLAIN = ((), (), None, None, None, None)
+    rest = _others(delta)
+    return (number, delta.start, delta.token_ids, delta.text, _counts(delta.usage), None if rest == _PLAIN else rest)

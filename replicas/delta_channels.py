@@ -83,14 +83,20 @@ class DeltaChannels:
                 deltas = await self._next_deltas(channel)
                 if not deltas and channel.outbox.num_streams == 0:
                     return
-                if self._is_lost(channel_id.ingress_id):
-                    raise ReplicaLost(
-                        f"ingress {channel_id.ingress_id} no longer sends polls or requests", has_died=False
-                    )
+                self.check_ingress(channel_id.ingress_id)
                 if deltas:
                     yield DeltaBatch.of(self._engine.last_stats, deltas)
         finally:
             self._close(channel_id, channel)
+
+    def check_ingress(self, ingress_id: str) -> None:
+        """Check that an ingress is not lost.
+
+        Raises:
+            ReplicaLost: it is.
+        """
+        if self._is_lost(ingress_id):
+            raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""

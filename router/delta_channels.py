@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol
 
-from replicas.delta_batch import ChannelId, DeltaBatch, PackedDelta, unpacked
+from replicas.delta_batch import ChannelId, DeltaBatch, PackedDelta, is_last, unpacked
 from replicas.errors import ReplicaLost
 from replicas.protocol import GenerateRequest, ReplicaStats, TokenDelta, merge
 
@@ -62,8 +62,7 @@ class IncomingStream:
     def put(self, packed: PackedDelta, stats: ReplicaStats) -> None:
         """Add the next delta."""
         self._waiting.append((packed, stats))
-        rest = packed[-1]
-        self._is_complete = rest is not None and rest[2] is not None
+        self._is_complete = is_last(packed)
         self._has_news.set()
 
     def fail(self, error: Exception) -> None:

@@ -112,10 +112,8 @@ class OutputProcessor:
         sequence.append(result.token_id)
         try:
             text, stop = self._read(result.token_id)
-            forced: list[int] = []
-            while stop is None and (token_id := self._forced_token_id(len(forced))) is not None:
+            while stop is None and (token_id := self._forced_token_id()) is not None:
                 sequence.append_forced(token_id)
-                forced.append(token_id)
                 more, stop = self._read(token_id)
                 text += more
         except ServingError as error:
@@ -125,7 +123,8 @@ class OutputProcessor:
             sequence.undo_append()
             return self.fail(_undecodable(error))
         logprobs = () if result.logprobs is None else (result.logprobs,)
-        return self._delta((result.token_id, *forced), text, stop, logprobs, prompt_logprobs)
+        new_token_ids = tuple(sequence.token_ids[-1 - sequence.num_forced_tokens :])
+        return self._delta(new_token_ids, text, stop, logprobs, prompt_logprobs)
 
     def fail(self, error: ServingError) -> TokenDelta:
         """Return the last delta of a sequence that cannot go on."""
@@ -156,14 +155,15 @@ class OutputProcessor:
             raise self.constraint_fault() or SequenceFailed(f"the output left its grammar: {error}") from error
         return constraint.is_complete
 
-    def _forced_token_id(self, num_forced: int) -> int | None:
+    def _forced_token_id(self) -> int | None:
         """Return the next token if it needs no sampling, since the constraint allows no other.
 
         It is left to the sampler if a step in flight samples it, if its log probability is wanted, or if the request
         has limits of its own. The tokens of a waiting sequence do not change.
         """
         sequence, params = self.sequence, self.sequence.request.params
-        if sequence.constraint is None or num_forced == _MAX_FORCED_TOKENS or not sequence.can_be_forced:
+        has_enough = sequence.num_forced_tokens == _MAX_FORCED_TOKENS
+        if sequence.constraint is None or has_enough or not sequence.can_be_forced:
             return None
         has_limits = params.allowed_token_ids or params.bad_words or sequence.num_output_tokens < params.min_tokens
         return None if has_limits or params.logprobs is not None else sequence.constraint.forced_token_id()

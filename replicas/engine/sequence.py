@@ -178,14 +178,14 @@ class Sequence:
         return 0 < self.num_uncomputed_tokens <= 1 + self.num_forced_tokens
 
     @property
+    def is_prefilling(self) -> bool:
+        """True if the sequence misses earlier tokens, too."""
+        return self.num_uncomputed_tokens > 1 + self.num_forced_tokens
+
+    @property
     def can_be_forced(self) -> bool:
         """True if `append_forced` may be called: the sequence runs, and no step in flight samples its next token."""
         return self.status is SequenceStatus.RUNNING and self.num_placeholder_tokens == 0
-
-    @property
-    def is_prefilling(self) -> bool:
-        """True if the sequence misses more tokens."""
-        return self.num_uncomputed_tokens > 1 + self.num_forced_tokens
 
     @property
     def num_spent_tokens(self) -> int:

@@ -17,7 +17,7 @@ from ray import serve
 
 from replicas.delta_batch import ChannelId, DeltaBatch
 from replicas.delta_channels import DeltaChannels
-from replicas.errors import EngineDead, ReplicaLost
+from replicas.errors import EngineDead
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
@@ -88,7 +88,7 @@ class Model:
         """
         if replica_id == self._replica_id:
             self._ingresses.heartbeat(channel_id.ingress_id)
-            check = partial(self._check_ingress, channel_id.ingress_id)
+            check = partial(self._channels.check_ingress, channel_id.ingress_id)
             async with aclosing(self._channels.read(channel_id)) as batches, aclosing(paced(batches, check)) as parcels:
                 async for parcel in parcels:
                     yield parcel
@@ -133,10 +133,6 @@ class Model:
         stats = self._engine.stats()
         if stats.is_draining and stats.num_running + stats.num_waiting == 0:
             raise RuntimeError("the replica has been drained and may be replaced")
-
-    def _check_ingress(self, ingress_id: str) -> None:
-        if self._ingresses.is_lost(ingress_id):
-            raise ReplicaLost(f"ingress {ingress_id} no longer sends polls or requests", has_died=False)
 
     async def __del__(self) -> None:
         """Stop the engine; Serve calls it when no request is left or the time for graceful shutdown is over."""

@@ -205,7 +205,7 @@ async def test_each_method_does_what_the_service_does(tmp_path: Path) -> None:
 
 @dataclass
 class Lines:
-    """What a worker knows of the only line."""
+    """Line of a batch, as one worker knows it."""
 
     status: str | None
 
