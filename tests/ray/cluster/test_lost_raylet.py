@@ -1,6 +1,7 @@
 """A raylet is killed: the streams of its model replica go on elsewhere, and a new raylet takes its place."""
 
 import time
+from collections import Counter
 
 from testkit.serving.raylets import Raylets
 from testkit.serving.served import wait_for
@@ -58,6 +59,6 @@ def test_streams_of_a_killed_raylet_continue_elsewhere(served: Raylets, clients:
     running = wait_for(lambda: len(found := served.num_running()) == 2 and found, "the new raylet has a replica")
     [new] = set(running) - {staying}
     assert new != victim and served.node_of(new) == node_id
-    # So many that one ingress gets two and spreads them. An ingress does not know the newest requests of the others.
-    later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(NUM_SLOTS)]
-    wait_for(lambda: {stream.replica_id for stream in later} >= {new, staying}, "the new replica serves")
+    later = [clients.open(body(LONG, prompt=f"request {index}")) for index in range(2 * NUM_SLOTS)]
+    both_full = {new: NUM_SLOTS, staying: NUM_SLOTS}
+    wait_for(lambda: Counter(stream.replica_id for stream in later) == both_full, "both replicas are full")
