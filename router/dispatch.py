@@ -188,6 +188,7 @@ class Dispatcher:
         """Poll and watch over all replicas until cancelled.
 
         Polls tell of new replicas, idle ones and other ingresses' load. Streams leave hung and draining replicas.
+        Requests that wait on a full replica leave it for a free slot elsewhere.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._poll())
@@ -203,6 +204,7 @@ class Dispatcher:
             await asyncio.sleep(WATCH_PERIOD_S)
             for replica_id in self._watch.tick(self._table.cluster().num_free_slots):
                 self._flow.forget(replica_id)
+            self._watch.recall(self._flow.misplaced())
 
     async def _try_refresh(self) -> None:
         try:
@@ -281,6 +283,7 @@ class Dispatcher:
         Raises:
             DeadlineExceeded: no delta came in time.
             ReplicaLost: the replica hangs, or is to leave.
+            Overloaded: the replica is full, and another one is not.
         """
         try:
             async with self._watch.within(placement.in_flight, limit_s):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from replicas.errors import ReplicaLost
+from replicas.errors import Overloaded, ReplicaLost, ServingError
 from replicas.protocol import ReplicaStats
 from replicas.settings import check_bounds, setting
 from router.balancing.load_table import InFlight
@@ -62,7 +62,7 @@ class ReplicaWatch:
         self._watched: dict[str, _Watched] = {}
         self._waits: dict[InFlight, asyncio.Timeout | None] = {}
         """Streams, with the time-out of the one wait that each may be in."""
-        self._leaving: dict[InFlight, ReplicaLost] = {}
+        self._leaving: dict[InFlight, ServingError] = {}
         self._ticked_s = clock()
 
     def begin(self, in_flight: InFlight) -> None:
@@ -123,11 +123,17 @@ class ReplicaWatch:
         self._forget_gone(now)
         return hung
 
+    def recall(self, in_flights: Iterable[InFlight]) -> None:
+        """Interrupt streams that have not begun, so that their requests are placed again as if refused."""
+        for in_flight in in_flights:
+            if in_flight in self._waits and in_flight not in self._leaving:
+                self._interrupt(in_flight, Overloaded("another replica has a free slot", 1.0, "full_replica"))
+
     def within(self, in_flight: InFlight, limit_s: float | None) -> asyncio.Timeout:
         """Return the time-out of a stream's next wait; `limit_s` is a time of the event loop's clock.
 
         Raises:
-            ReplicaLost: the stream leaves its replica.
+            ServingError: the stream leaves its replica.
         """
         self.check(in_flight)
         timeout = self._waits[in_flight] = asyncio.timeout_at(limit_s)
@@ -138,7 +144,7 @@ class ReplicaWatch:
         self._waits[in_flight] = None
 
     def check(self, in_flight: InFlight) -> None:
-        """Raise `ReplicaLost` if the stream leaves its replica."""
+        """Raise the reason if the stream leaves its replica."""
         if in_flight in self._leaving:
             raise self._leaving[in_flight]
 
@@ -179,7 +185,7 @@ class ReplicaWatch:
             and (other.silent_since_s is None or other.silence_s < limit_s)
         ]
 
-    def _interrupt(self, in_flight: InFlight, error: ReplicaLost) -> None:
+    def _interrupt(self, in_flight: InFlight, error: ServingError) -> None:
         self._leaving[in_flight] = error
         timeout = self._waits[in_flight]
         if timeout is not None and not timeout.expired():

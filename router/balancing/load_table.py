@@ -24,6 +24,8 @@ class InFlight:
     prompt_tokens: int
     outstanding_tokens: int
     tenant: str
+    since_s: float
+    """Time of its dispatch, on the table's clock."""
     is_seen: bool = False
     """True if a report that counts the request has arrived."""
 
@@ -161,7 +163,7 @@ class LoadTable:
         self, replica_id: str, band: Band, prompt_tokens: int, output_tokens: int, tenant: str = "anonymous"
     ) -> InFlight:
         """Count one more request of this ingress on a replica, with the tokens that it is expected to need."""
-        in_flight = InFlight(replica_id, band, prompt_tokens, prompt_tokens + output_tokens, tenant)
+        in_flight = InFlight(replica_id, band, prompt_tokens, prompt_tokens + output_tokens, tenant, self._clock())
         self._add(in_flight)
         return in_flight
 
@@ -198,6 +200,21 @@ class LoadTable:
         self._own_changed(in_flight.replica_id)
         if not own.requests:
             del self._own[in_flight.replica_id]
+
+    def waiting(self, band: Band, for_s: float) -> list[InFlight]:
+        """Return this ingress's requests that wait on full replicas at least `for_s` seconds after their dispatch.
+
+        A report tells how many requests wait on a replica. The newest ones without output count as those.
+        """
+        found = []
+        for replica_id, own in self._own.items():
+            load = self.load_of(replica_id) if own.unseen_tokens else None
+            if load is not None and load.stats.num_waiting_by_band[band] and load.num_free_slots(band) <= 0:
+                unseen = [each for each in reversed(own.requests) if each.band is band and not each.is_seen]
+                waiting = unseen[: load.stats.num_waiting_by_band[band]]
+                latest_s = self._entries[replica_id].received_s - for_s
+                found += [each for each in waiting if each.since_s <= latest_s]
+        return found
 
     def views(self) -> list[ReplicaView]:
         """Return a view of every known replica, sorted by id. Its cost grows with their number."""

@@ -11,7 +11,7 @@ from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
 from replicas.protocol import Band, GenerateRequest, ReplicaStats
 from replicas.settings import check_bounds, setting
-from router.balancing.load_table import LoadTable
+from router.balancing.load_table import InFlight, LoadTable
 from router.flow.admission import Admission, OutputLengths
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.flow.rooms import Rooms
@@ -20,6 +20,9 @@ from router.flow.usage import Placement, PlacementAccount
 from router.flow.wait_reasons import QueueWait, WaitClock
 from router.timeline import Timeline
 from router.types import Candidates, Outcome, Reason, RouterObserver, RoutingPolicy, RoutingRequest
+
+_MISPLACED_AFTER_S = 0.1
+"""Seconds after its dispatch at which a request that waits on a full replica may be placed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,20 @@ class FlowController:
         """
         self.table.forget(placement.in_flight.replica_id)
         self.account.refused(placement, request)
+
+    def misplaced(self) -> list[InFlight]:
+        """Return requests that wait on a full replica while others have free slots for them, at most one for each.
+
+        Several ingresses may have filled the same slot, or a batch request was sent ahead of a slot that stays taken.
+        Requests that wait here come first.
+        """
+        found = []
+        for band in Band:
+            waiting = [] if self.queue.num_requests(band) else self.table.waiting(band, _MISPLACED_AFTER_S)
+            if waiting:
+                most_tokens = max(in_flight.prompt_tokens for in_flight in waiting)
+                found += waiting[: self.rooms.of_band(band, is_starved=False).num_ready(most_tokens)]
+        return found
 
     def polled(self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats]) -> None:
         """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too.

@@ -73,6 +73,12 @@ class RoomIndex:
         self.take_changes()
         return len(self._ready.orders) + len(self._others.orders)
 
+    def num_ready(self, num_tokens: int) -> int:
+        """Return the number of ready replicas with blocks for a request of so many tokens."""
+        self.take_changes()
+        by_max_tokens = self._ready.by_max_tokens
+        return len(by_max_tokens) - bisect_left(by_max_tokens, (num_tokens, ""))
+
     def candidates(self, num_tokens: int, is_fit: Callable[[ReplicaView], bool] | None = None) -> Candidates | None:
         """Return the replicas with blocks for a request of so many tokens, the ready ones alone if there are any.
 
