@@ -17,6 +17,8 @@ _TOLERANCE_S = 1e-6
 class Part(Enum):
     """Part of a request's time; at any moment a request is in exactly one."""
 
+    __hash__ = object.__hash__  # That of an enumeration is a Python function; each delta looks parts up.
+
     RECEIVED = "received"
     """Arrival and parsing of the body."""
     TOKENIZING = "tokenizing"

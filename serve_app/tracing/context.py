@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, set_span_in_context
+from opentelemetry.trace import NonRecordingSpan, SpanContext, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +22,15 @@ class TraceContext:
     @classmethod
     def of_headers(cls, headers: Mapping[str, str]) -> TraceContext | None:
         """Return the context in a request's headers; None: they have none that is valid."""
-        if "traceparent" not in headers:
-            return None
-        return cls._of(read_headers(headers))
+        span = read_headers(headers)
+        return None if span is None else cls.of_span(span)
 
     @classmethod
-    def of_span(cls, span: Span) -> TraceContext:
+    def of_span(cls, span: SpanContext) -> TraceContext:
         """Return the context of the spans below `span`."""
-        found = cls._of(set_span_in_context(span))
-        assert found is not None
-        return found
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, set_span_in_context(NonRecordingSpan(span), Context()))
+        return cls(carrier["traceparent"], carrier.get("tracestate"))
 
     @classmethod
     def of_columns(cls, traceparent: str | None, tracestate: str | None) -> TraceContext | None:
@@ -41,14 +42,11 @@ class TraceContext:
         """Headers that hand the context on."""
         return {"traceparent": self.traceparent} | ({"tracestate": self.tracestate} if self.tracestate else {})
 
-    @classmethod
-    def _of(cls, context: Context) -> TraceContext | None:
-        carrier: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carrier, context)
-        return cls(carrier["traceparent"], carrier.get("tracestate")) if carrier else None
 
-
-def read_headers(headers: Mapping[str, str]) -> Context:
-    """Return the context in headers for the OpenTelemetry library; it is empty if they have none that is valid."""
+def read_headers(headers: Mapping[str, str]) -> SpanContext | None:
+    """Return the span that headers name; None: they name none that is valid."""
+    if "traceparent" not in headers:
+        return None
     known = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-    return TraceContextTextMapPropagator().extract(known, Context())
+    span = get_current_span(_PROPAGATOR.extract(known, Context())).get_span_context()
+    return span if span.is_valid else None

@@ -6,19 +6,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from opentelemetry.trace import Span, SpanKind
+from opentelemetry.trace import SpanKind
 from pydantic_core import to_json
 
 from router.timeline import QUEUED, Interval, Part, Placed, Seconds, Timeline
 from serve_app.openai.reply.request_metrics import queued_s
 from serve_app.openai.request.schema import GenerationBody
 from serve_app.openai.service import PreparedCompletion
-from serve_app.tracing.tracer import Attributes, SpanTimes, Trace
+from serve_app.tracing.attributes import Attributes
+from serve_app.tracing.tracer import SpanTimes, Trace
 
 _MAX_SEQUENCES = 16
 """Sequences of a request that have spans: those that ended last."""
-_MAX_SPANS = 256
-"""Spans of a request; a request that was preempted or moved again and again has no more."""
 _BEFORE = (Part.RECEIVED, Part.TOKENIZING)
 _FIRST_ORDER = (Part.QUEUED_REPLICA, Part.PREFILL, Part.MIGRATED, Part.PREEMPTED, Part.DECODE, Part.DELIVERED)
 """Order of the parts until a replica's first delta."""
@@ -34,40 +33,17 @@ def add_request(trace: Trace, timeline: Timeline, prepared: PreparedCompletion |
     """
     if not trace.is_recorded:
         return
-    tree = _Tree(trace)
     # A sequence's timeline begins with the request's, which does not learn that the preparation has ended.
     intervals = (timeline if prepared is None else prepared.timelines[0]).intervals
     is_completion = any(each.seconds.get(Part.TOKENIZING) for each in intervals)
     for interval in intervals if is_completion else ():
         for part, times in _pieces(interval, _BEFORE):
-            tree.add(part.value, trace.span, times)
+            trace.add(part.value, trace.span_id, times)
     if prepared is not None:
-        _add_completion(tree, prepared, has_prompts)
-    if tree.num_left_out:
-        trace.span.set_attribute("headway.num_spans_left_out", tree.num_left_out)
+        _add_completion(trace, prepared, has_prompts)
 
 
-class _Tree:
-    """Spans of one request, at most `_MAX_SPANS`."""
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.num_left_out = 0
-        self._num_left = _MAX_SPANS
-
-    def add(
-        self, name: str, parent: Span, times: SpanTimes, attributes: Attributes | None = None,
-        kind: SpanKind = SpanKind.INTERNAL, error_type: str | None = None,
-    ) -> Span:  # fmt: skip
-        """Add a span; beyond the limit count it, and return the parent."""
-        if self._num_left == 0:
-            self.num_left_out += 1
-            return parent
-        self._num_left -= 1
-        return self.trace.add(name, parent, times, attributes or {}, kind, error_type)
-
-
-def _add_completion(tree: _Tree, prepared: PreparedCompletion, has_prompts: bool) -> None:
+def _add_completion(trace: Trace, prepared: PreparedCompletion, has_prompts: bool) -> None:
     slowest = prepared.timeline
     start_s = slowest.started_s if slowest.queued_s is None else slowest.queued_s
     end_s = slowest.ended_s
@@ -77,34 +53,36 @@ def _add_completion(tree: _Tree, prepared: PreparedCompletion, has_prompts: bool
     if has_prompts:
         attributes = {**attributes, **_prompt_attributes(prepared.body)}
     name = f"{prepared.body.operation} {prepared.body.model}"
-    span = tree.add(name, tree.trace.span, SpanTimes(start_s, end_s), attributes, SpanKind.CLIENT)
+    span_id = trace.add(name, trace.span_id, SpanTimes(start_s, end_s), attributes, SpanKind.CLIENT)
     timelines = sorted(prepared.timelines, key=lambda each: each.finished_s or end_s, reverse=True)
     for timeline in timelines[:_MAX_SEQUENCES]:
-        parent = span
+        parent_id = span_id
         if len(prepared.timelines) > 1:
             index = next(index for index, each in enumerate(prepared.timelines) if each is timeline)
-            parent = tree.add("sequence", span, SpanTimes(start_s, end_s), {"headway.sequence.index": index})
-        _add_sequence(tree, parent, timeline)
+            parent_id = trace.add("sequence", span_id, SpanTimes(start_s, end_s), {"headway.sequence.index": index})
+        _add_sequence(trace, parent_id, timeline)
     parsing = prepared.format.parsing
     if parsing is not None and parsing.start_s is not None and parsing.end_s is not None:
         times = SpanTimes(parsing.start_s, parsing.end_s)
-        tree.add("tool_parsing", span, times, {"headway.tool_parsing.busy_s": parsing.busy_s})
+        trace.add("tool_parsing", span_id, times, {"headway.tool_parsing.busy_s": parsing.busy_s})
 
 
-def _add_sequence(tree: _Tree, parent: Span, timeline: Timeline) -> None:
+def _add_sequence(trace: Trace, parent_id: bytes, timeline: Timeline) -> None:
     """Add the waits and the placements of a sequence."""
     for stay in stays(timeline):
         if stay.placement is None:
-            tree.add("queue", parent, stay.times, {f"headway.{part.value}_s": s for part, s in stay.reasons.items()})
+            trace.add(
+                "queue", parent_id, stay.times, {f"headway.{part.value}_s": s for part, s in stay.reasons.items()}
+            )
             continue
         attributes = {
             "headway.replica_id": stay.placement.replica_id,
             "headway.placement.reason": stay.placement.reason.value,
         }
         error_type = "replica_lost" if stay.is_lost else None
-        span = tree.add("placement", parent, stay.times, attributes, error_type=error_type)
+        span_id = trace.add("placement", parent_id, stay.times, attributes, error_type=error_type)
         for part, times in stay.phases:
-            tree.add(part.value, span, times)
+            trace.add(part.value, span_id, times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +94,9 @@ class Stay:
     times: SpanTimes
     reasons: Seconds
     """Seconds of the wait by their reason."""
-    phases: list[tuple[Part, SpanTimes]]
+    phases: Sequence[tuple[Part, SpanTimes]] = ()
     """Phases on the replica in their order."""
-    is_lost: bool
+    is_lost: bool = False
     """True if the sequence left the replica before its end."""
 
 
@@ -129,9 +107,11 @@ def stays(timeline: Timeline) -> list[Stay]:
     found = []
     for group in groups:
         placement, times = group[0].placement, SpanTimes(group[0].start_s, group[-1].end_s)
-        phases = [] if placement is None else _joined(_phases(group))
-        is_lost = placement is not None and placement is not timeline.placements[-1]
-        found.append(Stay(placement, times, _reasons(group), phases, is_lost))
+        if placement is None:
+            found.append(Stay(None, times, _reasons(group)))
+        else:
+            is_lost = placement is not timeline.placements[-1]
+            found.append(Stay(placement, times, {}, _joined(_phases(group)), is_lost))
     return found
 
 
@@ -231,7 +211,7 @@ class HttpEnd:
         error_type = None
         if self.status >= 500 or self.status == 0:
             error_type = self.error_code or str(self.status)
-        trace.span.update_name(self.method if self.route is None else f"{self.method} {self.route}")
+        trace.name = self.method if self.route is None else f"{self.method} {self.route}"
         attributes: Attributes = {
             "http.request.method": self.method,
             "http.route": self.route,

@@ -1,37 +1,28 @@
-"""Tracer of one process: begins and ends spans, and sends them over OTLP in a thread of its own."""
+"""Tracer of one process: begins traces, and writes the spans of a request when it ends."""
 
 from __future__ import annotations
 
-import threading
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
-from opentelemetry.util.types import AttributeValue
+from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, SpanFlags, Status
+from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 
+from serve_app.tracing.attributes import Attributes, add_attributes
 from serve_app.tracing.context import TraceContext, read_headers
 from serve_app.tracing.settings import TracingSettings
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from serve_app.tracing.span_sender import SpanSender
 
-Attributes = Mapping[str, AttributeValue | None]
-"""Attributes of a span; those that are None are left out."""
-
-_MAX_QUEUED_SPANS = 8192
-"""Spans that wait to be sent; beyond it the oldest are dropped, and the log says so."""
-_MAX_BATCH_SPANS = 512
-_SEND_PERIOD_S = 2.0
-_SEND_LIMIT_S = 10.0
-"""Longest time for one batch with its repetitions, seconds."""
-_CLOSE_LIMIT_S = 3.0
-"""Longest wait of a process that stops for its last spans to be sent, seconds."""
-_MAX_TEXT_CHARS = 65_536
-"""Longest text of an attribute; the library cuts what is longer."""
+_MAX_SPANS = 256
+"""Spans below a trace's first one; a request that was preempted or moved again and again has no more."""
+_FLAGS = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK | TraceFlags.SAMPLED
+_REMOTE_PARENT = SpanFlags.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
+_RATIO_BITS = 64
+"""Lowest bits of a trace's id, which decide if it is sampled, as in the samplers of OpenTelemetry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,49 +41,107 @@ class Moment:
     monotonic_s: float
 
 
-class Trace:
-    """Trace of one request in this process: its first span, under which the others are made when the request ends."""
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Start of a trace in this process, and the spans of other processes before it."""
 
-    def __init__(self, tracer: trace.Tracer, span: Span, unix_offset_s: float) -> None:
-        """`unix_offset_s`: unix time less monotonic time at the request's arrival, seconds."""
-        self._tracer = tracer
-        self.span = span
-        self._unix_offset_s = unix_offset_s
+    kind: SpanKind
+    start: Moment
+    parent: SpanContext | None = None
+    """Span above the first one."""
+    cause: SpanContext | None = None
+    """Span of another trace that asked for this one."""
+
+
+class Trace:
+    """Trace of one request in this process: its first span, and those below it, which are made when the request ends.
+
+    The spans are OTLP messages from the start, at most `_MAX_SPANS` below the first one.
+    """
+
+    def __init__(self, name: str, origin: Origin, context: SpanContext, sender: SpanSender, rng: random.Random) -> None:
+        """`context` is the place of the first span; `name` is its name."""
+        self.name = name
+        self.span_id = context.span_id.to_bytes(8, "big")
+        """Id of the first span."""
+        self._origin = origin
+        self._context = context
+        self._sender = sender
+        self._rng = rng
+        self._unix_offset_s = origin.start.unix_s - origin.start.monotonic_s
+        self._messages = ScopeSpans()
+        self._trace_id = context.trace_id.to_bytes(16, "big")
+        self._state = context.trace_state.to_header()
+        self._num_left_out = 0
 
     @property
     def is_recorded(self) -> bool:
         """True if the trace is sampled."""
-        return self.span.is_recording()
+        return self._context.trace_flags.sampled
 
     @property
     def trace_id(self) -> str:
         """Id of the trace, 32 hexadecimal digits."""
-        return trace.format_trace_id(self.span.get_span_context().trace_id)
+        return self._trace_id.hex()
 
     @property
     def context(self) -> TraceContext:
         """Context of further work of the request, for other processes."""
-        return TraceContext.of_span(self.span)
+        return TraceContext.of_span(self._context)
 
     def add(
-        self, name: str, parent: Span, times: SpanTimes, attributes: Attributes, kind: SpanKind = SpanKind.INTERNAL,
-        error_type: str | None = None,
-    ) -> Span:  # fmt: skip
-        """Add a span that has ended; `error_type` None: it ended well."""
-        span = self._tracer.start_span(
-            name,
-            set_span_in_context(parent),
-            kind,
-            {key: value for key, value in attributes.items() if value is not None},
-            start_time=self._unix_ns(times.start_s),
-        )
-        _end(span, self._unix_ns(times.end_s), error_type)
-        return span
+        self, name: str, parent_id: bytes, times: SpanTimes, attributes: Attributes | None = None,
+        kind: SpanKind = SpanKind.INTERNAL, error_type: str | None = None,
+    ) -> bytes:  # fmt: skip
+        """Add a span that has ended, and return its id; `error_type` None: it ended well.
+
+        Beyond the limit it only counts the span and returns the parent's id.
+        """
+        if len(self._messages.spans) == _MAX_SPANS:
+            self._num_left_out += 1
+            return parent_id
+        span_id = self._rng.randbytes(8)
+        self._write(name, span_id, parent_id, times, attributes, kind, error_type)
+        return span_id
 
     def end(self, end_s: float, attributes: Attributes, error_type: str | None = None) -> None:
-        """End the first span; `error_type` None: the request ended well."""
-        self.span.set_attributes({key: value for key, value in attributes.items() if value is not None})
-        _end(self.span, self._unix_ns(end_s), error_type)
+        """End the first span, and send all; `error_type` None: the request ended well."""
+        if not self.is_recorded:
+            return
+        origin, times = self._origin, SpanTimes(self._origin.start.monotonic_s, end_s)
+        parent_id = b"" if origin.parent is None else origin.parent.span_id.to_bytes(8, "big")
+        attributes = {**attributes, "headway.num_spans_left_out": self._num_left_out or None}
+        self._write(self.name, self.span_id, parent_id, times, attributes, origin.kind, error_type)
+        first = self._messages.spans[-1]
+        if origin.parent is not None:
+            first.flags |= _REMOTE_PARENT
+        if origin.cause is not None:
+            link = first.links.add()
+            link.trace_id = origin.cause.trace_id.to_bytes(16, "big")
+            link.span_id = origin.cause.span_id.to_bytes(8, "big")
+            link.trace_state = origin.cause.trace_state.to_header()
+            link.flags = SpanFlags.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK | _REMOTE_PARENT | origin.cause.trace_flags
+        self._sender.put(self._messages.SerializeToString())
+
+    def _write(
+        self, name: str, span_id: bytes, parent_id: bytes, times: SpanTimes, attributes: Attributes | None,
+        kind: SpanKind, error_type: str | None,
+    ) -> None:  # fmt: skip
+        span = self._messages.spans.add()
+        span.trace_id = self._trace_id
+        span.span_id = span_id
+        span.parent_span_id = parent_id
+        span.trace_state = self._state
+        span.flags = _FLAGS
+        span.name = name
+        span.kind = kind.value + 1  # The protocol counts kinds from 1.
+        span.start_time_unix_nano = self._unix_ns(times.start_s)
+        span.end_time_unix_nano = self._unix_ns(times.end_s)
+        if attributes is not None:
+            add_attributes(span.attributes, attributes)
+        if error_type is not None:
+            add_attributes(span.attributes, {"error.type": error_type})
+            span.status.code = Status.STATUS_CODE_ERROR
 
     def _unix_ns(self, moment_s: float) -> int:
         return int((moment_s + self._unix_offset_s) * 1e9)
@@ -101,97 +150,57 @@ class Trace:
 class Tracer:
     """Tracer of one process; without an endpoint it traces nothing.
 
-    A request's first span begins when it arrives, which decides if it is sampled. All others are made when it ends, so
-    a running request costs nothing. Ended spans wait in a bounded queue for the thread that sends them.
+    A request's trace begins when it arrives, which decides if it is sampled. All spans are made when it ends, so a
+    running request costs nothing. The spans of ended requests wait in a bounded queue for the thread that sends them.
     """
 
     def __init__(self, settings: TracingSettings, service: str, instance_id: str) -> None:
         """`service` names the kind of process, `instance_id` this one."""
         self.has_prompts = settings.trace_prompts
-        self._provider = None if settings.url is None else _provider(settings, service, instance_id)
-        self._tracer = None if self._provider is None else self._provider.get_tracer("headway", _version())
+        self._rng = random.Random()
+        self._num_sampled = round(settings.trace_sampling_ratio * 2**_RATIO_BITS)
+        self._sender: SpanSender | None = None
+        if settings.url is not None:
+            # Imported here: most processes trace nothing, and the client takes a while to import.
+            from serve_app.tracing.span_sender import SpanSender
+
+            self._sender = SpanSender(settings.url, service, instance_id)
 
     def begin(self, name: str, headers: Mapping[str, str], arrival: Moment) -> Trace | None:
         """Begin the trace of a request that has arrived with these headers; None: nothing is traced."""
-        return self._begin(name, read_headers(headers), arrival, SpanKind.SERVER)
+        return self._begin(name, Origin(SpanKind.SERVER, arrival, read_headers(headers)))
 
     def begin_call(self, name: str, parent: TraceContext, start: Moment) -> Trace | None:
         """Begin the span of a call to another server, below a span of another process."""
-        return self._begin(name, read_headers(parent.headers), start, SpanKind.CLIENT)
+        return self._begin(name, Origin(SpanKind.CLIENT, start, read_headers(parent.headers)))
 
     def begin_work(self, name: str, parent: TraceContext | None, start: Moment) -> Trace | None:
         """Begin the trace of asynchronous work, below the span that asked for it."""
-        return self._begin(name, read_headers({} if parent is None else parent.headers), start, SpanKind.CONSUMER)
+        return self._begin(name, Origin(SpanKind.CONSUMER, start, read_headers(_headers(parent))))
 
     def begin_linked_work(self, name: str, cause: TraceContext | None, start: Moment) -> Trace | None:
         """Begin a trace of its own for one of many pieces of asynchronous work; it links to the span that asked."""
-        causes = [] if cause is None else [trace.get_current_span(read_headers(cause.headers)).get_span_context()]
-        return self._begin(name, Context(), start, SpanKind.CONSUMER, [Link(each) for each in causes])
+        return self._begin(name, Origin(SpanKind.CONSUMER, start, cause=read_headers(_headers(cause))))
 
     def close(self) -> None:
-        """Send the spans that wait, for at most `_CLOSE_LIMIT_S`; this blocks the calling thread."""
-        if self._provider is not None:
-            # A thread that the end of the process does not wait for: the receiver may hang.
-            closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
-            closing.start()
-            closing.join(_CLOSE_LIMIT_S)
+        """Send the spans that wait, for a bounded time; this blocks the calling thread."""
+        if self._sender is not None:
+            self._sender.close()
 
-    def _begin(
-        self, name: str, context: Context, start: Moment, kind: SpanKind, links: list[Link] | None = None
-    ) -> Trace | None:
-        if self._tracer is None:
+    def _begin(self, name: str, origin: Origin) -> Trace | None:
+        if self._sender is None:
             return None
-        span = self._tracer.start_span(name, context, kind, links=links, start_time=int(start.unix_s * 1e9))
-        return Trace(self._tracer, span, start.unix_s - start.monotonic_s)
+        return Trace(name, origin, self._place(origin.parent), self._sender, self._rng)
+
+    def _place(self, parent: SpanContext | None) -> SpanContext:
+        """Return the place of a new span: in the trace of its parent, or in a new one."""
+        span_id = self._rng.getrandbits(64)
+        if parent is not None:
+            return SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+        trace_id = self._rng.getrandbits(128)
+        is_sampled = trace_id % 2**_RATIO_BITS < self._num_sampled
+        return SpanContext(trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED if is_sampled else 0))
 
 
-def _end(span: Span, end_ns: int, error_type: str | None) -> None:
-    if error_type is not None:
-        span.set_attribute("error.type", error_type)
-        span.set_status(Status(StatusCode.ERROR))
-    span.end(end_ns)
-
-
-def _provider(settings: TracingSettings, service: str, instance_id: str) -> TracerProvider:
-    """Create the library's provider of tracers, with its thread.
-
-    The variables of OpenTelemetry (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_SERVICE_NAME`)
-    apply, since the library reads them.
-    """
-    # Imported here: it takes a third of a second, and most processes trace nothing.
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-
-    resource = Resource.create(
-        {
-            "service.name": service,
-            "service.namespace": "headway",
-            "service.version": _version(),
-            "service.instance.id": instance_id,
-        }
-    )
-    provider = TracerProvider(
-        sampler=ParentBased(TraceIdRatioBased(settings.trace_sampling_ratio)),
-        resource=resource,
-        span_limits=SpanLimits(max_span_attribute_length=_MAX_TEXT_CHARS),
-        shutdown_on_exit=False,
-    )
-    provider.add_span_processor(
-        BatchSpanProcessor(
-            OTLPSpanExporter(settings.url, timeout=_SEND_LIMIT_S),
-            max_queue_size=_MAX_QUEUED_SPANS,
-            schedule_delay_millis=_SEND_PERIOD_S * 1000,
-            max_export_batch_size=_MAX_BATCH_SPANS,
-        )
-    )
-    return provider
-
-
-def _version() -> str:
-    try:
-        return version("headway-serve")
-    except PackageNotFoundError:
-        return "0"
+def _headers(context: TraceContext | None) -> Mapping[str, str]:
+    return {} if context is None else context.headers
