@@ -1,8 +1,8 @@
 """Pictures of the dashboards for the documents: `python -m bench.dashboard_pictures` writes into docs/images.
 
 It serves the demo model with `make serve` and takes pictures with headless Chromium: Headway's dashboard under a load
-of two tenants and a batch while a third replica starts and one of two is killed, and Ray's dashboard on the way from
-the id of a request to the log of its replica.
+of two tenants and a batch after a third replica has been started and one of the three was killed, and Ray's dashboard
+on the way from the id of a request to the log of its replica.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from testkit.serving.served import Served, serving, wait_for
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 _OPERATOR = "ops"
 _ARGUMENTS = "max_num_seqs=4 num_threads=1 cpus_per_replica=0.1 target_drain_s=1"
+_MAX_REPLICAS = 3
 _FORMS = {"": (1280, "light"), "-dark": (1280, "dark"), "-phone": (390, "light")}
 """Width of the window and colour scheme by the end of the picture's name."""
 _HEIGHT = 900
@@ -41,6 +42,8 @@ _MAX_HEIGHT = 2000
 _NUM_LINES = 3000
 _SETTLE_S = 3.0
 """Time in which a page of Ray's dashboard fetches what it shows, seconds."""
+_LOG = "initializing replica"
+"""Text in the log of every replica."""
 _MIGRATED = """Array.from(document.querySelectorAll('#requests rect.migrated'))
     .some(part => Number(part.getAttribute('width')) > 40)"""
 
@@ -129,6 +132,8 @@ async def ray(application: Served, profile: Path) -> None:
     async with ray_dashboard(application, profile) as dashboard:
         for number, text, following in ((1, "Serve", "Model"), (2, "Model", replica_id), (3, replica_id, None)):
             await dashboard.click(text)
+            if number > 1:
+                await dashboard.reload_until(_LOG)
             if following is None:
                 await dashboard.tab.until(f"document.body.textContent.includes('#Model#{replica_id}')")
             else:
@@ -138,7 +143,7 @@ async def ray(application: Served, profile: Path) -> None:
 
 
 def _kill_one(application: Served) -> None:
-    wait_for(lambda: len(application.replicas()) == 2, "two replicas are known")
+    wait_for(lambda: len(application.replicas()) == _MAX_REPLICAS, "all replicas are known")
     psutil.Process(application.replicas()[0]["pid"]).kill()
 
 
@@ -151,7 +156,7 @@ def main() -> None:
         sys.exit("There is no Chromium here.")
     with tempfile.TemporaryDirectory(prefix="hw-chromium-") as profile:
         if options.only != "ray":
-            with served(f"{_ARGUMENTS} min_replicas=2 max_replicas=3", "REPLICAS=2") as application:
+            with served(f"{_ARGUMENTS} min_replicas=2 max_replicas={_MAX_REPLICAS}", "REPLICAS=2") as application:
                 asyncio.run(dashboard(application, Path(profile) / "headway"))
         if options.only != "dashboard":
             with served("num_threads=1 cpus_per_replica=0.1", "REPLICAS=2") as application:

@@ -12,6 +12,7 @@ const GROUPS = {
   delivered: ["delivered"],
 };
 const KEY = "headway-operator-key";
+const NUM_BATCHES = 3;
 const SILENCE_MS = 5000;
 const RETRY_MS = 2000;
 const SVG = "http://www.w3.org/2000/svg";
@@ -42,6 +43,7 @@ function number(value) {
 
 function milliseconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value >= 7200000) return `${(value / 3600000).toFixed(1)} h`;
   if (value >= 60000) return `${(value / 60000).toFixed(1)} min`;
   return value >= 1000 ? `${(value / 1000).toFixed(2)} s` : `${value.toFixed(value < 10 ? 1 : 0)} ms`;
 }
@@ -204,6 +206,21 @@ function showJobs(data) {
   facts($("jobs"), pairs);
 }
 
+// All rows are always there, so that what is below stays in its place.
+function showBatches(data) {
+  const labels = ["Batch", "Tenant", "Lines done", "Failed", "Webhook"];
+  const classes = ["wide ellipsis", "ellipsis", "wide", "number", ""];
+  const places = Array.from({length: NUM_BATCHES}, (_, index) => ({index, batch: data.batches[index]}));
+  list($("batches"), places, place => place.index, () => row(labels, classes), (tr, {batch}) => {
+    put(tr.children[0], batch?.id ?? "–");
+    tr.children[0].title = batch?.id ?? "";
+    put(tr.children[1], batch?.tenant ?? "–");
+    meter(tr.children[2], batch ? batch.num_completed + batch.num_failed : null, batch?.num_lines);
+    put(tr.children[3], number(batch?.num_failed));
+    put(tr.children[4], batch ? (batch.has_webhook ? "at its end" : "none") : "–");
+  });
+}
+
 const partsOf = (metrics, group) => GROUPS[group].reduce((total, part) => total + metrics.parts_ms[part], 0);
 
 function makeRequest() {
@@ -262,7 +279,7 @@ function show(data) {
   $("main").hidden = false;
   put($("model"), data.model);
   document.title = `${data.model} – Headway`;
-  for (const part of [showTiles, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showRequests]) part(data);
+  for (const part of [showTiles, showReplicas, showQueues, showLatencies, showAutoscaling, showJobs, showBatches, showRequests]) part(data);
 }
 
 function connection(text, isBad) {

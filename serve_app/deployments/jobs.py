@@ -109,7 +109,8 @@ class Jobs:
         from serve_app.metrics import families_of_process
 
         process = "jobs" if self._num_workers == 1 else f"jobs-{this_replica_id()}"
-        return JobsCounts(await self._own_metrics(), families_of_process(self._registry, process))
+        families = families_of_process(self._registry, process)
+        return JobsCounts(await self._own_metrics(), families, await self._runtime.running())
 
     async def _own_metrics(self) -> tuple[Metric, ...]:
         return await self._runtime.metrics(self._webhooks.outcomes)

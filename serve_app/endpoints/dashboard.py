@@ -20,6 +20,7 @@ from serve_app.http.gate import Gate
 from serve_app.http.live_feed import LiveFeed
 from serve_app.http.request_registry import Latency, RequestRegistry
 from serve_app.http.streaming import CONTENT_TYPE, ByteStream
+from serve_app.jobs.api.records import BatchProgress
 from serve_app.openai.reply.format import JsonObject
 
 _NUM_REQUESTS = 25
@@ -45,6 +46,7 @@ class Snapshots:
         self._backends = backends
         self._registry = registry
         self._jobs: list[JsonObject] | None = None
+        self._batches: list[JsonObject] = []
         self._jobs_asked_s = -_JOBS_PERIOD_S
 
     async def make(self) -> JsonObject:
@@ -60,6 +62,7 @@ class Snapshots:
             "latencies": [self._latency_of(band, latencies[band]) for band in Band],
             "autoscaling": None if autoscaling is None else autoscaling_of(autoscaling),
             "jobs": self._jobs,
+            "batches": self._batches,
             "requests": self._registry.newest(_NUM_REQUESTS),
         }
 
@@ -72,9 +75,10 @@ class Snapshots:
             async with asyncio.timeout(_JOBS_LIMIT_S):
                 counts = await self._backends.jobs.service.metrics()
         except (ServingError, TimeoutError):
-            self._jobs = None
+            self._jobs, self._batches = None, []
         else:
             self._jobs = [_value_of(metric) for metric in counts.own]
+            self._batches = [_batch_of(batch) for batch in counts.running]
 
     def _latency_of(self, band: Band, latencies: Sequence[Latency]) -> JsonObject:
         targets = self._backends.targets.get(band)
@@ -138,6 +142,17 @@ def _percentiles(values: Collection[float]) -> JsonObject | None:
         return None
     ordered = sorted(values)
     return {name: round(ordered[int(share * (len(ordered) - 1))], 4) for name, share in (("p50", 0.5), ("p95", 0.95))}
+
+
+def _batch_of(batch: BatchProgress) -> JsonObject:
+    return {
+        "id": batch.id,
+        "tenant": batch.tenant,
+        "num_lines": batch.counts.total,
+        "num_completed": batch.counts.completed,
+        "num_failed": batch.counts.failed,
+        "has_webhook": batch.has_webhook,
+    }
 
 
 def _value_of(metric: Metric) -> JsonObject:

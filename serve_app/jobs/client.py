@@ -144,7 +144,8 @@ class ServeJobs:
         """Return the metrics of all tenants' work, and of all workers."""
         counts = await self._ask_all(JobsService.metrics)
         router = (family for each in counts for family in each.router)
-        return JobsCounts(_of_all_workers([each.own for each in counts]), tuple(router))
+        running = next((each.running for each in counts if each.running), ())
+        return JobsCounts(_of_all_workers([each.own for each in counts]), tuple(router), running)
 
     async def _ask(self, method: Callable[..., Awaitable[ResultT]], **arguments: object) -> ResultT:
         answer: ResultT = await self._repeat(partial(self._call, method, **arguments))

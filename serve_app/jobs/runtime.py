@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from replicas.protocol import Metric
-from serve_app.jobs.api.records import BatchStatus, LineStatus
+from serve_app.jobs.api.records import BatchProgress, BatchStatus, LineStatus
 from serve_app.jobs.api.storage import StorageUnavailable
 from serve_app.jobs.execution.line_queue import LineQueue
 from serve_app.jobs.execution.line_runner import LineRunner
@@ -23,7 +23,7 @@ from serve_app.jobs.lifecycle.sweeper import Sweeper
 from serve_app.jobs.lifecycle.validator import Validator
 from serve_app.jobs.metrics import jobs_metrics, storage_metric
 from serve_app.jobs.service import SqlJobsService
-from serve_app.jobs.storage.batches import count_by_status
+from serve_app.jobs.storage.batches import count_by_status, running_batches
 from serve_app.jobs.storage.database import JobsContext
 from serve_app.jobs.storage.deliveries import SqlOutbox
 from serve_app.jobs.storage.lines import EndedLines
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
+_NUM_SHOWN = 3
+"""Batches that the dashboard shows."""
 """Longest pause between two attempts to use the storage again, seconds."""
 
 
@@ -148,6 +150,12 @@ class JobsRuntime:
             batches = await self._context.database.read(count_by_status)
         counts = jobs_metrics(batches, self._ended_lines, self._backlog.eta_s(), attempts)
         return (*counts, storage_metric(self._context.database.fault is None))
+
+    async def running(self) -> tuple[BatchProgress, ...]:
+        """Return the newest batches that run; none while the storage fails."""
+        with contextlib.suppress(StorageUnavailable):
+            return await self._context.database.read(lambda connection: running_batches(connection, _NUM_SHOWN))
+        return ()
 
     def check_health(self) -> None:
         """Check that the loops still run.

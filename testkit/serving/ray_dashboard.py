@@ -14,6 +14,8 @@ from testkit.serving.served import Served
 _LINK = "Array.from(document.querySelectorAll('a')).find(link => link.textContent.trim() === {text!r})"
 _SUBMIT = "Array.from(document.querySelectorAll('button')).find(button => button.textContent.trim() === 'Submit')"
 _FIELD = "document.querySelector('[role=dialog] input')"
+_LOAD_S = 5.0
+"""Time in which a page of the dashboard fetches what it shows, seconds."""
 _SIZE = (1280, 900)
 
 
@@ -47,7 +49,7 @@ class RayDashboard:
         """Wait for a link, scroll to it and draw a line around it."""
         link = _LINK.format(text=text)
         await self.tab.until(f"Boolean({link})")
-        await self.tab.value(f"{link}.scrollIntoView({{block: 'center'}})")
+        await self.tab.value(f"{link}.scrollIntoView({{block: 'nearest'}})")
         await self.tab.value(f"{link}.style.outline = '3px solid #d55e00'")
 
     async def click(self, text: str) -> None:
@@ -56,6 +58,16 @@ class RayDashboard:
         await self.tab.until(f"Boolean({link})")
         await self.tab.value(f"{link}.click()")
         self.num_clicks += 1
+
+    async def reload_until(self, text: str) -> None:
+        """Load the page anew until it has a text: Ray serves logs only a while after the start of a node's agent."""
+        has_text = f"document.body?.textContent.includes({text!r})"
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                await asyncio.sleep(_LOAD_S)
+                if await self.tab.value(has_text):
+                    return
+                await self.tab.call("Page.reload")
 
 
 @contextlib.asynccontextmanager

@@ -242,12 +242,25 @@ class BatchStats:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchProgress:
+    """Batch that runs, as the dashboard shows it."""
+
+    id: str
+    tenant: str
+    counts: RequestCounts
+    has_webhook: bool
+    """True if its end is told to a URL."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobsCounts:
     """Metrics of the jobs workers: of their own work (`own`), and of their routers, as any ingress has them."""
 
     own: tuple[Metric, ...] = ()
     router: tuple[Family, ...] = ()
     """Families of each worker; the label `process` of their samples names it."""
+    running: tuple[BatchProgress, ...] = ()
+    """Newest batches that run, of all tenants; jobs, which have one line, are not among them."""
 
 
 def new_id(kind: str) -> str:

@@ -12,6 +12,7 @@ from replicas.protocol import Band
 from serve_app.jobs.api.records import (
     BatchError,
     BatchKind,
+    BatchProgress,
     BatchRecord,
     BatchStatus,
     LineRecord,
@@ -129,6 +130,17 @@ def count_by_status(connection: Connection, tenant: str | None = None) -> dict[B
     of_tenant = () if tenant is None else (batches.c.tenant == tenant,)
     query = select(batches.c.status, func.count()).where(*of_tenant).group_by(batches.c.status)
     return {BatchStatus(status): number for status, number in connection.execute(query)}
+
+
+def running_batches(connection: Connection, limit: int) -> tuple[BatchProgress, ...]:
+    """Return the newest batches of all tenants that run, without jobs."""
+    columns = (batches.c[name] for name in ("id", "tenant", "num_lines", "num_completed", "num_failed", "callback_url"))
+    is_shown = (batches.c.status == BatchStatus.IN_PROGRESS.value) & (batches.c.kind != BatchKind.JOB.value)
+    query = select(*columns).where(is_shown).order_by(batches.c.created_unix_s.desc()).limit(limit)
+    return tuple(
+        BatchProgress(id, tenant, RequestCounts(*counts), callback_url is not None)
+        for id, tenant, *counts, callback_url in connection.execute(query)
+    )
 
 
 def forget_old_batches(connection: Connection, before_unix_s: float, limit: int) -> int:

@@ -17,7 +17,7 @@ from router.flow.flow_queue import TenantQueue
 from router.timeline import Part
 from router.types import ReplicaView
 from serve_app.http.live_feed import LiveFeed
-from serve_app.jobs.api.records import JobsCounts
+from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
 from serve_app.openai.reply.format import JsonObject
 from testkit.http.api import MODEL, Api, MakeApi, refusal, serving
 from testkit.http.scripted_dispatcher import write_keys
@@ -71,7 +71,9 @@ async def test_every_element_that_the_script_uses_is_on_the_page(api: Api) -> No
 async def test_a_snapshot_shows_replicas_queues_latencies_jobs_and_requests(make_api: MakeApi) -> None:
     api = make_api(ttft_s=0.01, tpot_s=0.001)
     api.dispatcher.queued = {Band.BATCH: {str(n): TenantQueue(n, 10 * n) for n in range(12)}}
-    api.jobs.counted = JobsCounts((Metric("headway:jobs", "", MetricKind.GAUGE, 3, (("state", "in_progress"),)),))
+    counts = (Metric("headway:jobs", "", MetricKind.GAUGE, 3, (("state", "in_progress"),)),)
+    batch = BatchProgress("batch_1", "nightly", RequestCounts(30, 10, 2), has_webhook=True)
+    api.jobs.counted = JobsCounts(counts, running=(batch,))
     for _ in range(3):
         await api.complete(max_tokens=4)
     await api.complete(temperature=9)
@@ -85,6 +87,16 @@ async def test_a_snapshot_shows_replicas_queues_latencies_jobs_and_requests(make
     standard = found["latencies"][Band.STANDARD]
     assert standard["num_requests"] == 3 and 0.01 <= standard["ttft_s"]["p50"] <= standard["ttft_s"]["p95"]
     assert found["jobs"] == [{"name": "jobs", "labels": {"state": "in_progress"}, "value": 3}]
+    assert found["batches"] == [
+        {
+            "id": "batch_1",
+            "tenant": "nightly",
+            "num_lines": 30,
+            "num_completed": 10,
+            "num_failed": 2,
+            "has_webhook": True,
+        }
+    ]
     # A body that is refused while it is read is no completion.
     assert [request["status"] for request in found["requests"]] == ["completed"] * 3
 

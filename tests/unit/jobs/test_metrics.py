@@ -4,14 +4,15 @@ from collections.abc import Iterable
 
 from replicas.clock import Clock
 from replicas.protocol import Band, Metric, MetricKind
-from serve_app.jobs.api.records import BatchStatus, LineStatus
+from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, RequestCounts
 from serve_app.jobs.execution.throughput import ThroughputEstimator
 from serve_app.jobs.metrics import jobs_metrics
 from serve_app.jobs.storage.batch_queue import Backlog
 from serve_app.jobs.storage.batch_states import cancel_batch
-from serve_app.jobs.storage.batches import count_by_status
+from serve_app.jobs.storage.batches import count_by_status, running_batches
+from serve_app.jobs.storage.lines import end_lines
 from serve_app.jobs.webhooks.sender import AttemptOutcome
-from testkit.jobs.database_worlds import World, new_batch
+from testkit.jobs.database_worlds import World, new_batch, success
 
 
 def values(metrics: Iterable[Metric]) -> dict[str, float]:
@@ -54,3 +55,20 @@ def test_the_eta_is_infinite_without_progress() -> None:
     throughput = ThroughputEstimator(Clock(monotonic=lambda: 0.0))
     assert throughput.eta_of_all_s([]) == 0.0
     assert throughput.eta_of_all_s([Backlog(Band.BATCH, None, 3, 300)]) == float("inf")
+
+
+async def test_the_newest_batches_that_run_are_shown_with_their_progress(world: World) -> None:
+    await world.add_owner("me")
+    for number in range(3):
+        await world.submit(new_batch(2 + number, BatchKind.PROMPTS, callback_url="http://127.0.0.1:9/"), f"b-{number}")
+        world.now += 1
+    await world.submit(new_batch(1, BatchKind.JOB), "job")
+    await world.write(lambda c: cancel_batch(c, "acme", "b-2", world.now))
+    [line] = await world.lease("me", "b-1", 1)
+    await world.write(lambda c: end_lines(c, "me", [success(line)], world.now))
+    shown = await world.database.read(lambda c: running_batches(c, 3))
+    assert [(batch.id, batch.counts) for batch in shown] == [
+        ("b-1", RequestCounts(3, 1, 0)),
+        ("b-0", RequestCounts(2, 0, 0)),
+    ]
+    assert all(batch.has_webhook for batch in shown)
