@@ -57,6 +57,7 @@ def screen(snapshot: JsonObject, max_requests: int) -> RenderableType:
         _headline(snapshot),
         _replicas(snapshot["replicas"]),
         _bands(snapshot["queues"], snapshot["latencies"]),
+        *([_batches(snapshot["batches"])] if snapshot["batches"] else []),
         _requests(snapshot["requests"][:max_requests]),
         Text(f"Parts: {_LEGEND}", style="dim"),
     )
@@ -64,7 +65,8 @@ def screen(snapshot: JsonObject, max_requests: int) -> RenderableType:
 
 def _room(console: Console, snapshot: JsonObject) -> int:
     """Return the number of requests that fit below the rest of the screen."""
-    return max(1, console.height - len(snapshot["replicas"]) - _LINES_BESIDE_REQUESTS)
+    num_batch_lines = len(snapshot["batches"]) + 1 if snapshot["batches"] else 0
+    return max(1, console.height - len(snapshot["replicas"]) - num_batch_lines - _LINES_BESIDE_REQUESTS)
 
 
 def _headline(snapshot: JsonObject) -> Text:
@@ -118,6 +120,19 @@ def _bands(queues: list[JsonObject], latencies: list[JsonObject]) -> Table:
         durations += [tpot.get("p50"), tpot.get("p95"), latency["tpot_target_s"]]
         cells = (f"{queue['num_requests']:,}", str(queue["num_tenants"]), *map(_seconds, durations))
         table.add_row(queue["band"], *cells)
+    return table
+
+
+def _batches(batches: list[JsonObject]) -> Table:
+    table = _table("BATCH", "TENANT", "#DONE", "#LINES", "#FAILED", "WEBHOOK")
+    for batch in batches:
+        counts = (batch["num_completed"] + batch["num_failed"], batch["num_lines"], batch["num_failed"])
+        table.add_row(
+            Text(batch["id"]),
+            Text(_printable(batch["tenant"])[:20]),
+            *(f"{count:,}" for count in counts),
+            "at its end" if batch["has_webhook"] else "none",
+        )
     return table
 
 

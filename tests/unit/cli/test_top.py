@@ -12,6 +12,7 @@ from router.flow.flow_queue import TenantQueue
 from router.timeline import Part
 from serve_app.cli.main import app
 from serve_app.cli.top import bar
+from serve_app.jobs.api.records import BatchProgress, JobsCounts, RequestCounts
 from testkit.http.api import MODEL, Api, MakeApi, serving
 from testkit.http.scripted_dispatcher import write_keys
 from testkit.limits import LIMIT_S
@@ -25,12 +26,14 @@ async def top(api: Api, *arguments: str) -> Result:
 async def test_a_snapshot_names_replicas_bands_and_requests(make_api: MakeApi) -> None:
     api = make_api(ttft_s=0.02)
     api.dispatcher.queued = {Band.BATCH: {"nightly": TenantQueue(1234, 5678)}}
+    api.jobs.counted = JobsCounts(running=(BatchProgress("batch_1", "nightly", RequestCounts(3000, 1000, 12), True),))
     await api.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 2}, x_request_id="mine-1")
     result = await top(api)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["replica-a", "idle", "0/8", "25", "%", "3", "12", "0.2", "s"] in lines
     assert ["batch", "1,234", "1", *["-"] * 6] in lines
+    assert ["batch_1", "nightly", "1,012", "3,000", "12", "at", "its", "end"] in lines
     [request] = [line for line in lines if line[:1] == ["mine-1"]]
     assert request[1:4] == ["completed", "anonymous", "standard"]
     assert "prefill" in request
