@@ -56,8 +56,9 @@ async def take(tab: Tab, name: str, *, is_whole: bool = True) -> None:
         options["clip"] = {**size, "height": min(size["height"], _MAX_HEIGHT), "scale": 1}
     picture = await tab.call("Page.captureScreenshot", format="png", **options)
     path = IMAGES / f"{name}.png"
-    # A palette makes the file a third as large.
-    Image.open(io.BytesIO(base64.b64decode(picture["data"]))).convert("RGB").quantize(256).save(path, optimize=True)
+    whole = Image.open(io.BytesIO(base64.b64decode(picture["data"]))).convert("RGB")
+    # A palette makes the file a third as large. The default method mixes rare colours, such as those of the legend.
+    whole.quantize(256, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
     print(path, flush=True)
 
 
@@ -117,7 +118,7 @@ async def dashboard(application: Served, profile: Path) -> None:
         await tab.until(_MIGRATED)
         for end, (width, scheme) in _FORMS.items():
             await tab.resize(width, _HEIGHT, scheme)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(0.5)
             await take(tab, f"dashboard{end}")
 
 
