@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 5.0
+"""Longest pause between two attempts to use the storage again, seconds."""
 _NUM_SHOWN = 3
 """Batches that the dashboard shows."""
-"""Longest pause between two attempts to use the storage again, seconds."""
 
 
 class JobsRuntime:
