@@ -25,6 +25,7 @@ from serve_app.jobs.api.records import (
     FileRecord,
     JobsCounts,
     JobsService,
+    NewLine,
     PageRequest,
     UnknownBatch,
     UnknownFile,
@@ -342,3 +343,12 @@ async def test_without_a_jobs_process_a_call_fails_at_its_limit() -> None:
             await call
     assert error.value.retryable
     assert [response.was_cancelled for response in handle.responses] == [True]
+
+
+def test_a_batch_crosses_processes_without_an_object_for_each_line() -> None:
+    """Calls of Python for 50,000 lines would hold the ingress's event loop."""
+    lines = tuple(NewLine(str(index), {"prompt": f"text {index}"}) for index in range(100))
+    batch = new_batch(lines=lines)
+    data = pickle.dumps(batch)
+    assert pickle.loads(data) == batch
+    assert b"NewLine" not in data
