@@ -3,5 +3,5 @@
 Read `model.py` first. May import `replicas.clock`, `replicas.delta_batch`,
 `replicas.delta_channels`, `replicas.errors`, `replicas.model_replica`, `replicas.protocol`,
 `router`, `serve_app.config`, `serve_app.http`, `serve_app.ingress`, `serve_app.jobs`, `serve_app.metrics`,
-`serve_app.models`, `serve_app.openai`, `serve_app.tracing`.
+`serve_app.models`, `serve_app.openai`, `serve_app.process`, `serve_app.tracing`.
 """

@@ -20,13 +20,13 @@ from serve_app.deployments.process import (
     without_collection,
 )
 from serve_app.http.gate import Gate
-from serve_app.http.process import return_freed_memory, share_gil
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
 from serve_app.metrics import HttpMetrics
+from serve_app.process import return_freed_memory, share_gil
 from serve_app.tracing.tracer import Tracer
 
 _FIRST_REPLICA_LIMIT_S = 30.0

@@ -25,9 +25,9 @@ from serve_app.deployments.process import (
     without_collection,
 )
 from serve_app.deployments.ray_metrics import JOBS_PERIOD_S, Instruments, export_forever, jobs_exporter
-from serve_app.http.process import return_freed_memory
 from serve_app.jobs.api.records import JobsCounts
 from serve_app.jobs.client import answers_service_calls
+from serve_app.process import return_freed_memory
 from serve_app.tracing.tracer import Tracer
 
 if TYPE_CHECKING:

@@ -2,5 +2,5 @@
 
 Read `prompt_encoder.py` first, then `prompt_tokenizer.py` and `work_queue.py`. May import `replicas.errors`,
 `replicas.protocol`, `replicas.tokenizer_files`, `serve_app.errors`, `serve_app.openai.request`,
-`serve_app.openai.tools`.
+`serve_app.openai.tools`, `serve_app.process`.
 """

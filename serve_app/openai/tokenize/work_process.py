@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from replicas.errors import NoReplicaAvailable
+from serve_app.process import return_freed_memory
 
 ResultT = TypeVar("ResultT")
 
@@ -28,13 +29,6 @@ _MAX_MEMORY_BYTES = 2 * 2**30
 _LIMIT_S, _END_LIMIT_S = 60.0, 5.0
 _RETRY_S = 30.0
 """Shortest time between two starts of processes, seconds."""
-_ENVIRONMENT = {
-    "MALLOC_ARENA_MAX": "2",
-    "MALLOC_MMAP_THRESHOLD_": str(2**19),
-    "MALLOC_TRIM_THRESHOLD_": str(2**20),
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment of a process: glibc gives freed memory back, and texts are encoded in one thread."""
 
 
 class WorkProcess:
@@ -46,7 +40,11 @@ class WorkProcess:
     def __init__(self, prepare: Callable[[], object]) -> None:
         """Start the process; it calls `prepare` before it is ready."""
         self._connection, theirs = Pipe()
-        environment = {**os.environ, **_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TOKENIZERS_PARALLELISM": "false",  # Texts are encoded in one thread.
+        }
         command = [sys.executable, "-m", __name__, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
@@ -211,6 +209,7 @@ def _pickled_error(error: Exception) -> bytes:
 def main() -> None:
     """Do work until the connection ends."""
     os.nice(_NICE)
+    return_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the parent too, which then ends this process.
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
     connection = Connection(int(sys.argv[1]))

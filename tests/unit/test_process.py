@@ -7,7 +7,7 @@ import pytest
 
 GROWTH = """
 import ctypes, os, sys
-from serve_app.http.process import return_freed_memory
+from serve_app.process import return_freed_memory
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LIBC = ctypes.CDLL(None)
