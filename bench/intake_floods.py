@@ -200,9 +200,9 @@ def _line(runs: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Measure, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200, help="interactive requests of each phase")
+    parser.add_argument("--requests", type=int, default=150, help="interactive requests of each phase")
     parser.add_argument("--pause", type=float, default=0.25, help="seconds between a heavy client's bodies")
-    parser.add_argument("--runs", type=int, default=3, help="measurements of each kind")
+    parser.add_argument("--runs", type=int, default=2, help="measurements of each kind")
     parser.add_argument("--only", choices=sorted(attacks()), help="one kind of heavy body")
     parser.add_argument("--label", default="figures", help="name of this run in the file of results")
     for role in ("--probe", "--flood"):
