@@ -19,6 +19,8 @@ from testkit.serving.served import wait_for
 from tests.ray.cluster.conftest import body
 
 NUM_REQUESTS, NUM_CLIENTS, KILL_AFTER = 1000, 40, 300
+LONG_EVERY, LONG_TOKENS = 40, 600
+"""Some requests are long, so that the killed replica has sequences however long the kill takes."""
 TOLERANCE_MS = 2.0
 
 
@@ -43,7 +45,7 @@ class Load:
     async def _ask(self, number: int) -> None:
         rng = self.rng
         asked = body(
-            rng.randrange(4, 60),
+            rng.randrange(4, 60) if number % LONG_EVERY else LONG_TOKENS,
             prompt=f"{rng.randrange(50)} the quick brown fox " * rng.randrange(1, 20),
             priority=int(rng.choice([Band.INTERACTIVE, Band.STANDARD, Band.BATCH, Band.BATCH])),
             include_metrics=True,
