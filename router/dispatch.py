@@ -157,7 +157,7 @@ class Dispatcher:
         changes = self._table.replace(polled, asked_s)
         for replica_id in changes.gone:
             self._flow.forget(replica_id)
-        self._flow.polled(polled, changes.changed)
+        self._flow.polled(changes)
 
     async def metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""

@@ -83,16 +83,19 @@ class ReplicaWatch:
 
     def heard(self, *reports: ReplicaStats) -> None:
         """Note the answers to a poll, or a delta."""
-        now = self._clock()
+        now, known = self._clock(), self._watched
         for stats in reports:
-            watched = self._watched.get(stats.replica_id)
+            watched = known.get(stats.replica_id)
             if watched is None:
-                watched = self._watched[stats.replica_id] = _Watched(now)
+                watched = known[stats.replica_id] = _Watched(now)
             # Kept apart from the reports: a poll of many replicas would else spend its time on freeing earlier ones.
-            watched.is_draining, watched.weights_id = stats.is_draining, stats.weights_id
-            watched.heard_s, watched.silent_since_s = now, None
-            if not stats.is_draining:
-                watched.draining_s = 0.0
+            watched.weights_id = stats.weights_id
+            watched.heard_s = now
+            watched.silent_since_s = None
+            if stats.is_draining:
+                watched.is_draining = True
+            elif watched.is_draining:
+                watched.is_draining, watched.draining_s = False, 0.0
 
     def is_hung(self, replica_id: str) -> bool:
         """Return True if the replica is silent for too long while another one answers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
 from replicas.protocol import Band, ReplicaStats
@@ -50,6 +50,10 @@ class _Entry:
     foreign_tokens: int
     version: int | None
     """Version of the report; None: it has none, or the own requests have changed since."""
+    stalled_s: float
+    """Of the report; here too, since a poll compares it with each answer."""
+    is_draining: bool
+    """Of the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class PollChanges:
 
     changed: list[ReplicaStats]
     """Answers that may say something new."""
+    answered: Set[str]
+    """Replicas that answered."""
     gone: list[str]
     """Replicas that did not answer, which the table has forgotten."""
 
@@ -120,25 +126,27 @@ class LoadTable:
             tuple([max(0, running + waiting - sent) for running, waiting, sent in reported]),
             max(0, stats.outstanding_tokens - own.outstanding_tokens),
             stats.version or None,
+            stats.stalled_s,
+            stats.is_draining,
         )
         self._mark(stats.replica_id)
 
-    def replace(self, polled: Iterable[ReplicaStats], asked_s: float) -> PollChanges:
+    def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
         """Store the answers to a poll of all replicas, and forget the replicas that did not answer.
 
         `asked_s` is `now()` before the poll: a replica that has reported since then stays.
         """
-        answered, changed, now = set(), [], self._clock()
+        answered = {stats.replica_id for stats in polled}
+        changed, now = [], self._clock()
         entries = self._entries
         for stats in polled:
-            answered.add(stats.replica_id)
             known = entries.get(stats.replica_id)
             # An engine that is stuck or dead has the version of its last step.
             if (
                 known is not None
                 and known.version == stats.version
-                and known.stats.stalled_s == stats.stalled_s
-                and known.stats.is_draining == stats.is_draining
+                and known.stalled_s == stats.stalled_s
+                and known.is_draining == stats.is_draining
             ):
                 known.received_s = now
             else:
@@ -147,12 +155,13 @@ class LoadTable:
         silent = sorted(self._entries.keys() - answered)
         gone = [replica_id for replica_id in silent if self._entries[replica_id].received_s <= asked_s]
         # Those that were forgotten before, as a lost or a hung replica is, and have not come back.
-        gone += sorted(set(self.ring) - answered - self._entries.keys())
+        if len(self.ring) > len(entries):
+            gone += sorted(set(self.ring) - answered - entries.keys())
         for replica_id in gone:
             self.forget(replica_id)
             if replica_id in self.ring:
                 self.ring.remove(replica_id)
-        return PollChanges(changed, gone)
+        return PollChanges(changed, answered, gone)
 
     def forget(self, replica_id: str) -> None:
         """Drop the report of a replica. This ingress's requests on it are counted until they end."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
-from replicas.protocol import Band, GenerateRequest, ReplicaStats
+from replicas.protocol import Band, GenerateRequest
 from replicas.settings import check_bounds, setting
-from router.balancing.load_table import InFlight, LoadTable
+from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.admission import Admission, OutputLengths
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
 from router.flow.rooms import Rooms
@@ -186,12 +186,9 @@ class FlowController:
                 found += waiting[: self.rooms.of_band(band, is_starved=False).num_ready(most_tokens)]
         return found
 
-    def polled(self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats]) -> None:
-        """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too.
-
-        `changed` are those of the answers that may say something new.
-        """
-        self.account.polled(polled, changed)
+    def polled(self, changes: PollChanges) -> None:
+        """Update the tenants' counters from a poll of all replicas, which count other ingresses' requests too."""
+        self.account.polled(changes)
         self.rooms.trim()
         self.notify()
 

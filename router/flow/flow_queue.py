@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -92,11 +93,14 @@ class _Tenant:
 class _BandQueue:
     """Queue of one band, fair between tenants by tokens; the algorithm is `FlowQueue`'s.
 
-    Invariant: `_by_priority` holds the priorities of the tenants that have waiting requests, sorted.
+    Invariants: `_by_priority` holds the priorities of the tenants that have waiting requests, sorted; `_idle` holds the
+    other tenants.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        """Tenants without waiting requests, the one used longest ago first."""
         self._by_priority: list[_Priority] = []
         self._last_floor = 0.0
         self._turns = Turns()
@@ -172,26 +176,29 @@ class _BandQueue:
         return self._by_size.first(most)
 
     def _tenant(self, name: str) -> _Tenant:
-        """Return the tenant and make it the most recently used one. A new tenant starts at the floor.
-
-        Beyond `_MAX_IDLE_TENANTS` tenants without requests, the one used longest ago is forgotten.
-        """
-        tenant = self._tenants.pop(name, None) or _Tenant(name, self._floor())
-        self._tenants[name] = tenant
-        if len(self._tenants) - len(self._by_priority) > _MAX_IDLE_TENANTS:
-            idle = next((other for other, its in self._tenants.items() if not its.queue and other != name), None)
-            if idle is not None:
-                del self._tenants[idle]
+        """Return the tenant; a new one starts at the floor."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._tenants[name] = _Tenant(name, self._floor())
         return tenant
 
     def _place(self, tenant: _Tenant) -> None:
-        """Move a tenant that has changed to its place."""
+        """Move a tenant that has changed to its place.
+
+        Beyond `_MAX_IDLE_TENANTS` tenants without requests, the one used longest ago is forgotten.
+        """
         if tenant.priority is not None:
             del self._by_priority[bisect_left(self._by_priority, tenant.priority)]
             tenant.priority = None
         if tenant.queue:
             tenant.priority = (tenant.tokens, *tenant.queue[0].order, tenant.name)
             insort(self._by_priority, tenant.priority)
+            self._idle.pop(tenant.name, None)
+        else:
+            self._idle[tenant.name] = None
+            self._idle.move_to_end(tenant.name)
+            if len(self._idle) > _MAX_IDLE_TENANTS:
+                del self._tenants[self._idle.popitem(last=False)[0]]
         self._changed.add(tenant.name)
 
     def _take_changes(self) -> None:

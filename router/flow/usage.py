@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from replicas.protocol import Band, GenerateRequest, ReplicaStats, TenantTokens
-from router.balancing.load_table import InFlight, LoadTable
+from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.flow_queue import FlowQueue, QueuedRequest
 from router.types import Ranking, Reason, RoutingRequest
 
@@ -69,19 +69,16 @@ class UsageReconciler:
         own = self._own.setdefault(replica_id, {})
         own[tenant, band] = own.get((tenant, band), 0) + tokens
 
-    def corrections(
-        self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats] | None = None
-    ) -> dict[_Key, int]:
+    def corrections(self, changed: Sequence[ReplicaStats], answered: Set[str] | None = None) -> dict[_Key, int]:
         """Return the tokens to charge each tenant and band beyond the recorded charges, since the last call.
 
-        `changed` are those of the answers that may say something new; None: all.
+        `changed`: the answers to a poll, but for those of replicas that have computed nothing and have no new charges;
+        `answered`: ids of all replicas that answered; None: those of `changed`.
         """
         corrections: dict[_Key, int] = defaultdict(int)
-        answered = {stats.replica_id: stats for stats in polled}
-        for replica_id in {stats.replica_id for stats in (polled if changed is None else changed)} | self._own.keys():
-            if (stats := answered.get(replica_id)) is not None:
-                self._correct(stats, corrections)
-        self._forget_missing(answered)
+        for stats in changed:
+            self._correct(stats, corrections)
+        self._forget_missing({stats.replica_id for stats in changed} if answered is None else answered)
         return {key: tokens for key, tokens in corrections.items() if tokens}
 
     def _correct(self, stats: ReplicaStats, corrections: dict[_Key, int]) -> None:
@@ -96,8 +93,8 @@ class UsageReconciler:
         for key, tokens in own.items():
             corrections[key] -= tokens
 
-    def _forget_missing(self, answered: Mapping[str, ReplicaStats]) -> None:
-        missing = (self._served.keys() | self._own.keys()) - answered.keys()
+    def _forget_missing(self, answered: Set[str]) -> None:
+        missing = (self._served.keys() - answered) | (self._own.keys() - answered)
         self._num_missed = {replica_id: self._num_missed.get(replica_id, 0) + 1 for replica_id in missing}
         for replica_id, num_missed in self._num_missed.items():
             if num_missed > _MAX_MISSED_POLLS:
@@ -193,12 +190,9 @@ class PlacementAccount:
         self._end(placement)
         self._queue.charge(request.band, request.tenant, -placement.expected_tokens)
 
-    def polled(self, polled: Sequence[ReplicaStats], changed: Sequence[ReplicaStats]) -> None:
-        """Charge each tenant the tokens that the replicas computed beyond this ingress's charges.
-
-        `changed` are those of the answers that may say something new.
-        """
-        for (tenant, band), tokens in self._served.corrections(polled, changed).items():
+    def polled(self, changes: PollChanges) -> None:
+        """Charge each tenant the tokens that the replicas computed beyond this ingress's charges."""
+        for (tenant, band), tokens in self._served.corrections(changes.changed, changes.answered).items():
             self._queue.charge(band, tenant, tokens)
 
     def _end(self, placement: Placement) -> None:

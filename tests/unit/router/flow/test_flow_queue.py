@@ -153,6 +153,13 @@ def test_more_tenants_than_are_remembered_all_get_their_turn(line: Line):
     assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS
 
 
+def test_the_counter_of_the_tenant_used_longest_ago_is_forgotten(line: Line, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MAX_IDLE_TENANTS", 2)
+    for tenant in ("a", "b", "a", "c"):
+        line.queue.charge(Band.STANDARD, tenant, 5)
+    assert list(line.queue._bands[Band.STANDARD]._tenants) == ["a", "c"]
+
+
 def test_one_dispatch_restarts_the_clock_of_a_starved_band():
     line = Line(promote_after_s=30.0)
     line.add_many(1000, "t", band=Band.BATCH, now=0.0)
