@@ -11,7 +11,7 @@ from ray.serve.schema import LoggingConfig
 
 from router.serve_router import RankedRouter
 from serve_app.config import HeadwayConfig
-from serve_app.deployments.autoscaling import num_cluster_gpus, num_fixed_replicas, num_model_replicas
+from serve_app.deployments.autoscaling import num_cluster_gpus, num_fixed_replicas, num_ingresses, num_model_replicas
 from serve_app.deployments.ingress import Ingress
 from serve_app.deployments.jobs import Jobs
 from serve_app.deployments.model import Model
@@ -58,7 +58,7 @@ def build_with(
         user_config=config.replica_bounds(),
         # A new ingress starts beside the old one, unless Ray has to reserve CPUs for it, which may not be free.
         max_surge_percent=0 if config.cpus_per_ingress else 100,
-        **num_fixed_replicas(config, config.num_ingress_replicas),
+        **num_ingresses(config),
         **_lifecycle(config),
     )
     jobs = serve.deployment(

@@ -165,7 +165,15 @@ class HeadwayConfig(_SettingsOfParts):
     """Longest predicted wait of a request of the band `standard`, seconds; beyond it 429. None: it waits."""
 
     num_ingress_replicas: int = Field(default=1, ge=1)
-    """HTTP ingress processes."""
+    """HTTP ingress processes, at the start if their number follows the load."""
+    min_ingress_replicas: int | None = Field(default=None, ge=1)
+    """Fewest ingress processes. None: `num_ingress_replicas`."""
+    max_ingress_replicas: int | None = Field(default=None, ge=1)
+    """Most ingress processes; their number follows their load if this exceeds the fewest. None:
+    `num_ingress_replicas`."""
+    ingress_target_streams: int = Field(default=200, ge=1)
+    """Requests that one ingress should answer at once: more ingresses start above it, or above 0.7 cores of processor
+    time each. It counts only if the number of ingresses follows their load."""
     cpus_per_ingress: float = Field(default=0.0, ge=0)
     """CPUs that Ray reserves for an ingress replica."""
     interactive_ttft_target_s: float | None = Field(default=1.0, gt=0)
@@ -254,6 +262,11 @@ class HeadwayConfig(_SettingsOfParts):
     def _check_together(self) -> Self:
         self.autoscaling_settings()
         self.ingress_settings()
+        if not self.fewest_ingresses <= self.num_ingress_replicas <= self.most_ingresses:
+            raise ValueError(
+                f"num_ingress_replicas ({self.num_ingress_replicas}) must be from min_ingress_replicas "
+                f"({self.fewest_ingresses}) to max_ingress_replicas ({self.most_ingresses})"
+            )
         if self.num_jobs_workers > 1 and not self.jobs_database_url.startswith("postgresql"):
             raise ValueError(
                 f"num_jobs_workers ({self.num_jobs_workers}) must be 1 unless database_url is PostgreSQL's"
@@ -314,8 +327,9 @@ class HeadwayConfig(_SettingsOfParts):
     def of_ingress(self) -> HeadwayConfig:
         """Return the settings that an ingress reads; all others have their defaults."""
         return self._only(
-            _ROUTING_FIELDS | {"files_url"}, *_ROUTING_PARTS, IngressSettings, JobsSettings, TracingSettings
-        )
+            _ROUTING_FIELDS | {"files_url", "ingress_target_streams"},
+            *_ROUTING_PARTS, IngressSettings, JobsSettings, TracingSettings,
+        )  # fmt: skip
 
     def of_jobs(self) -> HeadwayConfig:
         """Return the settings that a jobs worker reads; all others have their defaults."""
@@ -350,13 +364,23 @@ class HeadwayConfig(_SettingsOfParts):
         return self.effective_min_replicas < self.effective_max_replicas
 
     @property
+    def fewest_ingresses(self) -> int:
+        """Fewest ingress processes."""
+        return self.num_ingress_replicas if self.min_ingress_replicas is None else self.min_ingress_replicas
+
+    @property
+    def most_ingresses(self) -> int:
+        """Most ingress processes."""
+        return self.num_ingress_replicas if self.max_ingress_replicas is None else self.max_ingress_replicas
+
+    @property
     def max_known_ingresses(self) -> int:
         """Ingresses whose requests a model replica has room for: 8, 16 and so on. A second jobs worker counts as one.
 
         More ingresses than there are now, so that a change of their number replaces no model replica.
         """
         num_ingresses = _NUM_KNOWN_INGRESSES
-        while num_ingresses < self.num_ingress_replicas + self.num_jobs_workers - 1:
+        while num_ingresses < self.most_ingresses + self.num_jobs_workers - 1:
             num_ingresses *= 2
         return num_ingresses
 
@@ -383,7 +407,7 @@ class HeadwayConfig(_SettingsOfParts):
     @property
     def max_ongoing_requests_for_jobs(self) -> int:
         """Most calls to a jobs worker; above the requests in all ingresses, so that long polls block no call."""
-        return self.max_ongoing_requests_per_ingress * self.num_ingress_replicas + _CONTROL_CALLS
+        return self.max_ongoing_requests_per_ingress * self.most_ingresses + _CONTROL_CALLS
 
     def flow_limits(self) -> FlowLimits:
         """Compose the limits of the requests that wait in an ingress."""

@@ -201,6 +201,6 @@ def _with_key_file(config: HeadwayConfig, api_key: str | None, folder: Path) -> 
 
 
 def _cpus_needed(config: HeadwayConfig) -> float:
-    ingresses = config.cpus_per_ingress * config.num_ingress_replicas
+    ingresses = config.cpus_per_ingress * config.most_ingresses
     workers = config.cpus_per_jobs * config.num_jobs_workers
     return config.cpus_per_replica * config.effective_max_replicas + ingresses + workers

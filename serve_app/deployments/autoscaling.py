@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ import click
 import ray
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
+from router.scaling.ingress_load import INGRESS_LOAD
 from router.scaling.ingress_reports import DESIRED_REPLICAS, MAX_REPORT_AGE_S
 from serve_app.config import HeadwayConfig
 
-_MODEL_DEPLOYMENT = "Model"
+_MODEL_DEPLOYMENT, _INGRESS_DEPLOYMENT = "Model", "Ingress"
+_INGRESS_UPSCALE_DELAY_S = 3.0
+_INGRESS_DOWNSCALE_DELAY_S = 120.0
+"""Time for which fewer ingresses must be enough before one is stopped: it takes its open connections with it."""
 _CURRENT_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")
 """File with the address of the cluster that `ray start` started; a driver without an address connects to it."""
 
@@ -31,24 +36,42 @@ def deployment_autoscaling_policy(context: AutoscalingContext) -> tuple[int, dic
 
 
 def application_autoscaling_policy(contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, int], dict[Any, Any]]:
-    """Return the number of model replicas that the ingresses ask for: the policy of the whole application.
+    """Return the number of model replicas that the ingresses ask for, and of ingresses: the whole application's policy.
 
-    The other deployments keep their number of replicas. So does the model without a recent report.
+    The jobs workers keep their number. So does the model without a recent report.
     """
     asked = _desired_replicas(contexts.values())
-    models = [key for key, context in contexts.items() if context.deployment_name == _MODEL_DEPLOYMENT]
-    return {} if asked is None else dict.fromkeys(models, asked), {}
+    decisions = {}
+    for key, context in contexts.items():
+        if context.deployment_name == _MODEL_DEPLOYMENT and asked is not None:
+            decisions[key] = asked
+        elif context.deployment_name == _INGRESS_DEPLOYMENT:
+            decisions[key], _ = ingress_autoscaling_policy(context)
+    return decisions, {}
+
+
+def ingress_autoscaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Return the number of ingresses whose mean load is at most 1: the policy of the ingresses' own deployment.
+
+    An ingress that does not report, as while it starts, has the mean load of the others. Without any recent report the
+    number stays.
+    """
+    loads = _recent(context, INGRESS_LOAD)
+    if not loads:
+        return context.target_num_replicas, {}
+    mean = sum(loads) / len(loads)
+    return max(1, ceil(mean * context.current_num_replicas)), {}
 
 
 def _desired_replicas(contexts: Iterable[AutoscalingContext]) -> int | None:
     """Return the highest recent report of any replica of these deployments; None: there is no recent report."""
-    newest = [
-        (context.current_time - series[-1].timestamp, int(series[-1].value))
-        for context in contexts
-        for series in context.raw_metrics.get(DESIRED_REPLICAS, {}).values()
-        if series
-    ]
-    return max((number for age_s, number in newest if age_s <= MAX_REPORT_AGE_S), default=None)
+    return max((int(value) for context in contexts for value in _recent(context, DESIRED_REPLICAS)), default=None)
+
+
+def _recent(context: AutoscalingContext, metric: str) -> list[float]:
+    """Return the newest value of a metric that each replica of a deployment has reported, without old ones."""
+    newest = (series[-1] for series in context.raw_metrics.get(metric, {}).values() if series)
+    return [each.value for each in newest if context.current_time - each.timestamp <= MAX_REPORT_AGE_S]
 
 
 def num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
@@ -69,6 +92,25 @@ def num_model_replicas(config: HeadwayConfig) -> dict[str, Any]:
     }
 
 
+def num_ingresses(config: HeadwayConfig) -> dict[str, Any]:
+    """Return the ingress deployment's options for its number of replicas, which is fixed or autoscaled."""
+    if config.fewest_ingresses == config.most_ingresses:
+        return num_fixed_replicas(config, config.num_ingress_replicas)
+    policy = AutoscalingPolicy(
+        policy_function=f"{ingress_autoscaling_policy.__module__}:{ingress_autoscaling_policy.__name__}"
+    )
+    autoscaling = _autoscaling_config(
+        config,
+        min_replicas=config.fewest_ingresses,
+        max_replicas=config.most_ingresses,
+        initial_replicas=config.num_ingress_replicas,
+        policy=policy,
+        upscale_delay_s=_INGRESS_UPSCALE_DELAY_S,
+        downscale_delay_s=_INGRESS_DOWNSCALE_DELAY_S,
+    )
+    return {"autoscaling_config": autoscaling}
+
+
 def num_fixed_replicas(config: HeadwayConfig, number: int) -> dict[str, Any]:
     """Return a fixed deployment's options; the application's policy needs an autoscaling config even for those."""
     if not config.is_autoscaled:
@@ -77,15 +119,14 @@ def num_fixed_replicas(config: HeadwayConfig, number: int) -> dict[str, Any]:
 
 
 def _autoscaling_config(config: HeadwayConfig, **fields: Any) -> AutoscalingConfig:
-    """Return a config without delays; the delays are in the autoscaler's decision."""
+    """Return a config, without delays unless they are given: those of the model are in the autoscaler's decision."""
+    fields = {"upscale_delay_s": 0.0, "downscale_delay_s": 0.0, **fields}
     with warnings.catch_warnings():
         # Serve warns that environment variables, which apply to all applications, will replace `metrics_interval_s`.
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             metrics_interval_s=config.autoscale_interval_s,
             look_back_period_s=2 * config.autoscale_interval_s,
-            upscale_delay_s=0.0,
-            downscale_delay_s=0.0,
             downscale_to_zero_delay_s=0.0,
             **fields,
         )

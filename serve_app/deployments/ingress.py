@@ -4,12 +4,14 @@ No `from __future__ import annotations` here: Serve inspects the classes of depl
 """
 
 import asyncio
+import time
 from typing import Any
 
 from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 
 from replicas.clock import Clock
+from router.scaling.ingress_load import INGRESS_LOAD, IngressLoadMeter
 from serve_app.config import HeadwayConfig
 from serve_app.deployments.process import (
     MakeFlow,
@@ -54,7 +56,11 @@ class Ingress:
             WebhookGuard(config.allowed_webhook_hosts(), SystemResolver()),
             config.jobs_settings(),
         )
-        self._ledger = UsageLedger(Clock())
+        clock = Clock()
+        self._load = IngressLoadMeter(
+            config.ingress_target_streams, lambda: self._gate.num_inside, clock.monotonic, time.process_time
+        )
+        self._ledger = UsageLedger(clock)
         self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
         self._loops = asyncio.create_task(self._run())
 
@@ -88,8 +94,8 @@ class Ingress:
         return await self._gate.close(limit_s)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return this ingress's report for `application_autoscaling_policy`; Serve calls it."""
-        return self._routing.autoscaling_stats()
+        """Return this ingress's report for the autoscaling policies; Serve calls it."""
+        return {**self._routing.autoscaling_stats(), INGRESS_LOAD: self._load.load()}
 
     async def check_health(self) -> None:
         """Raise if the loops have ended, so that Serve replaces the process."""

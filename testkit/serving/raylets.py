@@ -179,8 +179,7 @@ def _cluster(config: HeadwayConfig) -> Iterator[Cluster]:
     from ray.cluster_utils import Cluster  # reads the environment when imported
 
     head = {
-        "num_cpus": config.num_ingress_replicas * config.cpus_per_ingress
-        + config.num_jobs_workers * config.cpus_per_jobs,
+        "num_cpus": config.most_ingresses * config.cpus_per_ingress + config.num_jobs_workers * config.cpus_per_jobs,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": True,
         "dashboard_port": free_port("127.0.0.1"),
