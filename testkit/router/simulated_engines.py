@@ -51,6 +51,29 @@ class _StepRunner:
         return _WAIT_S if step_s is None else step_s
 
 
+class _Stream:
+    """Deltas of one sequence that travel together: the first alone, then `_DELTAS_TOGETHER` or the rest."""
+
+    def __init__(self) -> None:
+        self._deltas: list[TokenDelta] = []
+        self._num_together = 1
+        self._is_due = asyncio.Event()
+
+    def put(self, delta: TokenDelta) -> None:
+        """Add a delta."""
+        self._deltas.append(delta)
+        if len(self._deltas) >= self._num_together or delta.finish_reason is not None:
+            self._is_due.set()
+
+    async def take(self) -> TokenDelta:
+        """Wait until deltas are due; return all as one."""
+        await self._is_due.wait()
+        self._is_due.clear()
+        taken, self._deltas = self._deltas, []
+        self._num_together = _DELTAS_TOGETHER
+        return merge(taken)
+
+
 class SimulatedEngine:
     """Engine whose steps run in a task of the simulated loop.
 
@@ -62,7 +85,7 @@ class SimulatedEngine:
         identity = ReplicaIdentity(replica_id, "node", 1)
         self._runner = _StepRunner(step_times, clock)
         self.engine = Engine(config, self._runner, decoders, identity, Clock(clock, clock.unix))
-        self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._has_work = asyncio.Event()
 
     async def run(self) -> None:
@@ -70,8 +93,8 @@ class SimulatedEngine:
         while True:
             await self._has_work.wait()
             for delta in self.engine.step():
-                if delta.request_id in self._deltas:  # else its reader has left
-                    self._deltas[delta.request_id].put_nowait(delta)
+                if delta.request_id in self._streams:  # else its reader has left
+                    self._streams[delta.request_id].put(delta)
             await settle_down(3)
             if self.engine.has_work:
                 await asyncio.sleep(self._runner.take_step_s())
@@ -81,19 +104,17 @@ class SimulatedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request."""
         self.engine.add(request)
-        deltas = self._deltas[request.request_id] = asyncio.Queue()
+        stream = self._streams[request.request_id] = _Stream()
         self._has_work.set()
-        num_together, has_ended = 1, False
         try:
+            has_ended = False
             while not has_ended:
-                taken = [await deltas.get()]
-                while len(taken) < num_together and taken[-1].finish_reason is None:
-                    taken.append(await deltas.get())
-                num_together, has_ended = _DELTAS_TOGETHER, taken[-1].finish_reason is not None
-                yield replace(merge(taken), stats=self.engine.stats())
+                delta = await stream.take()
+                has_ended = delta.finish_reason is not None
+                yield replace(delta, stats=self.engine.stats())
         finally:
             self.engine.abort(request.request_id)
-            del self._deltas[request.request_id]
+            del self._streams[request.request_id]
 
     def stats(self) -> ReplicaStats:
         """Return the answer to a poll."""
