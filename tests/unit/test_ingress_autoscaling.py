@@ -20,9 +20,9 @@ def ingress_options(**fields: Any) -> Any:
     return build(config)._bound_deployment._deployment_config
 
 
-def context(loads: list[float], number: int = 2, name: str = "Ingress", age_s: float = 0.0, **metrics: float) -> Any:
+def context(loads: list[float], number: int = 2, name: str = "Ingress", age_s: float = 0.0, asked: float = 0.0) -> Any:
     """Return what Serve gives a policy: one series of reports for each replica."""
-    reports = {INGRESS_LOAD: dict(enumerate(loads)), **{metric: {0: value} for metric, value in metrics.items()}}
+    reports = {INGRESS_LOAD: dict(enumerate(loads)), DESIRED_REPLICAS: {0: asked} if asked else {}}
     raw = {
         metric: {replica: [SimpleNamespace(timestamp=100.0 - age_s, value=value)] for replica, value in each.items()}
         for metric, each in reports.items()
@@ -73,7 +73,7 @@ def test_old_reports_do_not_count():
 
 def test_the_policy_of_the_application_decides_on_models_and_ingresses():
     contexts = {
-        "ingress": context([1.5, 1.5], **{DESIRED_REPLICAS: 7.0}),
+        "ingress": context([1.5, 1.5], asked=7.0),
         "model": context([], 1, "Model"),
         "jobs": context([], 1, "Jobs"),
     }
