@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from replicas.engine.batch import ModelRunner
 from replicas.engine.config import EngineConfig
 from replicas.engine.constraint import ConstraintCompiler
 from replicas.engine.engine import Engine
+from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy
 from replicas.engine.output_processor import DecoderFactory
 from replicas.grammar import GrammarCompiler
@@ -31,6 +31,8 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 _SAMPLE_BYTES = 65536
 _FIRST_STEP_S = 30.0
 """Least limit of the first steps with a GPU, seconds. Some kernels are compiled when a step first needs them."""
+_THREAD_END_S = 30.0
+"""Longest wait for the end of the thread that has loaded a model, seconds. It has nothing left to do."""
 _STREAM_CHUNKS_PER_S = 2000.0
 _STREAM_CHUNKS_PER_S_ON_CPU = 25.0
 """Chunks per second and processor, for an engine that computes on the processors that carry the chunks."""
@@ -104,10 +106,7 @@ class ModelReplica:
         self, options: ReplicaOptions, replica_id: str, node_id: str, load_backend: LoadBackend = load_torch_backend
     ) -> None:
         started_s = time.monotonic()
-        # Load in a temporary thread. OpenMP keeps a pool of threads per calling thread. While the pool of the loading
-        # thread exists, OpenMP puts the engine's threads to sleep after each operation.
-        with ThreadPoolExecutor(1, "loading") as loading:
-            backend = loading.submit(load_backend, options).result()
+        backend, self._thread = _loaded_in_thread(lambda: load_backend(options))
         config = _engine_config(options, backend)
         self.card = ModelCard(
             model_id=options.model.path,
@@ -141,9 +140,28 @@ class ModelReplica:
 
     def start(self) -> AsyncEngine:
         """Start the engine on the running event loop, and return it. Called once."""
-        engine = AsyncEngine(self._engine, self._coalescing, constraints=self._constraints, steps=self._steps)
+        engine = AsyncEngine(
+            self._engine, self._coalescing, constraints=self._constraints, steps=self._steps, thread=self._thread
+        )
         engine.start()
         return engine
+
+
+def _loaded_in_thread(load: Callable[[], Backend]) -> tuple[Backend, EngineThread]:
+    """Load a backend in a thread, and return it with the thread that must run its steps."""
+    thread = EngineThread()
+    try:
+        backend = thread.call(load)
+    except BaseException:
+        thread.end()
+        raise
+    if backend.device != "cpu":
+        return backend, thread
+    # OpenMP keeps a pool of threads per calling thread. While the pool of the loading thread exists, OpenMP puts the
+    # engine's threads to sleep after each operation.
+    thread.end()
+    thread.join(_THREAD_END_S)
+    return backend, EngineThread()
 
 
 def weights_digest(path: str, precision: str) -> str:

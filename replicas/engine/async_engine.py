@@ -8,7 +8,6 @@ import logging
 import math
 import queue
 import sys
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from replicas.clock import Clock
 from replicas.cpu_scheduling import use_normal_scheduling
 from replicas.engine.constraint import Constraint, ConstraintCompiler
 from replicas.engine.engine import Engine
+from replicas.engine.engine_thread import EngineThread
 from replicas.engine.outbox import Coalescing, FlushPolicy, Mailbox, Outbox, failure
 from replicas.errors import EngineDead, InvalidRequest, ReplicaLost, ServingError
 from replicas.protocol import (
@@ -87,10 +87,12 @@ class AsyncEngine:
         clock: Clock | None = None,
         constraints: ConstraintCompiler | None = None,
         steps: StepWatch | None = None,
+        thread: EngineThread | None = None,
     ) -> None:
         """Prepare the engine thread. Called on the event loop that will read the streams.
 
-        `steps` tells a hung step from a slow one; None: a step may take any time.
+        `steps` tells a hung step from a slow one; None: a step may take any time. The steps are the last work of
+        `thread`; None: of a new one.
         """
         self._engine = engine
         self._constraints = constraints
@@ -108,11 +110,11 @@ class AsyncEngine:
         self._is_idle.set()
         self._stats = engine.stats()
         self._death: EngineDead | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread = thread or EngineThread()
 
     def start(self) -> None:
         """Start the engine thread."""
-        self._thread.start()
+        self._thread.end(self._run)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. The last has a finish reason, and an `error` if the request failed."""

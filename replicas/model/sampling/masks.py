@@ -37,8 +37,9 @@ class RowMasks:
 @cache
 def _offsets_of_bytes(device: torch.device) -> Tensor:
     """Return the offsets [256, 8] float32 that each byte of a mask stands for: 0 for a bit that is set, else -inf."""
-    is_set = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return torch.where(is_set == 1, 0.0, float("-inf")).to(device)
+    # Made on the device: a copy from the host would let the first step with a mask wait.
+    is_set = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
+    return torch.zeros(256, 8, device=device).masked_fill_(is_set == 0, float("-inf"))
 
 
 class MaskThreads:

@@ -1,0 +1,235 @@
+"""Asynchronous steps and graphs on a device that runs late: nothing is overwritten before its reader has run."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from replicas.engine.config import EngineConfig, EngineLimits
+from replicas.engine.engine import Engine
+from replicas.model import build
+from replicas.model.attention import triton
+from replicas.model.attention.kv_cache import bytes_per_block
+from replicas.model.attention.triton import TritonBackend
+from replicas.model.batch.transfers import DeviceToHostBuffer, begin_copy
+from replicas.model.build import build_runner, warm_up
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.loading.tokenizer import SilentDecoder
+from replicas.model.runner import TorchModelRunner
+from replicas.model.sampling import sampler
+from replicas.model_replica import Backend, ModelReplica
+from replicas.options import ReplicaOptions
+from replicas.protocol import GenerateRequest, LogitBias, ReplicaIdentity, SamplingParams, TokenDelta, merge
+from testkit.engine.scripted_constraint import ScriptedCompiler
+from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.engine_runs import build_engine, load_unoptimized, random_prompts, run
+from testkit.model.paged_cases import attend_by_definition
+from testkit.model.recorded_gpu import DEVICE, DeviceTensor, HazardError, RecordedGpu, WaitError
+from tests.model.decode_graphs.test_steps_ahead import check_same
+
+PARAMS = (
+    SamplingParams(max_tokens=16, temperature=0.0),
+    SamplingParams(max_tokens=23, top_p=0.9, seed=3),
+    SamplingParams(max_tokens=9, temperature=0.0, logprobs=3),
+    SamplingParams(max_tokens=30, seed=6, logit_bias=(LogitBias(9, 4.0), LogitBias(20, -100.0))),
+    SamplingParams(max_tokens=13, temperature=0.0, prompt_logprobs=2),
+    SamplingParams(max_tokens=14, seed=3, grammar="9 30"),
+    SamplingParams(max_tokens=12, seed=7, repetition_penalty=1.3, frequency_penalty=0.4),
+)
+
+
+def write_late(layer: Any, shape: Any, slots: DeviceTensor, call: Any) -> None:
+    key, value, where = call.key.memory, call.value.memory, slots.memory
+    keys, values = layer.keys.memory, layer.values.memory
+
+    def run() -> None:
+        keys.flatten(0, 1)[where], values.flatten(0, 1)[where] = key, value
+
+    slots.gpu.launch("write", run, [key, value, where], [keys, values])
+
+
+def attend_late(launch: Any, parts: Any) -> None:
+    query, keys, values, output, tiles, tables = (
+        some.memory
+        for some in (launch.call.query, launch.layer.keys, launch.layer.values, launch.output, launch.group.tiles,
+                     launch.group.tables)
+    )  # fmt: skip
+
+    def run() -> None:
+        for row, position, count, table_row in tiles.tolist():
+            end = position + count
+            blocks = tables[table_row, : -(-end // keys.shape[1])].long()
+            seen = (part[blocks].flatten(0, 1)[:end] for part in (keys, values))
+            rows = slice(row, row + count)
+            if count == 0:
+                output[row] = 0.0
+            else:
+                output[rows] = attend_by_definition(query[rows], *seen, launch.call.scoring, launch.call.window)
+
+    launch.group.tiles.gpu.launch("attend", run, [query, keys, values, tiles, tables], [output])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
+    """Return a recorded GPU in place of CUDA, with kernels by definition in place of Triton's."""
+    recorded = RecordedGpu()
+    for name, value in recorded.replacements().items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(triton, "write_keys_and_values", write_late)
+    monkeypatch.setattr(triton, "_attend", attend_late)
+    monkeypatch.setattr(triton, "_combine", lambda *_: None)
+    monkeypatch.setattr(sampler, "_has_draw_kernel", lambda _: False)
+    monkeypatch.setattr(build, "choose_attention", lambda *_: TritonBackend(132, 90))
+    return recorded
+
+
+def load() -> LoadedModel:
+    return load_unoptimized(cached_checkpoint("llama", with_tokenizer=False))
+
+
+def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> TorchModelRunner:
+    """Move a model to the recorded device, and build its runner with graphs and a cache of 40 blocks."""
+    for module in loaded.model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                tensors[name] = None if tensor is None else gpu.to_device(tensor)
+    num_layers, block_bytes = len(loaded.layers), bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
+    gpu.total_bytes = 2 * num_layers * 2**21 + 41 * block_bytes
+    with gpu:
+        runner = build_runner(replace(loaded, device=DEVICE), limits, RunnerOptions(gpu_memory_utilization=1.0))
+        warm_up(runner, limits)
+    assert runner.num_blocks == 40 and runner._decode_graphs is not None
+    return runner
+
+
+def engine_of(runner: TorchModelRunner, limits: EngineLimits) -> Engine:
+    config = EngineConfig(
+        num_blocks=runner.num_blocks, max_model_len=runner.max_model_len, block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
+        eos_token_ids=frozenset(), async_scheduling=True,
+    )  # fmt: skip
+    return Engine(config, runner, lambda _: SilentDecoder(), ReplicaIdentity("replica", "node", 1))
+
+
+def steps_at_random(engine: Engine, num_steps: int) -> dict[GenerateRequest, TokenDelta]:
+    """Run steps with requests that come, and are aborted, at random; return the outputs of whole requests."""
+    rng = random.Random(7)
+    requests: dict[str, GenerateRequest] = {}
+    outputs: dict[str, TokenDelta] = {}
+    aborted: set[str] = set()
+    for step in itertools.count():
+        if step >= num_steps and not engine.has_work:
+            break
+        while step < num_steps and (rng.random() < 0.25 or not engine.has_work):
+            (prompt,) = random_prompts([rng.choice([3, 5, 17, 33, 60])], seed=len(requests))
+            request = GenerateRequest(f"{len(requests)}", prompt, rng.choice(PARAMS))
+            requests[request.request_id] = request
+            engine.add(request, ScriptedCompiler().constraint_of(request) if request.params.is_constrained else None)
+        if rng.random() < 0.03 and requests:
+            aborted.add(rng.choice(list(requests)))
+            for name in aborted:
+                engine.abort(name)
+        for delta in engine.step():
+            earlier = outputs.get(delta.request_id)
+            outputs[delta.request_id] = delta if earlier is None else merge([earlier, delta])
+        engine.check_invariants()
+    return {requests[name]: output for name, output in outputs.items() if name not in aborted}
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function).result()
+
+
+def check_random_steps(gpu: RecordedGpu, limits: EngineLimits, num_steps: int, min_changes: int) -> None:
+    loaded, plain = load(), load()
+    runner = in_thread(lambda: build_on(gpu, loaded, limits))
+    gpu.replays.clear()
+    gpu.replacements()["set_sync_debug_mode"]("error")
+    with gpu:
+        outputs = steps_at_random(engine_of(runner, limits), num_steps)
+    expected = run(build_engine(plain), outputs)
+    check_same([replace(output, text="") for output in outputs.values()], [replace(one, text="") for one in expected])
+    buckets = [graph for _, graph in gpu.replays]
+    assert sum(one is not other for one, other in itertools.pairwise(buckets)) >= min_changes
+    assert len({stream for _, stream in gpu.captures}) == 1
+
+
+def test_random_steps_with_graphs_of_another_thread(gpu: RecordedGpu) -> None:
+    limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=48, block_size=8)
+    check_random_steps(gpu, limits, num_steps=12, min_changes=2)
+
+
+@pytest.mark.deep
+def test_many_random_steps_with_graphs_of_another_thread(gpu: RecordedGpu) -> None:
+    limits = EngineLimits(max_num_seqs=10, max_num_batched_tokens=48, block_size=8)
+    check_random_steps(gpu, limits, num_steps=200, min_changes=40)
+
+
+async def test_the_engines_thread_captures_and_replays(gpu: RecordedGpu) -> None:
+    limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=48, block_size=8)
+    loaded = load()
+
+    def load_backend(_: ReplicaOptions) -> Backend:
+        runner = build_on(gpu, loaded, limits)
+        gpu.__enter__()  # For the steps of this thread.
+        return Backend(
+            runner, lambda _: SilentDecoder(), runner.num_blocks, runner.max_model_len, loaded.vocab_size,
+            frozenset(), "float32", str(DEVICE),
+        )  # fmt: skip
+
+    replica = await asyncio.to_thread(
+        ModelReplica, ReplicaOptions(ModelOptions("llama"), limits=limits), "replica", "node", load_backend
+    )
+    engine = replica.start()
+    request = GenerateRequest("one", (5, 6, 7), SamplingParams(max_tokens=4, temperature=0.0))
+    deltas = [delta async for delta in engine.generate(request)]
+    await engine.stop()
+    assert sum(len(delta.token_ids) for delta in deltas) == 4
+    threads = {thread for thread, _ in gpu.captures} | {thread for thread, _ in gpu.replays}
+    assert len(threads) == 1 and len(gpu.replays) >= 3
+
+
+@pytest.mark.deep
+def test_a_step_whose_results_are_not_waited_for_is_found(gpu: RecordedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceToHostBuffer, "wait", lambda _: None)
+    limits = EngineLimits(max_num_seqs=2, max_num_batched_tokens=48, block_size=8)
+    with pytest.raises(HazardError):
+        check_random_steps(gpu, limits, num_steps=12, min_changes=0)
+
+
+def test_the_recorder_finds_missing_order(gpu: RecordedGpu) -> None:
+    side = gpu.new_stream()
+    with gpu, torch.inference_mode():
+        numbers = begin_copy(torch.arange(5), DEVICE)
+        with gpu.on_stream(side), pytest.raises(HazardError):
+            numbers.add_(1)
+        side.wait_stream(gpu.current_stream())
+        with gpu.on_stream(side):
+            numbers.add_(1)
+        gpu.current_stream().wait_stream(side)
+        to_host = DeviceToHostBuffer()
+        pending = to_host.add(numbers)
+        with pytest.raises(HazardError):
+            to_host[pending] + 1
+        to_host.close(DEVICE)
+        to_host.wait()
+        assert to_host[pending].tolist() == [1, 2, 3, 4, 5]
+        for wait in (lambda: numbers.sum().item(), lambda: torch.ones(3).to(DEVICE), lambda: numbers.cpu()):
+            before = len(gpu.waits)
+            wait()
+            assert len(gpu.waits) == before + 1
+            gpu.replacements()["set_sync_debug_mode"]("error")
+            with pytest.raises(WaitError):
+                wait()
+            gpu.replacements()["set_sync_debug_mode"]("default")
