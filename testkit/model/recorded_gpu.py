@@ -123,13 +123,13 @@ class DeviceTensor(Tensor):
 
     memory: Tensor
     gpu: RecordedGpu
-    device = property(lambda self: DEVICE)  # type: ignore[assignment]
+    device = property(lambda self: DEVICE)
 
     @staticmethod
     def of(memory: Tensor, gpu: RecordedGpu) -> DeviceTensor:
         """Return the tensor of the device with this memory."""
         with torch.inference_mode(False):  # Views of both kinds of tensors are made in inference mode.
-            made: DeviceTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
                 DeviceTensor, memory.shape, strides=memory.stride(), storage_offset=memory.storage_offset(),
                 dtype=memory.dtype,
             )  # fmt: skip
@@ -137,7 +137,9 @@ class DeviceTensor(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         gpu = next(leaf.gpu for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, DeviceTensor))
         return gpu.dispatch(func, args, kwargs or {})
 
@@ -278,7 +280,8 @@ class RecordedGpu(TorchDispatchMode):
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cpu":
             self._wait("a copy to the host")
-            return _memory(tensor).to(dtype)
+            moved: Tensor = _memory(tensor).to(dtype)
+            return moved
         if isinstance(tensor, DeviceTensor) and dtype == tensor.dtype and not kwargs.get("copy"):
             return tensor
         made = DeviceTensor.of(_spoil(torch.empty_like(_memory(tensor), dtype=dtype)), self)

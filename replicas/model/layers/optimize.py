@@ -14,8 +14,10 @@ from transformers import PreTrainedModel
 from replicas.model.attention.interface import AttentionPort, number_layers
 from replicas.model.attention.kv_cache import AttentionLayer
 from replicas.model.attention.probe import dry_forward
+from replicas.model.hardware.device import compute_capability
 from replicas.model.hardware.selfcheck import WHOLE_MODEL, find_fault, relative_error
 from replicas.model.layers.cpp_decoder import CppDecoder
+from replicas.model.layers.experts import ExpertLinear, replace_experts
 from replicas.model.layers.fused_decoder import FusedDecoder, can_fuse
 from replicas.model.layers.linear import LinearFactory, choose_linears, plain_linear, replace_linears
 from replicas.model.layers.ops import CppLayerOps, LayerOps, Norm, TorchLayerOps
@@ -24,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 # Compilations per function: each kind of layer, for one token and for many. Beyond it torch silently runs uncompiled.
 _MAX_COMPILATIONS = 64
+_GROUPED_PRODUCTS = (90, 100)
+"""Compute capabilities for which torch has a grouped product in bfloat16."""
 _TRIALS = ([3, 4, 5, 6, 7], [3])
 
 
@@ -35,6 +39,8 @@ class FusedModules:
     make_linear: LinearFactory
     decoder: type[FusedDecoder] = FusedDecoder
     """Decoder class for a model that can be fused."""
+    expert_linear: ExpertLinear | None = None
+    """Linear layers of experts; None: experts stay as they are."""
 
 
 def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> FusedModules:
@@ -53,7 +59,7 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
 
 def cuda_modules(dtype: torch.dtype, device: torch.device) -> FusedModules:
     """Return the fastest replacements on a CUDA device: Triton's kernels if they pass their check, else plain torch."""
-    return FusedModules(_cuda_ops(dtype, device), plain_linear)
+    return FusedModules(_cuda_ops(dtype, device), plain_linear, expert_linear=_cuda_expert_linear(dtype, device))
 
 
 def optimize_model(
@@ -64,6 +70,22 @@ def optimize_model(
         model.model = modules.decoder(model.model, port, layers, modules.ops, modules.make_linear)
     replace_norms(model, modules.ops)
     replace_linears(model, modules.make_linear)
+    if modules.expert_linear is not None:
+        fault = replace_experts(model, modules.expert_linear)
+        if fault is not None:
+            _log.warning("experts wait for the device and are slow: Triton's kernel does not work here: %s", fault)
+
+
+def _cuda_expert_linear(dtype: torch.dtype, device: torch.device) -> ExpertLinear | None:
+    """Return the linear layers of experts, where torch's own grouped product would wait for the device."""
+    if dtype == torch.bfloat16 and compute_capability(device) in _GROUPED_PRODUCTS and device.type == "cuda":
+        return None
+    try:
+        # Only torch for CUDA installs Triton.
+        from replicas.model.layers.triton_experts import expert_linear
+    except ImportError:
+        return None
+    return expert_linear
 
 
 def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:

@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer's small operations, for CUDA devices.
+"""Triton kernels of a decoder layer's small operations and of its experts, for CUDA devices.
 
 The kernels compute in float32 for every dtype and round once. No integer argument differs between steps, so no step
 compiles a kernel: the launch grid gives the number of rows, and the row sizes are compiled in.
@@ -94,3 +94,74 @@ def silu_and_mul_kernel(gate_up, output, SIZE: tl.constexpr, TILE: tl.constexpr)
     up = tl.load(cells + SIZE, mask=is_column, other=0.0).to(tl.float32)
     gated = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(output + row * SIZE + columns, gated.to(output.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def expert_linear_kernel(
+    inputs,  # [num_inputs, IN_SIZE], contiguous
+    weights,  # [NUM_EXPERTS, OUT_SIZE, IN_SIZE], contiguous; [NUM_EXPERTS, IN_SIZE, OUT_SIZE] if IS_TRANSPOSED
+    biases,  # [NUM_EXPERTS, OUT_SIZE], contiguous
+    output,  # [num_pairs, OUT_SIZE], contiguous
+    order,  # [num_pairs] int64: pairs of a token and an expert, sorted by expert
+    starts,  # [NUM_EXPERTS + 1] int64: first pair of each expert in `order`, and the number of pairs
+    IN_SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERT_WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr,
+):
+    """Multiply the rows of each expert with the expert's matrix. One program computes a tile of the output.
+
+    If IS_FIRST, the row of a pair is that of its token, pair // TOP_K, and the output has the order of `order`. Else
+    the rows have that order, and the output has the order of the pairs.
+
+    Which rows a program has follows from `starts`: the tiles of the experts are numbered one after the other. Programs
+    beyond the last tile do nothing.
+    """
+    tile = tl.program_id(1)
+    experts = tl.arange(0, EXPERT_WIDTH)
+    is_expert = experts < NUM_EXPERTS
+    begins = tl.load(starts + experts, mask=is_expert, other=0).to(tl.int32)
+    ends = tl.load(starts + 1 + experts, mask=is_expert, other=0).to(tl.int32)
+    num_tiles = (ends - begins + TILE_ROWS - 1) // TILE_ROWS
+    last_tiles = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    if expert >= NUM_EXPERTS:
+        return
+    is_mine = experts == expert
+    first_tile = tl.sum(tl.where(is_mine, last_tiles - num_tiles, 0), 0)
+    begin = tl.sum(tl.where(is_mine, begins, 0), 0)
+    end = tl.sum(tl.where(is_mine, ends, 0), 0)
+
+    rows = begin + (tile - first_tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    is_row = rows < end
+    pairs = tl.load(order + rows, mask=is_row, other=0)
+    if IS_FIRST:
+        sources, targets = pairs // TOP_K, rows.to(tl.int64)
+    else:
+        sources, targets = rows.to(tl.int64), pairs
+    columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_column = columns < OUT_SIZE
+    inner = tl.arange(0, TILE_INNER)
+    row_inputs = inputs + sources[:, None] * IN_SIZE + inner[None, :]
+    in_stride = OUT_SIZE if IS_TRANSPOSED else 1
+    out_stride = 1 if IS_TRANSPOSED else IN_SIZE
+    matrix = weights + expert.to(tl.int64) * (IN_SIZE * OUT_SIZE)
+    matrix_tile = matrix + inner[:, None] * in_stride + columns[None, :] * out_stride
+    sums = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for first in range(0, IN_SIZE, TILE_INNER):
+        is_inner = inner < IN_SIZE - first
+        left = tl.load(row_inputs + first, mask=is_row[:, None] & is_inner[None, :], other=0.0)
+        right = tl.load(matrix_tile + first * in_stride, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    if HAS_BIAS:
+        bias = tl.load(biases + expert * OUT_SIZE + columns, mask=is_column, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    where = output + targets[:, None] * OUT_SIZE + columns[None, :]
+    tl.store(where, sums.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -34,7 +34,15 @@ _INTEGERS = {
     "window", "num_splits", "table_stride", "query_stride", "query_head_stride", "key_stride", "key_head_stride",
     "value_stride", "value_head_stride", "num_rows",
 }  # fmt: skip
-_POINTERS = {"parts": "*fp32", "part_sums": "*fp32", "tiles": "*i32", "tables": "*i32", "slots": "*i64"}
+_POINTERS = {
+    "parts": "*fp32",
+    "part_sums": "*fp32",
+    "tiles": "*i32",
+    "tables": "*i32",
+    "slots": "*i64",
+    "order": "*i64",
+    "starts": "*i64",
+}
 
 
 def compiled(

@@ -18,14 +18,16 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner
+from replicas.model.layers import experts
+from replicas.model.layers.experts import ExpertLayer, Routing, replace_experts
 from replicas.model.loading.loader import LoadedModel, remove_waits
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import load
 from testkit.model.tiny_checkpoints import ARCHITECTURES, VOCAB_SIZE, tiny_config
 
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss-window", "deepseek_v2", "deepseek_v3"}
-"""Architectures whose experts need the grouped matrix product, which waits except in bfloat16 on compute capability 9
-and 10."""
+"""Architectures with experts. Transformers' own need the grouped matrix product, which waits except in bfloat16 on
+compute capability 9 and 10; elsewhere a kernel takes its place."""
 WAITING = {
     "item", "_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "lift_fresh", "bincount",
     "unique_dim", "unique_consecutive", "_unique2", "repeat_interleave.Tensor", "repeat_interleave.self_Tensor",
@@ -79,12 +81,20 @@ def decode(model: PreTrainedModel, loaded: LoadedModel) -> None:
     DecodeGraphRunner(loaded, cache, NoAttention, (NUM_ROWS,))._compute(NUM_ROWS)
 
 
-def run_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> Recorder:
+def launch_alone(inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
+    """Return the output's shape: the kernel itself has tests of its own, and its launch waits for nothing."""
+    return inputs.new_empty(len(routing.order), layer.out_size)
+
+
+def run_on_meta(config: PretrainedConfig, *, has_expert_kernel: bool = False) -> Recorder:
     """Run a decode with transformers' own layers, after a first that may keep constants."""
+    dtype = torch.bfloat16
     register_attention()
     with META:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     remove_waits(model.eval())
+    if has_expert_kernel:
+        assert replace_experts(model, launch_alone) is None
     loaded = LoadedModel("", model, AttentionPort(model), (), None, 256, VOCAB_SIZE, frozenset(), dtype, META)
     decode(model, loaded)
     with recorded() as recorder:
@@ -97,6 +107,14 @@ def test_no_decode_waits_for_the_device(architecture: str) -> None:
     recorder = run_on_meta(tiny_config(architecture))
     assert not recorder.waiting() and not recorder.transfers
     assert (recorder.calls["_grouped_mm"] > 0) == (architecture in EXPERTS)
+
+
+@pytest.mark.parametrize("architecture", sorted(EXPERTS))
+def test_no_decode_waits_with_the_kernel_of_experts(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "find_fault", lambda *_: None)  # Without values there is nothing to compare.
+    recorder = run_on_meta(tiny_config(architecture), has_expert_kernel=True)
+    assert not recorder.waiting() and not recorder.transfers
+    assert recorder.calls["_grouped_mm"] == 0 and recorder.calls["sort"] > 0
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "phi3", "gemma2-window", "cohere"])

@@ -1,0 +1,134 @@
+"""Experts of a mixture whose computation never waits for the device, so that steps with them can be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from replicas.model.hardware.selfcheck import find_fault, relative_error
+
+_NUM_TRIAL_TOKENS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Linear layer of each expert, in contiguous tensors."""
+
+    weights: Tensor  # [num_experts, out_size, in_size]; [num_experts, in_size, out_size] if transposed
+    biases: Tensor | None  # [num_experts, out_size]
+    is_transposed: bool
+
+    @property
+    def in_size(self) -> int:
+        """Size of an input row."""
+        return self.weights.shape[1 if self.is_transposed else 2]
+
+    @property
+    def out_size(self) -> int:
+        """Size of an output row."""
+        return self.weights.shape[2 if self.is_transposed else 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Pairs of a token and one of its experts, sorted by expert. Pair p belongs to token p // top_k."""
+
+    order: Tensor  # [num_pairs] int64: the pairs, sorted by expert
+    starts: Tensor  # [num_experts + 1] int64: first pair of each expert in `order`, and the number of pairs
+    top_k: int
+
+    @classmethod
+    def of(cls, top_k_index: Tensor, num_experts: int) -> Routing:
+        """Return the routing of experts [num_tokens, top_k], any integer type."""
+        experts, order = top_k_index.reshape(-1).sort(stable=True)
+        numbers = torch.arange(num_experts + 1, dtype=experts.dtype, device=experts.device)
+        return cls(order, torch.searchsorted(experts, numbers), top_k_index.shape[1])
+
+
+class ExpertLinear(Protocol):
+    """Product of each pair's row with the matrix of the pair's expert, plus its bias."""
+
+    def __call__(self, inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
+        """Return the products, [num_pairs, out_size].
+
+        If `is_first`, `inputs` [num_tokens, in_size] has the tokens' rows and the result is in the order of `routing`.
+        Else `inputs` [num_pairs, in_size] is in that order and the result is in the order of the pairs.
+        """
+
+
+class FusedExperts(nn.Module):
+    """Experts of one layer, with the weights and the activation of transformers' module.
+
+    Each token's results are summed in the order of its experts, whatever the other tokens are.
+    """
+
+    def __init__(self, original: Any, linear: ExpertLinear) -> None:
+        super().__init__()
+        self.original = original
+        self._linear = linear
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sums [num_tokens, size] of the outputs of each token's experts.
+
+        Args:
+            hidden_states: [num_tokens, size].
+            top_k_index: [num_tokens, top_k], experts of each token.
+            top_k_weights: [num_tokens, top_k], any float type.
+        """
+        original = self.original
+        num_tokens, size = hidden_states.shape
+        first, second = self.layer("gate_up_proj" if original.has_gate else "up_proj"), self.layer("down_proj")
+        routing = Routing.of(top_k_index, len(first.weights))
+        inner = self._linear(hidden_states.contiguous(), first, routing, is_first=True)
+        inner = original._apply_gate(inner) if original.has_gate else original.act_fn(inner)
+        output = self._linear(inner.contiguous(), second, routing, is_first=False)
+        if original.has_post_expert_norm:
+            output = original.post_expert_norm(output)
+        weighted = output.view(num_tokens, routing.top_k, size) * top_k_weights[..., None]
+        return weighted.sum(dim=1).to(hidden_states.dtype)
+
+    def layer(self, name: str) -> ExpertLayer:
+        """Return the linear layer of the experts' weights with this name."""
+        biases = getattr(self.original, f"{name}_bias") if self.original.has_bias else None
+        return ExpertLayer(getattr(self.original, name), biases, self.original.is_transposed)
+
+
+def replace_experts(model: nn.Module, linear: ExpertLinear) -> str | None:
+    """Replace all experts of `model` by `FusedExperts`; return a description of the first fault of a check, or None.
+
+    After a fault the model has its own experts.
+    """
+    found = [
+        (parent, name, child, FusedExperts(child, linear))
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if _are_experts(child)
+    ]
+    for _, _, original, fused in found:
+        fault = find_fault(_errors(original, fused), fused.layer("down_proj").weights.dtype)
+        if fault is not None:
+            return fault
+    for parent, name, _, fused in found:
+        setattr(parent, name, fused)
+    return None
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("num_experts", "has_gate", "is_transposed", "down_proj"))
+
+
+@torch.inference_mode()
+def _errors(original: Any, fused: FusedExperts) -> Iterator[tuple[str, float]]:
+    """Yield the error on a few random tokens, some of which share an expert."""
+    generator = torch.Generator().manual_seed(0)
+    device, dtype = original.down_proj.device, original.down_proj.dtype
+    size = fused.layer("down_proj").out_size
+    hidden = torch.randn(_NUM_TRIAL_TOKENS, size, generator=generator).to(device, dtype)
+    scores = torch.rand(_NUM_TRIAL_TOKENS, original.num_experts, generator=generator)
+    weights, index = (some.to(device) for some in scores.topk(min(3, original.num_experts)))
+    found, expected = (experts(hidden, index, weights.to(dtype)) for experts in (fused, original))
+    yield "the experts", relative_error(found, expected)
