@@ -56,6 +56,8 @@ class Backend:
     """Format of the weights in the checkpoint and in memory; empty: not known."""
     constraints: ConstraintCompiler | None = None
     """Compiler of grammars; None: outputs cannot have one."""
+    counts_tokens: bool = False
+    """True if penalties need no token on the host."""
     warm_step_s: float = 0.0
     """Seconds that a few of the largest steps take once kernels are compiled."""
 
@@ -88,6 +90,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         constraints=None
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
+        counts_tokens=runner.counts_tokens,
         warm_step_s=warm_step_s,
     )
 
@@ -193,5 +196,9 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
     if options.limits.async_scheduling is None:
         limits["async_scheduling"] = backend.device.startswith("cuda")
     return EngineConfig(
-        **limits, num_blocks=backend.num_blocks, max_model_len=max_model_len, eos_token_ids=backend.eos_token_ids
+        **limits,
+        num_blocks=backend.num_blocks,
+        max_model_len=max_model_len,
+        counts_on_device=backend.counts_tokens,
+        eos_token_ids=backend.eos_token_ids,
     )

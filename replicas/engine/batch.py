@@ -77,10 +77,15 @@ class ScheduledBatch:
         """True if the next token of some item is constrained, and so depends on the tokens before it."""
         return any(item.samples and item.sequence.constraint is not None for item in self.items)
 
-    @property
-    def needs_sync(self) -> bool:
-        """True if the host must know a token sampled here before the next step, as penalties depend on it."""
-        return any(item.samples and item.sequence.has_penalties for item in self.items)
+    def needs_sync(self, counts_on_device: bool) -> bool:
+        """Return True if the host must know a token sampled here before the next step.
+
+        Bad words of several tokens need it, and so do penalties unless the device counts the tokens.
+        """
+        return any(
+            item.samples and (item.sequence.has_bad_phrases or (item.sequence.has_penalties and not counts_on_device))
+            for item in self.items
+        )
 
 
 @dataclass(frozen=True, slots=True)

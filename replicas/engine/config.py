@@ -77,6 +77,8 @@ class EngineConfig(EngineLimits):
     """Most tokens (prompt + output) of one sequence."""
     async_scheduling: bool = False
     """Schedule and launch a step before the tokens of the previous step are known."""
+    counts_on_device: bool = False
+    """The runner counts the tokens of sequences on its device, so that penalties need none of them on the host."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence unless it says `ignore_eos`."""
 

@@ -57,7 +57,7 @@ class Engine:
         self._clock = clock or Clock()
         self._scheduler = Scheduler(config, BlockManager(config))
         self._stats = EngineStats(config)
-        self._pipeline = Pipeline(runner, self._scheduler, self._clock, config.async_scheduling)
+        self._pipeline = Pipeline(runner, self._scheduler, self._clock, config)
         self._output_processors: dict[str, OutputProcessor] = {}
         self._deadlines = Deadlines()
         self._num_added = 0

@@ -17,6 +17,7 @@ from replicas.engine.batch import (
     ScheduledSequence,
     ScheduledStep,
 )
+from replicas.engine.config import EngineConfig
 from replicas.engine.scheduler import Scheduler
 
 _MAX_FAILED_STEPS = 3
@@ -58,11 +59,12 @@ class Pipeline:
         After a step that failed or may not wait, no step is launched until that step has been collected.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Clock, is_asynchronous: bool) -> None:
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, clock: Clock, config: EngineConfig) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._clock = clock
-        self._is_asynchronous = is_asynchronous
+        self._is_asynchronous = config.async_scheduling
+        self._counts_on_device = config.counts_on_device
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_collected_s = float("-inf")
         self._num_failed_steps = 0
@@ -86,7 +88,7 @@ class Pipeline:
     def _launch(self, step: ScheduledStep) -> None:
         """Launch the step on the device, behind the steps launched before."""
         launched: LaunchedStep
-        may_wait = self._is_asynchronous and not step.batch.needs_sync
+        may_wait = self._is_asynchronous and not step.batch.needs_sync(self._counts_on_device)
         try:
             launched = self._runner.launch(step.batch)
         except Exception as error:  # Raised later, when the step is collected, so that results stay in launch order.

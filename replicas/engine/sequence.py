@@ -108,12 +108,11 @@ class Sequence:
         self._max_computed_tokens = max(len(self.token_ids), self.num_prompt_tokens + request.params.max_tokens - 1)
         params = request.params
         self.has_penalties = (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-            or any(len(word) > 1 for word in params.bad_words)
+            params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
-        """True if the earlier tokens change the probabilities of the next one."""
+        """True if counts of the earlier tokens change the probabilities of the next one."""
+        self.has_bad_phrases = any(len(word) > 1 for word in params.bad_words)
+        """True if the earlier tokens in their order forbid some next ones."""
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
         self.status = SequenceStatus.WAITING

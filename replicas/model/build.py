@@ -18,6 +18,7 @@ from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, Memor
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
+from replicas.model.sampling.sampler import token_counts
 
 
 def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:
@@ -40,7 +41,9 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
     cache = _cache(loaded, limits.block_size, num_blocks)
-    return TorchModelRunner(loaded, cache, attention, None if graphs is None else graphs.captured(cache))
+    decode_graphs = None if graphs is None else graphs.captured(cache)
+    counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
+    return TorchModelRunner(loaded, cache, attention, decode_graphs, counts)
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
@@ -90,7 +93,8 @@ def _measure_on_cuda(
 ) -> MemoryUse:
     """Measure the largest steps and the graphs over a cache that has the scratch block alone."""
     scratch = _cache(loaded, limits.block_size, num_blocks=0)
-    runner = TorchModelRunner(loaded, scratch, attention)
+    counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
+    runner = TorchModelRunner(loaded, scratch, attention, counts=counts)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len, limits.block_size)
     return measure_use(
         CudaMemory(loaded.device),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,6 +23,7 @@ from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import MaskThreads, PendingMasks
 from replicas.model.sampling.sampler import PendingTokens, SampledTokens, Sampler
+from replicas.model.sampling.token_counts import TokenCounts
 from replicas.protocol import PositionLogprobs
 
 # Prompt tokens scored per forward pass. It bounds the memory of their logits.
@@ -122,16 +124,26 @@ class TorchModelRunner:
         cache: KVCache,
         attention: AttentionBackend = GatherAttention,
         decode_graphs: DecodeGraphRunner | None = None,
+        counts: TokenCounts | None = None,
     ) -> None:
-        """Make a runner. Batches that `decode_graphs` can run go there; all others use `attention`."""
+        """Make a runner. Batches that `decode_graphs` can run go there; all others use `attention`.
+
+        `counts` has a slot for each running sequence; None: the host counts the tokens for penalties.
+        """
         self._loaded = loaded
         self._cache = cache
         self._attention = attention
         self.kernels: str = getattr(attention, "kernels", "")
         """Kernels that compute attention."""
         self._decode_graphs = decode_graphs
+        self._counts = counts
         self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, os.cpu_count() or 1))
         self._last_sampled = LastSampledTokens.none(loaded.device)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if penalties need no token on the host."""
+        return self._counts is not None
 
     @property
     def num_blocks(self) -> int:
@@ -162,6 +174,10 @@ class TorchModelRunner:
         other items share one forward pass.
         """
         self._masks.settle()
+        with self._counts_known():
+            return self._launch(batch)
+
+    def _launch(self, batch: ScheduledBatch) -> TorchStep:
         to_host = DeviceToHostBuffer()
         shared = [index for index, item in enumerate(batch.items) if not wants_prompt_logprobs(item)]
         parts: list[ForwardPart] = []
@@ -180,7 +196,8 @@ class TorchModelRunner:
         self, batch: ScheduledBatch, parts: list[ForwardPart], to_host: DeviceToHostBuffer
     ) -> list[PendingPart]:
         """Launch the sampling of a step, the last that was launched."""
-        sampled = [part.sample(to_host) for part in parts]
+        with self._counts_known():
+            sampled = [part.sample(to_host) for part in parts]
         to_host.close(self._loaded.device)
         self._last_sampled = _last_sampled_tokens(sampled, batch, self._loaded.device)
         return sampled
@@ -198,12 +215,27 @@ class TorchModelRunner:
         self, items: list[ScheduledSequence], indices: list[int], decode_graphs: DecodeGraphRunner
     ) -> ForwardPart:
         to_device = HostToDeviceBuffer()
-        sampler = Sampler(items, self._loaded.eos_token_ids, self._loaded.vocab_size, to_device)
+        sampler = self._sampler(items, to_device)
         sent = decode_graphs.send(items, self._last_sampled, to_device)
         on_device = to_device.send(self._loaded.device)
         masks = self._masks.masks_of(items)
         outputs = decode_graphs.run(sent, on_device).first(len(items))
         return ForwardPart(indices, sampler, outputs.logits, outputs.greedy, on_device, masks)
+
+    def _sampler(self, items: list[ScheduledSequence], to_device: HostToDeviceBuffer) -> Sampler:
+        sent = None if self._counts is None else self._counts.send(items, self._last_sampled, to_device)
+        eos_token_ids, vocab_size = self._loaded.eos_token_ids, self._loaded.vocab_size
+        return Sampler(items, eos_token_ids, vocab_size, to_device, sent, has_counts=self._counts is not None)
+
+    @contextmanager
+    def _counts_known(self) -> Iterator[None]:
+        """Forget the counts if the launch fails within the context: it may have changed some of them."""
+        try:
+            yield
+        except Exception:
+            if self._counts is not None:
+                self._counts.forget()
+            raise
 
     def _launch_scored(self, item: ScheduledSequence, index: int, to_host: DeviceToHostBuffer) -> ForwardPart:
         """Launch an item whose prompt log probabilities are wanted, one piece after the other."""
@@ -219,7 +251,7 @@ class TorchModelRunner:
         to_device = HostToDeviceBuffer()
         inputs = InputPlan(items, self._cache.block_size, self._last_sampled, to_device)
         sampling = [item for item in items if item.samples]
-        sampler = Sampler(sampling, self._loaded.eos_token_ids, self._loaded.vocab_size, to_device)
+        sampler = self._sampler(sampling, to_device)
         targets = _targets(items[0]) if wants_prompt_logprobs(items[0]) else []
         target_span = to_device.ints(targets)
         on_device = to_device.send(self._loaded.device)

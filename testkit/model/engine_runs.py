@@ -26,6 +26,7 @@ from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantiza
 from replicas.model.loading.tokenizer import make_decoder
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling.sampler import Sampler
+from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams, TokenDelta, merge
 from testkit.engine.scripted_constraint import ScriptedCompiler
 from testkit.model.tiny_checkpoints import VOCAB_SIZE, tiny_config
@@ -84,8 +85,12 @@ def build_engine(
     planned: PlannedAttention | None = None,
     *,
     is_ahead: bool = False,
+    counts_on_device: bool = False,
 ) -> Engine:
-    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, it decodes in fixed buckets."""
+    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, it decodes in fixed buckets.
+
+    If `counts_on_device`, penalties apply as on a GPU.
+    """
     sizes = sizes or Sizes()
     cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
     decodes = None if planned is None else DecodeGraphRunner(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
@@ -97,10 +102,14 @@ def build_engine(
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         eos_token_ids=loaded.eos_token_ids,
         async_scheduling=is_ahead,
+        counts_on_device=counts_on_device,
     )
+    counts = None
+    if counts_on_device:
+        counts = TokenCounts(sizes.max_num_seqs, loaded.vocab_size, loaded.device, penalize_by_definition)
     return Engine(
         config,
-        TorchModelRunner(loaded, cache, attention, decodes),
+        TorchModelRunner(loaded, cache, attention, decodes, counts),
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )

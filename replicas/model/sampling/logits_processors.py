@@ -13,6 +13,7 @@ from torch import Tensor
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
+from replicas.model.sampling.token_counts import SentPenalties
 
 _LAST_CHOICE = -1e30
 """Logit of a token that is chosen only if all others are forbidden."""
@@ -63,6 +64,8 @@ class LogitsProcessors:
     3. Logit bias: added.
     4. Stop tokens before `min_tokens`, and the last tokens of bad words: forbidden. A constrained sequence takes a stop
        token if its constraint allows no other.
+
+    Penalties apply by the tokens that the host knows, or by counts on the device.
     """
 
     def __init__(
@@ -71,8 +74,14 @@ class LogitsProcessors:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         to_device: HostToDeviceBuffer,
+        penalties: SentPenalties | None = None,
+        *,
+        has_counts: bool = False,
     ) -> None:
+        """Plan the changes. If `has_counts`, `penalties` are those of all items, and the host adds none."""
         self._vocab_size = vocab_size
+        self._has_counts = has_counts
+        self._penalties = penalties
         repetition, added, forbidden = _Entries(), _Entries(), _Entries()
         for row, item in enumerate(items):
             self._penalize_repetition(repetition, row, item.sequence)
@@ -86,13 +95,16 @@ class LogitsProcessors:
     @property
     def is_empty(self) -> bool:
         """True if no logit changes."""
-        return self._repetition is None and self._added is None and self._forbidden is None
+        entries = (self._repetition, self._added, self._forbidden, self._penalties)
+        return all(some is None for some in entries)
 
     def apply(self, logits: Tensor, on_device: DeviceBuffer) -> Tensor:
         """Return a changed copy of `logits` [num_rows, vocab_size] float32; `logits` itself if nothing changes."""
         if self.is_empty:
             return logits
         logits = logits.clone()
+        if self._penalties is not None:
+            self._penalties.apply(logits, on_device)
         if self._repetition is not None:
             index, penalty = self._repetition.index(on_device), self._repetition.numbers(on_device)
             before = logits[index]
@@ -105,7 +117,7 @@ class LogitsProcessors:
 
     def _penalize_repetition(self, entries: _Entries, row: int, sequence: Sequence) -> None:
         penalty = sequence.request.params.repetition_penalty
-        if penalty != 1.0:
+        if penalty != 1.0 and not self._has_counts:
             seen = self._known(set(sequence.token_ids))
             entries.add(row, seen, [penalty] * len(seen))
 
@@ -113,7 +125,7 @@ class LogitsProcessors:
         """Add penalties and bias as one entry per token: the sum must not depend on a device's order of additions."""
         params = sequence.request.params
         offsets: dict[int, float] = defaultdict(float)
-        if params.presence_penalty or params.frequency_penalty:
+        if (params.presence_penalty or params.frequency_penalty) and not self._has_counts:
             for token_id, count in Counter(sequence.token_ids[sequence.num_prompt_tokens :]).items():
                 offsets[token_id] = -params.presence_penalty - params.frequency_penalty * count
         for entry in params.logit_bias:
@@ -133,6 +145,8 @@ class LogitsProcessors:
         entries.add(row, token_ids, [forbidden] * len(token_ids))
 
     def _forbid_bad_words(self, entries: _Entries, row: int, sequence: Sequence) -> None:
+        if not sequence.request.params.bad_words:
+            return
         output = sequence.token_ids[sequence.num_prompt_tokens :]
         last = {
             word[-1]

@@ -23,6 +23,7 @@ from replicas.model.sampling.multinomial import (
     send_sampling_tensors,
     uniform,
 )
+from replicas.model.sampling.token_counts import SentPenalties, TokenCounts
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,22 @@ def _has_draw_kernel(device: torch.device) -> bool:
     return fault is None
 
 
+def token_counts(num_slots: int, vocab_size: int, device: torch.device) -> TokenCounts | None:
+    """Return counts for `num_slots` sequences on a GPU with Triton; None elsewhere: there the host counts tokens."""
+    if device.type != "cuda":
+        return None
+    try:
+        from replicas.model.sampling.triton_penalties import check_penalties, penalize
+
+        fault = check_penalties(device)
+    except ImportError as error:
+        fault = str(error)
+    if fault is not None:
+        _log.warning("penalties need the host and are slow: Triton's kernel does not work here: %s", fault)
+        return None
+    return TokenCounts(num_slots, vocab_size, device, penalize)
+
+
 class Sampler:
     """Sampler of one step: greedy, random and scored rows, and the changes of their logits.
 
@@ -75,10 +92,18 @@ class Sampler:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         to_device: HostToDeviceBuffer,
+        penalties: SentPenalties | None = None,
+        *,
+        has_counts: bool = False,
     ) -> None:
-        """Plan the sampling of one token per item. The numbers for the device are added to `to_device`."""
+        """Plan the sampling of one token per item. The numbers for the device are added to `to_device`.
+
+        If `has_counts`, `penalties` apply to the items, by counts on the device.
+        """
         self._items = items
-        self._logits_processors = LogitsProcessors(items, eos_token_ids, vocab_size, to_device)
+        self._logits_processors = LogitsProcessors(
+            items, eos_token_ids, vocab_size, to_device, penalties, has_counts=has_counts
+        )
         self._params = [item.sequence.request.params for item in items]
         random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
         truncated = {row for row in random if is_truncated(self._params[row], vocab_size)}

@@ -88,6 +88,32 @@ def _mass_of_key(key, num_digits, peak, temperature, min_p, WHOLE: tl.constexpr)
     return _masses_of(_values_of(key), peak, temperature, min_p, WHOLE)
 
 
+@triton.jit
+def penalize_kernel(
+    logits, rows, slots, penalties, counts, vocab_size, stride, TILE: tl.constexpr, IN_PROMPT: tl.constexpr
+):  # fmt: skip
+    """Change a tile of row `rows[program_id(0)]` of `logits` by the penalties and counts of the row.
+
+    The arguments are those of `Penalize`. Rounding is that of plain torch: penalties apply in float32, and the sum of
+    presence and frequency penalties is rounded once.
+    """
+    index = tl.program_id(0)
+    cells = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_cell = cells < vocab_size
+    count = tl.load(counts + tl.load(slots + index) * vocab_size + cells, mask=is_cell, other=0)
+    repetition = tl.load(penalties + 3 * index).to(tl.float32)
+    presence = tl.load(penalties + 3 * index + 1)
+    frequency = tl.load(penalties + 3 * index + 2)
+    where = logits + tl.load(rows + index) * stride + cells
+    before = tl.load(where, mask=is_cell, other=0.0)
+    factor = tl.zeros([TILE], tl.float32) + repetition
+    scaled = tl.where(before > 0, tl.div_rn(before, factor), before * factor)
+    num_outputs = count & (IN_PROMPT - 1)
+    offsets = (-presence - frequency * num_outputs.to(tl.float64)).to(tl.float32)
+    after = tl.where(num_outputs > 0, scaled + offsets, scaled)
+    tl.store(where, after, mask=is_cell & (count != 0))
+
+
 @triton.jit(do_not_specialize=["num_rows", "has_top_k", "has_top_p"])
 def draw_kernel(
     logits, rows, columns, tokens, num_rows, vocab_size, stride, has_top_k, has_top_p,

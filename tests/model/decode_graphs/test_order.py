@@ -27,6 +27,7 @@ from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling import sampler
+from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
 from replicas.model_replica import Backend, ModelReplica
 from replicas.options import ReplicaOptions
 from replicas.protocol import GenerateRequest, LogitBias, ReplicaIdentity, SamplingParams, TokenDelta, merge
@@ -90,6 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     monkeypatch.setattr(triton, "_combine", lambda *_: None)
     monkeypatch.setattr(sampler, "_has_draw_kernel", lambda _: False)
     monkeypatch.setattr(build, "choose_attention", lambda *_: TritonBackend(132, 90))
+    monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes, penalize_by_definition))
     return recorded
 
 
@@ -116,7 +118,7 @@ def engine_of(runner: TorchModelRunner, limits: EngineLimits) -> Engine:
     config = EngineConfig(
         num_blocks=runner.num_blocks, max_model_len=runner.max_model_len, block_size=limits.block_size,
         max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens,
-        eos_token_ids=frozenset(), async_scheduling=True,
+        eos_token_ids=frozenset(), async_scheduling=True, counts_on_device=runner.counts_tokens,
     )  # fmt: skip
     return Engine(config, runner, lambda _: SilentDecoder(), ReplicaIdentity("replica", "node", 1))
 

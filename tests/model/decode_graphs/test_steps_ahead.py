@@ -98,10 +98,12 @@ def test_tokens_are_those_of_plain_steps(loaded: LoadedModel, sizes: Sizes, plan
     assert (num_preemptions(engine) > 0) == (sizes is TIGHT)
 
 
-def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel) -> None:
+@pytest.mark.parametrize("counts_on_device", [False, True])
+def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel, counts_on_device: bool) -> None:
     requests = requests_with((*PARAMS[:3], LOOKING_BACK))
     expected = run(build_engine(loaded), requests)
-    check_same(run(build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True), requests), expected)
+    engine = build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True, counts_on_device=counts_on_device)
+    check_same(run(engine, requests), expected)
 
 
 def test_constrained_sequences_are_served_beside_the_others(loaded: LoadedModel) -> None:

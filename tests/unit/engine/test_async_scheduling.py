@@ -70,7 +70,7 @@ class PipelinedRunner(ShadowRunner):
         for item in batch.items:
             num_known = len(item.sequence.token_ids)
             assert item.end <= num_known + 1
-            assert item.end <= num_known or not item.sequence.has_penalties
+            assert item.end <= num_known or not (item.sequence.has_penalties or item.sequence.has_bad_phrases)
         self._num_sound_launches -= 1
         fails = self._num_sound_launches < 0 and self.rng.random() < self.failure_share
         if fails and self.rng.random() < 0.5:

@@ -1,0 +1,181 @@
+"""Counts of each sequence's tokens, which stay on the device: penalties need no token on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.model.batch.inputs import LastSampledTokens
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
+
+IN_PROMPT = 1 << 30
+"""Bit of a count that says that the token is in the prompt. The bits below count it in the output."""
+
+Penalize = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Change of logits [., vocab_size] float32 in place by the penalties of some of their rows.
+
+The other arguments are the rows [num_rows] int64, the row of each in the counts [num_rows] int64, its repetition,
+presence and frequency penalty [num_rows, 3] float64, and the counts [., vocab_size] int32.
+"""
+
+
+def penalize_by_definition(logits: Tensor, rows: Tensor, slots: Tensor, penalties: Tensor, counts: Tensor) -> None:
+    """Change logits by their penalties, in plain torch. See `Penalize`."""
+    of_rows, before = counts[slots], logits[rows]
+    before, beyond = before[:, : counts.shape[1]], before[:, counts.shape[1] :]
+    repetition, presence, frequency = penalties[:, :, None].unbind(dim=1)
+    factor = repetition.float()
+    scaled = torch.where(of_rows != 0, torch.where(before > 0, before / factor, before * factor), before)
+    num_outputs = of_rows & (IN_PROMPT - 1)
+    offsets = (-presence - frequency * num_outputs).float()
+    after = torch.where(num_outputs > 0, scaled + offsets, scaled)
+    logits[rows] = torch.cat([after, beyond], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class SentPenalties:
+    """Penalties of one step's rows, and the tokens by which the counts grow before."""
+
+    counts: TokenCounts
+    rows: Span
+    slots: Span
+    penalties: Span
+    new_slots: Span
+    """Slots that begin a new count."""
+    prompt_cells: Span
+    output_cells: Span
+    sampled_slots: Span
+    """First cells of the slots whose newest token only the device knows."""
+    sampled_rows: Span
+    last_sampled: Tensor
+
+    def apply(self, logits: Tensor, on_device: DeviceBuffer) -> None:
+        """Let the counts grow, and change `logits` [., vocab_size] float32 in place. Called once."""
+        self._grow(on_device)
+        penalties = on_device.floats(self.penalties).view(-1, 3)
+        rows, slots = on_device.ints(self.rows), on_device.ints(self.slots)
+        self.counts.penalize(logits, rows, slots, penalties, self.counts.table)
+
+    def _grow(self, on_device: DeviceBuffer) -> None:
+        table, cells = self.counts.table, self.counts.cells
+        if self.new_slots:
+            table.index_fill_(0, on_device.ints(self.new_slots), 0)
+        if self.prompt_cells:
+            cells.index_fill_(0, on_device.ints(self.prompt_cells), IN_PROMPT)
+        if self.output_cells:
+            grown = on_device.ints(self.output_cells)
+            cells.index_add_(0, grown, torch.ones_like(grown, dtype=cells.dtype))
+        if self.sampled_slots:
+            tokens = self.last_sampled[on_device.ints(self.sampled_rows)]
+            # The last cell belongs to no slot: it takes tokens that are not in the vocabulary.
+            grown = torch.where(
+                tokens < table.shape[1],
+                on_device.ints(self.sampled_slots) + tokens,
+                torch.full_like(tokens, table.numel()),
+            )
+            cells.index_add_(0, grown, torch.ones_like(grown, dtype=cells.dtype))
+
+
+@dataclass(slots=True)
+class _Held:
+    """Slot of a sequence, which counts its first `num_counted` tokens."""
+
+    slot: int
+    num_counted: int
+
+
+@dataclass(slots=True)
+class _Growth:
+    """Numbers of one step's penalties."""
+
+    rows: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    penalties: list[float] = field(default_factory=list)
+    new_slots: list[int] = field(default_factory=list)
+    prompt_cells: list[int] = field(default_factory=list)
+    output_cells: list[int] = field(default_factory=list)
+    sampled_slots: list[int] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)
+
+
+class TokenCounts:
+    """Counts of the tokens of sequences with penalties, in one slot of the device's memory for each.
+
+    A slot grows by the tokens since the last step, so a step costs the host the same for short and long sequences.
+
+    Invariants: a slot belongs to at most one sequence. After the launched steps it counts the sequence's first
+    `num_counted` tokens. Whoever cannot finish a launch calls `forget`.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, penalize: Penalize) -> None:
+        """Allocate `num_slots` slots: as many as sequences run at a time."""
+        self.penalize = penalize
+        self.cells = torch.zeros(num_slots * vocab_size + 1, dtype=torch.int32, device=device)
+        self.table = self.cells[:-1].view(num_slots, vocab_size)
+        self._num_slots = num_slots
+        self._vocab_size = vocab_size
+        self._held: dict[Sequence, _Held] = {}
+        self._free = list(range(num_slots))
+
+    def send(
+        self, items: Items[ScheduledSequence], last_sampled: LastSampledTokens, to_device: HostToDeviceBuffer
+    ) -> SentPenalties | None:
+        """Add the penalties of the items, all of which sample, to `to_device`; return None if no item has any."""
+        growth = _Growth()
+        for row, item in enumerate(items):
+            if item.sequence.has_penalties:
+                self._add(growth, row, item, last_sampled)
+        if not growth.rows:
+            return None
+        return SentPenalties(
+            self,
+            rows=to_device.ints(growth.rows),
+            slots=to_device.ints(growth.slots),
+            penalties=to_device.floats(growth.penalties),
+            new_slots=to_device.ints(growth.new_slots),
+            prompt_cells=to_device.ints(growth.prompt_cells),
+            output_cells=to_device.ints(growth.output_cells),
+            sampled_slots=to_device.ints(growth.sampled_slots),
+            sampled_rows=to_device.ints(growth.sampled_rows),
+            last_sampled=last_sampled.tokens,
+        )
+
+    def forget(self) -> None:
+        """Forget all counts. The next steps count again from the sequences' tokens."""
+        self._held.clear()
+        self._free = list(range(self._num_slots))
+
+    def _add(self, growth: _Growth, row: int, item: ScheduledSequence, last_sampled: LastSampledTokens) -> None:
+        sequence, params = item.sequence, item.sequence.request.params
+        held = self._held.get(sequence)
+        if held is None:
+            held = self._held[sequence] = _Held(self._free_slot(), 0)
+        first = held.slot * self._vocab_size
+        # A step that runs again counts anew: a token after it may have become another one.
+        if not sequence.num_prompt_tokens <= held.num_counted < item.end:
+            growth.new_slots.append(held.slot)
+            growth.prompt_cells.extend(self._cells(first, sequence.token_ids[: sequence.num_prompt_tokens]))
+            held.num_counted = sequence.num_prompt_tokens
+        growth.output_cells.extend(self._cells(first, sequence.token_ids[held.num_counted : item.end]))
+        if item.end > len(sequence.token_ids):
+            growth.sampled_slots.append(first)
+            growth.sampled_rows.append(last_sampled.row_by_sequence[sequence])
+        held.num_counted = item.end
+        growth.rows.append(row)
+        growth.slots.append(held.slot)
+        growth.penalties += (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+
+    def _cells(self, first: int, token_ids: list[int]) -> list[int]:
+        return [first + token_id for token_id in token_ids if token_id < self._vocab_size]
+
+    def _free_slot(self) -> int:
+        if not self._free:
+            for sequence in [held for held in self._held if held.status is not SequenceStatus.RUNNING]:
+                self._free.append(self._held.pop(sequence).slot)
+        return self._free.pop()

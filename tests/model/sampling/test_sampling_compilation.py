@@ -1,0 +1,51 @@
+"""The sampler's kernels compile for every device without spills. No device is needed."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from replicas.model.sampling.token_counts import IN_PROMPT
+from replicas.model.sampling.triton_kernels import draw_kernel, penalize_kernel
+from tests.model.attention.test_compile_matrix import DEVICES, resources
+from tests.model.attention.test_triton_compilation import not_interpreted
+
+pytestmark = not_interpreted
+
+TYPES = {
+    "logits": "*fp32", "rows": "*i64", "slots": "*i64", "penalties": "*fp64", "counts": "*i32", "columns": "*fp64",
+    "tokens": "*i64",
+}  # fmt: skip
+KERNELS = {
+    "penalize": (penalize_kernel, {"TILE": 1024, "IN_PROMPT": IN_PROMPT}, 4),
+    "draw": (draw_kernel, {"TILE_ROWS": 1, "TILE": 2048, "WHOLE": 2.0**44}, 8),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [
+        (name, capability)
+        if (name, capability) == ("penalize", 90)
+        else pytest.param(name, capability, marks=pytest.mark.deep)
+        for name in KERNELS
+        for capability in DEVICES
+    ],
+)
+def test_a_kernel_compiles(name: str, capability: int) -> None:
+    kernel, constants, num_warps = KERNELS[name]
+    signature = {
+        argument: "constexpr" if argument in constants else TYPES.get(argument, "i32") for argument in kernel.arg_names
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(argument),): value for argument, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, type_ in enumerate(signature.values()) if type_[0] == "*"},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    taken = resources(made)
+    assert taken.stack == 0 and taken.num_programs(DEVICES[capability]) >= 2

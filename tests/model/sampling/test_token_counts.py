@@ -1,0 +1,119 @@
+"""Counts of tokens on the device give the penalties that the host computes from the sequences' tokens."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.model.batch.inputs import LastSampledTokens
+from replicas.model.batch.transfers import HostToDeviceBuffer
+from replicas.model.sampling.logits_processors import LogitsProcessors
+from replicas.model.sampling.token_counts import IN_PROMPT, TokenCounts, penalize_by_definition
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
+
+VOCAB_SIZE, NUM_SLOTS = 40, 4
+CPU = torch.device("cpu")
+
+
+def random_sequence(rng: random.Random, number: int) -> Sequence:
+    penalties = {
+        "repetition_penalty": rng.choice([1.0, 0.7, 1.3]),
+        "presence_penalty": rng.choice([0.0, 0.9, -0.4]),
+        "frequency_penalty": rng.choice([0.0, 0.3, -1.1]),
+    }
+    bias = (LogitBias(3, 2.5),) if rng.random() < 0.3 else ()
+    prompt = tuple(rng.randrange(VOCAB_SIZE + 2) for _ in range(rng.randint(1, 30)))
+    params = SamplingParams(max_tokens=200, logit_bias=bias, **penalties)
+    sequence = Sequence(GenerateRequest(str(number), prompt, params), 0.0, None, number)
+    sequence.status = SequenceStatus.RUNNING
+    return sequence
+
+
+def on_host(items: list[ScheduledSequence], logits: Tensor) -> Tensor:
+    to_device = HostToDeviceBuffer()
+    processors = LogitsProcessors(items, frozenset(), VOCAB_SIZE, to_device)
+    return processors.apply(logits, to_device.send(CPU))
+
+
+def on_device(
+    items: list[ScheduledSequence], logits: Tensor, counts: TokenCounts, last_sampled: LastSampledTokens
+) -> Tensor:
+    to_device = HostToDeviceBuffer()
+    sent = counts.send(items, last_sampled, to_device)
+    processors = LogitsProcessors(items, frozenset(), VOCAB_SIZE, to_device, sent, has_counts=True)
+    return processors.apply(logits, to_device.send(CPU))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_penalties_are_those_of_the_host(seed: int) -> None:
+    """Sequences come, wait, come back and run steps again; the newest tokens may be known to the device alone."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    counts = TokenCounts(NUM_SLOTS, VOCAB_SIZE, CPU, penalize_by_definition)
+    sequences = [random_sequence(rng, number) for number in range(9)]
+    running_again: set[Sequence] = set()
+    for _ in range(120):
+        running = rng.sample(sequences, rng.randint(1, NUM_SLOTS))
+        for sequence in sequences:
+            sequence.status = SequenceStatus.RUNNING if sequence in running else SequenceStatus.WAITING
+        newest = [rng.randrange(VOCAB_SIZE + 2) for _ in running]
+        last_sampled = LastSampledTokens(torch.tensor(newest), {some: row for row, some in enumerate(running)})
+        items, are_late = [], []
+        for sequence in running:
+            is_late = rng.random() < 0.5 and sequence not in running_again
+            end = len(sequence.token_ids) + is_late
+            item = ScheduledSequence(sequence, end - 1, 1)
+            object.__setattr__(item, "samples", True)
+            items.append(item)
+            are_late.append(is_late)
+        logits = torch.randn(len(items), VOCAB_SIZE + 3, generator=generator) * 4
+        found = on_device(items, logits, counts, last_sampled)
+        for sequence, token_id, is_late in zip(running, newest, are_late, strict=True):
+            if is_late:
+                sequence.token_ids.append(token_id)
+        expected = on_host(items, logits)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        for sequence in running:
+            running_again.discard(sequence)
+            if rng.random() < 0.2:  # Its last steps run again, and may give other tokens.
+                running_again.add(sequence)
+                del sequence.token_ids[max(sequence.num_prompt_tokens, len(sequence.token_ids) - rng.randint(1, 3)) :]
+            elif rng.random() < 0.5:
+                sequence.token_ids.append(rng.randrange(VOCAB_SIZE))
+        if rng.random() < 0.05:
+            counts.forget()
+
+
+def test_a_step_sends_new_tokens_alone() -> None:
+    rng = random.Random(1)
+    counts = TokenCounts(NUM_SLOTS, VOCAB_SIZE, CPU, penalize_by_definition)
+    sequence = random_sequence(rng, 0)
+    sequence.has_penalties = True
+    lengths = []
+    for _ in range(5):
+        sequence.token_ids += [7, 8]
+        item = ScheduledSequence(sequence, len(sequence.token_ids) - 1, 1)
+        sent = counts.send([item], LastSampledTokens.none(CPU), HostToDeviceBuffer())
+        assert sent is not None
+        lengths.append((len(sent.prompt_cells) > 0, len(sent.output_cells)))
+        buffer = HostToDeviceBuffer()
+        sent = counts.send([item], LastSampledTokens.none(CPU), buffer)  # The step runs again.
+        assert sent is not None and len(sent.new_slots) == 1
+        sent.apply(torch.zeros(1, VOCAB_SIZE), buffer.send(CPU))
+    assert lengths == [(True, 2), *[(False, 2)] * 4]
+    slot = counts._held[sequence].slot
+    assert counts.table[slot].sum() - int((counts.table[slot] & IN_PROMPT).sum()) == 10
+
+
+def test_penalties_wait_only_for_what_the_device_does_not_know() -> None:
+    def batch(**params: object) -> ScheduledBatch:
+        request = GenerateRequest("one", (1, 2), SamplingParams(max_tokens=4, **params))  # type: ignore[arg-type]
+        return ScheduledBatch((ScheduledSequence(Sequence(request, 0.0, None, 0), 0, 2),))
+
+    assert not batch().needs_sync(counts_on_device=False)
+    assert batch(frequency_penalty=0.1).needs_sync(counts_on_device=False)
+    assert not batch(frequency_penalty=0.1).needs_sync(counts_on_device=True)
+    assert batch(bad_words=((3, 4),)).needs_sync(counts_on_device=True)
+    assert not batch(bad_words=((3,),)).needs_sync(counts_on_device=False)
