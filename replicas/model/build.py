@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import torch
 
-from replicas.engine.batch import ScheduledBatch
+from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block
 from replicas.model.attention.select import choose_attention
-from replicas.model.batch.inputs import dummy_batches, dummy_item
+from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
 from replicas.model.loading.loader import LoadedModel
@@ -96,12 +96,33 @@ def _measure_on_cuda(
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
     runner = TorchModelRunner(loaded, scratch, attention, counts=counts)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len, limits.block_size)
+
+    def run_steps() -> None:
+        _warm_up_sampling(runner, limits)
+        _run(runner, dummy_batches(*sizes))
+
     return measure_use(
         CudaMemory(loaded.device),
         MemoryShare(options.gpu_memory_utilization, options.num_gpus),
-        lambda: _run(runner, dummy_batches(*sizes)),
+        run_steps,
         lambda: None if graphs is None else graphs.captured(scratch),
     )
+
+
+def _warm_up_sampling(runner: TorchModelRunner, limits: EngineLimits) -> None:
+    """Run small steps of every kind, and a step before the last one is known, in the scratch block.
+
+    A GPU's libraries load the code of an operation, and take memory for it, when it first runs.
+    """
+    _run(runner, batches_of_every_kind(limits.max_num_seqs, limits.block_size))
+    for batch in batches_of_every_kind(limits.max_num_seqs, limits.block_size):
+        first = runner.launch(batch)
+        first.sample()
+        item = batch.items[0]
+        if item.samples and not batch.is_constrained:
+            item.sequence.launched(item.num_tokens, item.samples)
+            _run(runner, [ScheduledBatch((ScheduledSequence(item.sequence, item.end, 1),))])
+        first.collect()
 
 
 def _cache(loaded: LoadedModel, block_size: int, num_blocks: int) -> KVCache:

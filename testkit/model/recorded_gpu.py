@@ -163,6 +163,8 @@ class RecordedGpu(TorchDispatchMode):
         self.captures: list[tuple[int, Stream]] = []
         """Thread and stream of each captured graph."""
         self.replays: list[tuple[int, Graph]] = []
+        self.names: set[str] = set()
+        """Names of all launched operations."""
         self.total_bytes = 2**34
 
     # Operations
@@ -178,6 +180,7 @@ class RecordedGpu(TorchDispatchMode):
     ) -> None:
         """Launch `run`, which reads and writes this memory, on the current stream or on `stream`."""
         stream = stream or self.current_stream()
+        self.names.add(name)
         _merge(stream.known, self.host_known)
         if self._capturing is not None:
             assert waits_for is None, "a captured stream waits for another one"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionCall
-from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.attention.tiles import padded_tables, place
 from replicas.model.batch.inputs import BatchInputs, Chunk
 
@@ -24,6 +24,8 @@ _MODULE = "flash_attn_interface"
 
 Attend = Callable[..., Tensor]
 """Type of the package's `flash_attn_with_kvcache`."""
+Write = Callable[[LayerCache, Tensor, AttentionCall], None]
+"""Storage of a call's keys and values in the slots [num_tokens] int64 of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,14 @@ class FlashAttention:
     slots: Tensor
     plan: VarlenPlan
     kernel: Attend
+    write: Write
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
         if call.scoring.sinks is not None:
             raise NotImplementedError("FlashAttention 3 has no attention sinks")
         layer = self.cache[call.layer]
-        layer.write(self.slots, call.key, call.value)
+        self.write(layer, self.slots, call)
         return self.kernel(
             call.query,
             layer.keys,
@@ -71,8 +74,8 @@ class FlashBackend:
 
     kernels = "FlashAttention 3"
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Import the package.
+    def __init__(self, dtype: torch.dtype, device: torch.device, write: Write | None = None) -> None:
+        """Import the package. `write` stores keys and values; None: plain torch does, which is slower.
 
         Raises:
             ModelLoadError: the package is not installed, or does not support the device or `dtype`.
@@ -81,6 +84,7 @@ class FlashBackend:
             self._attend: Attend = importlib.import_module(_MODULE).flash_attn_with_kvcache
         except (ImportError, AttributeError) as error:
             raise ModelLoadError(f"the package {_MODULE} cannot be used: {error}") from error
+        self._write = write or _write_plainly
         if device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
             if capability[0] != 9 or dtype.itemsize != 2:
@@ -88,7 +92,11 @@ class FlashBackend:
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> FlashAttention:
         """Return the attention of the chunks of `inputs`."""
-        return FlashAttention(cache, inputs.slots, _plan(inputs.chunks, inputs.slots.device), self._attend)
+        return FlashAttention(cache, inputs.slots, _plan(inputs.chunks, inputs.slots.device), self._attend, self._write)
+
+
+def _write_plainly(layer: LayerCache, slots: Tensor, call: AttentionCall) -> None:
+    layer.write(slots, call.key, call.value)
 
 
 def _plan(chunks: Sequence[Chunk], device: torch.device) -> VarlenPlan:

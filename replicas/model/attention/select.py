@@ -55,7 +55,11 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
     if backend == "gather":
         return GatherAttention
     try:
-        return FlashAndTriton(_flash(spec), _triton(spec)) if backend == "flash" else _triton(spec)
+        if backend == "flash":
+            FlashBackend(spec.dtype, spec.device)  # If it is missing, say so before kernels are compiled.
+            triton = _triton(spec)
+            return FlashAndTriton(_flash(spec, triton), triton)
+        return _triton(spec)
     except ModelLoadError as error:
         raise ModelLoadError(f"attention_backend is {backend!r}, which does not work here: {error}") from error
 
@@ -89,15 +93,18 @@ def _fastest(spec: AttentionSpec) -> AttentionBackend:
         _log.warning("attention uses plain torch and is slow: Triton's kernels do not work here: %s", error)
         return GatherAttention
     try:
-        return FlashAndTriton(_flash(spec), triton)
+        return FlashAndTriton(_flash(spec, triton), triton)
     except ModelLoadError as error:
         _log.info("attention uses Triton's kernels only, without FlashAttention 3: %s", error)
     return triton
 
 
-def _flash(spec: AttentionSpec) -> AttentionBackend:
-    """Return FlashAttention 3. Raises ModelLoadError if it is missing, does not support the device, or is wrong."""
-    backend = FlashBackend(spec.dtype, spec.device)
+def _flash(spec: AttentionSpec, triton: TritonBackend) -> AttentionBackend:
+    """Return FlashAttention 3. Raises ModelLoadError if it is missing, does not support the device, or is wrong.
+
+    Triton's kernel writes the keys and values: in one launch and in wide stores, unlike plain torch.
+    """
+    backend = FlashBackend(spec.dtype, spec.device, triton.write)
     # The long schedule has block tables wide enough for FlashAttention to split the keys.
     _refuse_wrong(spec, [backend], LONG_SCHEDULE)
     return backend

@@ -164,6 +164,11 @@ class TritonBackend:
         """
         return TritonAttention(cache, slots, plan, self._num_programs, self._capability)
 
+    @staticmethod
+    def write(layer: LayerCache, slots: Tensor, call: AttentionCall) -> None:
+        """Store the call's keys and values in `slots` [num_tokens] int64 of the layer."""
+        write_keys_and_values(layer, layer_shape(call, layer), slots, call)
+
 
 @dataclass(frozen=True, slots=True)
 class _Launch:

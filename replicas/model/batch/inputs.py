@@ -14,7 +14,7 @@ from torch import Tensor
 from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
-from replicas.protocol import GenerateRequest, SamplingParams
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +151,43 @@ def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:
         position += length
 
 
-def dummy_item(start: int, num_tokens: int, block_size: int) -> ScheduledSequence:
+_TRUNCATED = SamplingParams(max_tokens=1, top_p=0.9)
+_EVERY_KIND = (
+    SamplingParams(max_tokens=2, temperature=0.0),
+    SamplingParams(max_tokens=2),
+    SamplingParams(max_tokens=2, top_p=0.9, top_k=40, min_p=0.01),
+    SamplingParams(max_tokens=2, temperature=0.0, logprobs=2),
+    SamplingParams(max_tokens=2, temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.1, min_tokens=2),
+    SamplingParams(max_tokens=2, logit_bias=(LogitBias(0, 1.0),), stop_token_ids=(0,), min_tokens=2),
+    SamplingParams(max_tokens=2, allowed_token_ids=(0, 1)),
+)
+_DEMANDING = SamplingParams(
+    max_tokens=2,
+    top_p=0.9,
+    logprobs=2,
+    repetition_penalty=1.1,
+    logit_bias=(LogitBias(0, 1.0),),
+    allowed_token_ids=(0, 1),
+)
+_SCORED = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=2, logprobs=2)
+
+
+def dummy_item(start: int, num_tokens: int, block_size: int, params: SamplingParams = _TRUNCATED) -> ScheduledSequence:
     """Return an item that computes positions [start, start + num_tokens) in the scratch block and samples randomly."""
     end = start + num_tokens
-    params = SamplingParams(max_tokens=1, top_p=0.9)
     sequence = Sequence(GenerateRequest("scratch", (0,) * end, params), arrival_s=0.0, deadline_s=None, arrival_index=0)
     sequence.block_table = [0] * -(-end // block_size)
     return ScheduledSequence(sequence, start, num_tokens)
+
+
+def batches_of_every_kind(max_num_seqs: int, block_size: int) -> list[ScheduledBatch]:
+    """Return small steps with every kind of sampling: decodes alone, decodes beside a prompt, and a scored prompt."""
+    decodes = [dummy_item(2, 1, block_size, params) for params in _EVERY_KIND]
+    prefills = [dummy_item(0, 3, block_size, params) for params in (_TRUNCATED, _SCORED)]
+    return [
+        *(ScheduledBatch((decode,)) for decode in decodes),
+        *(ScheduledBatch((decode, prefill)[-max_num_seqs:]) for decode in decodes for prefill in prefills),
+    ]
 
 
 def dummy_batches(
@@ -166,7 +196,7 @@ def dummy_batches(
     """Return the steps that use most memory.
 
     They are one long prefill, many short prefills, short prefills beside a decode at full length, and many decodes at
-    full length.
+    full length, at last with every change of their logits.
     """
     longest = min(max_num_batched_tokens, max_model_len)
     share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
@@ -177,4 +207,5 @@ def dummy_batches(
         ScheduledBatch((short,) * max_num_seqs),
         ScheduledBatch((decode, *(short,) * (max_num_seqs - 1))),
         ScheduledBatch((decode,) * max_num_seqs),
+        ScheduledBatch((dummy_item(max_model_len - 1, 1, block_size, _DEMANDING),) * max_num_seqs),
     ]

@@ -14,8 +14,8 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention import select
 from replicas.model.attention.flash import FlashAttention, FlashBackend
 from replicas.model.attention.gather import GatherAttention
-from replicas.model.attention.interface import AttentionBackend, AttentionSpec
-from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.interface import AttentionBackend, AttentionCall, AttentionSpec
+from replicas.model.attention.kv_cache import KVCache, LayerCache
 from replicas.model.attention.select import FlashAndTriton, choose_attention
 from replicas.model.batch.inputs import BatchInputs, build_inputs, dummy_item
 from replicas.model.loading.loader import LoadedModel
@@ -35,9 +35,11 @@ SERVED = {name: kind for name, kind in KINDS.items() if not kind.has_sinks}
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Install FlashAttention 3 by definition, beside working kernels of Triton."""
     module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    monkeypatch.setattr(select, "_triton", lambda spec: Decodes())
     return module
 
 
@@ -67,13 +69,16 @@ class Decodes:
 
     planned = None
 
+    @staticmethod
+    def write(layer: LayerCache, slots: Tensor, call: AttentionCall) -> None:
+        layer.write(slots, call.key, call.value)
+
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int], AttentionBackend]:
-    """Select a backend for a device of this capability, with working Triton kernels and tensors on the CPU."""
+    """Select a backend for a device of this capability, with tensors on the CPU."""
     check = select.check_attention
     monkeypatch.setattr(select, "check_attention", lambda spec, *rest: check(replace(spec, device=CPU), *rest))
-    monkeypatch.setattr(select, "_triton", lambda spec: Decodes())
 
     def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
@@ -89,7 +94,8 @@ def test_right_flash_attention_gets_batches_with_prompts(on_a_gpu: Any) -> None:
         assert isinstance(chosen, FlashAndTriton)
         cache = KVCache([KINDS["window"].layer], 8, 16, torch.float32, CPU)
         items = [dummy_item(0, 5, 16), dummy_item(3, 1, 16)]
-        assert isinstance(chosen(cache, build_inputs(items, 16, CPU)), FlashAttention)
+        attention = chosen(cache, build_inputs(items, 16, CPU))
+        assert isinstance(attention, FlashAttention) and attention.write is Decodes.write
         assert isinstance(chosen(cache, build_inputs(items[1:], 16, CPU)), GatherAttention)
 
 

@@ -98,8 +98,15 @@ def test_tokens_are_those_of_plain_steps(loaded: LoadedModel, sizes: Sizes, plan
     assert (num_preemptions(engine) > 0) == (sizes is TIGHT)
 
 
-@pytest.mark.parametrize("counts_on_device", [False, True])
-def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel, counts_on_device: bool) -> None:
+def test_sequences_that_look_back_are_served_beside_the_others(loaded: LoadedModel) -> None:
+    check_looking_back(loaded, counts_on_device=False)
+
+
+def test_counts_on_the_device_serve_sequences_that_look_back() -> None:
+    check_looking_back(load(cached_checkpoint("llama", with_tokenizer=True)), counts_on_device=True)
+
+
+def check_looking_back(loaded: LoadedModel, *, counts_on_device: bool) -> None:
     requests = requests_with((*PARAMS[:3], LOOKING_BACK))
     expected = run(build_engine(loaded), requests)
     engine = build_engine(loaded, TIGHT, planned=PlannedGather, is_ahead=True, counts_on_device=counts_on_device)

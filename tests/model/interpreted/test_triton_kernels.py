@@ -1,6 +1,8 @@
 """Triton's kernels against attention by definition and plain torch, and models that run on them."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 
 from bench.gpu.kernel_checks import check_layer
 from replicas.model.attention import triton
+from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
-from replicas.model.attention.kv_cache import AttentionLayer, KVCache
+from replicas.model.attention.kv_cache import AttentionLayer, KVCache, LayerCache
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
@@ -32,7 +35,16 @@ from testkit.model.engine_runs import (
     random_prompts,
     run,
 )
-from testkit.model.paged_cases import KINDS, MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
+from testkit.model.paged_cases import (
+    KINDS,
+    MIXTURES,
+    TOLERANCES,
+    Case,
+    Chunks,
+    attend_by_definition,
+    flash_attn_with_kvcache,
+    largest_error,
+)
 from testkit.model.tiny_checkpoints import write_checkpoint
 from tests.model.decode_graphs.test_steps_ahead import check_same
 
@@ -86,6 +98,21 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 def test_any_shape(case: Case, num_processors: int) -> None:
     check(case, num_processors)
+
+
+def test_flash_attention_stores_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    num_written: list[int] = []
+
+    def write(layer: LayerCache, slots: torch.Tensor, call: AttentionCall) -> None:
+        TritonBackend.write(layer, slots, call)
+        num_written.append(len(slots))
+
+    backend = FlashBackend(torch.float32, CPU, write)
+    assert largest_error(KINDS["plain"].of(SMALL), backend, CPU) < TOLERANCES[torch.float32]
+    assert num_written
 
 
 def test_a_plan_of_reused_tensors_sees_their_new_values() -> None:

@@ -205,8 +205,8 @@ def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
     batches = dummy_batches(
         max_num_seqs=4, max_num_batched_tokens=64, max_model_len=loaded.max_model_len, block_size=16
     )
-    assert [batch.num_tokens for batch in batches] == [64, 64, 1 + 3 * 16, 4]
-    assert {batches[index].items[0].end for index in (0, 2, 3)} == {loaded.max_model_len}
+    assert [batch.num_tokens for batch in batches] == [64, 64, 1 + 3 * 16, 4, 4]
+    assert {batches[index].items[0].end for index in (0, 2, 3, 4)} == {loaded.max_model_len}
     for batch in batches:
         assert all(result.token_id is not None for result in runner.execute(batch))
 
