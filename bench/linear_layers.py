@@ -15,13 +15,23 @@ from torch import Tensor, nn
 
 from bench.record import write
 from replicas.errors import ModelLoadError
+from replicas.model.checkpoint.quantized_linear import QuantizedLinear
 from replicas.model.hardware.kernel_build import load_kernels
-from replicas.model.layers.linear import CppLinear, Int8Linear, rounded_to_int4
+from replicas.model.layers.linear import CppLinear, GroupedLinear, Int8Linear, pack_groups, rounded_to_int4
 from replicas.model.loading.options import DEFAULT_KERNEL_CACHE_DIR
 
+
+def _kept_8_bits(weight: Tensor, bias: None) -> GroupedLinear:
+    """Return a layer as of a GGUF file in Q8_0, with random numbers."""
+    numbers = torch.randint(-127, 128, weight.shape, dtype=torch.int8)
+    scales = torch.ones(len(weight), weight.shape[1] // _GROUP)
+    return GroupedLinear(pack_groups(QuantizedLinear(numbers, scales, None, 8, 1, _GROUP)), bias, weight.dtype)
+
+
 _FORMATS: dict[str, Callable[[Tensor, None], nn.Module]] = {
-    "plain": CppLinear, "int8": Int8Linear, "int4": rounded_to_int4,
+    "plain": CppLinear, "int8": Int8Linear, "kept 8 bits": _kept_8_bits, "int4": rounded_to_int4,
 }  # fmt: skip
+_GROUP = 32
 _CALLS = 5
 
 

@@ -15,7 +15,7 @@ from serve_app.models.torch_process import run_module
 
 MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
-_FORM = "4 bits"
+_FORM = "4 or 8 bits"
 """Form of converted checkpoints. Those of earlier forms are not used."""
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def local_checkpoint(model: str, cache: Path = MODELS_DIRECTORY) -> str:
 def convert_once(file: Path, directory: Path, *, keeps_bits: bool = True) -> Path:
     """Convert `file` to `directory` unless that exists; return `directory`. A directory appears whole or not at all.
 
-    With `keeps_bits`, linear layers in 4 bits keep them; else all weights become bfloat16.
+    With `keeps_bits`, quantized linear layers keep their bits; else all weights become bfloat16.
 
     Raises:
         ModelLoadError: the file cannot be converted.

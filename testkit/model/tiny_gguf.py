@@ -12,15 +12,24 @@ from gguf import GGMLQuantizationType
 from safetensors.numpy import load_file, save_file
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
-_BLOCK_VALUES, _BLOCK_BYTES = 256, 144
-"""Values and bytes of a block of Q4_K."""
+_FACTORS = {
+    GGMLQuantizationType.Q4_K: {0: 0.0002, 2: 0.001},
+    GGMLQuantizationType.Q6_K: {208: 0.00004},
+}
+"""Factors of the scales and minima of types that the library `gguf` cannot write, by their place in a block."""
 
 
-def write_gguf(file: Path, checkpoint: Path, kind: GGMLQuantizationType | None = None) -> Path:
+def write_gguf(
+    file: Path,
+    checkpoint: Path,
+    kind: GGMLQuantizationType | None = None,
+    finer: GGMLQuantizationType | None = None,
+) -> Path:
     """Write a llama checkpoint of float32 weights and a BPE tokenizer into `file`, as float32.
 
-    With `kind` the layers' linear weights are of that type, and the folder `dense` beside `file` gets a checkpoint of
-    their values, as the library `gguf` reads them.
+    With `kind` the layers' linear weights are of that type, those of values and the last of each layer of the type
+    `finer` if it is given, as in llama.cpp's mixtures. The folder `dense` beside `file` gets a checkpoint of their
+    values, as the library `gguf` reads them.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     num_heads, head_dim = config["num_attention_heads"], config["head_dim"]
@@ -45,9 +54,10 @@ def write_gguf(file: Path, checkpoint: Path, kind: GGMLQuantizationType | None =
         stored = names.get_name(name, try_suffixes=(".weight",))
         assert stored is not None
         if kind is not None and name.endswith("_proj.weight"):
-            blocks = _quantized(values, kind)
-            writer.add_tensor(stored, blocks, raw_dtype=kind)
-            values = gguf.quants.dequantize(blocks, kind)
+            its_kind = finer if finer is not None and name.split(".")[-2] in ("v_proj", "down_proj") else kind
+            blocks = _quantized(values, its_kind)
+            writer.add_tensor(stored, blocks, raw_dtype=its_kind)
+            values = gguf.quants.dequantize(blocks, its_kind)
         else:
             writer.add_tensor(stored, values)
         if heads is not None:
@@ -64,12 +74,14 @@ def write_gguf(file: Path, checkpoint: Path, kind: GGMLQuantizationType | None =
 
 
 def _quantized(values: Array, kind: GGMLQuantizationType) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Return the rows of a weight in blocks. Those of Q4_K, which the library cannot write, are random ones."""
-    if kind is not GGMLQuantizationType.Q4_K:
+    """Return the rows of a weight in blocks. Those of types that the library cannot write are random ones."""
+    if kind not in _FACTORS:
         return gguf.quants.quantize(values, kind)
     rng = np.random.default_rng(len(values))
-    blocks = rng.integers(0, 256, (len(values), values.shape[1] // _BLOCK_VALUES, _BLOCK_BYTES), dtype=np.uint8)
-    blocks[..., :4] = np.array([0.0002, 0.001], np.float16).view(np.uint8)  # factors of the scales and of the minima
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (len(values), values.shape[1] // num_values, num_bytes), dtype=np.uint8)
+    for place, factor in _FACTORS[kind].items():
+        blocks[..., place : place + 2] = np.array([factor], np.float16).view(np.uint8)
     return blocks.reshape(len(values), -1)
 
 

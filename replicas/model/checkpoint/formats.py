@@ -113,7 +113,10 @@ class Weights:
         become = f"dequantized to {dtype}"
         if kept:
             rest = len(self.quantized) - len(kept)
-            become = "kept in 4 bits" + (f", {rest} of {len(self.quantized)} {become}" if rest else "")
+            bits = sorted({self.quantized[name].layout.bits for name in kept})
+            become = f"kept in {' or '.join(map(str, bits))} bits" + (
+                f", {rest} of {len(self.quantized)} {become}" if rest else ""
+            )
         text = f"{self.quantization.method}, {names or 'none'}, {become}"
         note = self.quantization.activations
         return text if note is None else f"{text}; activations stay in {dtype}, not {note}"
@@ -162,16 +165,18 @@ def _quantized_weight(
     return QuantizedWeight(prefix + found.dense, found, parts, layout)
 
 
-def is_int4(weight: QuantizedWeight) -> bool:
-    """Return True if a weight has 4-bit integers with scales by group, which kernels can compute with as they are.
+def is_kept(weight: QuantizedWeight) -> bool:
+    """Return True if a weight has integers of 4 or 8 bits with scales by group, with which the kernels compute.
 
     The groups have adjacent inputs, a multiple of 4.
     """
     layout = weight.layout
     order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
-        weight.format in (_PACKED, _AWQ, _GPTQ, _GGUF)
-        and layout.bits == 4
+        weight.format in (_PACKED, _SCALED, _AWQ, _GPTQ, _GGUF, _GGUF_8, _LLM_INT8)
+        and weight.parts[weight.format.numbers].dtype not in _FLOAT8
+        and layout.bits in (4, 8)
+        and layout.outputs_per_scale == 1
         and layout.num_inputs % 4 == 0
         and layout.inputs_per_scale % 4 == 0
         and layout.num_inputs % layout.inputs_per_scale == 0
@@ -180,7 +185,7 @@ def is_int4(weight: QuantizedWeight) -> bool:
 
 
 def has_offsets(weight: QuantizedWeight, weights: Weights) -> bool:
-    """Return True if a 4-bit weight has zero points, other than the middle one."""
+    """Return True if a weight of 4 or 8 bits has zero points, other than the middle one."""
     is_symmetric = weights.quantization is not None and weights.quantization.is_symmetric
     return not is_symmetric and not _OFFSETS.isdisjoint(weight.parts)
 
@@ -279,7 +284,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Quantization:
 
 def _gguf(_: Mapping[str, Any]) -> Quantization:
     """Return the quantization of a GGUF file that Headway has converted."""
-    return Quantization("GGUF", (_GGUF,))
+    return Quantization("GGUF", (_GGUF, _GGUF_8))
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
@@ -387,12 +392,15 @@ def _scaled_layout(parts: Parts, quantization: Quantization) -> Layout:
 
 
 def _gguf_layout(parts: Parts, _: Quantization) -> Layout:
-    num_outputs, num_bytes = _matrix("weight_nibbles", parts[".weight_nibbles"])
+    suffix, bits = (".weight_nibbles", 4) if ".weight_nibbles" in parts else (".weight_numbers", 8)
+    num_outputs, num_bytes = _matrix(suffix, parts[suffix])
     rows, num_groups = _matrix("weight_scale", parts[".weight_scale"])
     _expect("weight_scale", (rows, num_groups), (num_outputs, num_groups))
-    _expect("weight_minimum", parts[".weight_minimum"].shape, (num_outputs, num_groups))
-    shape = (num_outputs, 2 * num_bytes)
-    return Layout(*shape, 4, 1, _group_size(2 * num_bytes, num_groups), shape)
+    minima = parts.get(".weight_minimum")
+    if minima is not None:
+        _expect("weight_minimum", minima.shape, (num_outputs, num_groups))
+    shape = (num_outputs, num_bytes * 8 // bits)
+    return Layout(*shape, bits, 1, _group_size(shape[1], num_groups), shape)
 
 
 def _mxfp4_layout(parts: Parts, _: Quantization) -> Layout:
@@ -439,7 +447,8 @@ _SCALED = Format(
 )  # fmt: skip
 _AWQ = Format("AWQ", ".qweight", _awq_layout, (".scales", ".qzeros"))
 _GPTQ = Format("GPTQ", ".qweight", _gptq_layout, (".scales", ".qzeros"), (".g_idx",))
-_GGUF = Format("GGUF", ".weight_nibbles", _gguf_layout, (".weight_scale", ".weight_minimum"), dtypes=("U8",))
+_GGUF = Format("GGUF", ".weight_nibbles", _gguf_layout, (".weight_scale",), (".weight_minimum",), dtypes=("U8",))
+_GGUF_8 = Format("GGUF", ".weight_numbers", _gguf_layout, (".weight_scale",), (".weight_minimum",), dtypes=("I8",))
 _MXFP4 = Format("MXFP4", "_blocks", _mxfp4_layout, ("_scales",), dtypes=("U8",), dense="")
 _NORMAL_FLOAT = Format(
     "4-bit floats of bitsandbytes", ".weight", _normal_float_layout, (".weight.absmax", ".weight.quant_map"),

@@ -168,16 +168,23 @@ def _read_llm_int8(tensors: Tensors, layout: Layout, _: Quantization) -> Quantiz
 
 
 def from_gguf(tensors: Tensors) -> QuantizedLinear:
-    """Return a weight of a GGUF file in 4 bits. Its values are `nibble * scale + minimum`."""
-    pairs, scales, minima = (tensors[name] for name in (".weight_nibbles", ".weight_scale", ".weight_minimum"))
-    numbers = _nibbles(pairs)
+    """Return a weight of a GGUF file. Its values are `number * scale + minimum`.
+
+    A nibble is the number, or without a minimum the number plus 8.
+    """
+    scales, minima = tensors[".weight_scale"], tensors.get(".weight_minimum")
+    is_int4 = ".weight_nibbles" in tensors
+    numbers = _nibbles(tensors[".weight_nibbles"]) if is_int4 else tensors[".weight_numbers"]
+    bits, inputs_per_scale = 4 if is_int4 else 8, numbers.shape[1] // scales.shape[1]
+    if minima is None:
+        middle = torch.full(scales.shape, 8 if is_int4 else 0, dtype=torch.uint8)
+        return QuantizedLinear(numbers, scales, middle, bits, inputs_per_scale=inputs_per_scale)
     # A group whose values are all the same may have no scale: then its minimum is one, and 1 times it the value.
     is_flat = scales == 0
     zero_points = torch.where(is_flat, -1.0, -minima / scales)
-    inputs_per_scale = numbers.shape[1] // scales.shape[1]
     numbers = numbers.masked_fill(is_flat.repeat_interleave(inputs_per_scale, dim=1), 0)
     return QuantizedLinear(
-        numbers, torch.where(is_flat, minima, scales), zero_points, 4, inputs_per_scale=inputs_per_scale
+        numbers, torch.where(is_flat, minima, scales), zero_points, bits, inputs_per_scale=inputs_per_scale
     )
 
 

@@ -76,7 +76,13 @@ def _stack(layers: Sequence[FusedLayer]) -> _Stack | None:
         norms = (_weight(layer.heads.query_norm), _weight(layer.heads.key_norm))
         parts += [layer.input_norm.weight, *query_key_value, *norms, *output]
         parts += [layer.post_attention_norm.weight, *gate_up, *down]
-        sizes.add((layer.heads.num_query_heads, layer.heads.num_kv_heads, *(each.packed.shape for each in linears)))
+        sizes.add(
+            (
+                layer.heads.num_query_heads,
+                layer.heads.num_kv_heads,
+                *((each.out_features, each.in_features) for each in linears),
+            )
+        )
     epsilons = {norm.epsilon for layer in layers for norm in _norms(layer)}
     if len(epsilons) != 1 or len(sizes) != 1:
         return None

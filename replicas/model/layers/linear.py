@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -63,12 +64,12 @@ def plain_linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     return linear
 
 
-def join_linears(parts: Sequence[nn.Linear | Int4Linear], make: LinearFactory) -> nn.Module:
+def join_linears(parts: Sequence[nn.Linear | GroupedLinear], make: LinearFactory) -> nn.Module:
     """Return one layer that computes all of `parts` and concatenates their outputs.
 
-    Parts with kept 4-bit weights keep them, unless other parts are dense.
+    Parts that keep 4 or 8 bits keep them, unless other parts are dense.
     """
-    kept = [part for part in parts if isinstance(part, Int4Linear)]
+    kept = [part for part in parts if isinstance(part, GroupedLinear)]
     if len(kept) == len(parts) and all(before.can_join(after) for before, after in pairwise(kept)):
         return kept[0].join(kept[1:]) if len(kept) > 1 else kept[0]
     weights: list[Tensor] = [part.weight for part in parts]
@@ -197,79 +198,98 @@ class Int8Linear(CompiledLinear):
 
 
 @dataclass(frozen=True, slots=True)
-class PackedInt4:
-    """Weight in 4 bits in the kernels' order."""
+class PackedGroups:
+    """Weight in 4 or 8 bits in the kernels' order. Its values are `number * scale - offset`."""
 
-    numbers: Tensor  # [num_panels, num_inputs / 4, outputs of a panel, 2] uint8; see `pack_nibbles`
+    numbers: (
+        Tensor  # [num_panels, num_inputs / 4 or / 2, outputs of a panel, 2] uint8 of `pack_nibbles`, or int8 of `pack`
+    )
     scales: Tensor  # [1 or 2, num_panels, num_groups, outputs of a panel] float32: scales, and offsets if there are any
     num_outputs: int
 
 
-class Int4Linear(CompiledLinear):
-    """Linear layer with a weight in 4 bits: numbers with a scale, and perhaps a zero point, for each group of inputs.
+class GroupedLinear(CompiledLinear):
+    """Linear layer with a weight in 4 or 8 bits: integers with a scale, and perhaps an offset, for groups of inputs.
 
     Inputs are not quantized. A row's outputs do not depend on the other rows.
     """
 
-    def __init__(self, weight: PackedInt4, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: PackedGroups, bias: Tensor | None, dtype: torch.dtype) -> None:
         """Make a layer for inputs and outputs of `dtype`."""
         super().__init__(weight.numbers, weight.scales, bias)
-        self.out_features, self.in_features = weight.num_outputs, weight.numbers.shape[1] * _NIBBLE_INPUTS
+        self.bits = 4 if weight.numbers.dtype is torch.uint8 else 8
+        self.out_features = weight.num_outputs
+        self.in_features = weight.numbers.shape[1] * (_NIBBLE_INPUTS if self.bits == 4 else _PAIRS[torch.int8])
         self._dtype = dtype
 
     @property
     def _groups(self) -> Tensor:
-        """Scales and offsets; see `PackedInt4`."""
+        """Scales and offsets; see `PackedGroups`."""
         assert self.scales is not None
         return self.scales
 
-    def can_join(self, other: Int4Linear) -> bool:
+    @property
+    def group_size(self) -> int:
+        """Inputs with one scale."""
+        return self.in_features // self._groups.shape[2]
+
+    def can_join(self, other: GroupedLinear) -> bool:
         """Return True if one layer can compute this one and then `other`."""
-        return (
-            self.out_features % _PANEL == 0
-            and other._groups.shape[2:] == self._groups.shape[2:]
-            and (other.bias is None) == (self.bias is None)
-        )
+        return self.out_features % _PANEL == 0 and (other.bias is None) == (self.bias is None)
 
-    def join(self, others: Sequence[Int4Linear]) -> Int4Linear:
-        """Return one layer that computes this one and `others`, which have as many inputs in groups of the same size.
+    def join(self, others: Sequence[GroupedLinear]) -> GroupedLinear:
+        """Return one layer that computes this one and `others`, which have as many inputs. Their outputs fill panels.
 
-        Their outputs fill whole panels.
+        It has the most bits and the smallest groups of all parts, so that the values are the same.
         """
         parts = (self, *others)
+        bits, group = max(part.bits for part in parts), math.gcd(*(part.group_size for part in parts))
         depth = max(len(part._groups) for part in parts)
-        scales = [functional.pad(part._groups, (0, 0, 0, 0, 0, 0, 0, depth - len(part._groups))) for part in parts]
-        weight = PackedInt4(
-            torch.cat(tuple(part.packed for part in parts)),
-            torch.cat(scales, dim=1),
+        weight = PackedGroups(
+            torch.cat([part._numbers_in(bits) for part in parts]),
+            torch.cat([part._groups_of(group, depth) for part in parts], dim=1),
             sum(part.out_features for part in parts),
         )
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-        return Int4Linear(weight, torch.cat(biases) if biases else None, self._dtype)
+        return GroupedLinear(weight, torch.cat(biases) if biases else None, self._dtype)
+
+    def _numbers_in(self, bits: int) -> Tensor:
+        """Return the packed numbers in as many bits as these or more."""
+        return self.packed if bits == self.bits else pack(self._numbers)
+
+    def _groups_of(self, size: int, depth: int) -> Tensor:
+        """Return scales for groups of `size` inputs; with `depth` 2 also offsets."""
+        groups = self._groups.repeat_interleave(self.group_size // size, dim=2)
+        return functional.pad(groups, (0, 0, 0, 0, 0, 0, 0, depth - len(groups)))
+
+    @property
+    def _numbers(self) -> Tensor:
+        """Numbers [out_features, in_features] int8, unpacked at each access."""
+        if self.bits == 8:
+            return unpack(self.packed, self.out_features)
+        return unpack_nibbles(self.packed, self.out_features).to(torch.int8) - _ZERO_POINT
 
     @property
     def weight(self) -> Tensor:
         """Weight [out_features, in_features], dequantized at each access."""
-        group = self.in_features // self._groups.shape[2]
-        values = unpack_nibbles(self.packed, self.out_features).float() - _ZERO_POINT
         scale, *offset = (
-            part.transpose(1, 2).flatten(0, 1)[: self.out_features].repeat_interleave(group, dim=1)
+            part.transpose(1, 2).flatten(0, 1)[: self.out_features].repeat_interleave(self.group_size, dim=1)
             for part in self._groups
         )
-        dense: Tensor = values * scale
+        dense: Tensor = self._numbers.float() * scale
         return (dense - offset[0] if offset else dense).to(self._dtype)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Multiply `inputs` [..., in_features] and return [..., out_features]."""
-        output: Tensor = torch.ops.headway.multiply_by_int4.default(
+        output: Tensor = torch.ops.headway.multiply_by_groups.default(
             inputs.contiguous(), self.packed, self.scales, self.out_features, self.bias
         )
         return output
 
 
-def rounded_to_int4(weight: Tensor, bias: Tensor | None) -> Int4Linear:
+def rounded_to_int4(weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     """Return a layer with the weight rounded to 4 bits."""
-    return Int4Linear(pack_int4(quantize_int4(weight)), bias, weight.dtype)
+    return GroupedLinear(pack_groups(quantize_int4(weight)), bias, weight.dtype)
 
 
 def quantize_int4(weight: Tensor) -> QuantizedLinear:
@@ -307,16 +327,26 @@ def unpack_nibbles(packed: Tensor, num_outputs: int) -> Tensor:
     return numbers.reshape(len(packed) * _PANEL, -1)[:num_outputs]
 
 
-def pack_int4(weight: QuantizedLinear) -> PackedInt4:
-    """Return a 4-bit weight (see `is_int4`) in the kernels' order. It has offsets if a zero point is not 8."""
+def pack_groups(weight: QuantizedLinear) -> PackedGroups:
+    """Return a weight of 4 or 8 bits in the kernels' order, with offsets if a zero point needs them."""
     scales = weight.scales.float()
-    parts = [scales]
+    numbers, middle = _signed(weight)
     zero_points = torch.zeros(()) if weight.zero_points is None else weight.zero_points.float()
-    if not bool((zero_points == _ZERO_POINT).all()):
-        parts.append(scales * (zero_points - _ZERO_POINT))
+    parts = [scales]
+    if not bool((zero_points == middle).all()):
+        parts.append(scales * (zero_points - middle))
     padded = functional.pad(torch.stack(parts), (0, 0, 0, -len(scales) % _PANEL))
     packed = padded.view(len(parts), -1, _PANEL, scales.shape[1]).transpose(2, 3).contiguous()
-    return PackedInt4(pack_nibbles(weight.numbers), packed, len(scales))
+    return PackedGroups(numbers, packed, len(scales))
+
+
+def _signed(weight: QuantizedLinear) -> tuple[Tensor, int]:
+    """Return the numbers in the kernels' order, and the number that became 0 there."""
+    if weight.bits == 4:
+        return pack_nibbles(weight.numbers), _ZERO_POINT
+    if weight.numbers.dtype is torch.int8:
+        return pack(weight.numbers), 0
+    return pack((weight.numbers ^ 128).view(torch.int8)), 128
 
 
 def can_multiply(weight: Tensor) -> bool:

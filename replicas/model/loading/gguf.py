@@ -1,6 +1,6 @@
 """Conversion of a GGUF file into a checkpoint of safetensors: `python -m replicas.model.loading.gguf FILE DIRECTORY`.
 
-transformers reads the file: config, weights, tokenizer and chat template. Linear layers in 4 bits (Q4_0, Q4_1, Q4_K)
+transformers reads the file: config, weights, tokenizer and chat template. Linear layers in the types of `gguf_blocks`
 keep their numbers, scales and minima. All other weights become bfloat16; with `--dense` these layers, too.
 """
 
@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFReader, TensorNameMap, get_tensor_name_map
-from gguf.quants import Q4_K
+from gguf import MODEL_ARCH_NAMES, GGUFReader, TensorNameMap, get_tensor_name_map
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PretrainedConfig, PreTrainedModel
 
 from replicas.model.checkpoint.readers import from_gguf
+from replicas.model.loading.gguf_blocks import KEPT_TYPES, Parts, read_blocks
 
 _ROUNDING = 2.0**-7
 """Most by which two roundings of a value to bfloat16 differ, as a share of it."""
 _NUM_CHECKED = 256
 """Outputs of a layer whose weights are compared with those that transformers reads."""
-
-Parts = Mapping[str, Tensor]
-"""Tensors of one weight by the suffixes of their names: nibbles, scales and minima."""
 
 
 def convert(file: Path, directory: Path, *, keeps_bits: bool = True) -> None:
@@ -42,7 +39,7 @@ def convert(file: Path, directory: Path, *, keeps_bits: bool = True) -> None:
     # The weights are plain now; with these marks transformers would refuse to save them.
     model.is_quantized = False
     vars(model.config).pop("quantization_config", None)
-    kept = weights_in_4_bits(file, model) if keeps_bits else {}
+    kept = quantized_weights(file, model) if keeps_bits else {}
     if not kept:
         model.save_pretrained(directory)
         return
@@ -52,19 +49,19 @@ def convert(file: Path, directory: Path, *, keeps_bits: bool = True) -> None:
     save_torch_state_dict(_state(model, kept), directory)
 
 
-def weights_in_4_bits(file: Path, model: PreTrainedModel) -> dict[str, Parts]:
-    """Return the parts of those weights of linear layers that are in 4 bits in `file`, by the layers' names.
+def quantized_weights(file: Path, model: PreTrainedModel) -> dict[str, Parts]:
+    """Return the parts of those weights of linear layers whose types are in `KEPT_TYPES`, by the layers' names.
 
     transformers reorders some weights by output. A weight is kept only if its parts give what transformers has read.
     """
     reader = GGUFReader(file)
-    stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type in _READERS}
+    stored = {tensor.name: tensor for tensor in reader.tensors if tensor.tensor_type in KEPT_TYPES}
     names = _names(reader, model.config)
     kept = {}
     for name, module in model.named_modules():
         tensor = stored.get(names.get_name(f"{name}.weight", try_suffixes=(".weight",)) or "")
         if type(module) is nn.Linear and tensor is not None and tensor.data.shape[0] == module.out_features:
-            parts = _READERS[tensor.tensor_type](torch.from_numpy(tensor.data.copy()))
+            parts = read_blocks(torch.from_numpy(tensor.data.copy()), tensor.tensor_type)
             found = next((each for each in _orders(parts, model.config) if _gives(each, module.weight)), None)
             if found is not None:
                 kept[name] = found
@@ -115,54 +112,6 @@ def _state(model: PreTrainedModel, kept: Mapping[str, Parts]) -> dict[str, Tenso
             seen.add(value.data_ptr())
             state[name] = value
     return state
-
-
-def _nibbles(halves: Tensor) -> Tensor:
-    """Return the nibbles of two adjacent inputs as a byte, the first in the low one.
-
-    `halves` is [outputs, groups, bytes]: the low nibbles of a group come before its high ones.
-    """
-    numbers = torch.cat((halves & 15, halves >> 4), dim=-1).flatten(1)
-    return numbers[:, ::2] | numbers[:, 1::2] << 4
-
-
-def _floats(stored: Tensor) -> Tensor:
-    return stored.contiguous().view(torch.float16).float().flatten(1)
-
-
-def _read_q4_0(rows: Tensor) -> Parts:
-    blocks = rows.view(len(rows), -1, 18)
-    scales = _floats(blocks[..., :2])
-    return {".weight_nibbles": _nibbles(blocks[..., 2:]), ".weight_scale": scales, ".weight_minimum": -8 * scales}
-
-
-def _read_q4_1(rows: Tensor) -> Parts:
-    blocks = rows.view(len(rows), -1, 20)
-    scales, minima = _floats(blocks[..., :2]), _floats(blocks[..., 2:4])
-    return {".weight_nibbles": _nibbles(blocks[..., 4:]), ".weight_scale": scales, ".weight_minimum": minima}
-
-
-def _read_q4_k(rows: Tensor) -> Parts:
-    """Read blocks of 256 inputs. Each has eight groups, whose scales and minima are numbers of 6 bits."""
-    blocks = rows.view(len(rows), -1, 144)
-    scales, minima = (
-        torch.from_numpy(each).float().view(len(rows), -1, 8)
-        for each in Q4_K.get_scale_min(blocks[..., 4:16].reshape(-1, 12).numpy())
-    )
-    # Pairs of groups share 32 bytes: the low nibbles are those of the first.
-    nibbles = _nibbles(blocks[..., 16:].reshape(len(rows), -1, 32))
-    return {
-        ".weight_nibbles": nibbles,
-        ".weight_scale": (_floats(blocks[..., :2])[..., None] * scales).flatten(1),
-        ".weight_minimum": -(_floats(blocks[..., 2:4])[..., None] * minima).flatten(1),
-    }
-
-
-_READERS: dict[GGMLQuantizationType, Callable[[Tensor], Parts]] = {
-    GGMLQuantizationType.Q4_0: _read_q4_0,
-    GGMLQuantizationType.Q4_1: _read_q4_1,
-    GGMLQuantizationType.Q4_K: _read_q4_k,
-}
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ def load_model(options: ModelOptions) -> LoadedModel:
     max_model_len = choose_max_model_len(config, options.max_model_len)
     tokenizer = _load_tokenizer(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
-    keep_int4 = has_kernels and options.quantization != "int8"
-    weights = load_weights(options.path, config, dtype, device, keep_int4=keep_int4)
+    keep_bits = has_kernels and options.quantization != "int8"
+    weights = load_weights(options.path, config, dtype, device, keep_bits=keep_bits)
     model = weights.model.to(device).eval()  # Weights are there; some buffers may not be.
     remove_waits(model)
     port = AttentionPort(model)

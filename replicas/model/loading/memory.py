@@ -11,7 +11,7 @@ from typing import Any
 
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, is_int4
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, has_offsets, is_kept
 from replicas.model.hardware.processor import value_bytes_on_cpu
 from replicas.model.loading.checks import read_weights
 from replicas.model.loading.options import ModelOptions, RunnerOptions
@@ -102,18 +102,20 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
     kept = [
         weight
         for weight in weights.quantized.values()
-        if has_kernels and model.quantization != "int8" and is_int4(weight) and ".experts." not in weight.name
+        if has_kernels and model.quantization != "int8" and is_kept(weight) and ".experts." not in weight.name
     ]
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept)
     if config.get("tie_word_embeddings") and "lm_head.weight" not in weights.plain:
         dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
-    return dense * value_bytes + sum(_int4_bytes(weight, weights) for weight in kept)
+    return dense * value_bytes + sum(_kept_bytes(weight, weights) for weight in kept)
 
 
-def _int4_bytes(weight: QuantizedWeight, weights: Weights) -> int:
+def _kept_bytes(weight: QuantizedWeight, weights: Weights) -> int:
     layout = weight.layout
     scale_bytes = 8 if has_offsets(weight, weights) else 4
-    return layout.num_outputs * (layout.num_inputs // 2 + layout.num_inputs // layout.inputs_per_scale * scale_bytes)
+    return layout.num_outputs * (
+        layout.num_inputs * layout.bits // 8 + layout.num_inputs // layout.inputs_per_scale * scale_bytes
+    )
 
 
 def _gib(num_bytes: int) -> str:

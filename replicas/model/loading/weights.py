@@ -17,9 +17,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 
 from replicas.errors import ModelLoadError, UnsupportedModel
 from replicas.model.attention.interface import ATTENTION_NAME, register_attention
-from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_int4
+from replicas.model.checkpoint.formats import QuantizedWeight, Weights, is_kept
 from replicas.model.checkpoint.lazy_weights import LazyWeight, WeightReader
-from replicas.model.layers.linear import Int4Linear, PackedInt4, pack_int4
+from replicas.model.layers.linear import GroupedLinear, PackedGroups, pack_groups
 from replicas.model.loading.checks import read_weights
 from replicas.tokenizer_files import HUB_FILES, UNUSED_HUB_FILES
 
@@ -41,12 +41,12 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device = _CPU,
     *,
-    keep_int4: bool = False,
+    keep_bits: bool = False,
 ) -> LoadedWeights:
     """Load the weights of a model, a directory or hub id, in `dtype`.
 
     Another `device` than the CPU receives each weight when it has been read: the host never holds the whole model.
-    With `keep_int4`, linear layers whose weights have 4 bits in the checkpoint keep them, for the compiled kernels.
+    With `keep_bits`, linear layers with integers of 4 or 8 bits in the checkpoint keep them, for the compiled kernels.
 
     Raises:
         ModelLoadError: a file or a weight is missing, damaged or of a wrong shape.
@@ -56,33 +56,33 @@ def load_weights(
     weights = read_weights(directory)
     reader = WeightReader(weights, dtype)
     state = reader.lazy()
-    kept = _linears_in_4_bits(weights, config) if keep_int4 else {}
+    kept = _kept_linears(weights, config) if keep_bits else {}
     for name, weight in kept.items():
         # Zeros that share one number in memory; the layer is replaced below.
         state[name] = LazyWeight(partial(torch.zeros(1, dtype=dtype).expand, weight.layout.shape))
     loaded = _build(model, config, dtype, state, None if device.type == "cpu" else str(device))
     for name, weight in kept.items():
-        _replace(loaded, name.removesuffix(".weight"), pack_int4(reader.quantized(weight)))
+        _replace(loaded, name.removesuffix(".weight"), pack_groups(reader.quantized(weight)))
     with contextlib.suppress(OSError):  # There is no such file, or it cannot be read: the config's values stay.
         loaded.generation_config = GenerationConfig.from_pretrained(directory)
     return LoadedWeights(loaded, weights.description(str(dtype).removeprefix("torch."), kept))
 
 
-def _linears_in_4_bits(weights: Weights, config: PretrainedConfig) -> dict[str, QuantizedWeight]:
-    """Return the weights in 4 bits of linear layers with which the kernels compute, by name."""
-    if not any(is_int4(weight) for weight in weights.quantized.values()):
+def _kept_linears(weights: Weights, config: PretrainedConfig) -> dict[str, QuantizedWeight]:
+    """Return the weights of linear layers in 4 or 8 bits with which the kernels compute, by name."""
+    if not any(is_kept(weight) for weight in weights.quantized.values()):
         return {}
     with torch.device("meta"):
         model = _class_of(config)(_plain(config))
     linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
-    return {name: weight for name, weight in weights.quantized.items() if name in linears and is_int4(weight)}
+    return {name: weight for name, weight in weights.quantized.items() if name in linears and is_kept(weight)}
 
 
-def _replace(model: PreTrainedModel, name: str, weight: PackedInt4) -> None:
+def _replace(model: PreTrainedModel, name: str, weight: PackedGroups) -> None:
     """Replace a linear layer of `model` by one that computes with `weight`."""
     parent, _, last = name.rpartition(".")
     linear = model.get_submodule(name)
-    setattr(model.get_submodule(parent), last, Int4Linear(weight, linear.bias, linear.weight.dtype))
+    setattr(model.get_submodule(parent), last, GroupedLinear(weight, linear.bias, linear.weight.dtype))
 
 
 def _plain(config: PretrainedConfig) -> PretrainedConfig:

@@ -9,7 +9,7 @@ from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.quantized_linear import QuantizedLinear
 from replicas.model.layers.linear import (
     CppLinear,
-    Int4Linear,
+    GroupedLinear,
     Int8Linear,
     PackedLinear,
     can_multiply,
@@ -17,7 +17,7 @@ from replicas.model.layers.linear import (
     choose_linears,
     join_linears,
     pack,
-    pack_int4,
+    pack_groups,
     plain_linear,
     quantize_int4,
     replace_linears,
@@ -84,14 +84,17 @@ def test_int8_equals_the_product_of_the_dequantized_weights(
         check_product(layer, inputs, restored, bias, max(TOLERANCES[dtype], 1e-3))
 
 
-def int4_weight(shape: tuple[int, int], group: int, *, has_zero_points: bool) -> QuantizedLinear:
+def grouped_weight(shape: tuple[int, int], group: int, *, bits: int = 4, has_zero_points: bool) -> QuantizedLinear:
     generator = torch.Generator().manual_seed(0)
-    scales = numbers(shape[0], shape[1] // group, dtype=torch.float16) / 8
+    scales = numbers(shape[0], shape[1] // group, dtype=torch.float16) / 2 ** (bits - 1)
+    middle = 2 ** (bits - 1)
     return QuantizedLinear(
-        torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator),
+        torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=generator),
         scales,
-        torch.randint(0, 16, scales.shape, generator=generator) if has_zero_points else torch.full(scales.shape, 8),
-        4,
+        torch.randint(0, 2**bits, scales.shape, generator=generator)
+        if has_zero_points
+        else torch.full(scales.shape, middle),
+        bits,
         inputs_per_scale=group,
     )
 
@@ -99,13 +102,13 @@ def int4_weight(shape: tuple[int, int], group: int, *, has_zero_points: bool) ->
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((192, 96), 4), ((41, 576), 64), ((1732, 64), 64)])
-@pytest.mark.parametrize("has_zero_points", [False, True])
-def test_int4_equals_the_product_of_the_dequantized_weights(
-    shape: tuple[int, int], group: int, has_zero_points: bool, dtype: torch.dtype
+@pytest.mark.parametrize(("bits", "has_zero_points"), [(4, False), (4, True), (8, False), (8, True)])
+def test_grouped_equals_the_product_of_the_dequantized_weights(
+    shape: tuple[int, int], group: int, bits: int, has_zero_points: bool, dtype: torch.dtype
 ) -> None:
-    weight = int4_weight(shape, group, has_zero_points=has_zero_points)
+    weight = grouped_weight(shape, group, bits=bits, has_zero_points=has_zero_points)
     bias = numbers(shape[0], dtype=dtype, seed=1) if has_zero_points else None
-    layer = Int4Linear(pack_int4(weight), bias, dtype)
+    layer = GroupedLinear(pack_groups(weight), bias, dtype)
     torch.testing.assert_close(layer.weight, weight.dense(dtype))
     for num_rows in (0, 1, 2, 4, 13, 33, 600):
         inputs = numbers(num_rows, shape[1], dtype=dtype, seed=2)
@@ -113,13 +116,25 @@ def test_int4_equals_the_product_of_the_dequantized_weights(
 
 
 @compiled
+def test_signed_numbers_without_zero_points_are_kept() -> None:
+    weight = QuantizedLinear(torch.arange(-128, 128, dtype=torch.int8).view(4, 64), torch.ones(4, 2), None, 8, 1, 32)
+    layer = GroupedLinear(pack_groups(weight), None, torch.bfloat16)
+    assert len(layer.scales) == 1 and torch.equal(layer.weight, weight.dense(torch.bfloat16))
+    assert torch.equal(layer(torch.eye(64, dtype=torch.bfloat16)), weight.dense(torch.bfloat16).t())
+
+
+@compiled
 @pytest.mark.parametrize("has_zero_points", [False, True])
-def test_joined_int4_layers_give_their_outputs_side_by_side(has_zero_points: bool) -> None:
-    weights = [int4_weight((64, 96), 32, has_zero_points=has) for has in (True, has_zero_points)]
-    parts = [Int4Linear(pack_int4(weight), None, torch.float32) for weight in weights]
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 48), (4, 8)])
+def test_joined_grouped_layers_give_their_outputs_side_by_side(bits: int, group: int, has_zero_points: bool) -> None:
+    weights = [
+        grouped_weight((64, 96), 32, has_zero_points=True),
+        grouped_weight((64, 96), group, bits=bits, has_zero_points=has_zero_points),
+    ]
+    parts = [GroupedLinear(pack_groups(weight), None, torch.float32) for weight in weights]
     inputs = numbers(5, 96, dtype=torch.float32)
     joined = join_linears(parts, plain_linear)
-    assert isinstance(joined, Int4Linear)
+    assert isinstance(joined, GroupedLinear) and joined.bits == bits
     torch.testing.assert_close(joined(inputs), torch.cat([part(inputs) for part in parts], dim=1))
     dense = join_linears([parts[0], plain_linear(weights[1].dense(torch.float32), None)], plain_linear)  # type: ignore[list-item]
     torch.testing.assert_close(dense(inputs), joined(inputs), atol=1e-4, rtol=1e-4)

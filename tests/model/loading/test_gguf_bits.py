@@ -1,7 +1,9 @@
-"""Weights of a GGUF file in 4 bits keep them, and give the model of their values."""
+"""Quantized weights of a GGUF file keep their bits, and give the model of their values."""
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -11,28 +13,57 @@ from replicas.model.attention.cpp import CppAttention
 from replicas.model.checkpoint.readers import from_gguf
 from replicas.model.loading.config import read_config
 from replicas.model.loading.gguf import convert
+from replicas.model.loading.gguf_blocks import KEPT_TYPES, read_blocks
 from replicas.model.loading.weights import load_weights
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import build_engine, check_equals_generate, load_compiled, random_prompts
 from testkit.model.tiny_checkpoints import write_checkpoint
 from testkit.model.tiny_gguf import write_gguf
 
-KINDS = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q4_K)
+KINDS = {
+    "Q4_1": (GGMLQuantizationType.Q4_1, None, "4-bit, kept in 4 bits"),
+    "Q8_0": (GGMLQuantizationType.Q8_0, None, "8-bit, kept in 8 bits"),
+    "Q4_K_M": (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K, "4-bit and 8-bit, kept in 4 or 8 bits"),
+}
+"""Types of linear weights, the finer type of some of them, and the words about them."""
+FACTORS = {
+    GGMLQuantizationType.Q2_K: (80, 82),
+    GGMLQuantizationType.Q3_K: (108,),
+    GGMLQuantizationType.Q4_1: (0, 2),
+    GGMLQuantizationType.Q4_K: (0, 2),
+    GGMLQuantizationType.Q5_1: (0, 2),
+    GGMLQuantizationType.Q5_K: (0, 2),
+    GGMLQuantizationType.Q6_K: (208,),
+}
+"""Places of the 16-bit floats in the blocks of a type; the others have one at their beginning."""
 
 
-def converted(directory: Path, kind: GGMLQuantizationType) -> Path:
+@pytest.mark.parametrize("kind", sorted(KEPT_TYPES), ids=lambda kind: kind.name)
+def test_blocks_have_the_values_that_the_library_reads(kind: GGMLQuantizationType) -> None:
+    rng = np.random.default_rng(0)
+    blocks = rng.integers(0, 256, (6, 3, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    for place in FACTORS.get(kind, (0,)):
+        blocks[..., place : place + 2] = rng.normal(size=(6, 3, 1)).astype(np.float16).view(np.uint8)
+    rows = blocks.reshape(6, -1)
+    expected = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+    found = from_gguf(read_blocks(torch.from_numpy(rows), kind)).dense(torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+
+
+def converted(directory: Path, kind: GGMLQuantizationType, finer: GGMLQuantizationType | None) -> Path:
     """Return the converted checkpoint of a tiny file; beside it stands `dense`."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8}
     plain = write_checkpoint(directory / "plain", **sizes)
     (directory / "converted").mkdir()
-    convert(write_gguf(directory / "tiny.gguf", plain, kind), directory / "converted")
+    convert(write_gguf(directory / "tiny.gguf", plain, kind, finer), directory / "converted")
     return directory / "converted"
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_linear_layers_keep_their_bits_and_their_values(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_linear_layers_keep_their_bits_and_their_values(tmp_path: Path, name: str) -> None:
     need_kernels()
-    path = converted(tmp_path, kind)
+    kind, finer, words = KINDS[name]
+    path = converted(tmp_path, kind, finer)
     expected = load_file(tmp_path / "dense" / "model.safetensors")
     found = load_weights(str(path), read_config(str(path)), torch.float32).model.state_dict()
     for name, values in expected.items():
@@ -40,7 +71,7 @@ def test_linear_layers_keep_their_bits_and_their_values(tmp_path: Path, kind: GG
             torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6)
     save_file(found, tmp_path / "dense" / "model.safetensors", {"format": "pt"})  # with the other weights as converted
     loaded = load_compiled(path)
-    assert loaded.weights == "GGUF, 4-bit, kept in 4 bits"
+    assert loaded.weights == f"GGUF, {words}"
     engine = build_engine(loaded, attention=CppAttention)
     check_equals_generate(engine, tmp_path / "dense", random_prompts((5, 40)), max_tokens=32)
 

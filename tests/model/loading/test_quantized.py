@@ -18,6 +18,14 @@ from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import build_engine, check_equals_generate, load, load_compiled, random_prompts
 from testkit.model.quantized_checkpoints import METHODS, Tensors, quantize_checkpoint
 
+KEPT = {
+    "compressed-tensors W4A16 asymmetric": "4-bit, kept in 4 bits",
+    "compressed-tensors W8A8": "8-bit, kept in 8 bits; activations stay in float32, not 8-bit int",
+    "AWQ": "4-bit, kept in 4 bits",
+    "GPTQ": "4-bit, kept in 4 bits",
+    "GPTQ desc_act": "4-bit, dequantized to float32",
+}
+"""Formats, and the end of the words about what becomes of their weights."""
 COARSE = 0.3
 """Error of weights in 3 bits, relative to their norm."""
 
@@ -54,15 +62,14 @@ def test_tokens_are_those_of_the_dequantized_model(tmp_path: Path, name: str) ->
     check_equals_generate(build_engine(load(path)), path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors W4A16 asymmetric", "AWQ", "GPTQ", "GPTQ desc_act"])
+@pytest.mark.parametrize("name", KEPT)
 def test_weights_that_keep_their_bits_give_the_same_tokens(tmp_path: Path, name: str) -> None:
     need_kernels()
     path = write(name, tmp_path)
     loaded = load_compiled(path)
-    is_kept = name != "GPTQ desc_act"
-    assert loaded.weights.endswith("4-bit, kept in 4 bits" if is_kept else "4-bit, dequantized to float32")
+    assert loaded.weights.endswith(KEPT[name])
     linears = [type(module).__name__ for module in loaded.model.modules()]
-    assert linears.count("Int4Linear") == (12 if is_kept else 0)
+    assert linears.count("GroupedLinear") == (12 if "kept" in KEPT[name] else 0)
     engine = build_engine(loaded, attention=CppAttention)
     check_equals_generate(engine, path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
 

@@ -16,7 +16,7 @@ TORCH_LIBRARY(headway, library) {
       "Tensor? query_norm, Tensor? key_norm, float epsilon) -> ()");
   library.def("gate_rows(Tensor gate_up) -> Tensor");
   library.def(
-      "multiply_by_int4(Tensor inputs, Tensor weight, Tensor scales, int num_outputs, Tensor? bias) -> Tensor");
+      "multiply_by_groups(Tensor inputs, Tensor weight, Tensor scales, int num_outputs, Tensor? bias) -> Tensor");
   library.def("multiply_by_int8(Tensor inputs, Tensor weight, Tensor scales, Tensor? bias) -> Tensor");
   library.def("multiply_by_weight(Tensor inputs, Tensor weight, int num_outputs, Tensor? bias) -> Tensor");
   library.def(
@@ -30,7 +30,7 @@ TORCH_LIBRARY_IMPL(headway, CPU, library) {
   library.impl("add_and_normalize", &add_and_normalize);
   library.impl("rotate_heads", &rotate_heads);
   library.impl("gate_rows", &gate_rows);
-  library.impl("multiply_by_int4", &multiply_by_int4);
+  library.impl("multiply_by_groups", &multiply_by_groups);
   library.impl("multiply_by_int8", &multiply_by_int8);
   library.impl("multiply_by_weight", &multiply_by_weight);
   library.impl("run_layers", &run_layers);

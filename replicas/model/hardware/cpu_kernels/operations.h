@@ -10,9 +10,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "grouped.h"
 #include "layer_math.h"
 #include "linear.h"
-#include "nibbles.h"
 #include "paged_attention.h"
 #include "phases.h"
 #include "quantization.h"
@@ -254,15 +254,15 @@ inline void check_packed(const Tensor& weight, const Tensor& inputs, int64_t num
   TORCH_CHECK(!bias || bias->size(0) == num_outputs);
 }
 
-// Adds the loops of `multiply_by_int4`.
-template <typename T>
-inline void add_nibbles(WorkQueue& queue, LinearInputs<T, Nibbles, T> in, const Tensor& scales) {
+// Adds the loops of `multiply_by_groups`.
+template <typename T, typename W>
+inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor& scales) {
   TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.dim() == 4 &&
                   (scales.size(0) == 1 || scales.size(0) == 2) && scales.size(1) == in.num_panels() &&
-                  scales.size(3) == kPanel && in.num_inputs % (kNibbleInputs * scales.size(2)) == 0,
+                  scales.size(3) == kPanel && in.num_inputs % (kGroupedInputs<W> * scales.size(2)) == 0,
               "the scales do not fit the weight");
   const int64_t num_groups = scales.size(2);
-  NibbleGroups groups{scales.const_data_ptr<float>(), nullptr, nullptr, in.num_inputs / num_groups};
+  Groups groups{scales.const_data_ptr<float>(), nullptr, nullptr, in.num_inputs / num_groups};
   if (scales.size(0) == 2) {
     float* sums = static_cast<float*>(queue.scratch(in.num_rows * num_groups * sizeof(float)));
     groups.offsets = groups.scales + scales.stride(0);
@@ -272,24 +272,26 @@ inline void add_nibbles(WorkQueue& queue, LinearInputs<T, Nibbles, T> in, const 
         sum_groups(in.rows + row * in.num_inputs, in.num_inputs, groups.size, sums + row * num_groups);
     });
   }
-  add_panels(queue, in, [=](const LinearInputs<T, Nibbles, T>& chunk, int64_t first, int64_t end) {
+  add_panels(queue, in, [=](const LinearInputs<T, W, T>& chunk, int64_t first, int64_t end) {
     multiply_panels(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
-      multiply_nibbles<num>(chunk, groups, row, panel, ahead);
+      multiply_grouped<num>(chunk, groups, row, panel, ahead);
     });
   });
 }
 
-// Checks a packed 4-bit weight [num_panels, num_inputs / kNibbleInputs, kPanel, 2].
-inline void check_nibbles(const Tensor& weight, const Tensor& inputs, int64_t num_outputs, const OptionalTensor& bias) {
+// Checks a packed weight with groups, [num_panels, num_inputs / inputs of 64 bytes, kPanel, 2].
+template <typename W>
+inline void check_grouped(const Tensor& weight, const Tensor& inputs, int64_t num_outputs, const OptionalTensor& bias) {
   check_rows(inputs, inputs);
   check_rows(weight, weight);
-  TORCH_CHECK(weight.dim() == 4 && weight.size(1) * kNibbleInputs == inputs.size(-1) && weight.size(2) == kPanel &&
-                  weight.size(3) == 2 && weight.size(0) == (num_outputs + kPanel - 1) / kPanel,
-              "the 4-bit weight is not packed for ", inputs.size(-1), " inputs and ", num_outputs, " outputs");
+  TORCH_CHECK(weight.dim() == 4 && weight.size(1) * kGroupedInputs<W> == inputs.size(-1) &&
+                  weight.size(2) == kPanel && weight.size(3) == 2 &&
+                  weight.size(0) == (num_outputs + kPanel - 1) / kPanel,
+              "the weight is not packed for ", inputs.size(-1), " inputs and ", num_outputs, " outputs");
   TORCH_CHECK(!bias || bias->size(0) == num_outputs);
 }
 
-// Adds the loops of `multiply_by_weight` or, with `scales`, of `multiply_by_int8` or `multiply_by_int4`.
+// Adds the loops of `multiply_by_weight` or, with `scales`, of `multiply_by_int8` or `multiply_by_groups`.
 inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor& weight, const OptionalTensor& scales,
                             const OptionalTensor& bias, Tensor& output) {
   const int64_t num_inputs = inputs.size(-1), num_outputs = output.size(-1), num_rows = inputs.numel() / num_inputs;
@@ -305,13 +307,14 @@ inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor
                                                 num_outputs, to});
       return;
     }
-    if (weight.scalar_type() == at::kByte) {
-      check_nibbles(weight, inputs, num_outputs, bias);
-      const auto* nibbles = reinterpret_cast<const Nibbles*>(weight.const_data_ptr<uint8_t>());
-      add_nibbles(queue, LinearInputs<T, Nibbles, T>{from, nibbles, biases, num_rows, num_inputs, num_outputs, to},
-                  *scales);
-      return;
-    }
+    const auto add_groups = [&](auto* numbers) {
+      using W = std::remove_const_t<std::remove_pointer_t<decltype(numbers)>>;
+      check_grouped<W>(weight, inputs, num_outputs, bias);
+      add_grouped(queue, LinearInputs<T, W, T>{from, numbers, biases, num_rows, num_inputs, num_outputs, to}, *scales);
+    };
+    if (weight.scalar_type() == at::kByte)
+      return add_groups(reinterpret_cast<const Nibbles*>(weight.const_data_ptr<uint8_t>()));
+    if (scales->dim() > 1) return add_groups(weight.const_data_ptr<int8_t>());
     check_packed<int16_t, int8_t>(weight, inputs, num_outputs, bias);
     const int64_t scale_bytes = num_rows * sizeof(float);
     float* row_scales = static_cast<float*>(queue.scratch(scale_bytes + num_rows * num_inputs * sizeof(int16_t)));
@@ -343,10 +346,10 @@ inline Tensor multiply_by_weight(const Tensor& inputs, const Tensor& weight, int
   return multiply(inputs, weight, std::nullopt, num_outputs, bias);
 }
 
-// Returns inputs [..., num_inputs] times a packed 4-bit weight, plus bias [num_outputs]. Scales are [1, num_panels,
-// num_groups, kPanel], or [2, ...] with the offsets that `NibbleGroups` describes.
-inline Tensor multiply_by_int4(const Tensor& inputs, const Tensor& weight, const Tensor& scales, int64_t num_outputs,
-                               const OptionalTensor& bias) {
+// Returns inputs [..., num_inputs] times a packed weight in 4 or 8 bits, plus bias [num_outputs]. Scales are [1,
+// num_panels, num_groups, kPanel], or [2, ...] with the offsets that `Groups` describes.
+inline Tensor multiply_by_groups(const Tensor& inputs, const Tensor& weight, const Tensor& scales, int64_t num_outputs,
+                                 const OptionalTensor& bias) {
   return multiply(inputs, weight, scales, num_outputs, bias);
 }
 

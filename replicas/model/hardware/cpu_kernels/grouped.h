@@ -1,0 +1,137 @@
+// Multiplication by a packed weight in 4 or 8 bits with scales by group of inputs. Its numbers are widened in registers.
+// In 4 bits, 64 bytes hold four inputs of a panel: each 16-bit lane has two outputs of two pairs of inputs. Numbers 0 to
+// 15 stand for -8 to 7. In 8 bits, 64 bytes hold two inputs of a panel. All numbers are exact in bfloat16.
+#pragma once
+
+#include "linear.h"
+
+namespace headway {
+
+// Inputs in 64 bytes of a panel.
+template <typename W>
+constexpr int64_t kGroupedInputs = 64 / kPanel * kHeld<W>;
+
+// Scales of a weight, for each panel and group of inputs, and the sums of the input rows by group.
+struct Groups {
+  const float* scales;    // [num_panels, num_groups, kPanel]
+  const float* offsets;   // like `scales`: scale times the zero point, which is subtracted; may be null
+  const float* row_sums;  // [num_rows, num_groups]; null without offsets
+  int64_t size;           // inputs of a group
+};
+
+#if defined(__AVX512F__)
+inline Floats nibble_values(Words words, int shift) {
+  const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, shift), values);
+}
+#else
+inline Floats nibble_values(Words words, int shift) {
+  return __builtin_convertvector((Ints)((words >> shift) & 15u) - 8, Floats);
+}
+#endif
+
+// Sums of products of a pair of inputs and their weights. `weights<N>` widens the N-th part of 64 bytes, which has both
+// inputs of kLanes outputs.
+template <typename X, typename W>
+struct GroupedProducts {
+  struct Row {
+    float first, second;
+  };
+  struct Weight {
+    Floats first, second;
+  };
+  static Row read_row(const X* from) { return {widen(from[0]), widen(from[1])}; }
+  template <int N>
+  static Weight weights(const W* from) {
+    if constexpr (std::is_same_v<W, Nibbles>) {
+      Words words;
+      std::memcpy(&words, from, sizeof words);
+      return {nibble_values(words, 4 * N), nibble_values(words, 16 + 4 * N)};
+    } else {
+      ShortInts pairs;
+      std::memcpy(&pairs, from + N * sizeof pairs, sizeof pairs);
+      const Ints wide = __builtin_convertvector(pairs, Ints);
+      return {__builtin_convertvector((wide << 24) >> 24, Floats), __builtin_convertvector(wide >> 8, Floats)};
+    }
+  }
+  static Floats add(Floats sum, Row row, Weight weight) {
+    return sum + row.first * weight.first + row.second * weight.second;
+  }
+};
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+template <typename W>
+struct GroupedProducts<BFloat16, W> : Products<BFloat16, BFloat16> {
+  template <int N>
+  static Weight weights(const W* from) {
+    if constexpr (std::is_same_v<W, Nibbles>) {
+      alignas(64) static constexpr uint16_t kValues[32] = {
+          0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+          0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+          0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+      // The permutation reads the lowest five bits of each lane. Both halves of the table are equal.
+      return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(from), 4 * N),
+                                                _mm512_load_si512(kValues));
+    } else {
+      const auto widened = [&](int part) {
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + N * 32 + part * 16))));
+      };
+      return _mm512_cvtne2ps_pbh(widened(1), widened(0));
+    }
+  }
+};
+#endif
+
+// Multiplies R rows by one panel. Each row's sums have one order, whatever R is.
+template <int R, typename X, typename W>
+inline void multiply_grouped(const LinearInputs<X, W, X>& in, const Groups& groups, int64_t row, int64_t panel,
+                             Ahead* ahead) {
+  using P = GroupedProducts<X, W>;
+  const int64_t size = in.num_inputs, num_groups = size / groups.size;
+  const X* rows = in.rows + row * size;
+  const W* weights = in.panel(panel);
+  const float* scales = groups.scales + panel * num_groups * kPanel;
+  alignas(64) float totals[R * kPanel] = {};
+  Ahead coming = *ahead;
+  for (int64_t group = 0; group < num_groups; group++, scales += kPanel) {
+    Floats sums[R * 2] = {};
+    const int64_t end = (group + 1) * groups.size;
+    for (int64_t k = group * groups.size; k < end; k += kGroupedInputs<W>, weights += 64) {
+      coming.template fetch<1>();
+      repeat<kGroupedInputs<W> / 2>([&](auto pair) HEADWAY_INLINE {
+        const auto low = P::template weights<2 * pair>(weights), high = P::template weights<2 * pair + 1>(weights);
+        repeat<R>([&](auto r) HEADWAY_INLINE {
+          const auto value = P::read_row(rows + r * size + k + 2 * pair);
+          sums[2 * r] = P::add(sums[2 * r], value, low);
+          sums[2 * r + 1] = P::add(sums[2 * r + 1], value, high);
+        });
+      });
+    }
+    const Floats scale[2] = {load(scales), load(scales + kLanes)};
+    repeat<R * 2>([&](auto i) HEADWAY_INLINE {
+      store(totals + i * kLanes, load(totals + i * kLanes) + scale[i % 2] * sums[i]);
+    });
+    if (groups.offsets) {
+      const float* offsets = groups.offsets + (scales - groups.scales);
+      repeat<R * 2>([&](auto i) HEADWAY_INLINE {
+        const float sum = groups.row_sums[(row + i / 2) * num_groups + group];
+        store(totals + i * kLanes, load(totals + i * kLanes) - load(offsets + i % 2 * kLanes) * sum);
+      });
+    }
+  }
+  *ahead = coming;
+  write_outputs(in, totals, row, R, panel);
+}
+
+// Fills `sums` [num_groups] with the sums of a row by group.
+template <typename X>
+inline void sum_groups(const X* row, int64_t size, int64_t group_size, float* sums) {
+  for (int64_t first = 0; first < size; first += group_size) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < group_size; i++) sum += widen(row[first + i]);
+    *sums++ = sum;
+  }
+}
+
+}  // namespace headway
