@@ -101,7 +101,7 @@ def grouped_weight(shape: tuple[int, int], group: int, *, bits: int = 4, has_zer
 
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((192, 96), 4), ((41, 576), 64), ((1732, 64), 64)])
+@pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((192, 96), 4), ((41, 576), 16), ((1732, 64), 64)])
 @pytest.mark.parametrize(("bits", "has_zero_points"), [(4, False), (4, True), (8, False), (8, True)])
 def test_grouped_equals_the_product_of_the_dequantized_weights(
     shape: tuple[int, int], group: int, bits: int, has_zero_points: bool, dtype: torch.dtype
@@ -167,8 +167,13 @@ def test_joined_layers_give_their_outputs_side_by_side() -> None:
     torch.testing.assert_close(joined(inputs), torch.cat([part(inputs) for part in parts], dim=1))
 
 
+def in_8_bits(weight: Tensor, _: None) -> GroupedLinear:
+    kept = grouped_weight((weight.shape[0], weight.shape[1]), 16, bits=8, has_zero_points=True)
+    return GroupedLinear(pack_groups(kept), None, weight.dtype)
+
+
 @compiled
-@pytest.mark.parametrize("kind", [CppLinear, Int8Linear, rounded_to_int4])
+@pytest.mark.parametrize("kind", [CppLinear, Int8Linear, rounded_to_int4, in_8_bits])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_rows_are_independent(kind: type[nn.Module], dtype: torch.dtype) -> None:
     layer = kind(numbers(64, 96, dtype=dtype), None)

@@ -19,6 +19,25 @@ struct Groups {
   int64_t size;           // inputs of a group
 };
 
+// Scales and offsets of one group of a panel.
+class GroupScale {
+ public:
+  GroupScale(const Groups& groups, int64_t panel, int64_t num_groups, int64_t group)
+      : groups_(groups), num_groups_(num_groups), group_(group), first_((panel * num_groups + group) * kPanel) {}
+
+  // Adds the group's sums of one row and one half of the panel to the totals.
+  HEADWAY_INLINE void add(float* totals, Floats sums, int half, int64_t row) const {
+    const int64_t first = first_ + half * kLanes;
+    Floats total = load(totals) + load(groups_.scales + first) * sums;
+    if (groups_.offsets) total -= load(groups_.offsets + first) * groups_.row_sums[row * num_groups_ + group_];
+    store(totals, total);
+  }
+
+ private:
+  const Groups& groups_;
+  int64_t num_groups_, group_, first_;
+};
+
 #if defined(__AVX512F__)
 inline Floats nibble_values(Words words, int shift) {
   const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -90,10 +109,9 @@ inline void multiply_grouped(const LinearInputs<X, W, X>& in, const Groups& grou
   const int64_t size = in.num_inputs, num_groups = size / groups.size;
   const X* rows = in.rows + row * size;
   const W* weights = in.panel(panel);
-  const float* scales = groups.scales + panel * num_groups * kPanel;
   alignas(64) float totals[R * kPanel] = {};
   Ahead coming = *ahead;
-  for (int64_t group = 0; group < num_groups; group++, scales += kPanel) {
+  for (int64_t group = 0; group < num_groups; group++) {
     Floats sums[R * 2] = {};
     const int64_t end = (group + 1) * groups.size;
     for (int64_t k = group * groups.size; k < end; k += kGroupedInputs<W>, weights += 64) {
@@ -107,17 +125,8 @@ inline void multiply_grouped(const LinearInputs<X, W, X>& in, const Groups& grou
         });
       });
     }
-    const Floats scale[2] = {load(scales), load(scales + kLanes)};
-    repeat<R * 2>([&](auto i) HEADWAY_INLINE {
-      store(totals + i * kLanes, load(totals + i * kLanes) + scale[i % 2] * sums[i]);
-    });
-    if (groups.offsets) {
-      const float* offsets = groups.offsets + (scales - groups.scales);
-      repeat<R * 2>([&](auto i) HEADWAY_INLINE {
-        const float sum = groups.row_sums[(row + i / 2) * num_groups + group];
-        store(totals + i * kLanes, load(totals + i * kLanes) - load(offsets + i % 2 * kLanes) * sum);
-      });
-    }
+    const GroupScale scale(groups, panel, num_groups, group);
+    repeat<R * 2>([&](auto i) HEADWAY_INLINE { scale.add(totals + i * kLanes, sums[i], i % 2, row + i / 2); });
   }
   *ahead = coming;
   write_outputs(in, totals, row, R, panel);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "grouped.h"
+#include "grouped_tiles.h"
 #include "layer_math.h"
 #include "linear.h"
 #include "paged_attention.h"
@@ -217,16 +218,25 @@ inline void add_panels(WorkQueue& queue, const LinearInputs<X, W, O>& in, const 
               each * column_bytes});
 }
 
+#if defined(__AMX_BF16__)
+// Adds the loop that copies the input rows into tiles.
+template <typename W>
+inline TiledRows add_arranging(WorkQueue& queue, const LinearInputs<BFloat16, W, BFloat16>& in) {
+  const TiledRows rows(in.rows, in.num_rows, in.num_inputs,
+                       queue.scratch(TiledRows::num_bytes(in.num_rows, in.num_inputs)));
+  queue.add_rows(rows.num_tiles(), 4, [=](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
+  });
+  return rows;
+}
+#endif
+
 template <typename X, typename W, typename O>
 inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<X, BFloat16> && std::is_same_v<O, BFloat16>)
     if (in.num_rows >= kFewestTileRows && has_tiles()) {
-      const TiledRows rows(in.rows, in.num_rows, in.num_inputs,
-                           queue.scratch(TiledRows::num_bytes(in.num_rows, in.num_inputs)));
-      queue.add_rows(rows.num_tiles(), 4, [=](int64_t begin, int64_t end) {
-        for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
-      });
+      const TiledRows rows = add_arranging(queue, in);
       add_panels(queue, in, [=](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
         multiply_panels_in_tiles(chunk, rows, first, end);
       });
@@ -272,6 +282,16 @@ inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor
         sum_groups(in.rows + row * in.num_inputs, in.num_inputs, groups.size, sums + row * num_groups);
     });
   }
+#if defined(__AMX_BF16__)
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (in.num_rows >= kFewestGroupedRows && fill_tiles(in.num_inputs, groups.size) && has_tiles()) {
+      const TiledRows rows = add_arranging(queue, in);
+      add_panels(queue, in, [=](const LinearInputs<T, W, T>& chunk, int64_t first, int64_t end) {
+        multiply_grouped_in_tiles(chunk, rows, groups, first, end);
+      });
+      return;
+    }
+#endif
   add_panels(queue, in, [=](const LinearInputs<T, W, T>& chunk, int64_t first, int64_t end) {
     multiply_panels(chunk, first, end, [&](auto num, int64_t row, int64_t panel, Ahead* ahead) {
       multiply_grouped<num>(chunk, groups, row, panel, ahead);

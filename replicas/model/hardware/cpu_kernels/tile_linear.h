@@ -24,10 +24,11 @@ inline bool has_tiles() {
   return is_granted;
 }
 
-// Configuration of the thread's eight tile registers: 16 rows of 64 bytes each. The destructor releases the registers.
+// Configuration of the thread's eight tile registers: 16 rows of 64 bytes each, or less for tiles of fewer inputs. The
+// destructor releases the registers.
 class TileShapes {
  public:
-  TileShapes() {
+  explicit TileShapes(int64_t num_inputs = kTileInputs) {
     struct {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {};
@@ -35,6 +36,8 @@ class TileShapes {
     } shapes;
     std::fill(shapes.row_bytes, shapes.row_bytes + 8, 64);
     std::fill(shapes.num_rows, shapes.num_rows + 8, kTileRows);
+    std::fill(shapes.row_bytes + 4, shapes.row_bytes + 6, num_inputs * sizeof(BFloat16));  // rows
+    std::fill(shapes.num_rows + 6, shapes.num_rows + 8, num_inputs / 2);                   // weights
     _tile_loadconfig(&shapes);
   }
   ~TileShapes() { _tile_release(); }
