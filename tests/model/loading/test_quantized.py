@@ -13,9 +13,20 @@ from replicas.model.attention.cpp import CppAttention
 from replicas.model.loading.checks import check_config, num_weights, read_weights
 from replicas.model.loading.config import read_config
 from replicas.model.loading.weights import load_weights
+from replicas.protocol import SamplingParams
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.compiled_kernels import need_kernels
-from testkit.model.engine_runs import build_engine, check_equals_generate, load, load_compiled, random_prompts
+from testkit.model.engine_runs import (
+    build_engine,
+    check_equals_generate,
+    load,
+    load_compiled,
+    log_probabilities,
+    random_prompts,
+    reference_model,
+    requests_for,
+    run,
+)
 from testkit.model.quantized_checkpoints import METHODS, Tensors, quantize_checkpoint
 
 KEPT = {
@@ -72,6 +83,26 @@ def test_weights_that_keep_their_bits_give_the_same_tokens(tmp_path: Path, name:
     assert linears.count("GroupedLinear") == (12 if "kept" in KEPT[name] else 0)
     engine = build_engine(loaded, attention=CppAttention)
     check_equals_generate(engine, path.parent / "dense", random_prompts((5, 40)), max_tokens=64)
+
+
+@pytest.mark.parametrize("name", ["compressed-tensors W8A8", "AWQ"])
+def test_many_rows_in_bfloat16_err_by_its_rounding(tmp_path: Path, name: str) -> None:
+    need_kernels()
+    path = write(name, tmp_path)
+    prompts = random_prompts((60, 7, 100))
+    exact, own = (
+        torch.stack([next_log_probabilities(reference_model(path.parent / "dense", dtype), each) for each in prompts])
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    engine = build_engine(load_compiled(path, "bfloat16"), attention=CppAttention)
+    outputs = run(engine, requests_for(prompts, SamplingParams(max_tokens=1, temperature=0.0, logprobs=512)))
+    found = torch.stack([log_probabilities(output) for output in outputs])
+    assert (found - exact).abs().mean() <= 2 * (own - exact).abs().mean()
+
+
+def next_log_probabilities(model: torch.nn.Module, token_ids: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.log_softmax(model(torch.tensor([token_ids])).logits[0, -1].float(), dim=-1)
 
 
 def test_models_that_are_not_fused_keep_their_bits_too(tmp_path: Path) -> None:

@@ -9,14 +9,20 @@
 
 namespace headway {
 
-#if defined(__AMX_BF16__)
-
 constexpr int64_t kFewestGroupedRows = 6;  // with fewer rows the vector unit is faster
 
-// Returns true if the inputs, in groups of `size`, fill tiles.
-inline bool fill_tiles(int64_t num_inputs, int64_t size) {
-  return num_inputs % kTileInputs == 0 && (size % kTileInputs == 0 || size == kTileInputs / 2);
+// Returns true if rows of T are to be multiplied in tiles: the inputs, in groups of `size`, fill them.
+template <typename T>
+inline bool can_fill_tiles(int64_t num_rows, int64_t num_inputs, int64_t size) {
+#if defined(__AMX_BF16__)
+  return std::is_same_v<T, BFloat16> && num_rows >= kFewestGroupedRows && num_inputs % kTileInputs == 0 &&
+         (size % kTileInputs == 0 || size == kTileInputs / 2) && has_tiles();
+#else
+  return false;
+#endif
 }
+
+#if defined(__AMX_BF16__)
 
 // Returns the numbers of a panel in bfloat16, in the order of `multiply_tiles`. The next call of a thread overwrites them.
 template <typename W>

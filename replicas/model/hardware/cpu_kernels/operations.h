@@ -219,11 +219,10 @@ inline void add_panels(WorkQueue& queue, const LinearInputs<X, W, O>& in, const 
 }
 
 #if defined(__AMX_BF16__)
-// Adds the loop that copies the input rows into tiles.
+// Adds the loop that copies the input rows into tiles in `memory`.
 template <typename W>
-inline TiledRows add_arranging(WorkQueue& queue, const LinearInputs<BFloat16, W, BFloat16>& in) {
-  const TiledRows rows(in.rows, in.num_rows, in.num_inputs,
-                       queue.scratch(TiledRows::num_bytes(in.num_rows, in.num_inputs)));
+inline TiledRows add_arranging(WorkQueue& queue, const LinearInputs<BFloat16, W, BFloat16>& in, void* memory) {
+  const TiledRows rows(in.rows, in.num_rows, in.num_inputs, memory);
   queue.add_rows(rows.num_tiles(), 4, [=](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; tile++) rows.arrange(tile);
   });
@@ -236,7 +235,7 @@ inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<X, BFloat16> && std::is_same_v<O, BFloat16>)
     if (in.num_rows >= kFewestTileRows && has_tiles()) {
-      const TiledRows rows = add_arranging(queue, in);
+      const TiledRows rows = add_arranging(queue, in, queue.scratch(tiled_bytes(in.num_rows, in.num_inputs)));
       add_panels(queue, in, [=](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
         multiply_panels_in_tiles(chunk, rows, first, end);
       });
@@ -273,8 +272,13 @@ inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor
               "the scales do not fit the weight");
   const int64_t num_groups = scales.size(2);
   Groups groups{scales.const_data_ptr<float>(), nullptr, nullptr, in.num_inputs / num_groups};
-  if (scales.size(0) == 2) {
-    float* sums = static_cast<float*>(queue.scratch(in.num_rows * num_groups * sizeof(float)));
+  // The sums by group and the rows in tiles are needed together, so they are one piece of scratch memory.
+  const bool has_offsets = scales.size(0) == 2, in_tiles = can_fill_tiles<T>(in.num_rows, in.num_inputs, groups.size);
+  const int64_t sum_lines = has_offsets ? (in.num_rows * num_groups * sizeof(float) + 63) / 64 : 0;
+  const int64_t tile_bytes = in_tiles ? tiled_bytes(in.num_rows, in.num_inputs) : 0;
+  std::byte* scratch = static_cast<std::byte*>(queue.scratch(64 * sum_lines + tile_bytes));
+  if (has_offsets) {
+    float* sums = reinterpret_cast<float*>(scratch);
     groups.offsets = groups.scales + scales.stride(0);
     groups.row_sums = sums;
     queue.add_rows(in.num_rows, 8, [=](int64_t begin, int64_t end) {
@@ -284,8 +288,8 @@ inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor
   }
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (in.num_rows >= kFewestGroupedRows && fill_tiles(in.num_inputs, groups.size) && has_tiles()) {
-      const TiledRows rows = add_arranging(queue, in);
+    if (in_tiles) {
+      const TiledRows rows = add_arranging(queue, in, scratch + 64 * sum_lines);
       add_panels(queue, in, [=](const LinearInputs<T, W, T>& chunk, int64_t first, int64_t end) {
         multiply_grouped_in_tiles(chunk, rows, groups, first, end);
       });

@@ -11,9 +11,15 @@
 
 namespace headway {
 
+constexpr int64_t kTileRows = 16, kTileInputs = 32;
+
+// Returns the bytes of input rows in tiles.
+inline int64_t tiled_bytes(int64_t num_rows, int64_t size) {
+  return (num_rows + kTileRows - 1) / kTileRows * kTileRows * size * sizeof(BFloat16);
+}
+
 #if defined(__AMX_BF16__)
 
-constexpr int64_t kTileRows = 16, kTileInputs = 32;
 constexpr int64_t kFewestTileRows = 4;  // with fewer rows memory is the bottleneck, and the unit does not help
 constexpr int64_t kFewTiles = 4;        // with more tiles the unit is the bottleneck, and prefetching slows it down
 
@@ -49,12 +55,9 @@ class TileShapes {
 // kTileInputs]; each row of a tile is one cache line. Loads from the original rows are slower than the unit multiplies.
 class TiledRows {
  public:
-  // `memory` has `num_bytes` bytes and is aligned to a cache line.
+  // `memory` has `tiled_bytes` bytes and is aligned to a cache line.
   TiledRows(const BFloat16* rows, int64_t num_rows, int64_t size, void* memory)
       : rows_(rows), num_rows_(num_rows), size_(size), lines_(static_cast<Line*>(memory)) {}
-  static int64_t num_bytes(int64_t num_rows, int64_t size) {
-    return (num_rows + kTileRows - 1) / kTileRows * kTileRows * size * sizeof(BFloat16);
-  }
   int64_t num_tiles() const { return (num_rows_ + kTileRows - 1) / kTileRows; }
   const BFloat16* tile(int64_t index) const { return lines_[index * kTileRows * size_ / kTileInputs].numbers; }
 
