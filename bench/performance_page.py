@@ -137,6 +137,19 @@ def _steps(result: Result) -> Rows:
         yield step, *(cell(times.get(way), ".1f") for way in ("plain", "compiled", "int8"))
 
 
+def _formats(result: Result) -> Rows:
+    plain = result["formats"][0]["bits_per_byte"]
+    for each in result["formats"]:
+        yield (
+            each["format"],
+            each["weights"],
+            f"{each['mib']:.0f}",
+            f"{each['bits_per_byte']:.4f}",
+            f"{each['bits_per_byte'] / plain - 1:+.2%}",
+            f"{each['same_choice']:.1%}",
+        )
+
+
 def _targets(result: Result) -> Rows:
     for load in result["loads"]:
         target = load["target_itl_ms"]
@@ -221,6 +234,14 @@ SECTIONS = (
         _BUDGET_HEADINGS,
         _budgets,
         "Eight decodes beside a prefill of 2,032 tokens, demo model.",
+    ),
+    Section(
+        "Quality of weights in each format, SmolLM2-135M-Instruct",
+        "weight_quality",
+        ("format", "weights", "MiB", "bits per byte", "more than the first", "same greedy choice"),
+        _formats,
+        "Held-out text: articles of Python's language reference. The GGUF files are llama.cpp's, made from a 4-bit file "
+        "(Q4_1), the only one at hand: their original is the first row. GPTQ and AWQ are formats, rounded to nearest.",
     ),
     Section("A step of SmolLM2-135M's shape", "decode_steps_smollm2_shape", _STEP_HEADINGS, _steps),
     Section(

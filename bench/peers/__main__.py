@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, epilog="Other options go to every runner: --reps 1 --modes workload ..."
     )
     parser.add_argument("--peers", type=Path, default=_LIST, help="file of engines")
-    parser.add_argument("--only", help="run engines whose name contains one of these words (comma-separated)")
+    parser.add_argument("--only", help="run these engines (comma-separated): names, or words that names contain")
     parser.add_argument(
         "--rounds", type=int, default=1, help="rounds over all engines; more help where the machine's speed changes"
     )
@@ -65,8 +65,10 @@ def _parser() -> argparse.ArgumentParser:
 def _installed(peers: list[Peer], model: Path, only: str | None) -> list[Peer]:
     """Return the chosen engines that can run; print what the others lack."""
     installed = []
+    words = only.split(",") if only else [""]
+    are_names = set(words) <= {peer.name for peer in peers}
     for peer in peers:
-        if only and not any(word in peer.name for word in only.split(",")):
+        if not (peer.name in words if are_names else any(word in peer.name for word in words)):
             continue
         missing = peer.missing(model)
         if missing:

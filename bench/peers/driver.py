@@ -86,6 +86,7 @@ def add_headway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-mib", type=int, default=1024)
+    parser.add_argument("--quantization", choices=["none", "int4", "int8"], default="none")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,14 @@ class HeadwayEngine(PeerEngine):
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         dtype = driver.DTYPES[arguments.dtype]
-        model = ModelOptions(arguments.model, dtype, "cpu", arguments.max_model_len, arguments.threads)
+        model = ModelOptions(
+            arguments.model,
+            dtype,
+            "cpu",
+            arguments.max_model_len,
+            arguments.threads,
+            quantization=arguments.quantization,
+        )
         limits = EngineLimits(max_num_seqs=_MOST_SEQS, max_num_batched_tokens=arguments.max_batch_tokens)
         self._max_num_batched_tokens = limits.max_num_batched_tokens
         self._runner = load_runner(model, limits, arguments.kv_cache_mib)
