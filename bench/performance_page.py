@@ -240,8 +240,8 @@ SECTIONS = (
         "weight_quality",
         ("format", "weights", "MiB", "bits per byte", "more than the first", "same greedy choice"),
         _formats,
-        "Text: articles of Python's language reference. The GGUF files are llama.cpp's, made from one in 4 "
-        "bits (Q4_1), the only one at hand: its values are the first row. GPTQ and AWQ are formats, rounded to nearest.",
+        "Text: articles of Python's language reference. The GGUF files are llama.cpp's, made from one in 4 bits "
+        "(Q4_1), the only one at hand: its values are the first row. GPTQ and AWQ are rounded to nearest.",
     ),
     Section("A step of SmolLM2-135M's shape", "decode_steps_smollm2_shape", _STEP_HEADINGS, _steps),
     Section(

@@ -7,6 +7,7 @@ pages.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 _MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 _HUGE_PAGE = 2 * 2**20
 _ALIGNMENT = 64  # a cache line, as torch aligns
+_MOST_FREED_BYTES = 256 * 2**20
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -38,7 +40,8 @@ def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def move_to_huge_pages(model: nn.Module) -> None:
     """Move the parameters of `model` into one block of huge pages, in order.
 
-    Parameters that share memory still share it afterwards. At most one parameter is held twice at any time.
+    Parameters that share memory still share it afterwards. About `_MOST_FREED_BYTES` are held twice at any time: glibc
+    keeps freed blocks of up to 32 MiB for itself until it is asked for them.
     """
     groups = _by_memory(
         parameter
@@ -46,7 +49,7 @@ def move_to_huge_pages(model: nn.Module) -> None:
         if parameter.device.type == "cpu" and parameter.is_contiguous() and parameter.nbytes > 0
     )
     memory = huge_zeros((sum(_room(same[0]) for same in groups),), torch.uint8)
-    start = 0
+    start = returned = 0
     for same in groups:
         first = same[0]
         moved = memory[start : start + first.nbytes].view(first.dtype).view(first.shape)
@@ -54,6 +57,16 @@ def move_to_huge_pages(model: nn.Module) -> None:
         for parameter in same:
             parameter.data = moved.view(parameter.shape)
         start += _room(first)
+        if start - returned >= _MOST_FREED_BYTES:
+            return_freed_memory()
+            returned = start
+    return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return the memory that this process has freed to the system, where the C library is glibc."""
+    with suppress(OSError, AttributeError):  # Another C library has no such function.
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _by_memory(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
