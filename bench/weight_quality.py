@@ -1,4 +1,4 @@
-"""Quality of a model's weights in each format: bits per byte of held-out text, and the share of equal greedy choices.
+"""Quality of a model's weights in each format: bits per byte of text, and the share of equal greedy choices.
 
     python -m bench.weight_quality --checkpoint bf16=model-f16.gguf --checkpoint Q8_0=model-q8_0.gguf \\
         --quantization int8 int4 --rounded GPTQ AWQ
