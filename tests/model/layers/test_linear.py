@@ -176,10 +176,10 @@ def in_8_bits(weight: Tensor, _: None) -> GroupedLinear:
 @pytest.mark.parametrize("kind", [CppLinear, Int8Linear, rounded_to_int4, in_8_bits])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_rows_are_independent(kind: type[nn.Module], dtype: torch.dtype) -> None:
-    layer = kind(numbers(64, 96, dtype=dtype), None)
-    inputs = numbers(60, 96, dtype=dtype, seed=1)
+    layer = kind(numbers(1024, 896, dtype=dtype), None)  # Of many sums some change with the order of additions.
+    inputs = numbers(60, 896, dtype=dtype, seed=1)
     outputs = layer(inputs)
-    for first, last in ((7, 8), (10, 12), (20, 53)):
+    for first, last in ((7, 8), (10, 12), (13, 16), (16, 20), (20, 53)):
         assert torch.equal(layer(inputs[first:last]), outputs[first:last])
     inputs[3] = torch.nan
     inputs[4, 5] = torch.inf

@@ -50,9 +50,11 @@ inline Floats nibble_values(Words words, int shift) {
 #endif
 
 // Sums of products of a pair of inputs and their weights. `weights<N>` widens the N-th part of 64 bytes, which has both
-// inputs of kLanes outputs.
+// inputs of kLanes outputs. A sum takes at most kSummed inputs.
 template <typename X, typename W>
-struct GroupedProducts {
+struct WidenedProducts {
+  static constexpr int64_t kSummed = std::numeric_limits<int64_t>::max();
+  using Sum = Floats;
   struct Row {
     float first, second;
   };
@@ -73,16 +75,21 @@ struct GroupedProducts {
       return {__builtin_convertvector((wide << 24) >> 24, Floats), __builtin_convertvector(wide >> 8, Floats)};
     }
   }
-  static Floats add(Floats sum, Row row, Weight weight) {
+  static Sum add(Sum sum, Row row, Weight weight) {
     return sum + row.first * weight.first + row.second * weight.second;
   }
+  static Floats result(Sum sum) { return sum; }
 };
 
+template <typename X, typename W>
+struct GroupedProducts : WidenedProducts<X, W> {};
+
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// Weights of `WidenedProducts` in bfloat16.
 template <typename W>
-struct GroupedProducts<BFloat16, W> : Products<BFloat16, BFloat16> {
+struct NarrowWeights {
   template <int N>
-  static Weight weights(const W* from) {
+  static __m512bh weights(const W* from) {
     if constexpr (std::is_same_v<W, Nibbles>) {
       alignas(64) static constexpr uint16_t kValues[32] = {
           0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
@@ -99,6 +106,28 @@ struct GroupedProducts<BFloat16, W> : Products<BFloat16, BFloat16> {
     }
   }
 };
+
+#if defined(__AMX_BF16__)
+// The sums have the order of the matrix unit, which multiplies more rows: it sums the first and the second inputs of the
+// pairs of a tile apart.
+template <typename W>
+struct GroupedProducts<BFloat16, W> : WidenedProducts<BFloat16, W> {
+  using typename WidenedProducts<BFloat16, W>::Row, typename WidenedProducts<BFloat16, W>::Weight;
+  static constexpr int64_t kSummed = 32;
+  struct Sum {
+    Floats first, second;
+  };
+  static Sum add(Sum sum, Row row, Weight weight) {
+    return {sum.first + row.first * weight.first, sum.second + row.second * weight.second};
+  }
+  static Floats result(Sum sum) { return sum.first + sum.second; }
+};
+#else
+template <typename W>
+struct GroupedProducts<BFloat16, W> : Products<BFloat16, BFloat16>, NarrowWeights<W> {
+  static constexpr int64_t kSummed = std::numeric_limits<int64_t>::max();
+};
+#endif
 #endif
 
 // Multiplies R rows by one panel. Each row's sums have one order, whatever R is.
@@ -114,16 +143,21 @@ inline void multiply_grouped(const LinearInputs<X, W, X>& in, const Groups& grou
   for (int64_t group = 0; group < num_groups; group++) {
     Floats sums[R * 2] = {};
     const int64_t end = (group + 1) * groups.size;
-    for (int64_t k = group * groups.size; k < end; k += kGroupedInputs<W>, weights += 64) {
-      coming.template fetch<1>();
-      repeat<kGroupedInputs<W> / 2>([&](auto pair) HEADWAY_INLINE {
-        const auto low = P::template weights<2 * pair>(weights), high = P::template weights<2 * pair + 1>(weights);
-        repeat<R>([&](auto r) HEADWAY_INLINE {
-          const auto value = P::read_row(rows + r * size + k + 2 * pair);
-          sums[2 * r] = P::add(sums[2 * r], value, low);
-          sums[2 * r + 1] = P::add(sums[2 * r + 1], value, high);
+    for (int64_t first = group * groups.size, last; first < end; first = last) {
+      last = first + std::min(P::kSummed, end - first);
+      typename P::Sum parts[R * 2] = {};
+      for (int64_t k = first; k < last; k += kGroupedInputs<W>, weights += 64) {
+        coming.template fetch<1>();
+        repeat<kGroupedInputs<W> / 2>([&](auto pair) HEADWAY_INLINE {
+          const auto low = P::template weights<2 * pair>(weights), high = P::template weights<2 * pair + 1>(weights);
+          repeat<R>([&](auto r) HEADWAY_INLINE {
+            const auto value = P::read_row(rows + r * size + k + 2 * pair);
+            parts[2 * r] = P::add(parts[2 * r], value, low);
+            parts[2 * r + 1] = P::add(parts[2 * r + 1], value, high);
+          });
         });
-      });
+      }
+      repeat<R * 2>([&](auto i) HEADWAY_INLINE { sums[i] += P::result(parts[i]); });
     }
     const GroupScale scale(groups, panel, num_groups, group);
     repeat<R * 2>([&](auto i) HEADWAY_INLINE { scale.add(totals + i * kLanes, sums[i], i % 2, row + i / 2); });

@@ -9,7 +9,7 @@
 
 namespace headway {
 
-constexpr int64_t kFewestGroupedRows = 6;  // with fewer rows the vector unit is faster
+constexpr int64_t kFewestGroupedRows = 4;  // with fewer rows the vector unit is faster
 
 // Returns true if rows of T are to be multiplied in tiles: the inputs, in groups of `size`, fill them.
 template <typename T>
@@ -27,7 +27,6 @@ inline bool can_fill_tiles(int64_t num_rows, int64_t num_inputs, int64_t size) {
 // Returns the numbers of a panel in bfloat16, in the order of `multiply_tiles`. The next call of a thread overwrites them.
 template <typename W>
 inline const BFloat16* widen_panel(const LinearInputs<BFloat16, W, BFloat16>& in, int64_t panel) {
-  using P = GroupedProducts<BFloat16, W>;
   struct alignas(64) Line {
     BFloat16 numbers[kTileInputs];
   };
@@ -39,7 +38,7 @@ inline const BFloat16* widen_panel(const LinearInputs<BFloat16, W, BFloat16>& in
   for (int64_t k = 0; k < in.num_inputs; k += kGroupedInputs<W>, from += 64, to += kGroupedInputs<W>) {
     ahead.fetch<1>();
     repeat<kGroupedInputs<W>>([&](auto part) HEADWAY_INLINE {
-      _mm512_store_si512(to + part, (__m512i)P::template weights<part>(from));
+      _mm512_store_si512(to + part, (__m512i)NarrowWeights<W>::template weights<part>(from));
     });
   }
   return lines.data()->numbers;

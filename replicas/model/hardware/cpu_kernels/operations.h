@@ -234,7 +234,7 @@ template <typename X, typename W, typename O>
 inline void add_product(WorkQueue& queue, const LinearInputs<X, W, O>& in) {
 #if defined(__AMX_BF16__)
   if constexpr (std::is_same_v<X, BFloat16> && std::is_same_v<O, BFloat16>)
-    if (in.num_rows >= kFewestTileRows && has_tiles()) {
+    if (has_tiles()) {
       const TiledRows rows = add_arranging(queue, in, queue.scratch(tiled_bytes(in.num_rows, in.num_inputs)));
       add_panels(queue, in, [=](const LinearInputs<X, W, O>& chunk, int64_t first, int64_t end) {
         multiply_panels_in_tiles(chunk, rows, first, end);

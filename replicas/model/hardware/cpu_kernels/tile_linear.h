@@ -1,5 +1,6 @@
 // Multiplication by a packed bfloat16 weight in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32 inputs,
-// times tiles of 32 inputs by 16 outputs. A panel has the layout that the unit loads.
+// times tiles of 32 inputs by 16 outputs. A panel has the layout that the unit loads. All rows go there, single ones too:
+// the unit's sums have another order than those of `multiply`.
 #pragma once
 
 #include "linear.h"
@@ -20,8 +21,7 @@ inline int64_t tiled_bytes(int64_t num_rows, int64_t size) {
 
 #if defined(__AMX_BF16__)
 
-constexpr int64_t kFewestTileRows = 4;  // with fewer rows memory is the bottleneck, and the unit does not help
-constexpr int64_t kFewTiles = 4;        // with more tiles the unit is the bottleneck, and prefetching slows it down
+constexpr int64_t kFewTiles = 4;  // with more tiles the unit is the bottleneck, and prefetching slows it down
 
 // Returns true if this process may use the unit. Linux grants its registers on request.
 inline bool has_tiles() {
