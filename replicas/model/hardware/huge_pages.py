@@ -58,12 +58,12 @@ def move_to_huge_pages(model: nn.Module) -> None:
             parameter.data = moved.view(parameter.shape)
         start += _room(first)
         if start - returned >= _MOST_FREED_BYTES:
-            return_freed_memory()
+            trim_heap()
             returned = start
-    return_freed_memory()
+    trim_heap()
 
 
-def return_freed_memory() -> None:
+def trim_heap() -> None:
     """Return the memory that this process has freed to the system, where the C library is glibc."""
     with suppress(OSError, AttributeError):  # Another C library has no such function.
         ctypes.CDLL(None).malloc_trim(0)

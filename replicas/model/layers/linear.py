@@ -201,9 +201,8 @@ class Int8Linear(CompiledLinear):
 class PackedGroups:
     """Weight in 4 or 8 bits in the kernels' order. Its values are `number * scale - offset`."""
 
-    numbers: (
-        Tensor  # [num_panels, num_inputs / 4 or / 2, outputs of a panel, 2] uint8 of `pack_nibbles`, or int8 of `pack`
-    )
+    numbers: Tensor
+    """[num_panels, num_inputs / 4, outputs of a panel, 2] uint8 of `pack_nibbles`, or with / 2 int8 of `pack`."""
     scales: Tensor  # [1 or 2, num_panels, num_groups, outputs of a panel] float32: scales, and offsets if there are any
     num_outputs: int
 
