@@ -91,6 +91,7 @@ class ServeReplicaClient:
         self._describe = handle.options(method_name="describe")
         self._poll = handle.options(method_name="poll")
         self._drain = handle.options(method_name="drain")
+        self._exchange_key_use = handle.options(method_name="exchange_key_use")
         self._probe: asyncio.Task[list[PollReply]] | None = None
         """Broadcast of a poll beside a replica that hangs; None: the last broadcast was answered."""
         self._missed: set[str] = set()
@@ -130,14 +131,21 @@ class ServeReplicaClient:
         Raises:
             ServingError: the replica did not answer.
         """
-        try:
-            async with asyncio.timeout(_CALL_LIMIT_S):
-                # Serve may pass by the replica, which then is not the one that answers.
-                return bool(await in_own_context(self._drain.remote, replica_id, ranking=[replica_id]))
-        except TimeoutError:
-            raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
-        except HANDLE_ERRORS as error:
-            raise _as_serving_error(error) from error
+        # Serve may pass by the replica, which then is not the one that answers.
+        return bool(await self._ask(self._drain, replica_id, replica_id))
+
+    async def exchange_key_use(self, report: Any) -> Any:
+        """Publish a report in the replica with the least id; return those of the other ingresses there.
+
+        All ingresses poll the same replicas, so they meet in one of them, and the cost does not grow with their number.
+
+        Raises:
+            ServingError: there is no replica, or it did not answer.
+        """
+        first = min((stats.replica_id for stats in self._gossip.polled), default=None)
+        if first is None:
+            raise NoReplicaAvailable("no model replica is running yet")
+        return await self._ask(self._exchange_key_use, first, report)
 
     async def describe(self) -> ModelCard:
         """Return the model description of any one replica. Does not have a replica started where there is none.
@@ -159,6 +167,20 @@ class ServeReplicaClient:
         except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return card
+
+    async def _ask(self, method: DeploymentHandle[Any], replica_id: str, *args: object) -> Any:
+        """Return the answer of one replica, or of another one in its place.
+
+        Raises:
+            ServingError: it did not answer.
+        """
+        try:
+            async with asyncio.timeout(_CALL_LIMIT_S):
+                return await in_own_context(method.remote, *args, ranking=[replica_id])
+        except TimeoutError:
+            raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
+        except HANDLE_ERRORS as error:
+            raise _as_serving_error(error) from error
 
     async def _poll_all(self) -> list[PollReply]:
         """Return the replies of all replicas; beside a replica that hangs, those of the others.

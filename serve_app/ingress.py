@@ -125,7 +125,12 @@ def create_api(
 
     _add_routes(app, watched, Depends(authenticate), Depends(require))
     _add_routes(app, routes, Depends(authenticate))
-    _add_routes(app, answered_at_once, Depends(authenticate), Depends(_limiting(KeyLimiter(clock.monotonic))))
+    _add_routes(
+        app,
+        answered_at_once,
+        Depends(authenticate),
+        Depends(_limiting(backends.key_limiter or KeyLimiter(clock.monotonic))),
+    )
     for kind in (ServingError, HttpError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     return app

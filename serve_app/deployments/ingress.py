@@ -27,8 +27,10 @@ from serve_app.jobs.client import ServeJobs
 from serve_app.jobs.files.store import FsspecStore
 from serve_app.jobs.usage import UsageLedger, UsageReporter
 from serve_app.jobs.webhooks.guard import SystemResolver, WebhookGuard
+from serve_app.key_exchange import KeyUseExchange
 from serve_app.metrics import HttpMetrics
 from serve_app.process import return_freed_memory, share_gil
+from serve_app.rate_limits import KeyLimiter
 from serve_app.tracing.tracer import Tracer
 
 _FIRST_REPLICA_LIMIT_S = 30.0
@@ -62,6 +64,8 @@ class Ingress:
         )
         self._ledger = UsageLedger(clock)
         self._reporter = UsageReporter(self._ledger, self._jobs.service.report_usage)
+        self._limiter = KeyLimiter(clock.monotonic)
+        self._key_use = KeyUseExchange(self._limiter, this_replica_id(), self._routing.exchange_key_use)
         self._loops = asyncio.create_task(self._run())
 
     async def __del__(self) -> None:
@@ -76,6 +80,8 @@ class Ingress:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._routing.run())
             tasks.create_task(self._reporter.run())
+            if self._config.ingress_settings().api_key_file is not None:
+                tasks.create_task(self._key_use.run())
 
     async def reconfigure(self, bounds: dict[str, int]) -> None:
         """Set the bounds on the number of model replicas; Serve calls it at the start and after each change.
@@ -115,6 +121,7 @@ class Ingress:
                     self._jobs,
                     self._config.latency_targets(),
                     self._ledger,
+                    self._limiter,
                 ),
                 metrics=self._metrics,
                 gate=self._gate,

@@ -30,6 +30,8 @@ from serve_app.config import HeadwayConfig
 from serve_app.deployments.delta_window import Parcel, paced
 from serve_app.deployments.process import log_through_serve, with_local_model, without_collection
 from serve_app.deployments.ray_metrics import Instruments, engine_exporter, export_forever
+from serve_app.key_exchange import KeyUseBoard
+from serve_app.rate_limits import KeyUseReport
 
 if TYPE_CHECKING:
     from replicas.model_replica import LoadBackend
@@ -48,6 +50,7 @@ class Model:
         config = await asyncio.to_thread(with_local_model, config)
         self._board = IngressReportBoard(time.monotonic)
         self._ingresses = IngressLiveness(max(MAX_REPORT_AGE_S, 3 * config.load_poll_period_s), time.monotonic)
+        self._key_use = KeyUseBoard(time.monotonic)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         replica = await asyncio.to_thread(
             model_replica.ModelReplica,
@@ -103,6 +106,10 @@ class Model:
         with contextlib.suppress(EngineDead):  # A dead engine reports that it takes no requests.
             self._engine.check_alive()
         return PollReply(self._engine.stats(), self._board.publish(report))
+
+    async def exchange_key_use(self, report: KeyUseReport, ranking: Sequence[str] = ()) -> tuple[KeyUseReport, ...]:
+        """Keep an ingress's use of API keys; return that of the other ingresses. `ranking` is for `RankedRouter`."""
+        return self._key_use.publish(report)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's report for `deployment_autoscaling_policy`; Serve calls it."""

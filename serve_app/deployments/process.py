@@ -8,7 +8,7 @@ import gc
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -29,6 +29,7 @@ from serve_app.config import HeadwayConfig
 from serve_app.deployments.ray_metrics import Instruments, export_forever, registry_exporter
 from serve_app.metrics import RouterCollector, RouterMetrics
 from serve_app.models.gguf import local_checkpoint
+from serve_app.rate_limits import KeyUseReport
 
 _CARD_PERIOD_S = 0.2
 _REQUEST_LOGGERS = ("serve_app.http.exchange", "serve_app.http.exchange_middleware")
@@ -80,6 +81,15 @@ class Routing:
     def close(self) -> None:
         """Close the idle channels to the replicas, so that no replica waits for this process to stop."""
         self._client.close()
+
+    async def exchange_key_use(self, report: KeyUseReport) -> Sequence[KeyUseReport]:
+        """Tell the other ingresses this one's use of API keys; return theirs.
+
+        Raises:
+            ServingError: no model replica answers.
+        """
+        reports: Sequence[KeyUseReport] = await self._client.exchange_key_use(report)
+        return reports
 
     async def await_replica(self, limit_s: float) -> None:
         """Return once a model replica has told its card, or after `limit_s`.

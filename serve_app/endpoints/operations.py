@@ -24,6 +24,7 @@ from serve_app.metrics import CONTENT_TYPE, HttpMetrics, engine_parts, engines_s
 from serve_app.openai.request.job_schema import EngineQuery
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.service import KnownModel, Meter
+from serve_app.rate_limits import KeyLimiter
 
 _JOBS_LIMIT_S = 2.0
 """Longest wait of a scrape or of `/health` for the jobs deployment, seconds."""
@@ -42,6 +43,8 @@ class Backends:
     """Latency targets of the bands, which the dashboard shows."""
     meter: Meter | None = None
     """Meter of the work for completions; None: nothing is metered."""
+    key_limiter: KeyLimiter | None = None
+    """Limiter of API keys that other ingresses' use reaches; None: this ingress counts for itself."""
 
 
 @dataclass(frozen=True, slots=True)

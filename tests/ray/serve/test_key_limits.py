@@ -1,0 +1,62 @@
+"""Limits of an API key over two ingresses, which exchange its use through a model replica."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from serve_app.key_file import digest_of
+from testkit.limits import LIMIT_S
+from testkit.serving.served import Served, serving, wait_for
+from tests.ray.serve.conftest import MODEL_NAME
+
+pytestmark = pytest.mark.deep
+
+_LIMIT = 12
+"""Requests a minute."""
+_EXCHANGED_S = 3.0
+"""Time in which two ingresses have surely heard of each other's use, seconds."""
+
+
+@pytest.fixture
+def two_ingresses(checkpoint: Path, tmp_path: Path) -> Iterator[Served]:
+    keys = tmp_path / "keys.yaml"
+    limited = {"tenant": "acme", "requests_per_minute": _LIMIT}
+    keys.write_text(yaml.safe_dump({digest_of("acme"): limited, digest_of("ops"): {"tenant": "ops", "operator": True}}))
+    arguments = f"kv_cache_bytes=64MiB api_key_file={keys} num_ingress_replicas=2"
+    with serving(tmp_path, f"MODEL={checkpoint}", "REPLICAS=1", "DTYPE=float32", f"ARGS={arguments}", key="ops") as app:
+        yield app
+
+
+def num_accepted(app: Served, count: int) -> int:
+    """Send requests one after another, each over a connection of its own; return the number of those accepted."""
+    statuses = []
+    for _ in range(count):
+        answer = httpx.post(
+            f"{app.url}/v1/completions",
+            json={"model": MODEL_NAME, "prompt": "the", "max_tokens": 1},
+            headers={"authorization": "Bearer acme"},
+            timeout=LIMIT_S,
+        )
+        assert answer.status_code in (200, 429), answer.text
+        statuses.append(answer.status_code)
+    return statuses.count(200)
+
+
+def test_two_ingresses_together_keep_a_keys_requests(two_ingresses: Served) -> None:
+    app = two_ingresses
+
+    def num_ingresses() -> int:
+        return sum(replica["state"] == "RUNNING" for replica in app.deployment("Ingress")["replicas"])
+
+    wait_for(lambda: num_ingresses() == 2, "both ingresses run")
+    started_s = time.monotonic()
+    accepted = num_accepted(app, _LIMIT)
+    assert accepted == _LIMIT
+    time.sleep(_EXCHANGED_S)
+    accepted += num_accepted(app, 2 * _LIMIT)
+    # Each for itself, the two would have accepted about twice the limit.
+    assert accepted <= _LIMIT + (time.monotonic() - started_s) * _LIMIT / 60 + 1
