@@ -2,6 +2,7 @@
 
 Read `model.py` first. May import `replicas.clock`, `replicas.delta_batch`,
 `replicas.delta_channels`, `replicas.errors`, `replicas.model_replica`, `replicas.protocol`,
-`router`, `serve_app.config`, `serve_app.http`, `serve_app.ingress`, `serve_app.jobs`, `serve_app.metrics`,
-`serve_app.models`, `serve_app.openai`, `serve_app.process`, `serve_app.tracing`.
+`router`, `serve_app.config`, `serve_app.http`, `serve_app.ingress`, `serve_app.jobs`,
+`serve_app.key_exchange`, `serve_app.metrics`, `serve_app.models`, `serve_app.openai`, `serve_app.process`,
+`serve_app.rate_limits`, `serve_app.tracing`.
 """

@@ -2,5 +2,6 @@
 
 Read `completions.py` first. May import `replicas.clock`, `replicas.errors`, `replicas.protocol`, `router.dispatch`,
 `router.flow`, `router.scaling`, `router.types`, `serve_app.auth`, `serve_app.errors`, `serve_app.http`,
-`serve_app.jobs`, `serve_app.metrics`, `serve_app.openai`, `serve_app.reference`, `serve_app.tracing`.
+`serve_app.jobs`, `serve_app.metrics`, `serve_app.openai`, `serve_app.rate_limits`, `serve_app.reference`,
+`serve_app.tracing`.
 """
