@@ -251,12 +251,13 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=16, help="sequences that a replica runs together")
     parser.add_argument("--overload", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=15.0, help="simulated time")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="rows simulated at the same time")
     parser.add_argument("--name", default="scale_simulator", help="file in bench/results")
     options = parser.parse_args()
     numbers = [1, *sorted({int(each) for each in options.ingresses.split(",")} - {1})]
     worlds = [World(each, options.replicas, options.slots, options.overload, options.seconds) for each in numbers]
     rows: dict[str, dict[str, Any]] = {}
-    with ProcessPoolExecutor(min(len(worlds), os.cpu_count() or 1)) as processes:
+    with ProcessPoolExecutor(min(len(worlds), options.processes)) as processes:
         for world, figures in zip(worlds, processes.map(run, worlds), strict=True):
             rows[str(world.num_ingresses)] = figures
             _show(rows)
