@@ -33,7 +33,7 @@ def read_fields(parts: Sequence[bytes], limits: RequestLimits) -> dict[str, obje
 
 
 def read_body(schema: type[BodyT], ignored: IgnoredValues, limits: RequestLimits, parts: Sequence[bytes]) -> BodyT:
-    """Return a JSON body that came in parts as a `schema`; a field in `ignored` is accepted with the values listed there.
+    """Return a JSON body as a `schema`; a field in `ignored` is accepted with the values listed there.
 
     Raises:
         InvalidRequest: the body is not a JSON object, has too many values, or does not match the schema.
