@@ -13,11 +13,11 @@ from torch import Tensor
 
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
-from replicas.model.attention.tiles import TileGroup, TilePlan
+from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.batch.inputs import LastSampledTokens
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer, Span
 
-_NUM_FIELDS = 6
+_NUM_FIELDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ class StaticInputs:
     input_ids: Tensor  # [1, num_rows] int64, gathered from the buffers in each pass
     position_ids: Tensor  # [1, num_rows] int64
     slots: Tensor  # [num_rows] int64
-    plan: TilePlan
-    """Plan with one decode tile per row; the tile of a row without a sequence has no token."""
+    plan: AttentionPlan
+    """Plan with one decode per row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,11 @@ class DecodeBuffers:
         update = self._block_tables.update(items, to_device)
         known_ids, sources = _token_sources(items, self._max_rows, last_sampled.row_by_sequence)
         positions = [item.start for item in items]
-        columns = (known_ids, sources, positions, [self._slot(item) for item in items], [1] * len(items), update.rows)
-        padding = [0] * (num_rows - len(items))
-        fields = to_device.ints(number for column in columns for number in (*column, *padding))
+        columns = (known_ids, sources, positions, [self._slot(item) for item in items], update.rows)
+        num_padded = num_rows - len(items)
+        fields = to_device.ints(
+            number for column in columns for number in (*column, *[-1 if column is update.rows else 0] * num_padded)
+        )
         has_placeholders = any(source >= self._max_rows for source in sources)
         return SentDecodes(num_rows, fields, update, last_sampled if has_placeholders else None)
 
@@ -170,10 +172,11 @@ class DecodeBuffers:
     def inputs(self, num_rows: int) -> StaticInputs:
         """Return the inputs of the first `num_rows` rows. Its operations are part of the captured forward pass."""
         tokens = torch.cat([self._fields[0], self._previous])
-        _, sources, positions, slots, counts, table_rows = self._fields[:, :num_rows]
-        tiles = torch.stack([self._rows[:num_rows], positions, counts, table_rows], dim=1).int()
-        group = TileGroup(tiles, self._tables, tokens_per_tile=1, longest=self._longest)
-        return StaticInputs(tokens[sources][None], positions[None], slots, TilePlan(decodes=group))
+        _, sources, positions, slots, table_rows = self._fields[:, :num_rows]
+        rows = self._rows[:num_rows]
+        chunks = torch.stack([rows, positions, torch.ones_like(rows), table_rows], dim=1).int()
+        group = ChunkGroup(chunks, self._tables, num_tokens=num_rows, longest=self._longest)
+        return StaticInputs(tokens[sources][None], positions[None], slots, AttentionPlan(decodes=group))
 
     def _slot(self, item: ScheduledSequence) -> int:
         index, offset = divmod(item.start, self._block_size)

@@ -18,7 +18,7 @@ from replicas.engine.batch import ScheduledSequence
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionContext
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.tiles import TilePlan
+from replicas.model.attention.plan import AttentionPlan
 from replicas.model.batch.inputs import LastSampledTokens, wants_prompt_logprobs
 from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
 from replicas.model.decode_graphs.buffers import DecodeBuffers, SentDecodes
@@ -27,7 +27,7 @@ from replicas.model.sampling.sampler import SampledTokens, sample_greedy
 
 _log = logging.getLogger(__name__)
 
-PlannedAttention = Callable[[KVCache, Tensor, TilePlan], AttentionContext]
+PlannedAttention = Callable[[KVCache, Tensor, AttentionPlan], AttentionContext]
 """Factory of the attention by a plan whose tensors outlive the pass, from cache, slots [num_tokens] int64 and plan."""
 _MEBIBYTE = 2**20
 

@@ -62,24 +62,34 @@ def write_late(layer: Any, shape: Any, slots: DeviceTensor, call: Any) -> None:
 
 
 def attend_late(launch: Any, parts: Any) -> None:
-    query, keys, values, output, tiles, tables = (
+    query, keys, values, output, pieces, tables = (
         some.memory
-        for some in (launch.call.query, launch.layer.keys, launch.layer.values, launch.output, launch.group.tiles,
+        for some in (launch.call.query, launch.layer.keys, launch.layer.values, launch.output, launch.work.pieces,
                      launch.group.tables)
     )  # fmt: skip
 
     def run() -> None:
-        for row, position, count, table_row in tiles.tolist():
-            end = position + count
-            blocks = tables[table_row, : -(-end // keys.shape[1])].long()
-            seen = (part[blocks].flatten(0, 1)[:end] for part in (keys, values))
-            rows = slice(row, row + count)
-            if count == 0:
-                output[row] = 0.0
-            else:
+        for row, position, count, table_row in pieces[:, :4].tolist():
+            end, rows = position + count, slice(row, row + count)
+            if count > 0 and table_row < 0:
+                output[rows] = 0.0
+            elif count > 0:
+                blocks = tables[table_row, : -(-end // keys.shape[1])].long()
+                seen = (part[blocks].flatten(0, 1)[:end] for part in (keys, values))
                 output[rows] = attend_by_definition(query[rows], *seen, launch.call.scoring, launch.call.window)
 
-    launch.group.tiles.gpu.launch("attend", run, [query, keys, values, tiles, tables], [output])
+    launch.group.tables.gpu.launch("attend", run, [query, keys, values, pieces, tables], [output])
+
+
+def plan_late(work: Any, group: Any, tile: Any, window: Any) -> None:
+    """Copy the chunks: each is a piece."""
+    chunks, pieces = group.chunks.memory, work.pieces.memory
+
+    def run() -> None:
+        pieces[:, 2] = 0
+        pieces[: len(chunks), :4] = chunks
+
+    group.chunks.gpu.launch("plan", run, [chunks], [pieces])
 
 
 @pytest.fixture
@@ -89,6 +99,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     for name, value in recorded.replacements().items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(triton, "write_keys_and_values", write_late)
+    monkeypatch.setattr(triton, "_plan", plan_late)
     monkeypatch.setattr(triton, "_attend", attend_late)
     monkeypatch.setattr(triton, "_combine", lambda *_: None)
     monkeypatch.setattr(sampler, "_has_draw_kernel", lambda _: False)

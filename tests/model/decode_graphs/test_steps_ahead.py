@@ -13,7 +13,7 @@ from replicas.engine.config import EngineLimits
 from replicas.model.attention.gather import attend_dense
 from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.tiles import TilePlan
+from replicas.model.attention.plan import AttentionPlan
 from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import ModelOptions
@@ -45,15 +45,15 @@ LOOKING_BACK = SamplingParams(max_tokens=12, seed=7, repetition_penalty=1.3, fre
 class PlannedGather:
     """Attention of decodes by the tensors of their plan alone, over every slot that its tables name."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, plan: TilePlan) -> None:
+    def __init__(self, cache: KVCache, slots: Tensor, plan: AttentionPlan) -> None:
         assert plan.decodes is not None
         self._cache, self._slots, self._decodes = cache, slots, plan.decodes
 
     def attend(self, call: AttentionCall) -> Tensor:
-        layer, tiles = self._cache[call.layer], self._decodes.tiles
+        layer, chunks = self._cache[call.layer], self._decodes.chunks
         layer.write(self._slots, call.key, call.value)
-        lengths = torch.where(tiles[:, 2] > 0, tiles[:, 1] + 1, 0).clamp(min=1)[:, None]
-        tables = self._decodes.tables[tiles[:, 3]].long()
+        lengths = torch.where(chunks[:, 3] >= 0, chunks[:, 1] + 1, 0).clamp(min=1)[:, None]
+        tables = self._decodes.tables[chunks[:, 3]].long()
         keys, values = layer.keys[tables].flatten(1, 2), layer.values[tables].flatten(1, 2)
         positions = torch.arange(keys.shape[1])
         visible = (positions < lengths) & (positions >= lengths - (call.window or keys.shape[1]))
