@@ -46,7 +46,7 @@ from testkit.model.paged_cases import (
     largest_error,
 )
 from testkit.model.tiny_checkpoints import write_checkpoint
-from tests.model.decode_graphs.test_steps_ahead import check_same
+from tests.model.cuda_graphs.test_steps_ahead import check_same
 
 CPU = torch.device("cpu")
 CAPABILITY = compute_capability(CPU)
@@ -232,8 +232,10 @@ DECODED = (
 PREEMPTING = Sizes(num_blocks=22, block_size=4, max_num_seqs=5)
 
 
-@pytest.mark.parametrize(("architecture", "num_processors"), [("llama", 132), ("gpt_oss-window", 1)])
-def test_padded_decodes_give_the_tokens_of_plain_steps(tmp_path: Path, architecture: str, num_processors: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "num_processors"), [pytest.param("llama", 132, marks=pytest.mark.deep), ("gpt_oss-window", 1)]
+)
+def test_padded_steps_give_the_tokens_of_plain_steps(tmp_path: Path, architecture: str, num_processors: int) -> None:
     loaded = load(write_checkpoint(tmp_path, architecture))
     requests = [
         GenerateRequest(f"request-{number}", prompt, DECODED[number % len(DECODED)])

@@ -38,7 +38,7 @@ from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, load_unoptimized, random_prompts, run
 from testkit.model.paged_cases import attend_by_definition
 from testkit.model.recorded_gpu import DEVICE, DeviceTensor, HazardError, RecordedGpu, WaitError
-from tests.model.decode_graphs.test_steps_ahead import check_same
+from tests.model.cuda_graphs.test_steps_ahead import check_same
 
 PARAMS = (
     SamplingParams(max_tokens=16, temperature=0.0),
@@ -123,7 +123,7 @@ def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> Tor
     with gpu:
         runner = build_runner(replace(loaded, device=DEVICE), limits, RunnerOptions(gpu_memory_utilization=1.0))
         warm_up(runner, limits)
-    assert runner.num_blocks == 40 and runner._decode_graphs is not None
+    assert runner.num_blocks == 40 and runner._graphs is not None
     return runner
 
 
@@ -177,8 +177,11 @@ def check_random_steps(gpu: RecordedGpu, limits: EngineLimits, num_steps: int, m
     assert gpu.names == warm, "a request is the first to run an operation"
     expected = run(build_engine(plain), outputs)
     check_same([replace(output, text="") for output in outputs.values()], [replace(one, text="") for one in expected])
-    buckets = [graph for _, graph in gpu.replays]
-    assert sum(one is not other for one, other in itertools.pairwise(buckets)) >= min_changes
+    assert runner._graphs is not None
+    shapes = {id(captured.graph): shape for shape, captured in runner._graphs._graphs.items()}
+    replayed = [shapes[id(graph)] for _, graph in gpu.replays]
+    assert sum(one != other for one, other in itertools.pairwise(replayed)) >= min_changes
+    assert {shape.num_chunks > 0 for shape in replayed} == {True, False}
     assert len({stream for _, stream in gpu.captures}) == 1
 
 
