@@ -13,7 +13,7 @@ from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache, bytes_per_block
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
-from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
+from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, step_shapes
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
@@ -41,9 +41,9 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
     cache = _cache(loaded, limits.block_size, num_blocks)
-    decode_graphs = None if graphs is None else graphs.captured(cache)
+    captured = None if graphs is None else graphs.captured(cache)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
-    return TorchModelRunner(loaded, cache, attention, decode_graphs, counts)
+    return TorchModelRunner(loaded, cache, attention, captured, counts)
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
@@ -56,22 +56,22 @@ def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
 
 
 class _GraphBuilder:
-    """Builder of captured decodes over a cache."""
+    """Builder of captured steps over a cache."""
 
-    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, max_num_seqs: int) -> None:
+    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, limits: EngineLimits) -> None:
         self._loaded = loaded
         self._attention = attention
-        self._buckets = bucket_sizes(max_num_seqs)
+        self._shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._is_possible = True
 
-    def captured(self, cache: KVCache) -> DecodeGraphRunner | None:
-        """Return captured CUDA graphs of decodes; None if the model prevents it, now or at an earlier call."""
+    def captured(self, cache: KVCache) -> GraphRunner | None:
+        """Return captured CUDA graphs; None if the model prevents it, now or at an earlier call."""
         if not self._is_possible:
             return None
-        decode_graphs = DecodeGraphRunner(self._loaded, cache, self._attention, self._buckets)
-        self._is_possible = decode_graphs.capture(self._stream)
-        return decode_graphs if self._is_possible else None
+        graphs = GraphRunner(self._loaded, cache, self._attention, self._shapes)
+        self._is_possible = graphs.capture(self._stream)
+        return graphs if self._is_possible else None
 
 
 def _graph_builder(
@@ -81,7 +81,7 @@ def _graph_builder(
     planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
     if loaded.device.type != "cuda" or planned is None or options.enforce_eager:
         return None
-    return _GraphBuilder(loaded, planned, limits.max_num_seqs)
+    return _GraphBuilder(loaded, planned, limits)
 
 
 def _measure_on_cuda(

@@ -58,7 +58,8 @@ class RunnerOptions:
     plain torch; auto: the first of these that passes the check at start-up. A replica whose backend was chosen
     explicitly and fails the check does not start."""
     enforce_eager: bool = setting(False)
-    """On a GPU, launch the operations of a decode one by one instead of replaying captured CUDA graphs."""
+    """On a GPU, launch the operations of each step one by one instead of replaying captured CUDA graphs, which all
+    decodes have and steps with prompts of up to 512 tokens."""
     num_gpus: float = 1.0
     """GPUs that the replica was given; less than one: a part of one."""
 

@@ -13,7 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replicas.model.attention.triton import LayerShape, choose_tile
-from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel, write_kernel
+from replicas.model.attention.triton_kernels import (
+    MAX_PARTS,
+    attend_kernel,
+    combine_kernel,
+    plan_kernel,
+    write_kernel,
+)
 from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 
 not_interpreted = pytest.mark.skipif(
@@ -31,13 +37,15 @@ ALL_SCORES = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 PLAIN = dict.fromkeys(ALL_SCORES, False)
 
 _INTEGERS = {
-    "window", "num_splits", "table_stride", "query_stride", "query_head_stride", "key_stride", "key_head_stride",
-    "value_stride", "value_head_stride", "num_rows",
+    "window", "num_chunks", "num_pieces", "num_splits", "num_parts", "min_part_keys", "table_stride", "query_stride",
+    "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride", "num_rows",
 }  # fmt: skip
 _POINTERS = {
     "parts": "*fp32",
     "part_sums": "*fp32",
-    "tiles": "*i32",
+    "chunks": "*i32",
+    "pieces": "*i32",
+    "splits": "*i32",
     "tables": "*i32",
     "slots": "*i64",
     "order": "*i64",
@@ -110,9 +118,15 @@ def test_attention_compiles_and_fits(
 def test_the_other_kernels_compile() -> None:
     write = compiled(write_kernel, QWEN, 90, {**sizes(QWEN), "TILE_ROWS": 64, "STRIDE_ALIGNMENT": 16}).asm["ptx"]
     assert "ld.global.v4" in write and not re.search(r"(ld|st)\.global[.\w]*\.b16", write)
-    constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "SPLIT_WIDTH": MAX_SPLITS, "HAS_SINKS": True}
+    constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "MOST_PARTS": MAX_PARTS, "HAS_SINKS": True}
     del constants["KEY_SIZE"], constants["KEY_WIDTH"]
     assert compiled(combine_kernel, QWEN, 90, constants).asm["ptx"]
+    for is_fixed in (False, True):
+        planned = {
+            "TILE_TOKENS": 32, "TILE_KEYS": 64, "NUM_LANES": 128, "MOST_PARTS": MAX_PARTS, "HAS_WINDOW": True,
+            "IS_FIXED": is_fixed,
+        }  # fmt: skip
+        assert compiled(plan_kernel, QWEN, 80, planned).asm["ptx"]
 
 
 @pytest.mark.parametrize("shape", [LLAMA, EXACT])
