@@ -70,6 +70,8 @@ class ReplicaView:
         num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
         if num_slots <= 0:
             return 0
+        if self.own_by_band[band] == self.num_by_band[band] and max(self.own_by_tenant.values(), default=0) <= 1:
+            return 0  # All have one slot each, or none, so nobody has one to give up.
         held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
         share = fair_share(num_slots, len(held.keys() | {tenant}))

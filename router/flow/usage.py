@@ -32,13 +32,12 @@ class ServedTokens:
         """
         totals, changes = self._totals, []
         for entry in reversed(reported):
-            key = (entry.tenant, entry.band)
+            key, tokens = (entry.tenant, entry.band), entry.tokens
             before = totals.get(key)
-            if before == entry.tokens:
+            if before == tokens:
                 break
-            is_forgotten = before is None or before > entry.tokens
-            changes.append((key, entry.tokens if is_forgotten else entry.tokens - (before or 0)))
-            totals[key] = entry.tokens
+            changes.append((key, tokens if before is None or before > tokens else tokens - before))
+            totals[key] = tokens
         for key, _ in reversed(changes):
             totals.move_to_end(key)
         # The replica forgets the tenants served longest ago, which come first here too.
