@@ -122,7 +122,7 @@ def attention(name: str, kind: str, capability: int) -> Any:
     tile = choose_tile(layer, is_decode, capability)
     constants = {
         **sizes(layer), **PLAIN, **scores, "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
-        "TILE_TOKENS": tile.tokens, "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
+        "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
         "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
     return compiled(attend_kernel, layer, capability, constants, tile.num_warps, tile.num_stages)
