@@ -104,12 +104,11 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
         return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=4, num_stages=2)
     is_narrow = width <= 128
     rows = max(128 if is_narrow else 64, group_rows)
+    # A third stage copies the block ids ahead.
     if capability in _READING_SHARED_MEMORY:
-        # A third stage copies the block ids ahead. For heads of 64 it would need more registers than two programs have.
-        num_stages = 3 if width > 64 else 2
-        return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=num_stages)
+        return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=3)
     # Sums are in registers, and so are the operands of the matrix units.
-    return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=2)
+    return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=3)
 
 
 def fixed_part_keys(max_model_len: int) -> int:

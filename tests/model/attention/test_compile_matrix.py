@@ -149,6 +149,8 @@ def test_the_kernel_fits_the_device(name: str, kind: str, capability: int) -> No
         assert taken.num_programs(device) >= 2
     if kind == "prefill" and capability == 90:
         assert "wgmma" in ptx
+    if kind == "prefill":
+        assert re.search(r"cp\.async\.ca\.shared\.global", ptx), "block ids are not copied ahead"
     if "HAS_SINKS" not in LAYERS[name][1]:  # A row's sink is one number.
         assert not re.search(r"ld\.global[.\w]*\.b16", ptx)
 
