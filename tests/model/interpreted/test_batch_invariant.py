@@ -58,7 +58,7 @@ def test_a_row_is_the_same_alone_and_among_others(name: str) -> None:
 
 def test_the_mode_is_what_keeps_the_order() -> None:
     """Without it some sum of a row depends on the number of rows, on this processor too."""
-    rows, weight = drawn(101, 1000), drawn(70, 1000, seed=1)
+    rows, weight = drawn(101, 600), drawn(70, 600, seed=1)
     together = functional.linear(rows, weight)
     with BatchInvariantOps():
         kept = functional.linear(rows, weight)
@@ -93,7 +93,7 @@ def test_products_of_one_number_have_no_order() -> None:
 
 
 def random_chunks(rng: random.Random) -> Chunks:
-    starts = rng.sample([0, 1, 15, 63, 64, 100, 127, 129, 190], rng.randint(1, 4))
+    starts = rng.sample([0, 1, 15, 63, 64, 100, 127, 129], rng.randint(1, 3))
     return tuple((start, start + rng.choice([1, 1, 2, 17, 40])) for start in starts)
 
 
@@ -104,11 +104,11 @@ def test_attention_of_a_token_depends_on_its_sequence_alone(kind: str) -> None:
     """Whether it is decoded or part of a chunk, wherever the chunk begins, and whatever shares the batch."""
     rng = random.Random(kind)
     case, backend = KINDS[kind], TritonBackend(132, CAPABILITY, part_keys=PART_KEYS)
-    whole = case.of(((0, 201),))
+    whole = case.of(((0, 150),))
     assert largest_error(whole, backend, CPU) < TOLERANCES[case.dtype]
     (expected,) = attention_outputs(whole, backend, CPU)
-    for _ in range(3):
-        start, num_tokens = rng.choice([1, 63, 64, 65, 130, 190]), rng.choice([1, 1, 5, 11])
+    for _ in range(2):
+        start, num_tokens = rng.choice([1, 63, 64, 65, 130, 139]), rng.choice([1, 1, 5, 11])
         # The numbers of a sequence follow from its place in the batch: the first one stays.
         chunks = ((start, start + num_tokens), *random_chunks(rng))
         found = attention_outputs(case.of(chunks), backend, CPU)[0]
