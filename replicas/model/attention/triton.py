@@ -104,9 +104,11 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
         return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=4, num_stages=2)
     is_narrow = width <= 128
     rows = max(128 if is_narrow else 64, group_rows)
-    # A third stage copies the block ids ahead.
+    # A third stage copies the block ids ahead. On Blackwell, for heads of 64, it needs more registers than two programs
+    # have.
     if capability in _READING_SHARED_MEMORY:
-        return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=3)
+        num_stages = 2 if capability >= 100 and width <= 64 else 3
+        return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=num_stages)
     # Sums are in registers, and so are the operands of the matrix units.
     return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=3)
 
