@@ -39,6 +39,7 @@ from serve_app.http.gate import Gate, GateMiddleware
 from serve_app.http.paths import PathMiddleware, allowed_methods
 from serve_app.http.request_registry import RequestRegistry
 from serve_app.http.settings import IngressSettings
+from serve_app.http.unread_bodies import UnreadBodyMiddleware
 from serve_app.http.web_pages import OriginsMiddleware, WebPageGuard
 from serve_app.metrics import CountsCollector, HttpMetrics
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
@@ -148,6 +149,7 @@ def _middleware(settings: IngressSettings, observers: ExchangeObservers, clock: 
     """Return the middleware from the outside in."""
     origins = settings.origins
     return [
+        Middleware(UnreadBodyMiddleware),
         Middleware(OriginsMiddleware, allowed=origins),
         Middleware(
             ExchangeMiddleware,

@@ -20,6 +20,7 @@ from replicas.model.batch.inputs import BatchInputs, InputPlan, LastSampledToken
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer
 from replicas.model.cuda_graphs.buffers import StepShape
 from replicas.model.cuda_graphs.graphs import GraphRunner
+from replicas.model.hardware.device import cache_dtype_name
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import MaskThreads, PendingMasks
@@ -150,6 +151,11 @@ class TorchModelRunner:
     def num_blocks(self) -> int:
         """Number of blocks that sequences can hold."""
         return self._cache.num_blocks
+
+    @property
+    def cache_dtype(self) -> str:
+        """Number format of keys and values in the KV cache."""
+        return cache_dtype_name(self._cache.dtype)
 
     @property
     def block_size(self) -> int:

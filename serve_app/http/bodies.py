@@ -20,13 +20,18 @@ from serve_app.http.exchange import caller_of, content_length
 from serve_app.http.settings import IngressSettings
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.parsing import BodyT
-from serve_app.openai.request.reading import read_body, read_fields
+from serve_app.openai.request.reading import check_beginning, read_body, read_fields
+from serve_app.openai.request.sizes import JsonSize
+from serve_app.openai.request.validation import RequestLimits
 from serve_app.openai.tokenize.worker_threads import WorkerThreads
 
 ResultT = TypeVar("ResultT")
 
 _LARGE_BODY_BYTES = 2**14
 """Size from which a body is parsed in a thread, bytes. So small a body may still have 500 messages to validate."""
+
+_PART_BYTES = 2**16
+"""Size to which small pieces of a body are put together, bytes."""
 
 FORM_BYTES = 2**16
 """Most bytes that a form may hold in addition to its file."""
@@ -56,11 +61,11 @@ class BodyReader:
             Overloaded: too many large bodies wait.
             NoReplicaAvailable: the process that read the body has ended.
         """
-        data = await self._read_all(request)
-        read = partial(read_body, schema, ignored, self._settings.limits, data)
-        if len(data) < _LARGE_BODY_BYTES:
+        parts = await self._read_all(request)
+        read, num_bytes = partial(read_body, schema, ignored, self._settings.limits, parts), sum(map(len, parts))
+        if num_bytes < _LARGE_BODY_BYTES:
             return read()
-        return await self._workers.run_apart(read, caller_of(request).unread, len(data))
+        return await self._workers.run_apart(read, caller_of(request).unread, num_bytes)
 
     async def convert(self, request: Request, make: Callable[[dict[str, object]], ResultT]) -> ResultT:
         """Return `make(fields)` for the body's fields; a large body is parsed and converted in a thread.
@@ -68,10 +73,11 @@ class BodyReader:
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded: as `read` does.
         """
-        data, limits = await self._read_all(request), self._settings.limits
-        if len(data) < _LARGE_BODY_BYTES:
-            return make(read_fields(data, limits))
-        return await self._workers.run(lambda: make(read_fields(data, limits)), caller_of(request).unread, len(data))
+        parts, limits = await self._read_all(request), self._settings.limits
+        num_bytes = sum(map(len, parts))
+        if num_bytes < _LARGE_BODY_BYTES:
+            return make(read_fields(parts, limits))
+        return await self._workers.run(lambda: make(read_fields(parts, limits)), caller_of(request).unread, num_bytes)
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.
@@ -100,25 +106,88 @@ class BodyReader:
             num_bytes += len(part)
             yield part
 
-    async def _read_all(self, request: Request) -> bytes:
+    async def _read_all(self, request: Request) -> tuple[bytes, ...]:
+        """Return the body in the parts in which it arrives; refuse it as soon as it is known to be too large."""
         max_body_bytes, limit_s = self._settings.max_body_bytes, self._settings.upload_timeout_s
         content_type = request.headers.get("content-type")
         if (content_type or "").partition(";")[0].strip().lower() != "application/json":
             raise unsupported_media_type(content_type)
         if content_length(request.headers) > max_body_bytes:
             raise body_too_large(max_body_bytes)
-        body = bytearray()
+        body, loop = _ArrivingBody(self._settings.limits), asyncio.get_running_loop()
+        started_s = loop.time()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as limit:
                 async for part in request.stream():
-                    body += part
-                    if len(body) > max_body_bytes:
+                    body.add(part)
+                    if body.num_bytes > max_body_bytes:
                         raise body_too_large(max_body_bytes)
+                    if body.may_exceed():
+                        asked_s = loop.time()
+                        limit.reschedule(None)  # Only the wait for the client counts.
+                        await self._check(request, body)
+                        limit_s += loop.time() - asked_s
+                        limit.reschedule(started_s + limit_s)
         except TimeoutError:
-            raise upload_too_slow(limit_s) from None
+            raise upload_too_slow(self._settings.upload_timeout_s) from None
         except ClientDisconnect:
             raise RequestAborted("the client disconnected") from None
-        return bytes(body)
+        return body.all_parts()
+
+    async def _check(self, request: Request, body: _ArrivingBody) -> None:
+        """Count the values in what has arrived of a body; a thread or a process does it."""
+        check = partial(check_beginning, body.all_parts(), self._settings.limits)
+        await self._workers.run_apart(check, caller_of(request).unread, body.num_bytes)
+
+
+class _ArrivingBody:
+    """JSON body that arrives in parts, with a bound of its values.
+
+    The bound counts punctuation within strings, too, and takes little time. What has arrived is to be counted exactly
+    when the bound exceeds the limits, and again each time that it has doubled.
+    """
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self.num_bytes = 0
+        self._parts: list[bytes] = []
+        self._rest = bytearray()
+        self._limits = limits
+        self._bound = JsonSize(0, 0)
+        self._num_counted = 0
+        self._times = 1
+
+    def add(self, part: bytes) -> None:
+        """Append what has arrived; small pieces are put together, since each object takes memory of its own."""
+        self.num_bytes += len(part)
+        if len(part) >= _PART_BYTES and not self._rest:
+            self._parts.append(part)
+            return
+        self._rest += part
+        if len(self._rest) >= _PART_BYTES:
+            self._join_rest()
+
+    def all_parts(self) -> tuple[bytes, ...]:
+        """Return what has arrived."""
+        self._join_rest()
+        return tuple(self._parts)
+
+    def _join_rest(self) -> None:
+        if self._rest:
+            self._parts.append(bytes(self._rest))
+            self._rest.clear()
+
+    def may_exceed(self) -> bool:
+        """Return True if what has arrived should now be counted exactly."""
+        # A value has at least one character.
+        if self.num_bytes <= min(self._limits.max_body_values, self._limits.max_body_objects):
+            return False
+        for part in self._parts[self._num_counted :]:
+            self._bound = self._bound.plus(JsonSize.at_most(part))
+        self._num_counted = len(self._parts)
+        if self._bound.fits(self._limits, self._times):
+            return False
+        self._times *= 2
+        return True
 
 
 def boundary_of(content_type: str | None) -> bytes:

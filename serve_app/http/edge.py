@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ErrorReply
+from serve_app.http.unread_bodies import UnreadBodyMiddleware
 
 MIDDLEWARE_PATH = "serve_app.http.edge:edge_middleware"
 CONNECTIONS_VARIABLE = "HEADWAY_MAX_CONNECTIONS_PER_ADDRESS"
@@ -90,7 +91,7 @@ def edge_middleware() -> list[Middleware]:
     """Return the middleware of one proxy; Serve calls this in the proxy's process."""
     given = os.environ.get(CONNECTIONS_VARIABLE)
     limits = EdgeLimits() if given is None else EdgeLimits(max_connections_per_address=int(given))
-    return [Middleware(EdgeMiddleware, limits=limits)]
+    return [Middleware(UnreadBodyMiddleware), Middleware(EdgeMiddleware, limits=limits)]
 
 
 class EdgeMiddleware:

@@ -86,13 +86,14 @@ def build_engine(
     *,
     is_ahead: bool = False,
     counts_on_device: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> Engine:
     """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, small steps have fixed sizes.
 
-    If `counts_on_device`, penalties apply as on a GPU.
+    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache; None: the model's.
     """
     sizes = sizes or Sizes()
-    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
+    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
     shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens)
     graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
     config = EngineConfig(

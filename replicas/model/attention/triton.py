@@ -55,7 +55,7 @@ class LayerShape:
     key_size: int
     value_size: int
     itemsize: int
-    """Size of a number in the cache, bytes."""
+    """Size of a number of queries and of products, bytes."""
 
     @property
     def key_width(self) -> int:
@@ -83,7 +83,7 @@ def layer_shape(call: AttentionCall, layer: LayerCache) -> LayerShape:
     """Return the layer shape of `call`."""
     _, num_heads, key_size = call.query.shape
     _, num_kv_heads, value_size = call.value.shape
-    return LayerShape(num_kv_heads, num_heads // num_kv_heads, key_size, value_size, layer.keys.itemsize)
+    return LayerShape(num_kv_heads, num_heads // num_kv_heads, key_size, value_size, call.query.itemsize)
 
 
 @cache
@@ -304,8 +304,7 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
     write_kernel[(triton.cdiv(num_rows, tile_rows),)](
         key,
         value,
-        layer.keys,
-        layer.values,
+        *_numbers_and_scales(layer),
         slots,
         num_rows,
         *strides,
@@ -314,9 +313,19 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
         VALUE_SIZE=shape.value_size,
         KEY_WIDTH=shape.key_width,
         VALUE_WIDTH=shape.value_width,
+        BLOCK_SIZE=layer.keys.shape[1],
         TILE_ROWS=tile_rows,
+        HAS_SCALES=layer.is_quantized,
+        IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
         STRIDE_ALIGNMENT=_alignment(strides),
     )
+
+
+def _numbers_and_scales(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, values and their scales. Without scales the keys and values are there twice."""
+    if layer.key_scales is None or layer.value_scales is None:
+        return layer.keys, layer.values, layer.keys, layer.values
+    return layer.keys.view(torch.int8), layer.values.view(torch.int8), layer.key_scales, layer.value_scales
 
 
 def _outer_strides(tensor: Tensor) -> tuple[int, int]:
@@ -357,8 +366,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
     strides = _outer_strides(query)
     attend_kernel[(shape.num_kv_heads, launch.work.bounds.num_pieces)](
         query,
-        layer.keys,
-        layer.values,
+        *_numbers_and_scales(layer),
         launch.output,
         parts.values,
         parts.sums,
@@ -382,6 +390,8 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         HAS_WINDOW=call.window is not None,
         HAS_SOFTCAP=call.scoring.softcap is not None,
         HAS_SINKS=call.scoring.sinks is not None,
+        HAS_SCALES=layer.is_quantized,
+        IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
         IS_SPLIT=launch.work.is_split,
         STRIDE_ALIGNMENT=_alignment(strides),
         num_warps=tile.num_warps,

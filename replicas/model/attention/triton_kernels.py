@@ -16,6 +16,10 @@ writes the list of these pieces of work, on the device and once for all layers o
 
 The kernels are not specialised on integers that differ between steps: a new value must not compile anything during
 serving. STRIDE_ALIGNMENT says what the strides are multiples of, so that the compiler can load 16 bytes at a time.
+
+With HAS_SCALES the cache holds bytes: int8, or float8 (e4m3) with IS_FLOAT8. They are widened to the type of the
+queries, in which they are exact, and scores and weights are multiplied by the scales in float32. Float8 is made and
+read as bits, because not every device converts it. Without HAS_SCALES the scales are not read.
 """
 
 from __future__ import annotations
@@ -29,6 +33,10 @@ PIECE_FIELDS = 8
 """Numbers of a piece, and of a split."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_WIDENED_FACTOR = tl.constexpr(256.0)
+"""Value of a float8 number divided by that of the half-precision number with the same bits."""
+_LEAST_MAGNITUDE = tl.constexpr(1e-30)
+"""A head without a larger number becomes zeros, as `kv_cache.quantize` has it."""
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_pieces", "num_splits", "num_parts", "window", "min_part_keys"])
@@ -156,6 +164,8 @@ def attend_kernel(
     query,
     cached_keys,
     cached_values,
+    key_scales,
+    value_scales,
     output,
     parts,
     part_sums,
@@ -180,6 +190,8 @@ def attend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
@@ -215,12 +227,14 @@ def attend_kernel(
         query + (first_row + tokens)[:, None] * query_stride + query_heads[:, None] * query_head_stride + columns,
         mask=is_row[:, None] & (columns < KEY_SIZE)[None, :],
         other=0.0,
-    ).to(cached_keys.dtype.element_ty)
+    )
+    if not HAS_SCALES:
+        queries = queries.to(cached_keys.dtype.element_ty)
     values, highest, total = _attend_keys(
-        queries, first_position + tokens, begin, end, cached_keys, cached_values, tables + table_row * table_stride,
-        head, scale, softcap, window,
+        queries, first_position + tokens, begin, end, cached_keys, cached_values, key_scales, value_scales,
+        tables + table_row * table_stride, head, scale, softcap, window,
         NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, TILE_ROWS, TILE_KEYS,
-        HAS_WINDOW, HAS_SOFTCAP,
+        HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
 
     # A row may see no key of this part. Then its sum is -inf and its values are zeros.
@@ -248,6 +262,8 @@ def _attend_keys(
     end,
     cached_keys,
     cached_values,
+    key_scales,
+    value_scales,
     table,
     head,
     scale,
@@ -263,6 +279,8 @@ def _attend_keys(
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
 ):
     """Compute the online softmax over the keys at positions [begin, end) in one pass, with powers of two.
 
@@ -284,7 +302,13 @@ def _attend_keys(
             mask=is_key[None, :] & (key_columns < KEY_SIZE)[:, None],
             other=0.0,
         )
+        if HAS_SCALES:
+            key = _widened(key, queries.dtype, IS_FLOAT8)
         score = tl.dot(queries, key, input_precision="ieee") * scale
+        if HAS_SCALES:
+            scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + keys_at % BLOCK_SIZE
+            key_scale = tl.load(key_scales + scale_at, mask=is_key, other=0.0)
+            score *= (key_scale * _WIDENED_FACTOR if IS_FLOAT8 else key_scale)[None, :]
         if HAS_SOFTCAP:
             # softcap * tanh(score / softcap). If the exponential overflows, tanh is 1.
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
@@ -303,8 +327,14 @@ def _attend_keys(
             other=0.0,
         )
         total = total * shrink + tl.sum(weights, 1)
+        if HAS_SCALES:
+            value = _widened(value, queries.dtype, IS_FLOAT8)
+            # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
+            weights *= tl.load(value_scales + scale_at, mask=is_key, other=0.0)[None, :] * _WIDENED_FACTOR
         values = values * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = raised
+    if HAS_SCALES and not IS_FLOAT8:
+        values *= 1.0 / _WIDENED_FACTOR
     return values, tl.where(highest == float("-inf"), 0.0, highest), total
 
 
@@ -349,12 +379,52 @@ def combine_kernel(
     tl.store(output + target * VALUE_SIZE + columns, result.to(output.dtype.element_ty), mask=columns < VALUE_SIZE)
 
 
+@triton.jit
+def _widened(numbers, DTYPE: tl.constexpr, IS_FLOAT8: tl.constexpr):
+    """Return bytes of the cache as numbers; those of float8 are divided by _WIDENED_FACTOR."""
+    if IS_FLOAT8:
+        # The extension of the sign sets bits 15 and 14. Bit 14 is not part of the number.
+        numbers = ((numbers.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
+    return numbers.to(DTYPE)
+
+
+@triton.jit
+def _quantize(heads, IS_FLOAT8: tl.constexpr):
+    """Return the numbers of heads [rows, width] as int32, of which a byte is used, and the heads' scales [rows, 1]."""
+    largest_number = 448.0 if IS_FLOAT8 else 127.0
+    heads = heads.to(tl.float32)
+    # The sum is NaN if a number is NaN or infinite, and 0 otherwise.
+    largest = tl.max(tl.abs(heads), 1, keep_dims=True) + tl.sum(heads * 0.0, 1, keep_dims=True)
+    numbers = heads * tl.where(largest > _LEAST_MAGNITUDE, largest_number / tl.maximum(largest, _LEAST_MAGNITUDE), 0.0)
+    bits = _float8_bits(numbers) if IS_FLOAT8 else _rounded(numbers)
+    return bits, largest / largest_number
+
+
+@triton.jit
+def _rounded(numbers):
+    """Round to the nearest integer, ties to even."""
+    return ((numbers + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: the addition rounds
+
+
+@triton.jit
+def _float8_bits(numbers):
+    """Round numbers of a magnitude of at most 448 to the nearest float8, ties to even; return their bits in int32."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
+    # Below 2^-6 numbers are multiples of 2^-9, the last bit of floats between 2^14 and 2^15.
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    return ((bits >> 24) & 0x80) | tl.where(magnitude < (121 << 23), small, rounded)
+
+
 @triton.jit(do_not_specialize=["num_rows", "key_stride", "key_head_stride", "value_stride", "value_head_stride"])
 def write_kernel(
     key,
     value,
     cached_keys,
     cached_values,
+    key_scales,
+    value_scales,
     slots,
     num_rows,
     key_stride,
@@ -366,7 +436,10 @@ def write_kernel(
     VALUE_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
     """Store keys and values in their tokens' slots. Row token * NUM_KV_HEADS + head is one head of one token."""
@@ -378,14 +451,22 @@ def write_kernel(
     value_head_stride = value_head_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
     tokens = (rows // NUM_KV_HEADS).to(tl.int64)[:, None]
     heads = (rows % NUM_KV_HEADS)[:, None]
-    cells = tl.load(slots + tokens, mask=is_row[:, None], other=0) * NUM_KV_HEADS + heads
+    slot = tl.load(slots + tokens, mask=is_row[:, None], other=0)
+    cells = slot * NUM_KV_HEADS + heads
+    scale_at = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
 
     columns = tl.arange(0, KEY_WIDTH)[None, :]
     mask = is_row[:, None] & (columns < KEY_SIZE)
-    numbers = tl.load(key + tokens * key_stride + heads * key_head_stride + columns, mask=mask)
+    numbers = tl.load(key + tokens * key_stride + heads * key_head_stride + columns, mask=mask, other=0.0)
+    if HAS_SCALES:
+        numbers, scales = _quantize(numbers, IS_FLOAT8)
+        tl.store(key_scales + scale_at, scales, mask=is_row[:, None])
     tl.store(cached_keys + cells * KEY_SIZE + columns, numbers.to(cached_keys.dtype.element_ty), mask=mask)
 
     columns = tl.arange(0, VALUE_WIDTH)[None, :]
     mask = is_row[:, None] & (columns < VALUE_SIZE)
-    numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask)
+    numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask, other=0.0)
+    if HAS_SCALES:
+        numbers, scales = _quantize(numbers, IS_FLOAT8)
+        tl.store(value_scales + scale_at, scales, mask=is_row[:, None])
     tl.store(cached_values + cells * VALUE_SIZE + columns, numbers.to(cached_values.dtype.element_ty), mask=mask)

@@ -135,13 +135,21 @@ class PromptEncoder:
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
         """
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
+        self.refuse_long_texts(prompts, max_prompt_tokens)
         return [
             self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else EncodedPrompt(tuple(prompt), None)
             for prompt in prompts
         ]
+
+    def refuse_long_texts(self, prompts: Sequence[Prompt], max_prompt_tokens: int | None) -> None:
+        """Refuse texts that are too long even if every token were the vocabulary's longest; this takes no time.
+
+        Raises:
+            InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
+        """
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._refuse_oversized(prompt, "prompt", max_prompt_tokens)
 
     def min_tokens(self, prompt: Prompt) -> int:
         """Return the least number of tokens that a prompt may have: as if each were the vocabulary's longest."""

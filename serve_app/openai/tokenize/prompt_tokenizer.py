@@ -82,6 +82,7 @@ class PromptTokenizer:
             Overloaded, NoReplicaAvailable: as `encode_chat` does.
             Overloaded: too much work waits.
         """
+        self._encoder.refuse_long_texts(prompts, max_prompt_tokens)  # Before the texts go to another process.
         work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens)
         return await self._workers.run_apart(work, owner, sum(map(len, prompts)))
 

@@ -34,7 +34,7 @@ GEMMA = LayerShape(num_kv_heads=8, group_size=2, key_size=256, value_size=256, i
 QWEN = LayerShape(num_kv_heads=2, group_size=7, key_size=64, value_size=64, itemsize=2)
 EXACT = LayerShape(num_kv_heads=8, group_size=4, key_size=64, value_size=64, itemsize=4)
 ALL_SCORES = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
-PLAIN = dict.fromkeys(ALL_SCORES, False)
+PLAIN = dict.fromkeys([*ALL_SCORES, "HAS_SCALES", "IS_FLOAT8"], False)
 
 _INTEGERS = {
     "size", "window", "num_chunks", "num_pieces", "num_splits", "num_parts", "min_part_keys", "table_stride",
@@ -42,6 +42,8 @@ _INTEGERS = {
     "num_rows",
 }  # fmt: skip
 _POINTERS = {
+    "key_scales": "*fp32",
+    "value_scales": "*fp32",
     "parts": "*fp32",
     "part_sums": "*fp32",
     "sums": "*fp32",
@@ -56,13 +58,23 @@ _POINTERS = {
 
 
 def compiled(
-    kernel: Any, shape: LayerShape, capability: int, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3
+    kernel: Any,
+    shape: LayerShape,
+    capability: int,
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    has_bytes: bool = False,
 ) -> Any:
-    """Compile like a launch: pointers are multiples of 16 bytes, and nothing is known of the integers."""
+    """Compile like a launch: pointers are multiples of 16 bytes, and nothing is known of the integers.
+
+    With `has_bytes` the cache holds bytes.
+    """
     numbers = "*bf16" if shape.itemsize == 2 else "*fp32"
+    cached = dict.fromkeys(("cached_keys", "cached_values"), "*i8" if has_bytes else numbers)
     scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
     signature = {
-        name: "constexpr" if name in constants else scalars.get(name) or _POINTERS.get(name, numbers)
+        name: "constexpr" if name in constants else scalars.get(name) or (_POINTERS | cached).get(name, numbers)
         for name in kernel.arg_names
     }
     source = ASTSource(
@@ -103,7 +115,7 @@ def test_attention_compiles_and_fits(
 ) -> None:
     tile = choose_tile(shape, is_decode, device[0])
     constants = {
-        **sizes(shape), **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_ROWS": tile.rows,
+        **sizes(shape), **PLAIN, **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_ROWS": tile.rows,
         "TILE_KEYS": tile.keys, "IS_SPLIT": is_split, "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
     capability, shared_memory = device
@@ -116,9 +128,15 @@ def test_attention_compiles_and_fits(
         assert max(map(int, waits)) > 0, "every copy is waited for as soon as it has begun"
 
 
+WRITE = {"BLOCK_SIZE": 16, "TILE_ROWS": 64, "HAS_SCALES": False, "IS_FLOAT8": False, "STRIDE_ALIGNMENT": 16}
+
+
 def test_the_other_kernels_compile() -> None:
-    write = compiled(write_kernel, QWEN, 90, {**sizes(QWEN), "TILE_ROWS": 64, "STRIDE_ALIGNMENT": 16}).asm["ptx"]
+    write = compiled(write_kernel, QWEN, 90, {**sizes(QWEN), **WRITE}).asm["ptx"]
     assert "ld.global.v4" in write and not re.search(r"(ld|st)\.global[.\w]*\.b16", write)
+    for bits in ({"HAS_SCALES": True}, {"HAS_SCALES": True, "IS_FLOAT8": True}):
+        write = compiled(write_kernel, QWEN, 80, {**sizes(QWEN), **WRITE, **bits}, has_bytes=True).asm["ptx"]
+        assert "ld.global.v4" in write and not re.search(r"ld\.global[.\w]*\.b(8|16)\b", write)
     constants = {**sizes(QWEN), "GROUP_SIZE": 7, "MOST_PARTS": MAX_PARTS, "HAS_SINKS": True}
     del constants["KEY_SIZE"], constants["KEY_WIDTH"]
     assert compiled(combine_kernel, QWEN, 90, constants).asm["ptx"]

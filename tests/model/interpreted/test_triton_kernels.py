@@ -1,6 +1,7 @@
 """Triton's kernels against attention by definition and plain torch, and models that run on them."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -71,6 +72,15 @@ def test_equals_attention_by_definition(chunks: Chunks) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_kind_of_layer(kind: Case) -> None:
     check(kind.of(SMALL), num_processors=0)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["plain", "all", "sizes-24-8", "float16"])
+def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
+    case = replace(KINDS[kind].of(SMALL), cache_dtype=cache_dtype)
+    for computes_earlier in (False, True):  # Plain torch stores the earlier keys, or the kernel.
+        assert largest_error(case, TritonBackend(0, CAPABILITY), CPU, computes_earlier) < TOLERANCES[case.dtype]
+    check(case.of(((99, 100),)), num_processors=8)
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "group-of-7"])

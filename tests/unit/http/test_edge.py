@@ -137,7 +137,7 @@ async def test_a_probe_that_no_ingress_answers_fails_in_time() -> None:
 
 def test_serve_gets_the_limit_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONNECTIONS_VARIABLE, "7")
-    [middleware] = edge_middleware()
+    middleware = edge_middleware()[-1]
     app = middleware.cls(Starlette(), *middleware.args, **middleware.kwargs)
     assert isinstance(app, EdgeMiddleware)
     assert middleware.kwargs["limits"] == EdgeLimits(max_connections_per_address=7)

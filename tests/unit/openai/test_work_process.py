@@ -118,7 +118,7 @@ def read(do: Callable[[Callable[[], Any]], Any], model: str, kind: tuple[type[An
     schema, ignored, text = kind
     encoder = encoder_of(model, None)
     try:
-        body = do(partial(read_body, schema, ignored, LIMITS, text.encode()))
+        body = do(partial(read_body, schema, ignored, LIMITS, [text.encode()]))
         if schema is CompletionBody:
             encoded = do(partial(encoder.encode_prompts, body.prompt, MAX_PROMPT_TOKENS, True))
             return dict(body), encoded

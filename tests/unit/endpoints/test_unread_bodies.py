@@ -1,0 +1,146 @@
+"""Bodies that are refused: no more of them is received, and the connection ends behind the answer."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from serve_app.http.unread_bodies import UnreadBodyMiddleware
+from testkit.http.api import MakeApi, serving
+from testkit.limits import LIMIT_S
+
+MANY_VALUES = b'{"model":"tiny","prompt":[' + b'"a",' * 300_000
+PATH = "/v1/completions"
+
+
+@pytest.fixture
+async def url(make_api: MakeApi) -> AsyncIterator[str]:
+    async with serving(make_api().app) as url:
+        yield url
+
+
+class Connection:
+    """Connection of a client that sends a body of a given length, and reads only when it is asked to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, url: str, path: str, length: str) -> "Connection":
+        host, port = url.removeprefix("http://").split(":")
+        connection = cls(*await asyncio.open_connection(host, int(port)))
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{length}\r\n\r\n"
+        await connection.send(head.encode())
+        return connection
+
+    async def send(self, data: bytes) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            self._writer.write(data)
+            await self._writer.drain()
+
+    async def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of the answer."""
+        async with asyncio.timeout(LIMIT_S):
+            lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+            headers = dict(line.split(": ", 1) for line in lines[1:] if line)
+            return int(lines[0].split()[1]), headers, await self._reader.readexactly(int(headers["content-length"]))
+
+    async def is_closed(self) -> bool:
+        """Return True if the server ends the connection, False if it answers one more request."""
+        try:
+            await self.send(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            async with asyncio.timeout(LIMIT_S):
+                return not await self._reader.read(1)
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "length", "beginning", "status"),
+    [
+        (PATH, f"content-length: {2**40}", b"", 413),
+        (PATH, f"content-length: {8 * 2**20}", MANY_VALUES, 400),
+        (PATH, "transfer-encoding: chunked", b"%x\r\n%s\r\n" % (len(MANY_VALUES), MANY_VALUES), 400),
+        ("/unknown", f"content-length: {8 * 2**20}", b"", 404),
+    ],
+    ids=["length", "values", "chunks", "path"],
+)
+async def test_the_answer_comes_before_the_body_has_arrived_and_ends_the_connection(
+    url: str, path: str, length: str, beginning: bytes, status: int
+) -> None:
+    connection = await Connection.open(url, path, length)
+    await connection.send(beginning)
+    found, headers, _ = await connection.answer()
+    assert (found, headers["connection"]) == (status, "close")
+    assert await connection.is_closed()
+    connection.close()
+
+
+def send_then_read(url: str, num_bytes: int) -> tuple[int, bytes]:
+    """Send a body with blocking calls until it is sent or fails; return the bytes sent and the answer's begin."""
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST {PATH} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {num_bytes}\r\n\r\n"
+    num_sent = 0
+    with socket.create_connection((host, int(port)), LIMIT_S) as connection:
+        connection.sendall(head.encode())
+        with contextlib.suppress(ConnectionError):
+            while num_sent < num_bytes:
+                num_sent += connection.send(bytes(2**20))
+        return num_sent, connection.recv(2**16)
+
+
+async def test_a_client_that_sends_all_before_it_reads_gets_the_answer_and_is_cut(url: str) -> None:
+    num_sent, answer = await asyncio.to_thread(send_then_read, url, 2**30)
+    assert num_sent < 2**29
+    assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_short_rest_of_a_body_does_not_cost_the_connection(url: str) -> None:
+    connection = await Connection.open(url, "/unknown", "content-length: 1000")
+    await connection.send(bytes(1000))
+    assert (await connection.answer())[0] == 404
+    assert not await connection.is_closed()
+    connection.close()
+
+
+async def test_behind_an_answer_nothing_is_received_from_the_client() -> None:
+    """Receive as Serve's proxies do: on and on, whether or not the application asks."""
+    num_received, end = 0, asyncio.Event()
+
+    async def endless() -> Message:
+        nonlocal num_received
+        num_received += 1
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": bytes(1000), "more_body": True}
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        async def receive_all() -> None:
+            while True:
+                await receive()
+
+        receiving = asyncio.create_task(receive_all())
+        await asyncio.sleep(0.01)
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"connection", b"close")]})
+        before = num_received
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+        await asyncio.sleep(0.01)
+        assert 0 < num_received <= before + 1
+        receiving.cancel()
+        end.set()
+
+    sent: list[Any] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
+    await UnreadBodyMiddleware(proxy)(scope, endless, send)
+    assert end.is_set()
+    assert [message.get("more_body") for message in sent] == [None, False]
