@@ -19,7 +19,7 @@ import transformers
 from transformers import LlamaConfig, PretrainedConfig
 
 from bench.engines import GREEDY
-from bench.gpu.device_time import StepTime, measure_decode, measure_prefill
+from bench.gpu.device_time import StepTime, measure_decode, measure_prefill, release
 from bench.gpu.items import Group, Item, Outcome, Target
 from bench.gpu.model_checks import (
     AHEAD_ARCHITECTURES,
@@ -33,10 +33,10 @@ from bench.gpu.model_checks import (
 from bench.models import LLAMA_1B, random_model
 from replicas.engine.config import EngineLimits
 from replicas.model.build import build_runner, warm_up
-from replicas.model.loading.options import Device, RunnerOptions
+from replicas.model.loading.options import Device, Dtype, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import SamplingParams
-from testkit.model.paged_cases import Chunks
+from testkit.model.paged_cases import KINDS, Chunks
 
 COMPILED_ARCHITECTURES = ("gemma2-window", "gpt_oss-window", "qwen3_moe")
 TINY = LlamaConfig(
@@ -69,7 +69,8 @@ def _correctness(target: Target) -> Iterable[Group]:
     yield Group("checks", "environment", (Item("versions", partial(_environment, device)),))
     yield Group("checks", "compile", (Item("kernels in parallel", partial(_compile, target), limit_s=240.0),))
     graph = _checked("captured graph", partial(_captured, device), _GRAPH_ADVICE)
-    yield Group("checks", "kernels", (*_kernel_items(target), *_small_items(target), graph))
+    kernels = (*_kernel_items(target), *_small_items(target), *_expert_items(target), *_sampling_items(target), graph)
+    yield Group("checks", "kernels", kernels)
     models = [
         _checked("built in one thread, run in another", partial(check_threads, device)),
         _checked("sampler", partial(check_sampler, device)),
@@ -79,10 +80,14 @@ def _correctness(target: Target) -> Iterable[Group]:
     models += [_checked(name, check, _ATTENTION_ADVICE) for name, check in equals]
     models += [_checked(f"{name} ahead", partial(check_ahead, name, device), _GRAPH_ADVICE) for name in ahead]
     yield Group("checks", "models", tuple(models))
+    yield Group("checks", "batch invariance", tuple(_invariance_items(target)))
 
 
 def _times(target: Target) -> Iterable[Group]:
-    runs = (("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("profile", _profile))
+    runs = (
+        ("steps", _steps), ("prefill", _prefill), ("sampling", _sampling), ("batch-invariant steps", _invariant_steps),
+        ("profile", _profile),
+    )  # fmt: skip
     yield Group("times", "steps", tuple(Item(name, partial(run, target)) for name, run in runs))
     yield Group("times", "memory", (Item("memory", partial(_memory, target)),))
     yield Group("times", "decodes", (Item("decodes", partial(_decodes, target), limit_s=300.0),))
@@ -146,6 +151,66 @@ def _small_items(target: Target) -> Iterable[Item]:
     advice = "see replicas/model/layers/triton_kernels.py"
     for dtype in (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT16, FLOAT32):
         yield _checked(str(dtype), partial(check_small_operations, dtype, target.device), advice)
+
+
+def _expert_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.kernel_checks import BFLOAT16, EXPERTS, FLOAT16, FLOAT32, check_experts
+
+    advice = "see replicas/model/layers/triton_experts.py; a model without experts is not affected"
+    names = ["tiny"] if target.is_tiny else list(EXPERTS)
+    for name in names:
+        dtypes = (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT16, FLOAT32) if name == "tiny" else (BFLOAT16,)
+        for dtype in dtypes:
+            num_tokens = (1, 9) if target.is_tiny else (1, 33, 700)
+            check = partial(check_experts, name, dtype, target.device, num_tokens)
+            yield _checked(f"experts of {name} in {dtype}", check, advice)
+
+
+def _sampling_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.kernel_checks import check_sampling_kernels, check_token_counts
+
+    advice = "see replicas/model/sampling/triton_kernels.py; a replica whose check fails uses plain torch"
+    yield _checked("sampling kernels", partial(check_sampling_kernels, target.device), advice)
+    yield _checked("counts of tokens", partial(check_token_counts, target.device), advice)
+
+
+def _invariance_items(target: Target) -> Iterable[Item]:
+    from bench.gpu.invariance_checks import check_alone, check_invariant_attention, check_rows
+    from bench.gpu.kernel_checks import BFLOAT16, FLOAT16, FLOAT32, LAYERS
+
+    advice = "batch_invariant=false avoids it; see replicas/model/layers/batch_invariant.py"
+    for dtype in (FLOAT32,) if target.is_tiny else (BFLOAT16, FLOAT16, FLOAT32):
+        yield _checked(f"products in {dtype}", partial(check_rows, dtype, target.device), advice)
+    layers = {"tiny": KINDS["window"]} if target.is_tiny else LAYERS
+    for name, layer in layers.items():
+        of_dtype = replace(layer, dtype=FLOAT32 if target.is_tiny else BFLOAT16)
+        num_batches = 1 if target.is_tiny else 20
+        check = partial(check_invariant_attention, name, of_dtype, target.device, num_batches)
+        yield _checked(f"attention for {name}", check, advice)
+    for architecture in ("llama",) if target.is_tiny else ("llama", "qwen3", "gemma2-window", "gpt2", "qwen3_moe"):
+        dtype_name: Dtype = "float32" if target.is_tiny else "bfloat16"
+        alone = partial(check_alone, architecture, target.device, dtype_name)
+        yield _checked(f"{architecture} alone and among others", alone, advice)
+
+
+def _invariant_steps(target: Target) -> Outcome:
+    """Time steps with batch-invariant operations beside the same steps without."""
+    if target.device == "cpu":
+        return Outcome(None, "changes nothing on a processor")
+    config, dtype = _model(target)
+    limits = EngineLimits(max_num_seqs=64, max_num_batched_tokens=2048)
+    times = []
+    for is_batch_invariant in (False, True):
+        loaded = replace(random_model(config, dtype, target.device), is_batch_invariant=is_batch_invariant)
+        runner = build_runner(loaded, limits, RunnerOptions())
+        warm_up(runner, limits)
+        name = "batch-invariant " if is_batch_invariant else ""
+        steps = [measure_decode(runner, size, 1024, GREEDY) for size in (1, 8, 64)]
+        steps += [measure_prefill(runner, num_tokens) for num_tokens in (256, 2048)]
+        times += [replace(step, step=f"{name}{step.step}") for step in steps]
+        del loaded, runner
+        release()
+    return Outcome(None, _shown(times), {"steps": list(map(asdict, times))})
 
 
 def _compile(target: Target) -> Outcome:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bench.gpu.model_checks import Check
+from replicas.engine.batch import ScheduledSequence
+from replicas.engine.sequence import Sequence as EngineSequence
 from replicas.errors import ModelLoadError
 from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
@@ -17,8 +20,17 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import LONG_SCHEDULE, check_attention
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.batch.inputs import LastSampledTokens
+from replicas.model.batch.transfers import HostToDeviceBuffer
 from replicas.model.hardware.device import compute_capability
+from replicas.model.hardware.selfcheck import relative_error
+from replicas.model.layers.experts import ExpertLayer, Routing
+from replicas.model.layers.triton_experts import expert_linear
 from replicas.model.layers.triton_ops import check_layer_ops
+from replicas.model.sampling.token_counts import TokenCounts, penalize_by_definition
+from replicas.model.sampling.triton_draw import check_draw
+from replicas.model.sampling.triton_penalties import check_penalties, penalize
+from replicas.protocol import GenerateRequest, SamplingParams
 from testkit.model.paged_cases import MIXTURES, TOLERANCES, Case, Chunks, attend_by_definition, largest_error
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,12 +45,15 @@ LAYERS = {
     "one-kv-head": Case(heads=(48, 1), sizes=(128, 128), scale=0.09),
     "blocks-of-5": Case(heads=(8, 2), sizes=(96, 96), block_size=5, scale=0.1),
 }
+RELATIVE = {FLOAT32: 1e-5, FLOAT16: 2e-3, BFLOAT16: 2e-2}
 IN_EVERY_DTYPE = ("gpt-oss-20b",)
 LONG: dict[str, Chunks] = {
     "long decodes": ((8999, 9000), (0, 1), (127, 128), (4000, 4001)),
     "long chunks": ((6000, 6100), (1, 1500)),
 }
 ALL = {**MIXTURES, **LONG}
+# Rows of one program of the draw: many are faster in Triton's interpreter.
+_INTERPRETED_ROWS = 64
 # With 0 processors no keys are split into parts, with 132 all that are long enough.
 FEW_PROCESSORS, MANY_PROCESSORS = 0, 132
 
@@ -63,6 +78,91 @@ def check_small_operations(dtype: torch.dtype, device: str) -> Check:
     """Check norms, rotation and gate against plain torch."""
     fault = check_layer_ops(dtype, torch.device(device))
     return Check(f"a layer's small operations in {dtype}", fault is None, fault or "as plain torch")
+
+
+EXPERTS = {
+    "mixtral-8x7b": (8, 2, 4096, 28_672, False),
+    "qwen3-30b-a3b": (128, 8, 2048, 1536, False),
+    "gpt-oss-20b": (32, 4, 2880, 5760, True),
+    "tiny": (6, 2, 40, 48, True),
+}
+"""Number of experts, experts of a token, sizes of input and output, and whether the weights are transposed."""
+
+
+@torch.inference_mode()
+def check_experts(name: str, dtype: torch.dtype, device: str, num_tokens: Sequence[int]) -> Check:
+    """Check the kernel of experts alone against torch's product of each expert."""
+    num_experts, top_k, in_size, out_size, is_transposed = EXPERTS[name]
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=device, dtype=dtype)
+
+    sizes = (in_size, out_size) if is_transposed else (out_size, in_size)
+    biases = draw(num_experts, out_size) if is_transposed else None
+    layer = ExpertLayer(draw(num_experts, *sizes), biases, is_transposed)
+    worst = 0.0
+    for number in num_tokens:
+        inputs = draw(number, in_size)
+        index = torch.rand(number, num_experts, generator=generator, device=device).topk(top_k).indices
+        routing = Routing.of(index, num_experts)
+        expected = _of_experts(inputs, layer, index)
+        first = expert_linear(inputs, layer, routing, is_first=True)
+        of_pairs = inputs.repeat_interleave(top_k, dim=0)[routing.order]
+        second = expert_linear(of_pairs, layer, routing, is_first=False)
+        errors = relative_error(first.float(), expected[routing.order]), relative_error(second.float(), expected)
+        worst = max(worst, *errors)
+    return Check(f"experts of {name} in {dtype}", worst < RELATIVE[dtype], f"largest error {worst:.1e} of a row")
+
+
+def _of_experts(inputs: Tensor, layer: ExpertLayer, index: Tensor) -> Tensor:
+    """Return the product of each pair, [num_pairs, out_size] float32."""
+    pairs = inputs.repeat_interleave(index.shape[1], dim=0).float()
+    output = pairs.new_empty(len(pairs), layer.out_size)
+    for expert, weights in enumerate(layer.weights):
+        mine = index.flatten() == expert
+        product = pairs[mine] @ (weights if layer.is_transposed else weights.t()).float()
+        output[mine] = product if layer.biases is None else product + layer.biases[expert].float()
+    return output
+
+
+def check_sampling_kernels(device: str) -> Check:
+    """Check the kernels of penalties and of the draw from the most probable tokens, each alone."""
+    where = torch.device(device)
+    found = {
+        "penalties": check_penalties(where),
+        "the draw": check_draw(where, _INTERPRETED_ROWS if device == "cpu" else 1),
+    }
+    faults = [f"{name}: {fault}" for name, fault in found.items() if fault is not None]
+    return Check("kernels of penalties and of the draw", not faults, "; ".join(faults) or "as plain torch")
+
+
+def check_token_counts(device: str) -> Check:
+    """Check that counts on the device, some of them of tokens that only it knows, give the host's penalties."""
+    vocab_size, num_steps = 1000, 12
+    logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(0))
+    params = SamplingParams(max_tokens=64, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
+    found = []
+    for where, penalizing in ((torch.device(device), penalize), (torch.device("cpu"), penalize_by_definition)):
+        counts = TokenCounts(3, vocab_size, where, penalizing)
+        sequences = [EngineSequence(GenerateRequest(f"{row}", (row, 5, 5), params), 0.0, None, row) for row in range(3)]
+        last = LastSampledTokens.none(where)
+        for step in range(num_steps):
+            # The newest token is known to the device alone.
+            items = [ScheduledSequence(sequence, 2 + step, 1) for sequence in sequences]
+            to_device = HostToDeviceBuffer()
+            sent = counts.send(items, last, to_device)
+            changed = logits.to(where, copy=True)
+            assert sent is not None
+            sent.apply(changed, to_device.send(where))
+            tokens = changed.argmax(dim=-1)
+            for row, sequence in enumerate(sequences):
+                if step > 0:
+                    sequence.token_ids.append(int(last.tokens[row]))
+            last = LastSampledTokens(tokens, {sequence: row for row, sequence in enumerate(sequences)})
+        found.append(changed.cpu())
+    error = float((found[0] - found[1]).abs().max())
+    return Check("counts of tokens", error < TOLERANCES[FLOAT32], f"largest error {error:.1e} after {num_steps} steps")
 
 
 def check_flash(device: str) -> Check:

@@ -19,15 +19,17 @@ from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, Memor
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
 from replicas.model.runner import TorchModelRunner
-from replicas.model.sampling.sampler import token_counts
+from replicas.model.sampling.sampler import has_draw_kernel, token_counts
 
 
 def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:
     """Build a runner for `loaded` with as many KV blocks as `options` allow.
 
     Raises:
-        ModelLoadError: fewer than two blocks fit, or the requested attention backend does not work.
+        ModelLoadError: fewer than two blocks fit, or a requested attention backend or kernel does not work.
     """
+    if loaded.is_batch_invariant and not has_draw_kernel(loaded.device):
+        raise ModelLoadError("batch_invariant is true, and the kernel that it needs for sampling does not work here")
     cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
     attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
     graphs = _graph_builder(loaded, attention, limits, options)

@@ -203,7 +203,7 @@ class TorchModelRunner:
         self, batch: ScheduledBatch, parts: list[ForwardPart], to_host: DeviceToHostBuffer
     ) -> list[PendingPart]:
         """Launch the sampling of a step, the last that was launched."""
-        with self._counts_known():
+        with self._counts_known(), self._loaded.ops():
             sampled = [part.sample(to_host) for part in parts]
         to_host.close(self._loaded.device)
         self._last_sampled = _last_sampled_tokens(sampled, batch, self._loaded.device)
@@ -235,7 +235,15 @@ class TorchModelRunner:
     def _sampler(self, items: list[ScheduledSequence], to_device: HostToDeviceBuffer) -> Sampler:
         sent = None if self._counts is None else self._counts.send(items, self._last_sampled, to_device)
         eos_token_ids, vocab_size = self._loaded.eos_token_ids, self._loaded.vocab_size
-        return Sampler(items, eos_token_ids, vocab_size, to_device, sent, has_counts=self._counts is not None)
+        return Sampler(
+            items,
+            eos_token_ids,
+            vocab_size,
+            to_device,
+            sent,
+            has_counts=self._counts is not None,
+            batch_invariant=self._loaded.is_batch_invariant,
+        )
 
     @contextmanager
     def _counts_known(self) -> Iterator[None]:
@@ -270,7 +278,8 @@ class TorchModelRunner:
         scores: tuple[PendingScores, ...] = ()
         if targets:
             max_top = items[0].sequence.request.params.prompt_logprobs or 0
-            launched = launch_logprobs(logits[: len(targets)], on_device.ints(target_span), max_top, to_host)
+            with self._loaded.ops():
+                launched = launch_logprobs(logits[: len(targets)], on_device.ints(target_span), max_top, to_host)
             scores = (PendingScores(targets, max_top, launched),)
         # With a scored prompt every row has logits, and the last row samples the next token.
         rows = logits[len(logits) - len(sampling) :]

@@ -73,6 +73,10 @@ def test_strings_of_the_command_line_become_typed_values():
         ({"device": "cpu", "compile_layers": True}, ["device (cpu)", "compile_layers (true)"]),
         ({"device": "cpu", "attention_backend": "triton"}, ["device (cpu)", "attention_backend (triton)"]),
         (
+            {"batch_invariant": True, "attention_backend": "gather"},
+            ["batch_invariant (true)", "attention_backend (gather)"],
+        ),
+        (
             {"attention_backend": "flash", "kv_cache_dtype": "fp8"},
             ["attention_backend (flash)", "kv_cache_dtype (fp8)"],
         ),
@@ -171,6 +175,7 @@ def test_every_setting_reaches_its_part(part):
         "api_key_file": "there", "access_log_socket": "there",
         "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,
+        "batch_invariant": True,
         "generation_config": "vllm", "allowed_origins": "null",
         "tool_call_parser": "hermes", "prefix_cache_scope": "shared",
         "otlp_traces_endpoint": "http://there", "trace_sampling_ratio": 0.5, "trace_prompts": True,

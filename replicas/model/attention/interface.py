@@ -75,6 +75,8 @@ class AttentionSpec:
     """True if the compiled CPU kernels are loaded and support `dtype`."""
     quantized_cache: torch.dtype | None = None
     """Number format of a KV cache in 8 bits, int8 or float8_e4m3fn; None: the cache has `dtype`."""
+    batch_invariant_len: int | None = None
+    """Length of the longest sequence, if attention must not depend on the other sequences of a batch; else None."""
 
 
 class AttentionPort:

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 BACKENDS = ("auto", "flash", "triton", "gather")
 # Processor counts for the check: with the first, no keys are split into parts; with the second, they are.
 _FEW_PROCESSORS, _MANY_PROCESSORS = 0, 4096
+# Keys of a part for the check of batch-invariant attention: so few that sequences have several parts.
+_FEW_PART_KEYS = 64
 
 ChunkSchedule = tuple[tuple[tuple[int, int], ...], ...]
 """Chunks [start, end) of each pass, one per sequence; earlier passes have computed the positions before them."""
@@ -50,7 +52,9 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
     """
     if backend not in BACKENDS:
         raise ModelLoadError(f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if backend == "auto":
+    if spec.batch_invariant_len is not None and backend not in ("auto", "triton"):
+        raise ModelLoadError(f"attention_backend is {backend!r}, and batch_invariant is true, which needs triton")
+    if backend == "auto" and spec.batch_invariant_len is None:
         return _fastest(spec)
     if backend == "gather":
         return GatherAttention
@@ -122,13 +126,16 @@ def _triton(spec: AttentionSpec) -> TritonBackend:
     """Return the backend of Triton's kernels. Raises ModelLoadError if Triton is not installed or the check fails."""
     try:
         # Only torch for CUDA installs Triton. Replicas on CPU run without it.
-        from replicas.model.attention.triton import TritonBackend
+        from replicas.model.attention.triton import TritonBackend, fixed_part_keys
     except ImportError as error:
         raise ModelLoadError(str(error)) from error
-    capability = compute_capability(spec.device)
-    candidates = [TritonBackend(number, capability) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)]
+    capability, longest = compute_capability(spec.device), spec.batch_invariant_len
+    if longest is None:
+        candidates = [TritonBackend(number, capability) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)]
+    else:
+        candidates = [TritonBackend(1, capability, keys) for keys in (_FEW_PART_KEYS, fixed_part_keys(longest))]
     _refuse_wrong(spec, candidates, SHORT_SCHEDULE)
-    return TritonBackend(_num_processors(spec.device), capability)
+    return candidates[-1] if longest is not None else TritonBackend(_num_processors(spec.device), capability)
 
 
 def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionBackend], schedule: ChunkSchedule) -> None:

@@ -39,6 +39,8 @@ _READING_SHARED_MEMORY = (90, 100, 103)
 _ALIGNMENTS = (16, 8, 1)
 # Numbers that one program of the writing kernel copies.
 _PROGRAM_NUMBERS = 4096
+# Smallest number of keys per part where parts end at fixed positions.
+_MIN_FIXED_PART_KEYS = 2048
 # Chunks that the planning kernel computes at a time.
 _PLANNED_CHUNKS = 128
 
@@ -102,36 +104,46 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
         return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=4, num_stages=2)
     is_narrow = width <= 128
     rows = max(128 if is_narrow else 64, group_rows)
+    # A third stage copies the block ids ahead. On Blackwell, for heads of 64, it needs more registers than two programs
+    # have.
     if capability in _READING_SHARED_MEMORY:
-        # A third stage copies the block ids ahead. For heads of 64 it would need more registers than two programs have.
-        num_stages = 3 if width > 64 else 2
+        num_stages = 2 if capability >= 100 and width <= 64 else 3
         return TileShape(rows // shape.group_size, rows, keys, num_warps=8 if is_narrow else 4, num_stages=num_stages)
     # Sums are in registers, and so are the operands of the matrix units.
-    return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=2)
+    return TileShape(rows // shape.group_size, rows, min(32, keys), num_warps=8, num_stages=3)
+
+
+def fixed_part_keys(max_model_len: int) -> int:
+    """Return the multiple at which the parts of sequences of up to `max_model_len` tokens end."""
+    return max(_MIN_FIXED_PART_KEYS, int(triton.next_power_of_2(triton.cdiv(max_model_len, MAX_PARTS))))
 
 
 @dataclass(frozen=True, slots=True)
 class PieceBounds:
     """Bounds of a list of pieces, known to the host: they depend on no value on the device."""
 
-    num_tiles: int
-    num_parts: int
-    """Number of parts that the keys of all tiles are cut into beside the last part of each tile; 0: no keys are cut."""
+    num_pieces: int
+    num_splits: int
+    """Most tiles of several parts."""
+    num_part_rows: int
+    """Most tokens of all parts of these tiles together; 0: no tile has several parts."""
 
-    @property
-    def num_pieces(self) -> int:
-        """Most pieces: n keys in parts of at least n / num_parts keys, and a last part for each tile."""
-        return self.num_tiles + self.num_parts
+    @classmethod
+    def even(cls, group: ChunkGroup, tile_tokens: int, num_parts: int) -> PieceBounds:
+        """Return the bounds for parts of at least one `num_parts`-th of all keys; 0: there are no parts.
 
-    @property
-    def num_splits(self) -> int:
-        """Most tiles of several parts: each has more keys than a part has."""
-        return max(1, min(self.num_tiles, self.num_parts))
+        Each tile has a last part beside those that are full. A tile of several parts has more keys than a part.
+        """
+        num_tiles = group.max_tiles(tile_tokens)
+        num_splits = min(num_tiles, num_parts)
+        return cls(num_tiles + num_parts, max(1, num_splits), (num_splits + num_parts) * tile_tokens)
 
-    @property
-    def num_partial_results(self) -> int:
-        """Most parts of tiles of several parts."""
-        return self.num_splits + self.num_parts
+    @classmethod
+    def fixed(cls, group: ChunkGroup, tile_tokens: int, part_keys: int) -> PieceBounds:
+        """Return the bounds for parts that end at multiples of `part_keys`."""
+        num_tiles, most_parts = group.max_tiles(tile_tokens), -(-group.longest // part_keys)
+        num_part_rows = group.num_tokens * most_parts if most_parts > 1 else 0
+        return cls(num_tiles * most_parts, num_tiles, num_part_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +153,15 @@ class WorkList:
     pieces: Tensor  # [num_pieces, PIECE_FIELDS] int32, see `triton_kernels`
     splits: Tensor  # [num_splits, PIECE_FIELDS] int32
     bounds: PieceBounds
+    num_parts: int
+    """Number of even parts that all keys are cut into, beside the last part of each tile."""
+    part_keys: int | None = None
+    """Multiple at which parts end; None: they are even."""
+
+    @property
+    def is_split(self) -> bool:
+        """True if the kernel knows parts. With parts of a fixed size one kernel serves all batches."""
+        return self.part_keys is not None or self.num_parts > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +169,7 @@ class _WorkKey:
     """Properties of layers that share a list of pieces."""
 
     is_decode: bool
-    tile_tokens: int
-    tile_keys: int
+    tile: TileShape
     window: int | None
     num_parts: int
 
@@ -161,9 +181,7 @@ class TritonAttention:
     cache: KVCache
     slots: Tensor
     plan: AttentionPlan
-    num_programs: int
-    capability: int
-    """Compute capability of the device, such as 90 for 9.0."""
+    backend: TritonBackend
     _work: dict[_WorkKey, WorkList] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> Tensor:
@@ -180,28 +198,31 @@ class TritonAttention:
 
     def _attend_group(self, call: AttentionCall, layer: LayerCache, group: ChunkGroup, output: Tensor) -> None:
         shape = layer_shape(call, layer)
-        is_decode = group is self.plan.decodes
-        tile = choose_tile(shape, is_decode, self.capability)
-        work = self._pieces(call.window, shape, group, tile, is_decode=is_decode)
-        launch = _Launch(call, layer, group, shape, tile, work, output)
+        # The sums of one kernel may have another order than those of another.
+        is_decode = group is self.plan.decodes and self.backend.part_keys is None
+        tile = choose_tile(shape, is_decode, self.backend.capability)
+        launch = _Launch(call, layer, group, shape, tile, self._pieces(call.window, shape, group, tile), output)
         parts = _Parts.of(launch)
         _attend(launch, parts)
-        if work.bounds.num_parts > 0:
+        if launch.work.bounds.num_part_rows > 0:
             _combine(launch, parts)
 
-    def _pieces(
-        self, window: int | None, shape: LayerShape, group: ChunkGroup, tile: TileShape, *, is_decode: bool
-    ) -> WorkList:
+    def _pieces(self, window: int | None, shape: LayerShape, group: ChunkGroup, tile: TileShape) -> WorkList:
         """Return the pieces of a layer's work, which the first layer of a kind makes."""
         num_keys = group.longest if window is None else min(group.longest, window + tile.tokens + tile.keys)
-        num_parts = self.num_programs // shape.num_kv_heads if num_keys > _MIN_PART_KEYS else 0
-        key = _WorkKey(is_decode, tile.tokens, tile.keys, window, num_parts)
+        num_parts = self.backend.num_programs // shape.num_kv_heads if num_keys > _MIN_PART_KEYS else 0
+        key = _WorkKey(group is self.plan.decodes, tile, window, num_parts)
         if key not in self._work:
-            bounds = PieceBounds(group.max_tiles(tile.tokens), num_parts)
+            part_keys = self.backend.part_keys
+            bounds = (
+                PieceBounds.even(group, tile.tokens, num_parts)
+                if part_keys is None
+                else PieceBounds.fixed(group, tile.tokens, part_keys)
+            )
             pieces, splits = (
                 group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_splits)
             )
-            self._work[key] = WorkList(pieces, splits, bounds)
+            self._work[key] = WorkList(pieces, splits, bounds, num_parts, part_keys)
             _plan(self._work[key], group, tile, window)
         return self._work[key]
 
@@ -211,10 +232,15 @@ class TritonBackend:
 
     kernels = "Triton kernels"
 
-    def __init__(self, num_processors: int, capability: int) -> None:
-        """Make a backend for a device of `capability`, such as 90 for 9.0."""
-        self._num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
-        self._capability = capability
+    def __init__(self, num_processors: int, capability: int, part_keys: int | None = None) -> None:
+        """Make a backend for a device of `capability`, such as 90 for 9.0.
+
+        With `part_keys` it is batch-invariant: one kernel serves decodes and prompts, and the keys of all sequences are
+        cut at the multiples of `part_keys`, into at most `MAX_PARTS` parts. Otherwise the batch decides.
+        """
+        self.num_programs = _PROGRAMS_PER_PROCESSOR * num_processors
+        self.capability = capability
+        self.part_keys = part_keys
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> TritonAttention:
         """Return the attention of the chunks of `inputs`."""
@@ -225,7 +251,7 @@ class TritonBackend:
 
         `slots` [num_tokens] int64 are the slots for the keys and values.
         """
-        return TritonAttention(cache, slots, plan, self._num_programs, self._capability)
+        return TritonAttention(cache, slots, plan, self)
 
     @staticmethod
     def write(layer: LayerCache, slots: Tensor, call: AttentionCall) -> None:
@@ -253,20 +279,20 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Partial results, one for each part of the keys of a tile, in the order part, KV head, row."""
+    """Partial results, one row for each token of each part."""
 
-    values: Tensor  # [num_rows, value_width] float32
-    sums: Tensor  # [num_rows] float32: logarithm to base 2 of the sum of a part's softmax weights
+    values: Tensor  # [num_part_rows, num_query_heads, value_width] float32
+    sums: Tensor  # [num_part_rows, num_query_heads] float32: logarithm to base 2 of the sum of softmax weights
 
     @classmethod
     def of(cls, launch: _Launch) -> _Parts:
-        """Allocate memory for the parts. If no keys are cut, use the output as a placeholder."""
-        bounds, shape = launch.work.bounds, launch.shape
-        if bounds.num_parts == 0:
+        """Allocate memory for the parts. If there are none, use the output as a placeholder."""
+        num_rows = launch.work.bounds.num_part_rows
+        if num_rows == 0:
             return cls(launch.output, launch.output)
-        num_rows = bounds.num_partial_results * shape.num_kv_heads * launch.tile.tokens * shape.group_size
-        values = launch.output.new_empty(num_rows, shape.value_width, dtype=torch.float32)
-        return cls(values, launch.output.new_empty(num_rows, dtype=torch.float32))
+        num_heads = launch.output.shape[1]
+        values = launch.output.new_empty(num_rows, num_heads, launch.shape.value_width, dtype=torch.float32)
+        return cls(values, launch.output.new_empty(num_rows, num_heads, dtype=torch.float32))
 
 
 def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, call: AttentionCall) -> None:
@@ -322,15 +348,15 @@ def _plan(work: WorkList, group: ChunkGroup, tile: TileShape, window: int | None
         len(group.chunks),
         bounds.num_pieces,
         bounds.num_splits,
-        max(1, bounds.num_parts),
+        max(1, work.num_parts),
         window or 0,
-        _MIN_PART_KEYS,
+        work.part_keys or _MIN_PART_KEYS,
         TILE_TOKENS=tile.tokens,
         TILE_KEYS=tile.keys,
         NUM_LANES=_PLANNED_CHUNKS,
         MOST_PARTS=MAX_PARTS,
         HAS_WINDOW=window is not None,
-        IS_FIXED=False,
+        IS_FIXED=work.part_keys is not None,
     )
 
 
@@ -359,7 +385,6 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         KEY_WIDTH=shape.key_width,
         VALUE_WIDTH=shape.value_width,
         BLOCK_SIZE=layer.keys.shape[1],
-        TILE_TOKENS=tile.tokens,
         TILE_ROWS=tile.rows,
         TILE_KEYS=tile.keys,
         HAS_WINDOW=call.window is not None,
@@ -367,7 +392,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         HAS_SINKS=call.scoring.sinks is not None,
         HAS_SCALES=layer.is_quantized,
         IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
-        IS_SPLIT=launch.work.bounds.num_parts > 0,
+        IS_SPLIT=launch.work.is_split,
         STRIDE_ALIGNMENT=_alignment(strides),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -386,7 +411,6 @@ def _combine(launch: _Launch, parts: _Parts) -> None:
         GROUP_SIZE=shape.group_size,
         VALUE_SIZE=shape.value_size,
         VALUE_WIDTH=shape.value_width,
-        TILE_TOKENS=tile.tokens,
         MOST_PARTS=MAX_PARTS,
         HAS_SINKS=launch.call.scoring.sinks is not None,
     )

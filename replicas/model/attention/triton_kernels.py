@@ -8,9 +8,11 @@ writes the list of these pieces of work, on the device and once for all layers o
 - `chunks` [num_chunks, 4] int32: first row in the flat batch, its position, number of tokens, and the sequence's row in
   `tables`; -1: rows without a sequence, whose output is zeros.
 - `pieces` [num_pieces, 8] int32: first row, its position, number of tokens (0: no work), row in `tables`, first key,
-  end of the keys, and the index of the part among the partial results (-1: the piece has all keys of its tile).
-- `splits` [num_splits, 8] int32, tiles of several parts: first row, number of tokens (0: no work), index of the first
-  part, number of parts, and the number of the first part counted from key 0.
+  end of the keys, and the first row of the part's results in `parts` (-1: the piece has all keys of its tile).
+- `splits` [num_splits, 8] int32, tiles of several parts: first row, number of tokens (0: no work), first row of the
+  first part's results in `parts`, number of parts, and the number of the first part counted from key 0.
+- `parts` [num_rows, number of query heads, VALUE_WIDTH] float32 and `part_sums` [num_rows, number of query heads]: the
+  parts' results, one row for each token of each part.
 
 The kernels are not specialised on integers that differ between steps: a new value must not compile anything during
 serving. STRIDE_ALIGNMENT says what the strides are multiples of, so that the compiler can load 16 bytes at a time.
@@ -58,7 +60,7 @@ def plan_kernel(
     """Write `pieces` and `splits` for `chunks`. One program does it.
 
     Parts have about one `num_parts`-th of all keys of all tiles, and at least `min_part_keys`. If IS_FIXED, they end at
-    multiples of `min_part_keys`, whatever the chunks are.
+    multiples of `min_part_keys`, whatever the other chunks are.
     """
     part_keys = min_part_keys
     if not IS_FIXED:
@@ -76,7 +78,7 @@ def plan_kernel(
         part_keys = tl.cdiv(part_keys, TILE_KEYS) * TILE_KEYS
 
     piece_count = 0
-    part_count = 0
+    row_count = 0
     split_count = 0
     for first in range(0, num_chunks, NUM_LANES):
         row, position, num_tokens, table_row = _load_chunks(chunks, first, num_chunks, NUM_LANES)
@@ -88,9 +90,9 @@ def plan_kernel(
                 lowest = begin // part_keys * part_keys
             # A tile without keys is one piece, which writes zeros.
             parts = tl.where(tokens > 0, tl.maximum((end - lowest + part_keys - 1) // part_keys, 1), 0)
-            split_parts = tl.where(parts > 1, parts, 0)
+            num_rows = tl.where(parts > 1, parts * tokens, 0)
             piece = piece_count + tl.cumsum(parts, 0) - parts
-            part = part_count + tl.cumsum(split_parts, 0) - split_parts
+            part_row = row_count + tl.cumsum(num_rows, 0) - num_rows
             is_split = (parts > 1).to(tl.int32)
             split = split_count + tl.cumsum(is_split, 0) - is_split
             for number in range(tl.max(parts, 0)):
@@ -102,16 +104,16 @@ def plan_kernel(
                 tl.store(cell + 3, table_row, mask=mask)
                 tl.store(cell + 4, tl.maximum(begin, lowest + number * part_keys), mask=mask)
                 tl.store(cell + 5, tl.minimum(end, lowest + (number + 1) * part_keys), mask=mask)
-                tl.store(cell + 6, tl.where(parts > 1, part + number, -1), mask=mask)
+                tl.store(cell + 6, tl.where(parts > 1, part_row + number * tokens, -1), mask=mask)
             cell = splits + split * 8
             mask = parts > 1
             tl.store(cell, row + offset, mask=mask)
             tl.store(cell + 1, tokens, mask=mask)
-            tl.store(cell + 2, part, mask=mask)
+            tl.store(cell + 2, part_row, mask=mask)
             tl.store(cell + 3, parts, mask=mask)
             tl.store(cell + 4, tl.where(IS_FIXED, lowest // part_keys, 0), mask=mask)
             piece_count += tl.sum(parts, 0)
-            part_count += tl.sum(split_parts, 0)
+            row_count += tl.sum(num_rows, 0)
             split_count += tl.sum(is_split, 0)
 
     lanes = tl.arange(0, NUM_LANES)
@@ -183,7 +185,6 @@ def attend_kernel(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -240,9 +241,9 @@ def attend_kernel(
     values = values / tl.where(total == 0.0, 1.0, total)[:, None]
     sums = highest + tl.log2(total)
     if IS_SPLIT:
-        part = tl.load(piece + 6)
-        if part >= 0:
-            cells = (part * NUM_KV_HEADS + head).to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + rows
+        part_row = tl.load(piece + 6)
+        if part_row >= 0:
+            cells = (part_row.to(tl.int64) + tokens) * (NUM_KV_HEADS * GROUP_SIZE) + query_heads
             tl.store(part_sums + cells, sums, mask=is_row)
             tl.store(parts + cells[:, None] * VALUE_WIDTH + output_columns, values, mask=is_row[:, None])
             return
@@ -348,7 +349,6 @@ def combine_kernel(
     GROUP_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
@@ -358,13 +358,15 @@ def combine_kernel(
     """
     head, split, row = tl.program_id(0), splits + tl.program_id(1) * 8, tl.program_id(2)
     token = row // GROUP_SIZE
-    if token >= tl.load(split + 1):
+    num_tokens = tl.load(split + 1)
+    if token >= num_tokens:
         return
     query_head = head * GROUP_SIZE + row % GROUP_SIZE
     numbers = tl.arange(0, MOST_PARTS) - tl.load(split + 4)
     is_part = (numbers >= 0) & (numbers < tl.load(split + 3))
     columns = tl.arange(0, VALUE_WIDTH)
-    cells = ((tl.load(split + 2) + numbers) * NUM_KV_HEADS + head).to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + row
+    part_rows = tl.load(split + 2).to(tl.int64) + numbers * num_tokens + token
+    cells = part_rows * (NUM_KV_HEADS * GROUP_SIZE) + query_head
     sums = tl.load(part_sums + cells, mask=is_part, other=float("-inf"))
     highest = tl.max(sums, 0)
     weights = tl.exp2(sums - highest)

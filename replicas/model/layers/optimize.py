@@ -57,9 +57,13 @@ def cpu_modules(dtype: torch.dtype, has_kernels: bool, quantization: str) -> Fus
     )
 
 
-def cuda_modules(dtype: torch.dtype, device: torch.device) -> FusedModules:
-    """Return the fastest replacements on a CUDA device: Triton's kernels if they pass their check, else plain torch."""
-    return FusedModules(_cuda_ops(dtype, device), plain_linear, expert_linear=_cuda_expert_linear(dtype, device))
+def cuda_modules(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False) -> FusedModules:
+    """Return the fastest replacements on a CUDA device: Triton's kernels if they pass their check, else plain torch.
+
+    If `batch_invariant`, experts multiply in tiles of one size for any number of rows.
+    """
+    experts = _cuda_expert_linear(dtype, device, batch_invariant=batch_invariant)
+    return FusedModules(_cuda_ops(dtype, device), plain_linear, expert_linear=experts)
 
 
 def optimize_model(
@@ -76,16 +80,17 @@ def optimize_model(
             _log.warning("experts wait for the device and are slow: Triton's kernel does not work here: %s", fault)
 
 
-def _cuda_expert_linear(dtype: torch.dtype, device: torch.device) -> ExpertLinear | None:
+def _cuda_expert_linear(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> ExpertLinear | None:
     """Return the linear layers of experts, where torch's own grouped product would wait for the device."""
-    if dtype == torch.bfloat16 and compute_capability(device) in _GROUPED_PRODUCTS and device.type == "cuda":
+    has_grouped_product = device.type == "cuda" and compute_capability(device) in _GROUPED_PRODUCTS
+    if has_grouped_product and dtype == torch.bfloat16 and not batch_invariant:
         return None
     try:
         # Only torch for CUDA installs Triton.
-        from replicas.model.layers.triton_experts import expert_linear
+        from replicas.model.layers.triton_experts import batch_invariant_expert_linear, expert_linear
     except ImportError:
         return None
-    return expert_linear
+    return batch_invariant_expert_linear if batch_invariant else expert_linear
 
 
 def _cuda_ops(dtype: torch.dtype, device: torch.device) -> LayerOps:

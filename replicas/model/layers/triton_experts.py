@@ -15,7 +15,7 @@ _MIN_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTile:
+class ProductTile:
     """Size of a program's tile, and its launch parameters: warps and pipeline stages."""
 
     rows: int
@@ -25,7 +25,7 @@ class ExpertTile:
     num_stages: int
 
 
-def choose_expert_tile(num_pairs: int, num_experts: int, itemsize: int) -> ExpertTile:
+def choose_expert_tile(num_pairs: int, num_experts: int, itemsize: int) -> ProductTile:
     """Return the tile for `num_pairs` rows among `num_experts` experts, with numbers of `itemsize` bytes.
 
     With few rows for an expert, the reading of its weights takes the time: a tile then has few rows and much of the
@@ -33,19 +33,35 @@ def choose_expert_tile(num_pairs: int, num_experts: int, itemsize: int) -> Exper
     """
     is_small = num_pairs <= 2 * _MIN_WIDTH * num_experts
     if itemsize > 2:  # Exact products do not use the matrix units.
-        return ExpertTile(_MIN_WIDTH if is_small else 32, 32, 32, num_warps=4, num_stages=2)
+        return ProductTile(_MIN_WIDTH if is_small else 32, 32, 32, num_warps=4, num_stages=2)
     if is_small:
-        return ExpertTile(_MIN_WIDTH, 64, 128, num_warps=4, num_stages=3)
-    return ExpertTile(64, 128, 64, num_warps=4, num_stages=3)
+        return ProductTile(_MIN_WIDTH, 64, 128, num_warps=4, num_stages=3)
+    return ProductTile(64, 128, 64, num_warps=4, num_stages=3)
+
+
+def batch_invariant_tile(itemsize: int) -> ProductTile:
+    """Return the tile of products of numbers of `itemsize` bytes for any number of rows."""
+    if itemsize > 2:  # Exact products do not use the matrix units.
+        return ProductTile(32, 32, 32, num_warps=4, num_stages=2)
+    return ProductTile(64, 64, 64, num_warps=4, num_stages=3)
 
 
 def expert_linear(inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
     """Return the products of the rows with the matrices of their experts, [num_pairs, out_size]. See `ExpertLinear`."""
+    tile = choose_expert_tile(len(routing.order), len(layer.weights), inputs.itemsize)
+    return _multiply(inputs, layer, routing, tile, is_first=is_first)
+
+
+def batch_invariant_expert_linear(inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:
+    """Return the same products, in tiles whose size does not depend on the number of rows. See `ExpertLinear`."""
+    return _multiply(inputs, layer, routing, batch_invariant_tile(inputs.itemsize), is_first=is_first)
+
+
+def _multiply(inputs: Tensor, layer: ExpertLayer, routing: Routing, tile: ProductTile, *, is_first: bool) -> Tensor:
     num_pairs, num_experts = len(routing.order), len(layer.weights)
     assert inputs.is_contiguous() and layer.weights.is_contiguous()
     assert layer.biases is None or layer.biases.is_contiguous()
     output = inputs.new_empty(num_pairs, layer.out_size)
-    tile = choose_expert_tile(num_pairs, num_experts, inputs.itemsize)
     # Every expert with rows has a last tile that is not full, in the worst case.
     num_tiles = num_pairs // tile.rows + min(num_experts, num_pairs)
     expert_linear_kernel[(triton.cdiv(layer.out_size, tile.columns), num_tiles)](

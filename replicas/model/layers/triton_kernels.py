@@ -165,3 +165,51 @@ def expert_linear_kernel(
         sums += bias.to(tl.float32)[None, :]
     where = output + targets[:, None] * OUT_SIZE + columns[None, :]
     tl.store(where, sums.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    inputs,  # [num_rows, IN_SIZE], contiguous
+    weight,  # [IN_SIZE, OUT_SIZE], contiguous; [OUT_SIZE, IN_SIZE] if IS_TRANSPOSED
+    bias,  # [OUT_SIZE]
+    output,  # [num_rows, OUT_SIZE], contiguous
+    num_rows,
+    IN_SIZE: tl.constexpr,
+    OUT_SIZE: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+    TILE_INNER: tl.constexpr,
+):
+    """Compute a tile of the product of inputs and weight. The order of an output's sum depends on IN_SIZE alone."""
+    rows = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    columns = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    is_row = rows < num_rows
+    is_column = columns < OUT_SIZE
+    inner = tl.arange(0, TILE_INNER)
+    in_stride = 1 if IS_TRANSPOSED else OUT_SIZE
+    out_stride = IN_SIZE if IS_TRANSPOSED else 1
+    row_inputs = inputs + rows.to(tl.int64)[:, None] * IN_SIZE + inner[None, :]
+    weight_tile = weight + inner[:, None] * in_stride + columns.to(tl.int64)[None, :] * out_stride
+    sums = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
+    for first in range(0, IN_SIZE, TILE_INNER):
+        is_inner = inner < IN_SIZE - first
+        left = tl.load(row_inputs + first, mask=is_row[:, None] & is_inner[None, :], other=0.0)
+        right = tl.load(weight_tile + first * in_stride, mask=is_inner[:, None] & is_column[None, :], other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    where = output + rows.to(tl.int64)[:, None] * OUT_SIZE + columns[None, :]
+    tl.store(where, sums.to(output.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["size"])
+def row_sum_kernel(rows, sums, size, TILE: tl.constexpr):
+    """Compute the sum of row `program_id(0)` of `rows` [num_rows, size], contiguous, in float32."""
+    columns = tl.arange(0, TILE)
+    row = rows + tl.program_id(0).to(tl.int64) * size
+    total = tl.zeros([TILE], tl.float32)
+    for first in range(0, size, TILE):
+        total += tl.load(row + first + columns, mask=first + columns < size, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(0), tl.sum(total, 0))

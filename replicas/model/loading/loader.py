@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
 from replicas.model.attention.kv_cache import AttentionLayer
-from replicas.model.attention.probe import probe_attention
+from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
 from replicas.model.hardware.kernel_build import load_kernels
@@ -22,6 +24,8 @@ from replicas.model.loading.config import read_config
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.weights import load_weights
 from replicas.tokenizer_files import load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 LENGTH_DEPENDENT_ENCODINGS = ("dynamic", "longrope")
 """Rotary position encodings that transformers changes once a sequence exceeds the model's original length."""
@@ -50,6 +54,16 @@ class LoadedModel:
     """True if the compiled CPU kernels are loaded and support `dtype`."""
     weights: str = ""
     """Format of the weights in the checkpoint and in memory, for people; empty: not known."""
+    is_batch_invariant: bool = False
+    """True if the model computes with `BatchInvariantOps`, which need Triton."""
+
+    def ops(self) -> AbstractContextManager[object]:
+        """Return the context in which the model's operations are those that it was loaded for."""
+        if not self.is_batch_invariant:
+            return nullcontext()
+        from replicas.model.layers.batch_invariant import BatchInvariantOps  # Only torch for CUDA installs Triton.
+
+        return BatchInvariantOps()  # type: ignore[no-untyped-call]
 
     def logits(self, context: AttentionContext, input_ids: Tensor, position_ids: Tensor, rows: Tensor | int) -> Tensor:
         """Run a forward pass with attention by `context` and return logits [num_rows, vocab_size] in `dtype`.
@@ -57,7 +71,7 @@ class LoadedModel:
         Ids and positions are [1, num_tokens] int64. `rows` [num_rows] int64 are the tokens whose logits are returned;
         0 means all.
         """
-        with self.port.using(context):
+        with self.port.using(context), self.ops():
             output = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
         logits: Tensor = output.logits[0]
         return logits
@@ -68,7 +82,8 @@ class LoadedModel:
         `cache_dtype` is the number format of the KV cache; None: the model's.
         """
         quantized = cache_dtype if cache_dtype is not None and cache_dtype.itemsize == 1 else None
-        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels, quantized)
+        longest = self.max_model_len if self.is_batch_invariant else None
+        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels, quantized, longest)
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
@@ -93,6 +108,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     _optimize(model, port, layers, options, has_kernels)
+    is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, has_kernels)
     return LoadedModel(
         model_id=options.path,
         model=model,
@@ -106,6 +122,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
         device=device,
         has_kernels=has_kernels,
         weights=weights.description,
+        is_batch_invariant=is_batch_invariant,
     )
 
 
@@ -136,11 +153,37 @@ def _optimize(
         optimize_model(model, port, layers, cpu_modules(dtype, has_kernels, options.quantization))
         move_to_huge_pages(model)
         return
+    if options.compile_layers and options.batch_invariant:
+        raise ModelLoadError("compile_layers is true, which contradicts batch_invariant (true)")
     if options.quantization != "none":
         raise ModelLoadError(f"quantization is {options.quantization!r}, but the device is {device}, not a CPU")
     is_compiled = options.compile_layers and not can_fuse(model) and compile_layers(model, port)
     if device.type == "cuda" and not is_compiled:
-        optimize_model(model, port, layers, cuda_modules(dtype, device))
+        optimize_model(model, port, layers, cuda_modules(dtype, device, batch_invariant=options.batch_invariant))
+
+
+def _check_batch_invariance(model: PreTrainedModel, port: AttentionPort, has_kernels: bool) -> bool:
+    """Return True if the model must compute with `BatchInvariantOps`; False on a CPU, where it need not.
+
+    Raises:
+        ModelLoadError: the kernels that it needs do not work here.
+        UnsupportedModel: its code has an operation without a batch-invariant kernel.
+    """
+    device, dtype = model.device, model.dtype
+    if device.type == "cpu":
+        if dtype != torch.float32 and not has_kernels:
+            raise ModelLoadError(f"batch_invariant is true; in {dtype} on a CPU that needs the compiled kernels")
+        _log.info("batch_invariant changes nothing on a CPU: no sequence's tokens depend on others there")
+        return False
+    try:
+        from replicas.model.layers.batch_invariant import check_products, refuse_others
+    except ImportError as error:
+        raise ModelLoadError(f"batch_invariant is true, which needs Triton: {error}") from error
+    fault = check_products(dtype, device)
+    if fault is not None:
+        raise ModelLoadError(f"batch_invariant is true, and its kernels do not work here: {fault}")
+    refuse_others(model.config.model_type, lambda: dry_forward(model, port, [3, 4, 5, 6]))
+    return True
 
 
 def _load_tokenizer(model: str) -> PreTrainedTokenizerFast | None:

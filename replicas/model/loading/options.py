@@ -36,6 +36,10 @@ class ModelOptions:
     compile_layers: bool = setting(False)
     """On a GPU, have torch.compile fuse the layers of models for which Headway has no fused layers. Start-up takes
     longer."""
+    batch_invariant: bool = setting(False)
+    """Give a sequence the same tokens whatever shares its steps, on a GPU too: with kernels whose sums have one order
+    for any number of rows. They are slower, by how much is not measured yet. A model with an operation that has no such
+    kernel does not start. On a CPU it changes nothing: no sequence's tokens depend on others there."""
     quantization: Quantization = setting("none")
     """Rounding of the weights of linear layers on CPU as they are loaded: int8 with one scale for each output, int4
     with one for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels. none:

@@ -47,7 +47,7 @@ def sample_greedy(logits: Tensor) -> SampledTokens:
 
 
 @cache
-def _has_draw_kernel(device: torch.device) -> bool:
+def has_draw_kernel(device: torch.device) -> bool:
     """Return True if a kernel draws from the most probable tokens on `device`, as it does on a GPU with Triton."""
     if device.type != "cuda":
         return False
@@ -95,10 +95,12 @@ class Sampler:
         penalties: SentPenalties | None = None,
         *,
         has_counts: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         """Plan the sampling of one token per item. The numbers for the device are added to `to_device`.
 
-        If `has_counts`, `penalties` apply to the items, by counts on the device.
+        If `has_counts`, `penalties` apply to the items, by counts on the device. If `batch_invariant`, all random rows
+        are drawn by the kernel for truncated ones, which adds up integers.
         """
         self._items = items
         self._logits_processors = LogitsProcessors(
@@ -106,7 +108,7 @@ class Sampler:
         )
         self._params = [item.sequence.request.params for item in items]
         random = [row for row, params in enumerate(self._params) if params.temperature >= _GREEDY_TEMPERATURE]
-        truncated = {row for row in random if is_truncated(self._params[row], vocab_size)}
+        truncated = {row for row in random if batch_invariant or is_truncated(self._params[row], vocab_size)}
         self._truncated = self._send([row for row in random if row in truncated], items, vocab_size, to_device)
         self._full = self._send([row for row in random if row not in truncated], items, vocab_size, to_device)
         self._scored = [row for row, params in enumerate(self._params) if params.logprobs is not None]
@@ -159,7 +161,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: Tensor, sampling: SentSamplingTensors, on_device: DeviceBuffer) -> Tensor:
         """Return the random tokens of `rows`, [len(rows)] int64."""
-        if sampling is self._truncated and _has_draw_kernel(logits.device):
+        if sampling is self._truncated and has_draw_kernel(logits.device):
             from replicas.model.sampling.triton_draw import draw_truncated
 
             flags = {"has_top_k": sampling.has_top_k, "has_top_p": sampling.has_top_p}

@@ -79,9 +79,13 @@ KINDS = {"decode": (True, False), "split": (True, True), "prefill": (False, Fals
 # Exceptions from the bounds, with their reasons.
 LARGE_GROUP = {"starcoder"}
 """48 query rows of one KV head: 64 rows of a decode need the shared memory of half a multiprocessor, or more."""
-SPILLED = {("qwen2.5-0.5b", "prefill", 100): 8, ("deepseek-v2-lite", "decode", 100): 8}
+SPILLED = {
+    ("phi-3-mini", "decode", 100): 8,
+    ("gpt-oss-20b", "split", 100): 8,
+    ("gpt-oss-20b", "prefill", 100): 8,
+}
 """Bytes of stack. Triton gives ptxas the option --regAllocOptLevel=2, against a fault of ptxas 13. With it these
-kernels store one number and load it again, once; without it they need as many registers, 128, and no stack."""
+kernels store a number or two and load them again, once; without it they need no more registers, and no stack."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,7 @@ def attention(name: str, kind: str, capability: int, bits: dict[str, bool] | Non
     tile = choose_tile(layer, is_decode, capability)
     constants = {
         **sizes(layer), **PLAIN, **scores, **(bits or {}), "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
-        "TILE_TOKENS": tile.tokens, "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
+        "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
         "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
     return compiled(
@@ -151,6 +155,8 @@ def test_the_kernel_fits_the_device(name: str, kind: str, capability: int) -> No
         assert taken.num_programs(device) >= 2
     if kind == "prefill" and capability == 90:
         assert "wgmma" in ptx
+    if kind == "prefill" and (capability, LAYERS[name][0].key_width) != (100, 64):
+        assert re.search(r"cp\.async\.ca\.shared\.global", ptx), "block ids are not copied ahead"
     if "HAS_SINKS" not in LAYERS[name][1]:  # A row's sink is one number.
         assert not re.search(r"ld\.global[.\w]*\.b16", ptx)
 
@@ -188,4 +194,6 @@ def test_an_option_of_the_assembler_is_the_reason_of_an_exception(
     source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
     source.write_text(kernel.asm["ptx"])
     subprocess.run([_TOOLS / "ptxas-blackwell", f"--gpu-name=sm_{capability}a", source, "-o", cubin], check=True)
-    assert usage(cubin.read_bytes()) == (resources(kernel).registers, 0)
+    registers, stack = usage(cubin.read_bytes())
+    taken = resources(kernel)
+    assert registers <= taken.registers and stack == 0 < taken.stack

@@ -171,3 +171,10 @@ def test_without_triton_all_else_works(
     assert "import of triton halted" in caplog.text
     with pytest.raises(ModelLoadError, match="import of triton halted"):
         choose_attention(loaded.attention_spec(16), "triton")
+
+
+@pytest.mark.parametrize("backend", ["flash", "gather"])
+def test_other_backends_than_tritons_are_refused_if_batches_must_not_matter(backend: str) -> None:
+    spec = AttentionSpec((KINDS["window"].layer,), 16, torch.float32, torch.device("cuda"), batch_invariant_len=512)
+    with pytest.raises(ModelLoadError, match=f"attention_backend is '{backend}', and batch_invariant is true"):
+        choose_attention(spec, backend)

@@ -37,14 +37,16 @@ ALL_SCORES = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 PLAIN = dict.fromkeys([*ALL_SCORES, "HAS_SCALES", "IS_FLOAT8"], False)
 
 _INTEGERS = {
-    "window", "num_chunks", "num_pieces", "num_splits", "num_parts", "min_part_keys", "table_stride", "query_stride",
-    "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride", "num_rows",
+    "size", "window", "num_chunks", "num_pieces", "num_splits", "num_parts", "min_part_keys", "table_stride",
+    "query_stride", "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
+    "num_rows",
 }  # fmt: skip
 _POINTERS = {
     "key_scales": "*fp32",
     "value_scales": "*fp32",
     "parts": "*fp32",
     "part_sums": "*fp32",
+    "sums": "*fp32",
     "chunks": "*i32",
     "pieces": "*i32",
     "splits": "*i32",
@@ -113,9 +115,8 @@ def test_attention_compiles_and_fits(
 ) -> None:
     tile = choose_tile(shape, is_decode, device[0])
     constants = {
-        **sizes(shape), **PLAIN, **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_TOKENS": tile.tokens,
-        "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
-        "STRIDE_ALIGNMENT": 16,
+        **sizes(shape), **PLAIN, **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_ROWS": tile.rows,
+        "TILE_KEYS": tile.keys, "IS_SPLIT": is_split, "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
     capability, shared_memory = device
     kernel = compiled(attend_kernel, shape, capability, constants, tile.num_warps, tile.num_stages)
@@ -136,7 +137,7 @@ def test_the_other_kernels_compile() -> None:
     for bits in ({"HAS_SCALES": True}, {"HAS_SCALES": True, "IS_FLOAT8": True}):
         write = compiled(write_kernel, QWEN, 80, {**sizes(QWEN), **WRITE, **bits}, has_bytes=True).asm["ptx"]
         assert "ld.global.v4" in write and not re.search(r"ld\.global[.\w]*\.b(8|16)\b", write)
-    constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "MOST_PARTS": MAX_PARTS, "HAS_SINKS": True}
+    constants = {**sizes(QWEN), "GROUP_SIZE": 7, "MOST_PARTS": MAX_PARTS, "HAS_SINKS": True}
     del constants["KEY_SIZE"], constants["KEY_WIDTH"]
     assert compiled(combine_kernel, QWEN, 90, constants).asm["ptx"]
     for is_fixed in (False, True):

@@ -102,7 +102,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     monkeypatch.setattr(triton, "_plan", plan_late)
     monkeypatch.setattr(triton, "_attend", attend_late)
     monkeypatch.setattr(triton, "_combine", lambda *_: None)
-    monkeypatch.setattr(sampler, "_has_draw_kernel", lambda _: False)
+    monkeypatch.setattr(sampler, "has_draw_kernel", lambda _: False)
     monkeypatch.setattr(build, "choose_attention", lambda *_: TritonBackend(132, 90))
     monkeypatch.setattr(build, "token_counts", lambda *sizes: TokenCounts(*sizes, penalize_by_definition))
     return recorded

@@ -141,7 +141,7 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("is_edited", [False, True])
 def test_sampling_takes_at_most_sixteen_bytes_a_logit(is_edited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "_has_draw_kernel", lambda _: True)
+    monkeypatch.setattr(sampler, "has_draw_kernel", lambda _: True)
     edits = {"repetition_penalty": 1.2, "logit_bias": (LogitBias(3, 1.0),)} if is_edited else {}
     kinds = (SamplingParams(max_tokens=8, top_p=0.9, **edits), SamplingParams(max_tokens=8, **edits))
     logits = torch.randn(8, 16_384, generator=torch.Generator().manual_seed(5)).bfloat16()

@@ -84,7 +84,7 @@ def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "group-of-7"])
-@pytest.mark.parametrize("num_processors", [8, 40])
+@pytest.mark.parametrize("num_processors", [4, 12])
 def test_keys_divided_into_parts(kind: str, num_processors: int) -> None:
     check(KINDS[kind].of(((399, 400), (3, 4), (150, 157))), num_processors)
 
@@ -104,7 +104,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@given(cases(), st.sampled_from([0, 6, 24]))
+@given(cases(), st.sampled_from([0, 2, 8]))
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 def test_any_shape(case: Case, num_processors: int) -> None:
     check(case, num_processors)
@@ -216,7 +216,7 @@ def test_a_model_with_the_parts_of_a_gpu_equals_generate(tmp_path: Path, archite
 
 
 def test_equals_generate(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, "gpt_oss-window", with_tokenizer=False)
+    path = write_checkpoint(tmp_path, "llama", with_tokenizer=False)
     loaded = load(path)
     engine = build_engine(
         loaded, Sizes(max_num_batched_tokens=20), choose_attention(loaded.attention_spec(16), "triton")

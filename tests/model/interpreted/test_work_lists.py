@@ -28,17 +28,17 @@ class Piece:
     num_tokens: int
     table_row: int
     keys: range
-    part: int
+    part_row: int
 
 
 def planned(chunks: list[list[int]], tile: TileShape, window: int | None, num_parts: int) -> WorkList:
     fields = torch.tensor(chunks, dtype=torch.int32)
     num_tokens = sum(chunk[2] for chunk in chunks)
     group = ChunkGroup(fields, torch.zeros(1, 1, dtype=torch.int32), num_tokens, longest=10**6)
-    bounds = PieceBounds(group.max_tiles(tile.tokens), num_parts)
+    bounds = PieceBounds.even(group, tile.tokens, num_parts)
     # Memory that nobody has written holds anything.
     pieces, splits = (torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_splits))
-    work = WorkList(pieces, splits, bounds)
+    work = WorkList(pieces, splits, bounds, num_parts)
     triton._plan(work, group, tile, window)
     return work
 
@@ -73,7 +73,7 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
     assert tiles.keys() == expected.keys()
     splits = {split[0]: split[1:5] for split in work.splits.tolist() if split[1] > 0}
     assert splits.keys() == {row for row, pieces in tiles.items() if len(pieces) > 1}
-    parts = []
+    part_rows: list[int] = []
     for row, pieces in tiles.items():
         position, num_tokens, table_row = expected[row]
         assert {(piece.position, piece.num_tokens, piece.table_row) for piece in pieces} == {expected[row]}
@@ -81,11 +81,11 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
         begin = 0 if window is None or table_row < 0 else max(0, position + 1 - window) // TILE.keys * TILE.keys
         assert [key for piece in pieces for key in piece.keys] == list(range(begin, end))
         if len(pieces) == 1:
-            assert pieces[0].part == -1
+            assert pieces[0].part_row == -1
         else:
-            assert splits[row] == [num_tokens, pieces[0].part, len(pieces), 0]
-            parts += [piece.part for piece in pieces]
-    assert sorted(parts) == list(range(len(parts))) and len(parts) <= work.bounds.num_partial_results
+            assert splits[row] == [num_tokens, pieces[0].part_row, len(pieces), 0]
+            part_rows += [piece.part_row + token for piece in pieces for token in range(num_tokens)]
+    assert sorted(part_rows) == list(range(len(part_rows))) and len(part_rows) <= work.bounds.num_part_rows
 
 
 def test_one_long_sequence_among_short_ones_is_cut() -> None:

@@ -1,6 +1,7 @@
 """Loading of a model directory with options, and refusals of those that cannot be served."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,15 @@ def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:
     assert (runner.num_blocks, runner.block_size, runner.max_model_len) == (9, 16, 512)
     with pytest.raises(ModelLoadError, match=f"kv_cache_bytes is 20000.* {2 * block_bytes}"):
         build_runner(loaded, EngineLimits(), RunnerOptions(kv_cache_bytes=20_000))
+
+
+def test_batch_invariance_changes_nothing_on_a_cpu_and_says_so(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    loaded = load_model(ModelOptions(str(llama), dtype="float32", batch_invariant=True, kernel_cache_dir=None))
+    assert not loaded.is_batch_invariant and loaded.attention_spec(16).batch_invariant_len is None
+    assert "batch_invariant changes nothing on a CPU" in caplog.text
+
+
+def test_batch_invariance_in_bfloat16_on_a_cpu_needs_the_kernels(llama: Path) -> None:
+    with pytest.raises(ModelLoadError, match="needs the compiled kernels"):
+        load_model(ModelOptions(str(llama), dtype="bfloat16", batch_invariant=True, kernel_cache_dir=None))
