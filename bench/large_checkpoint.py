@@ -32,7 +32,7 @@ from serve_app.cli.private_cluster import free_port
 from serve_app.models.torch_process import run_module
 from testkit.limits import LIMIT_S
 from testkit.model.tiny_checkpoints import tiny_tokenizer
-from testkit.serving.served import ROOT, Served, clean_environment, serving
+from testkit.serving.served import ROOT, Served, clean_environment, serving, wait_for
 
 _GROUP = 128
 _MIB = 2**20
@@ -92,7 +92,7 @@ def _layer(prefix: str, config: LlamaConfig) -> dict[str, Tensor]:
 
 def predicted(directory: Path, arguments: argparse.Namespace) -> ReplicaMemory:
     """Return the memory of a replica as `headway serve` predicts it."""
-    options = ModelOptions(str(directory), arguments.dtype, "cpu", 1024, arguments.threads)
+    options = ModelOptions(str(directory), arguments.dtype, "cpu", 512, arguments.threads)
     limits = EngineLimits(max_num_seqs=arguments.sequences, max_num_batched_tokens=512)
     runner = RunnerOptions(kv_cache_bytes=arguments.kv_cache_mib * _MIB)
     process_bytes = run_module("replicas.model.loading.check_model", str(directory), limit_s=LIMIT_S)
@@ -113,7 +113,7 @@ def fill(served: Served, num_sequences: int, vocab_size: int) -> None:
 
 def taken_bytes(served: Served) -> int:
     """Return the memory of the replica's process."""
-    [replica] = served.replicas()
+    [replica] = wait_for(served.replicas, "the replica is known")
     found = own_bytes(Path(f"/proc/{replica['pid']}/status"))
     assert found is not None
     return found
@@ -165,7 +165,7 @@ def measure(home: Path, arguments: argparse.Namespace) -> dict[str, object]:
     needed = predicted(directory, arguments)
     print(f"predicted: {needed}", flush=True)
     settings = (
-        f"device=cpu dtype={arguments.dtype} max_model_len=1024 num_threads={arguments.threads} "
+        f"device=cpu dtype={arguments.dtype} max_model_len=512 num_threads={arguments.threads} "
         f"max_num_seqs={arguments.sequences} max_num_batched_tokens=512 kv_cache_bytes={arguments.kv_cache_mib}MiB"
     )
     started_s = time.monotonic()
