@@ -11,7 +11,7 @@ from replicas.engine.engine import Engine
 from replicas.engine.sequence import Sequence
 from replicas.model.build import build_runner, warm_up
 from replicas.model.loading.loader import LoadedModel, load_model
-from replicas.model.loading.options import ModelOptions, RunnerOptions
+from replicas.model.loading.options import KVCacheDtype, ModelOptions, RunnerOptions
 from replicas.model.loading.tokenizer import SilentDecoder
 from replicas.model.runner import TorchModelRunner
 from replicas.protocol import GenerateRequest, ReplicaIdentity, SamplingParams
@@ -32,9 +32,11 @@ def model_parser(
     return parser
 
 
-def load_runner(options: ModelOptions, limits: EngineLimits, kv_cache_mib: int = 512) -> TorchModelRunner:
+def load_runner(
+    options: ModelOptions, limits: EngineLimits, kv_cache_mib: int = 512, kv_cache_dtype: KVCacheDtype = "auto"
+) -> TorchModelRunner:
     """Load a model and return its runner, ready for steps within the limits."""
-    return warm_runner(load_model(options), limits, RunnerOptions(kv_cache_bytes=kv_cache_mib * 2**20))
+    return warm_runner(load_model(options), limits, RunnerOptions(kv_cache_mib * 2**20, kv_cache_dtype))
 
 
 def warm_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptions) -> TorchModelRunner:

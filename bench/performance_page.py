@@ -249,12 +249,14 @@ SECTIONS = (
         "Eight decodes beside a prefill of 2,032 tokens, demo model.",
     ),
     Section(
-        "Quality of weights in each format, SmolLM2-135M-Instruct",
+        "Quality of weights and KV cache in each format, SmolLM2-135M-Instruct",
         "weight_quality",
         ("format", "weights", "MiB", "bits per byte", "more than the first", "same greedy choice"),
         _formats,
-        "Text: articles of Python's language reference. The GGUF files are llama.cpp's, made from one in 4 bits "
-        "(Q4_1), the only one at hand: its values are the first row. GPTQ and AWQ are rounded to nearest.",
+        "Text: articles of Python's language reference. There is no true bfloat16 row: the only weights at hand are a "
+        "GGUF file in 4 bits (Q4_1). The first row has its values in bfloat16, and llama.cpp made the other GGUF files "
+        "from it. The table shows what a format costs beyond that file, and flatters Q4_1. GPTQ and AWQ are rounded to "
+        "nearest. The rows of `kv_cache_dtype` have the weights of the first row.",
     ),
     Section("A step of SmolLM2-135M's shape", "decode_steps_smollm2_shape", _STEP_HEADINGS, _steps),
     Section(

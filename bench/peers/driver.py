@@ -87,6 +87,7 @@ def add_headway_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--kv-cache-mib", type=int, default=1024)
     parser.add_argument("--quantization", choices=["none", "int4", "int8"], default="none")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8", "int8"], default="auto")
 
 
 @dataclass(frozen=True, slots=True)

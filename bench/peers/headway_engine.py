@@ -32,7 +32,7 @@ class HeadwayEngine(PeerEngine):
         )
         limits = EngineLimits(max_num_seqs=_MOST_SEQS, max_num_batched_tokens=arguments.max_batch_tokens)
         self._max_num_batched_tokens = limits.max_num_batched_tokens
-        self._runner = load_runner(model, limits, arguments.kv_cache_mib)
+        self._runner = load_runner(model, limits, arguments.kv_cache_mib, arguments.kv_cache_dtype)
 
     def run(self, requests: Sequence[PeerRequest], concurrency: int) -> Events:
         """Add all requests at once; the engine's own queue holds those beyond `concurrency`."""

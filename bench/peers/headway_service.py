@@ -27,6 +27,8 @@ def start(arguments: argparse.Namespace) -> HttpEngine:
         "max_num_batched_tokens": arguments.max_batch_tokens,
         "max_model_len": arguments.max_model_len,
         "kv_cache_bytes": f"{arguments.kv_cache_mib}MiB",
+        "kv_cache_dtype": arguments.kv_cache_dtype,
+        "quantization": arguments.quantization,
         "enable_prefix_caching": "false",
         "max_standard_wait_s": "none",
     }

@@ -19,8 +19,8 @@ from serve_app.models.progress import working
 from serve_app.models.torch_process import run_module
 
 _CHECK_LIMIT_S = 60.0
-_CHECKS = Path("~/.cache/headway/checked")
-"""Folder with an empty file for each model that can be served.
+_CHECKS = Path("~/.cache/headway/checked-models")
+"""Folder with a file for each model that can be served. It holds the memory of the checking process, bytes.
 
 It is named by a hash of the config, the weights' shapes and transformers' version.
 """
@@ -73,24 +73,38 @@ def _directory_of(model: str) -> str:
 
 
 def _check(directory: str, config: HeadwayConfig) -> None:
-    """Check a checkpoint by its files, then by transformers in a process of its own: this one must not import torch."""
+    """Check a checkpoint by its files, then by transformers in a process of its own: this one must not import torch.
+
+    What that process takes is known only then, so memory is checked twice. The first check needs no second.
+    """
     check_config(Path(directory))
     options = config.replica_options()
     needed = replica_memory(Path(directory), options.model, options.runner, options.limits)
     has_gpu = options.model.device != "cpu" and bool(config.num_gpus_per_replica or shutil.which("nvidia-smi"))
     if not has_gpu:
         check_memory(needed, Path(directory), available_memory_bytes(), config.num_replicas)
-    _check_architecture(directory)
+    process_bytes = _check_architecture(directory)
+    if not has_gpu and process_bytes is not None:
+        measured = needed.with_process(process_bytes)
+        check_memory(measured, Path(directory), available_memory_bytes(), config.num_replicas)
 
 
-def _check_architecture(directory: str) -> None:
-    """Have transformers build the model without values in a process of its own, which takes seconds: once for each."""
+def _check_architecture(directory: str) -> int | None:
+    """Have transformers build the model without values in a process of its own, which takes seconds: once for each.
+
+    Return the memory of that process, bytes; None: not known.
+    """
     digest = hashlib.sha256((version("transformers") + shapes_digest(Path(directory))).encode()).hexdigest()
     passed = _CHECKS.expanduser() / digest[:24]
     if passed.exists():
-        return
+        return _number(passed.read_text())
     with working("Checking the model ..."):
-        run_module("replicas.model.loading.check_model", directory, limit_s=_CHECK_LIMIT_S)
+        measured = run_module("replicas.model.loading.check_model", directory, limit_s=_CHECK_LIMIT_S)
     with contextlib.suppress(OSError):  # the next start then checks again
         passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
+        passed.write_text(measured)
+    return _number(measured)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None

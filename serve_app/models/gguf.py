@@ -15,7 +15,7 @@ from serve_app.models.torch_process import run_module
 
 MODELS_DIRECTORY = Path("~/.cache/headway/models")
 _CONVERT_LIMIT_S = 1800.0
-_FORM = "4 or 8 bits"
+_FORM = "4 or 8 bits, IQ4 in 4"
 """Form of converted checkpoints. Those of earlier forms are not used."""
 _log = logging.getLogger(__name__)
 

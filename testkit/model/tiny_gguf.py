@@ -13,8 +13,13 @@ from safetensors.numpy import load_file, save_file
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 _FACTORS = {
+    GGMLQuantizationType.Q2_K: {80: 0.004, 82: 0.006},
+    GGMLQuantizationType.Q3_K: {108: 0.001},
     GGMLQuantizationType.Q4_K: {0: 0.0002, 2: 0.001},
+    GGMLQuantizationType.Q5_K: {0: 0.0001, 2: 0.001},
     GGMLQuantizationType.Q6_K: {208: 0.00004},
+    GGMLQuantizationType.IQ4_NL: {0: 0.001},
+    GGMLQuantizationType.IQ4_XS: {0: 0.00004},
 }
 """Factors of the scales and minima of types that the library `gguf` cannot write, by their place in a block."""
 

@@ -173,7 +173,7 @@ def is_kept(weight: QuantizedWeight) -> bool:
     layout = weight.layout
     order = weight.parts.get(".g_idx") or weight.parts.get(".weight_g_idx")
     return (
-        weight.format in (_PACKED, _SCALED, _AWQ, _GPTQ, _GGUF, _GGUF_8, _LLM_INT8)
+        weight.format in (_PACKED, _SCALED, _AWQ, _GPTQ, _GGUF, _GGUF_CODES, _GGUF_8, _LLM_INT8)
         and weight.parts[weight.format.numbers].dtype not in _FLOAT8
         and layout.bits in (4, 8)
         and layout.outputs_per_scale == 1
@@ -284,7 +284,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Quantization:
 
 def _gguf(_: Mapping[str, Any]) -> Quantization:
     """Return the quantization of a GGUF file that Headway has converted."""
-    return Quantization("GGUF", (_GGUF, _GGUF_8))
+    return Quantization("GGUF", (_GGUF, _GGUF_CODES, _GGUF_8))
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
@@ -391,8 +391,12 @@ def _scaled_layout(parts: Parts, quantization: Quantization) -> Layout:
     return Layout(*shape, 8, 1, _group_size(num_inputs, num_groups), shape)
 
 
+_GGUF_BITS = {".weight_nibbles": 4, ".weight_codes": 4, ".weight_numbers": 8}
+
+
 def _gguf_layout(parts: Parts, _: Quantization) -> Layout:
-    suffix, bits = (".weight_nibbles", 4) if ".weight_nibbles" in parts else (".weight_numbers", 8)
+    suffix = next(each for each in _GGUF_BITS if each in parts)
+    bits = _GGUF_BITS[suffix]
     num_outputs, num_bytes = _matrix(suffix, parts[suffix])
     rows, num_groups = _matrix("weight_scale", parts[".weight_scale"])
     _expect("weight_scale", (rows, num_groups), (num_outputs, num_groups))
@@ -449,6 +453,7 @@ _AWQ = Format("AWQ", ".qweight", _awq_layout, (".scales", ".qzeros"))
 _GPTQ = Format("GPTQ", ".qweight", _gptq_layout, (".scales", ".qzeros"), (".g_idx",))
 _GGUF = Format("GGUF", ".weight_nibbles", _gguf_layout, (".weight_scale",), (".weight_minimum",), dtypes=("U8",))
 _GGUF_8 = Format("GGUF", ".weight_numbers", _gguf_layout, (".weight_scale",), (".weight_minimum",), dtypes=("I8",))
+_GGUF_CODES = Format("GGUF", ".weight_codes", _gguf_layout, (".weight_scale",), dtypes=("U8",))
 _MXFP4 = Format("MXFP4", "_blocks", _mxfp4_layout, ("_scales",), dtypes=("U8",), dense="")
 _NORMAL_FLOAT = Format(
     "4-bit floats of bitsandbytes", ".weight", _normal_float_layout, (".weight.absmax", ".weight.quant_map"),

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Values of the 16 numbers of 4 bits in GGUF's types IQ4_NL and IQ4_XS."""
 _VALUES_AT_ONCE = 2**22
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replicas.errors import ModelLoadError
 from replicas.model.checkpoint.formats import Layout, Quantization, QuantizedWeight
-from replicas.model.checkpoint.quantized_linear import QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 
 Tensors = Mapping[str, Tensor]
 """Tensors of one quantized weight, by the suffix of their names."""
@@ -170,8 +170,12 @@ def _read_llm_int8(tensors: Tensors, layout: Layout, _: Quantization) -> Quantiz
 def from_gguf(tensors: Tensors) -> QuantizedLinear:
     """Return a weight of a GGUF file. Its values are `number * scale + minimum`.
 
-    A nibble is the number, or without a minimum the number plus 8.
+    A nibble is the number, or without a minimum the number plus 8, or a number of `IQ4_VALUES`.
     """
+    if ".weight_codes" in tensors:
+        codes, scales = _nibbles(tensors[".weight_codes"]), tensors[".weight_scale"]
+        table = torch.tensor(IQ4_VALUES, dtype=torch.float32)
+        return QuantizedLinear(codes, scales, None, 4, inputs_per_scale=codes.shape[1] // scales.shape[1], table=table)
     scales, minima = tensors[".weight_scale"], tensors.get(".weight_minimum")
     is_int4 = ".weight_nibbles" in tensors
     numbers = _nibbles(tensors[".weight_nibbles"]) if is_int4 else tensors[".weight_numbers"]

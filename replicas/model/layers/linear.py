@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.quantized_linear import QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 from replicas.model.hardware.selfcheck import find_fault, relative_error
 
 LinearFactory = Callable[[Tensor, Tensor | None], nn.Module]
@@ -202,7 +202,10 @@ class PackedGroups:
     """Weight in 4 or 8 bits in the kernels' order. Its values are `number * scale - offset`."""
 
     numbers: Tensor
-    """[num_panels, num_inputs / 4, outputs of a panel, 2] uint8 of `pack_nibbles`, or with / 2 int8 of `pack`."""
+    """[num_panels, num_inputs / 4, outputs of a panel, 2] uint8 of `pack_nibbles`, or with / 2 int8 of `pack`.
+
+    Numbers of `pack_nibbles` that stand for the values of `IQ4_VALUES` are words [..., outputs of a panel, 1] int16.
+    """
     scales: Tensor  # [1 or 2, num_panels, num_groups, outputs of a panel] float32: scales, and offsets if there are any
     num_outputs: int
 
@@ -216,7 +219,7 @@ class GroupedLinear(CompiledLinear):
     def __init__(self, weight: PackedGroups, bias: Tensor | None, dtype: torch.dtype) -> None:
         """Make a layer for inputs and outputs of `dtype`."""
         super().__init__(weight.numbers, weight.scales, bias)
-        self.bits = 4 if weight.numbers.dtype is torch.uint8 else 8
+        self.bits = 8 if weight.numbers.dtype is torch.int8 else 4
         self.out_features = weight.num_outputs
         self.in_features = weight.numbers.shape[1] * (_NIBBLE_INPUTS if self.bits == 4 else _PAIRS[torch.int8])
         self._dtype = dtype
@@ -239,22 +242,20 @@ class GroupedLinear(CompiledLinear):
     def join(self, others: Sequence[GroupedLinear]) -> GroupedLinear:
         """Return one layer that computes this one and `others`, which have as many inputs. Their outputs fill panels.
 
-        It has the most bits and the smallest groups of all parts, so that the values are the same.
+        It has the most bits and the smallest groups of all parts, so that the values are the same. Numbers of 4 bits
+        that stand for different values become 8-bit integers.
         """
         parts = (self, *others)
-        bits, group = max(part.bits for part in parts), math.gcd(*(part.group_size for part in parts))
+        dtypes, group = {part.packed.dtype for part in parts}, math.gcd(*(part.group_size for part in parts))
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.int8
         depth = max(len(part._groups) for part in parts)
         weight = PackedGroups(
-            torch.cat([part._numbers_in(bits) for part in parts]),
+            torch.cat([part.packed if part.packed.dtype is dtype else pack(part._numbers) for part in parts]),
             torch.cat([part._groups_of(group, depth) for part in parts], dim=1),
             sum(part.out_features for part in parts),
         )
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
         return GroupedLinear(weight, torch.cat(biases) if biases else None, self._dtype)
-
-    def _numbers_in(self, bits: int) -> Tensor:
-        """Return the packed numbers in as many bits as these or more."""
-        return self.packed if bits == self.bits else pack(self._numbers)
 
     def _groups_of(self, size: int, depth: int) -> Tensor:
         """Return scales for groups of `size` inputs; with `depth` 2 also offsets."""
@@ -266,7 +267,10 @@ class GroupedLinear(CompiledLinear):
         """Numbers [out_features, in_features] int8, unpacked at each access."""
         if self.bits == 8:
             return unpack(self.packed, self.out_features)
-        return unpack_nibbles(self.packed, self.out_features).to(torch.int8) - _ZERO_POINT
+        nibbles = unpack_nibbles(self.packed.view(torch.uint8), self.out_features)
+        if self.packed.dtype is torch.int16:
+            return torch.tensor(IQ4_VALUES, dtype=torch.int8)[nibbles.int()]
+        return nibbles.to(torch.int8) - _ZERO_POINT
 
     @property
     def weight(self) -> Tensor:
@@ -341,6 +345,9 @@ def pack_groups(weight: QuantizedLinear) -> PackedGroups:
 
 def _signed(weight: QuantizedLinear) -> tuple[Tensor, int]:
     """Return the numbers in the kernels' order, and the number that became 0 there."""
+    if weight.table is not None:
+        assert weight.table.tolist() == list(IQ4_VALUES), "the kernels have one table"
+        return pack_nibbles(weight.numbers).view(torch.int16), 0
     if weight.bits == 4:
         return pack_nibbles(weight.numbers), _ZERO_POINT
     if weight.numbers.dtype is torch.int8:

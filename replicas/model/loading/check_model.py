@@ -1,6 +1,7 @@
 """Check of a checkpoint by transformers: `python -m replicas.model.loading.check_model DIRECTORY`.
 
-The program fails, and its last line says why, if the model cannot be served. It reads no values of weights.
+The program fails, and its last line says why, if the model cannot be served. Else it prints the bytes that it holds
+with the libraries of a replica and the model's tokenizer. It reads no values of weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 from replicas.errors import ModelLoadError
+from replicas.model.hardware.process_memory import own_bytes
 from replicas.model.loading.config import read_config
 from replicas.model.loading.weights import check_shapes
 
@@ -25,5 +27,9 @@ def check_model(directory: Path) -> None:
 if __name__ == "__main__":
     try:
         check_model(Path(sys.argv[1]))
+        from replicas.model.loading.loader import tokenizer_of  # Only here: a refusal needs no more libraries.
+
+        tokenizer = tokenizer_of(sys.argv[1])
+        print(own_bytes() or "")
     except ModelLoadError as error:
         sys.exit(str(error))

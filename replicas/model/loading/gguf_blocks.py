@@ -1,7 +1,8 @@
 """Readers of GGUF's blocks: each turns the rows of one type of weight into small numbers, scales and minima.
 
 A value is `number * scale + minimum`. Most types of 4 bits and less become nibbles, whose number is the nibble, or the
-nibble less 8 if there is no minimum. All others become 8-bit integers. The layouts are those of llama.cpp's
+nibble less 8 if there is no minimum; nibbles of IQ4_NL and IQ4_XS stand for `IQ4_VALUES`. All others become 8-bit
+integers. The layouts are those of llama.cpp's
 `ggml-common.h`.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from gguf import GGMLQuantizationType
-from gguf.quants import IQ4_NL, Q4_K
+from gguf.quants import Q4_K
 from torch import Tensor
 
 Parts = Mapping[str, Tensor]
@@ -77,18 +78,20 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _iq4_nl(blocks: Tensor) -> Parts:
-    return _numbers(_in_table(_fields(blocks[..., 2:], 4)), _floats(blocks[..., :2]))
+    return _codes(_fields(blocks[..., 2:], 4), _floats(blocks[..., :2]))
 
 
-def _in_table(nibbles: Tensor) -> Tensor:
-    return torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)[nibbles.int()]
+def _codes(numbers: Tensor, scales: Tensor) -> Parts:
+    """Return the parts of a weight of nibbles that stand for `IQ4_VALUES`."""
+    parts = _nibbles(numbers, scales)
+    return {".weight_codes": parts[".weight_nibbles"], ".weight_scale": parts[".weight_scale"]}
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:
     low, high = (_fields(blocks[..., part], bits) for part, bits in ((slice(4, 8), 4), (slice(2, 4), 2)))
     scales = (low.transpose(-1, -2).flatten(-2) | high.transpose(-1, -2).flatten(-2) << 4).float() - 32
     nibbles = _fields(_split(blocks[..., 8:], 8), 4)
-    return _numbers(_in_table(nibbles), _floats(blocks[..., :2])[..., None] * scales)
+    return _codes(nibbles, _floats(blocks[..., :2])[..., None] * scales)
 
 
 def _q2_k(blocks: Tensor) -> Parts:

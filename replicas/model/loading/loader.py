@@ -99,7 +99,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     dtype = choose_dtype(options.dtype, device)
     config = read_config(options.path)
     max_model_len = choose_max_model_len(config, options.max_model_len)
-    tokenizer = _load_tokenizer(options.path)
+    tokenizer = tokenizer_of(options.path)
     has_kernels = device.type == "cpu" and load_kernels(options.kernel_cache_dir, dtype)
     keep_bits = has_kernels and options.quantization != "int8"
     weights = load_weights(options.path, config, dtype, device, keep_bits=keep_bits)
@@ -186,7 +186,12 @@ def _check_batch_invariance(model: PreTrainedModel, port: AttentionPort, has_ker
     return True
 
 
-def _load_tokenizer(model: str) -> PreTrainedTokenizerFast | None:
+def tokenizer_of(model: str) -> PreTrainedTokenizerFast | None:
+    """Return the tokenizer of a model; None if its directory has no tokenizer files.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
     directory = Path(model)
     if directory.is_dir() and not any((directory / name).exists() for name in _TOKENIZER_FILES):
         return None

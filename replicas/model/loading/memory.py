@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from replicas.model.loading.checks import read_weights
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 
 _GIB = 2**30
-_PROCESS_BYTES = 500 * 2**20
-"""Memory of a process with torch, transformers and a tokenizer, but without a model."""
+_PROCESS_BYTES = 300 * 2**20
+"""Least memory of a process with torch and transformers, but without a model, for a first check without torch."""
+_WORKER_BYTES = 96 * 2**20
+"""Memory of Ray in a replica's process, of its threads, and of what loading has freed in pieces."""
 _BYTES_PER_LOGIT = 16
 _COMPILERS = ("g++", "c++")
 _LEAST_CACHE_BYTES = 64 * 2**20
@@ -32,6 +34,10 @@ class ReplicaMemory:
     kv_cache: int
     activations: int
     process: int = _PROCESS_BYTES
+
+    def with_process(self, measured: int) -> ReplicaMemory:
+        """Return this memory with that of a process of which torch, transformers and the tokenizer were measured."""
+        return replace(self, process=measured + _WORKER_BYTES)
 
     @property
     def total(self) -> int:

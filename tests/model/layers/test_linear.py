@@ -1,12 +1,14 @@
 """Linear layers: packed and compiled ones against float64, those of 8-bit weights against what these stand for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from replicas.errors import ModelLoadError
-from replicas.model.checkpoint.quantized_linear import QuantizedLinear
+from replicas.model.checkpoint.quantized_linear import IQ4_VALUES, QuantizedLinear
 from replicas.model.layers.linear import (
     CppLinear,
     GroupedLinear,
@@ -99,6 +101,11 @@ def grouped_weight(shape: tuple[int, int], group: int, *, bits: int = 4, has_zer
     )
 
 
+def table_weight(shape: tuple[int, int], group: int) -> QuantizedLinear:
+    weight = grouped_weight(shape, group, has_zero_points=False)
+    return replace(weight, zero_points=None, scales=weight.scales / 16, table=torch.tensor(IQ4_VALUES).float())
+
+
 @compiled
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((192, 96), 4), ((41, 576), 16), ((1732, 64), 64)])
@@ -113,6 +120,26 @@ def test_grouped_equals_the_product_of_the_dequantized_weights(
     for num_rows in (0, 1, 2, 4, 13, 33, 600):
         inputs = numbers(num_rows, shape[1], dtype=dtype, seed=2)
         check_product(layer, inputs, weight.dense(torch.float32), bias, TOLERANCES[dtype])
+
+
+@compiled
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("shape", "group"), [((4, 32), 32), ((41, 576), 16), ((192, 64), 64)])
+def test_numbers_that_stand_for_other_values_keep_4_bits(
+    shape: tuple[int, int], group: int, dtype: torch.dtype
+) -> None:
+    weight, other = table_weight(shape, group), grouped_weight(shape, group, has_zero_points=True)
+    layer = GroupedLinear(pack_groups(weight), None, dtype)
+    assert layer.bits == 4 and layer.packed.nbytes == (-shape[0] % 32 + shape[0]) * shape[1] // 2
+    torch.testing.assert_close(layer.weight, weight.dense(dtype))
+    for num_rows in (0, 1, 2, 4, 13, 33, 600):
+        inputs = numbers(num_rows, shape[1], dtype=dtype, seed=2)
+        check_product(layer, inputs, weight.dense(torch.float32), None, TOLERANCES[dtype])
+    if layer.can_join(layer):
+        assert layer.join([layer]).bits == 4
+        mixed = layer.join([GroupedLinear(pack_groups(other), None, dtype)])
+        assert mixed.bits == 8
+        torch.testing.assert_close(mixed.weight, torch.cat([weight.dense(dtype), other.dense(dtype)]))
 
 
 @compiled

@@ -23,6 +23,7 @@ from testkit.model.tiny_gguf import write_gguf
 KINDS = {
     "Q4_1": (GGMLQuantizationType.Q4_1, None, "4-bit, kept in 4 bits"),
     "Q8_0": (GGMLQuantizationType.Q8_0, None, "8-bit, kept in 8 bits"),
+    "IQ4_NL": (GGMLQuantizationType.IQ4_NL, None, "4-bit, kept in 4 bits"),
     "Q4_K_M": (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q6_K, "4-bit and 8-bit, kept in 4 or 8 bits"),
 }
 """Types of linear weights, the finer type of some of them, and the words about them."""

@@ -12,7 +12,8 @@ struct Linear {
   Tensor weight;
   OptionalTensor scales, bias;
   int64_t num_inputs() const {
-    return weight.size(1) * (weight.scalar_type() == at::kByte ? kGroupedInputs<Nibbles> : weight.size(3));
+    const bool has_nibbles = weight.scalar_type() == at::kByte || weight.scalar_type() == at::kShort;
+    return weight.size(1) * (has_nibbles ? kGroupedInputs<Nibbles> : weight.size(3));
   }
   void add(WorkQueue& queue, const Tensor& inputs, Tensor& output) const {
     add_multiplying(queue, inputs, weight, scales, bias, output);

@@ -1,6 +1,6 @@
 // Multiplication by a packed weight in 4 or 8 bits with scales by group of inputs. Its numbers are widened in registers.
-// In 4 bits, 64 bytes hold four inputs of a panel: each 16-bit lane has two outputs of two pairs of inputs. Numbers 0 to
-// 15 stand for -8 to 7. In 8 bits, 64 bytes hold two inputs of a panel. All numbers are exact in bfloat16.
+// In 4 bits, 64 bytes hold four inputs of a panel: each 16-bit lane has two outputs of two pairs of inputs. A number from
+// 0 to 15 stands for one of the values of its type. In 8 bits, 64 bytes hold two inputs of a panel. All numbers are exact in bfloat16.
 #pragma once
 
 #include "linear.h"
@@ -38,16 +38,30 @@ class GroupScale {
   int64_t num_groups_, group_, first_;
 };
 
+// Values of 4-bit weights W.
+template <typename W>
+struct alignas(64) NibbleValues {
+  constexpr NibbleValues() {
+    for (int i = 0; i < 16; i++) values[i] = W::kValues[i];
+  }
+  float values[16] = {};
+};
+
+template <typename W>
+inline Floats nibble_values(Words words, int shift) {
+  static constexpr NibbleValues<W> table;
 #if defined(__AVX512F__)
-inline Floats nibble_values(Words words, int shift) {
-  const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, shift), values);
-}
+  return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)words, shift), _mm512_load_ps(table.values));
 #else
-inline Floats nibble_values(Words words, int shift) {
-  return __builtin_convertvector((Ints)((words >> shift) & 15u) - 8, Floats);
-}
+  if constexpr (std::is_same_v<W, Nibbles>) {
+    return __builtin_convertvector((Ints)((words >> shift) & 15u) - 8, Floats);
+  } else {
+    Floats found;
+    for (int lane = 0; lane < kLanes; lane++) found[lane] = table.values[(words[lane] >> shift) & 15u];
+    return found;
+  }
 #endif
+}
 
 // Sums of products of a pair of inputs and their weights. `weights<N>` widens the N-th part of 64 bytes, which has both
 // inputs of kLanes outputs. A sum takes at most kSummed inputs.
@@ -64,10 +78,10 @@ struct WidenedProducts {
   static Row read_row(const X* from) { return {widen(from[0]), widen(from[1])}; }
   template <int N>
   static Weight weights(const W* from) {
-    if constexpr (std::is_same_v<W, Nibbles>) {
+    if constexpr (kIsNibbles<W>) {
       Words words;
       std::memcpy(&words, from, sizeof words);
-      return {nibble_values(words, 4 * N), nibble_values(words, 16 + 4 * N)};
+      return {nibble_values<W>(words, 4 * N), nibble_values<W>(words, 16 + 4 * N)};
     } else {
       ShortInts pairs;
       std::memcpy(&pairs, from + N * sizeof pairs, sizeof pairs);
@@ -85,19 +99,25 @@ template <typename X, typename W>
 struct GroupedProducts : WidenedProducts<X, W> {};
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// Values of 4-bit weights W as bits of bfloat16, in which they are exact. A permutation reads the lowest five bits of each
+// lane, so both halves are equal.
+template <typename W>
+struct alignas(64) NarrowNibbleValues {
+  constexpr NarrowNibbleValues() {
+    for (int i = 0; i < 32; i++) values[i] = __builtin_bit_cast(uint32_t, static_cast<float>(W::kValues[i % 16])) >> 16;
+  }
+  uint16_t values[32] = {};
+};
+
 // Weights of `WidenedProducts` in bfloat16.
 template <typename W>
 struct NarrowWeights {
   template <int N>
   static __m512bh weights(const W* from) {
-    if constexpr (std::is_same_v<W, Nibbles>) {
-      alignas(64) static constexpr uint16_t kValues[32] = {
-          0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-          0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-          0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
-      // The permutation reads the lowest five bits of each lane. Both halves of the table are equal.
+    if constexpr (kIsNibbles<W>) {
+      static constexpr NarrowNibbleValues<W> table;
       return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(_mm512_loadu_si512(from), 4 * N),
-                                                _mm512_load_si512(kValues));
+                                                _mm512_load_si512(table.values));
     } else {
       const auto widened = [&](int part) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(from + N * 32 + part * 16))));

@@ -103,14 +103,24 @@ struct Products<int16_t, int8_t> {
   static Floats result(Sum sum) { return __builtin_convertvector(sum, Floats); }
 };
 
-// Two 4-bit weights.
+// Two 4-bit weights, of the values -8 to 7.
 struct Nibbles {
+  static constexpr int8_t kValues[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
   uint8_t bits;
 };
 
+// Two 4-bit weights, of the values of GGUF's IQ4_NL and IQ4_XS.
+struct TableNibbles {
+  static constexpr int8_t kValues[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  uint8_t bits;
+};
+
+template <typename W>
+constexpr bool kIsNibbles = std::is_same_v<W, Nibbles> || std::is_same_v<W, TableNibbles>;
+
 // Weights that one W holds.
 template <typename W>
-constexpr int64_t kHeld = std::is_same_v<W, Nibbles> ? 2 : 1;
+constexpr int64_t kHeld = kIsNibbles<W> ? 2 : 1;
 
 template <typename X, typename W, typename O>
 struct LinearInputs {

@@ -350,13 +350,14 @@ inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor
   });
 }
 
-// Checks a packed weight with groups, [num_panels, num_inputs / inputs of 64 bytes, kPanel, 2].
+// Checks a packed weight with groups, [num_panels, num_inputs / inputs of 64 bytes, kPanel, 2], or with 1 in the place of
+// 2 if it has 16-bit words.
 template <typename W>
 inline void check_grouped(const Tensor& weight, const Tensor& inputs, int64_t num_outputs, const OptionalTensor& bias) {
   check_rows(inputs, inputs);
   check_rows(weight, weight);
   TORCH_CHECK(weight.dim() == 4 && weight.size(1) * kGroupedInputs<W> == inputs.size(-1) &&
-                  weight.size(2) == kPanel && weight.size(3) == 2 &&
+                  weight.size(2) == kPanel && weight.size(3) * weight.element_size() == 2 &&
                   weight.size(0) == (num_outputs + kPanel - 1) / kPanel,
               "the weight is not packed for ", inputs.size(-1), " inputs and ", num_outputs, " outputs");
   TORCH_CHECK(!bias || bias->size(0) == num_outputs);
@@ -385,6 +386,8 @@ inline void add_multiplying(WorkQueue& queue, const Tensor& inputs, const Tensor
     };
     if (weight.scalar_type() == at::kByte)
       return add_groups(reinterpret_cast<const Nibbles*>(weight.const_data_ptr<uint8_t>()));
+    if (weight.scalar_type() == at::kShort)
+      return add_groups(reinterpret_cast<const TableNibbles*>(weight.const_data_ptr<int16_t>()));
     if (scales->dim() > 1) return add_groups(weight.const_data_ptr<int8_t>());
     check_packed<int16_t, int8_t>(weight, inputs, num_outputs, bias);
     const int64_t scale_bytes = num_rows * sizeof(float);

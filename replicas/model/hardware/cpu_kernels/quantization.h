@@ -57,11 +57,23 @@ inline float quantize(const T* from, int64_t size, N* to) {
   return largest / kLargest<N> + zero;
 }
 
+// GCC converts vectors of bytes one by one, so there are instructions for them.
 inline Floats load(const int8_t* from) {
-  typedef int8_t Bytes __attribute__((vector_size(16)));
-  Bytes bytes;
-  std::memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif defined(__AVX2__)
+  Floats values;
+  for (int half = 0; half < 2; half++) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + half * 8));
+    const __m256 wide = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+    std::memcpy(reinterpret_cast<float*>(&values) + half * 8, &wide, sizeof wide);
+  }
+  return values;
+#else
+  Floats values;
+  for (int lane = 0; lane < kLanes; lane++) values[lane] = from[lane];
+  return values;
+#endif
 }
 
 // Returns the numbers times `kLoaded<Float8>`, with which they are half-precision numbers of the same bits.
