@@ -55,6 +55,37 @@ class RequestLimits:
         check_bounds(self)
 
 
+@dataclass(frozen=True, slots=True)
+class BodyChecks:
+    """Checks of a body that need neither rendering nor tokenizing."""
+
+    names: tuple[str, ...]
+    """Names of the served model."""
+    limits: RequestLimits
+
+    def check_chat(self, body: ChatBody) -> None:
+        """Check a chat body.
+
+        Raises:
+            InvalidRequest, UnknownModel: the body cannot be served.
+        """
+        check_model(body.model, self.names)
+        check_counts(body, 1, self.limits)
+        check_at_most("top_logprobs", body.top_logprobs or 0, self.limits.max_logprobs)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self.limits.max_logprobs)
+
+    def check_completion(self, body: CompletionBody) -> None:
+        """Check the body of a text completion.
+
+        Raises:
+            InvalidRequest, UnknownModel: the body cannot be served.
+        """
+        check_model(body.model, self.names)
+        check_counts(body, len(body.prompt), self.limits)
+        check_at_most("logprobs", body.logprobs or 0, self.limits.max_logprobs)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self.limits.max_logprobs)
+
+
 def chat_requests(
     body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard, rng: random.Random
 ) -> tuple[GenerateRequest, ...]:
