@@ -38,7 +38,7 @@ from serve_app.openai.request.validation import (
     check_echo,
     completion_requests,
     refuse_unusable_prompts,
-    truncated,
+    truncation_of,
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
@@ -213,9 +213,13 @@ class CompletionService:
         card = await self._model.card()
         turns = ChatTurns.of(body)
         owner = caller.owner_of(body)
-        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=_max_prompt_tokens(body, card), owner=owner)
+        prompt = await self._tokenizer.encode_chat(
+            turns,
+            max_prompt_tokens=_max_prompt_tokens(body, card),
+            truncation=truncation_of(body, body.max_completion_tokens or body.max_tokens, card),
+            owner=owner,
+        )
         text = prompt.text or ""
-        prompt = truncated(prompt, body, body.max_completion_tokens or body.max_tokens, card)
         check_echo(body, len(prompt.token_ids), self._limits)
         grammar = await self._chat_grammar(body, text, owner)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
@@ -256,8 +260,10 @@ class CompletionService:
             check_echo(body, sum(map(self._tokenizer.min_tokens, body.prompt)), self._limits)
         if body.has_constraint:
             grammar = await self._grammars.checked(partial(output_grammar, body), owner)
-        encoded = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=max_tokens, owner=owner)
-        prompts = [truncated(prompt, body, body.max_tokens, card) for prompt in encoded]
+        truncation = truncation_of(body, body.max_tokens, card)
+        prompts = await self._tokenizer.encode_prompts(
+            body.prompt, max_prompt_tokens=max_tokens, truncation=truncation, owner=owner
+        )
         check_echo(body, sum(len(prompt.token_ids) for prompt in prompts), self._limits)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
         requests = self._salted(body, caller, completion_requests(body, prompts, caller, card, self._rng))
