@@ -4,6 +4,9 @@ A stream has to give the text that it gives undisturbed, or to end with an error
 batch has to be completed exactly once, and the webhook of a job to arrive with one id. The faults are repeated until
 `--minutes` are over; each is done at least once. `--only` chooses one of them.
 
+Then Ray's gcs and raylet are killed under `headway serve`, one after the other. The server ends and is started again on
+the same data folder; the same has to hold.
+
 A full disk is a limit on the size of files (RLIMIT_FSIZE), a read-only database the attribute `immutable`, which needs
 root and ext4.
 """
@@ -20,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.chaos.daemons import DAEMONS, Restarted
 from bench.chaos.faults import Stage
 from bench.chaos.load import BATCH_PROMPTS, Load, longest_gap_s
 from bench.chaos.receivers import Receivers, receiving
@@ -31,6 +35,7 @@ from testkit.serving.served import wait_for
 
 MODEL_NAME = "tiny-llama"
 _WHOLE_LIMIT_S, _QUIET_S, _POLL_S = 180.0, 3.0, 0.5
+_LOST = ("jobs_lost", "prompts_lost", "prompts_twice", "webhooks_lost", "webhooks_with_two_ids", "streams_changed")
 _SETTINGS = {
     "dtype": "float32", "num_replicas": 2, "num_ingress_replicas": 2, "max_num_seqs": 8, "kv_cache_bytes": "128MiB",
     "load_poll_period_s": 0.2, "webhook_allowed_hosts": "127.0.0.1",
@@ -100,6 +105,24 @@ def judge(load: Load, receivers: Receivers) -> dict[str, Any]:
     }
 
 
+def run_daemons(only: str | None) -> dict[str, Any]:
+    """Return the figures of deaths of Ray's daemons."""
+    with tempfile.TemporaryDirectory(prefix="hw-chaos-") as folder, receiving() as receivers:
+        checkpoint = Path(folder) / MODEL_NAME
+        checkpoint.mkdir()
+        write_checkpoint(checkpoint, max_position_embeddings=4096)
+        server = Restarted(Path(folder), checkpoint, receivers)
+        rows = []
+        with server.running() as url:
+            load = Load(url, MODEL_NAME, f"{receivers.url}/good")
+            with load.running():
+                for daemon in (each for each in DAEMONS if only in (None, each)):
+                    time.sleep(_QUIET_S)
+                    rows.append(server.kill(daemon, load))
+                    print(_line(rows[-1]), flush=True)
+            return {"faults": rows, "afterwards": judge(load, receivers)}
+
+
 def run(minutes: float, only: str | None) -> dict[str, Any]:
     """Return the figures of a run."""
     until_s = time.monotonic() + 60 * minutes
@@ -127,13 +150,17 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--only", help="a part of one fault's name")
     options = parser.parse_args()
-    figures = run(options.minutes, options.only)
-    after = figures["afterwards"]
-    print(after)
+    is_of_daemon = options.only in DAEMONS
+    parts: dict[str, dict[str, Any]] = {}
+    if not is_of_daemon:
+        parts["on_two_raylets"] = run(options.minutes, options.only)
+    if is_of_daemon or options.only is None:
+        parts["of_daemons"] = run_daemons(options.only)
+    for name, part in parts.items():
+        print(name, part["afterwards"])
     if options.only is None:
-        print(write("chaos", figures), file=sys.stderr)
-    lost = ("jobs_lost", "prompts_lost", "prompts_twice", "webhooks_lost", "webhooks_with_two_ids", "streams_changed")
-    return 1 if any(after[name] for name in lost) else 0
+        print(write("chaos", parts["on_two_raylets"] | {"of_daemons": parts["of_daemons"]}), file=sys.stderr)
+    return 1 if any(part["afterwards"][name] for part in parts.values() for name in _LOST) else 0
 
 
 if __name__ == "__main__":
