@@ -27,6 +27,7 @@ from bench.chaos.daemons import DAEMONS, Restarted
 from bench.chaos.faults import Stage
 from bench.chaos.load import BATCH_PROMPTS, Load, longest_gap_s
 from bench.chaos.receivers import Receivers, receiving
+from bench.chaos.redis import redis_server
 from bench.jobs.submitter import RETRY_LIMIT_S, with_retries
 from bench.record import write
 from testkit.model.tiny_checkpoints import write_checkpoint
@@ -123,7 +124,7 @@ def run_daemons(only: str | None) -> dict[str, Any]:
             return {"faults": rows, "afterwards": judge(load, receivers)}
 
 
-def run(minutes: float, only: str | None) -> dict[str, Any]:
+def run(minutes: float, only: str | None, has_redis: bool) -> dict[str, Any]:
     """Return the figures of a run."""
     until_s = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="hw-chaos-") as folder, receiving() as receivers:
@@ -131,9 +132,13 @@ def run(minutes: float, only: str | None) -> dict[str, Any]:
         checkpoint.mkdir()
         write_checkpoint(checkpoint, max_position_embeddings=4096)
         data_dir = Path(folder) / "data"
-        with serving(Path(folder), model=checkpoint, data_dir=data_dir, **_SETTINGS) as raylets:
+        with contextlib.ExitStack() as stack:
+            environment = stack.enter_context(redis_server(Path(folder))) if has_redis else {}
+            raylets = stack.enter_context(
+                serving(Path(folder), environment, model=checkpoint, data_dir=data_dir, **_SETTINGS)
+            )
             load = Load(raylets.app.url, MODEL_NAME, f"{receivers.url}/good")
-            stage = Stage(raylets, load, receivers.url, data_dir)
+            stage = Stage(raylets, load, receivers.url, data_dir, has_redis)
             wait_for(stage.is_whole, "all parts run", _WHOLE_LIMIT_S, _POLL_S)
             faults = {name: fault for name, fault in stage.faults().items() if only is None or only in name}
             rows: list[dict[str, Any]] = []
@@ -148,12 +153,15 @@ def main() -> int:
     """Measure, print and write the figures; fail if anything was lost, duplicated or changed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument(
+        "--redis", action="store_true", help="Ray's gcs has its state in a redis-server, and is killed, too"
+    )
     parser.add_argument("--only", help="a part of one fault's name")
     options = parser.parse_args()
     is_of_daemon = options.only in DAEMONS
     parts: dict[str, dict[str, Any]] = {}
     if not is_of_daemon:
-        parts["on_two_raylets"] = run(options.minutes, options.only)
+        parts["on_two_raylets"] = run(options.minutes, options.only, options.redis)
     if is_of_daemon or options.only is None:
         parts["of_daemons"] = run_daemons(options.only)
     for name, part in parts.items():
