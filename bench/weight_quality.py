@@ -1,10 +1,11 @@
-"""Quality of a model's weights in each format: bits per byte of text, and the share of equal greedy choices.
+"""Quality of a model's weights and KV cache in each format: bits per byte of text, share of equal greedy choices.
 
     python -m bench.weight_quality --checkpoint bf16=model-f16.gguf --checkpoint Q8_0=model-q8_0.gguf \\
-        --quantization int8 int4 --rounded GPTQ AWQ
+        --quantization int8 int4 --kv-cache int8 fp8 --rounded GPTQ AWQ
 
-The first checkpoint is the one that the others are compared with. `--quantization` rounds it as it is loaded, and
-`--rounded` writes it in a format of `testkit.model.quantized_checkpoints`, rounded to nearest. The texts are the first
+The first checkpoint is the one that the others are compared with. `--quantization` rounds it as it is loaded,
+`--kv-cache` keeps its keys and values in 8 bits, and `--rounded` writes it in a format of
+`testkit.model.quantized_checkpoints`, rounded to nearest. The texts are the first
 tokens of articles of Python's language reference, which `pydoc_data.topics` holds. A replica's model computes them.
 """
 
@@ -28,6 +29,7 @@ from replicas.engine.sequence import Sequence
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.inputs import build_inputs
+from replicas.model.hardware.device import choose_cache_dtype
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import ModelOptions
 from replicas.protocol import GenerateRequest, SamplingParams
@@ -54,28 +56,39 @@ class Figures:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Format of weights and KV cache."""
+
+    name: str
+    model: ModelOptions
+    cache: str = "auto"
+
+
 @torch.inference_mode()
-def logits_of(loaded: LoadedModel, token_ids: list[int]) -> Tensor:
+def logits_of(loaded: LoadedModel, token_ids: list[int], cache: str) -> Tensor:
     """Return the logits after each of `token_ids`, [num_tokens, vocab_size] float32."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // _BLOCK_SIZE)
     request = GenerateRequest("text", tuple(token_ids), SamplingParams(max_tokens=1))
     sequence = Sequence(request, arrival_s=0.0, deadline_s=None, arrival_index=0)
     sequence.block_table = list(range(1, num_blocks + 1))
-    cache = KVCache(loaded.layers, num_blocks, _BLOCK_SIZE, loaded.dtype, loaded.device)
+    dtype = choose_cache_dtype(cache, loaded.dtype)
+    blocks = KVCache(loaded.layers, num_blocks, _BLOCK_SIZE, dtype, loaded.device)
     inputs = build_inputs([ScheduledSequence(sequence, 0, num_tokens)], _BLOCK_SIZE, loaded.device)
-    attention = choose_attention(loaded.attention_spec(_BLOCK_SIZE), "auto")
-    return loaded.logits(attention(cache, inputs), inputs.input_ids, inputs.position_ids, rows=0).float()
+    attention = choose_attention(loaded.attention_spec(_BLOCK_SIZE, dtype), "auto")
+    return loaded.logits(attention(blocks, inputs), inputs.input_ids, inputs.position_ids, rows=0).float()
 
 
-def figures_of(name: str, loaded: LoadedModel, arguments: argparse.Namespace, choices: list[Tensor]) -> Figures:
+def figures_of(made: Format, arguments: argparse.Namespace, choices: list[Tensor]) -> Figures:
     """Return the figures of one format. `choices` are the first checkpoint's, and filled if there are none yet."""
+    loaded = load_model(made.model)
     assert loaded.tokenizer is not None
     num_tokens, num_bytes, num_same, nats, is_first = 0, 0, 0, 0.0, not choices
     articles = [text for _, text in sorted(topics.items()) if len(text) >= _LEAST_CHARACTERS][: arguments.texts]
     for number, article in enumerate(articles):
         ids = loaded.tokenizer(article, verbose=False)["input_ids"][: arguments.tokens]
-        targets, logits = torch.tensor(ids[1:]), logits_of(loaded, ids[:-1])
+        targets, logits = torch.tensor(ids[1:]), logits_of(loaded, ids[:-1], made.cache)
         nats += float(functional.cross_entropy(logits, targets, reduction="sum"))
         if is_first:
             choices.append(logits.argmax(-1))
@@ -84,7 +97,7 @@ def figures_of(name: str, loaded: LoadedModel, arguments: argparse.Namespace, ch
         num_bytes += len(loaded.tokenizer.decode(ids[1:]).encode())
     memory = {each.data_ptr(): each.nbytes for each in loaded.model.state_dict().values()}
     return Figures(
-        name,
+        made.name,
         loaded.weights,
         round(sum(memory.values()) / _MIB, 1),
         round(nats / math.log(2) / num_bytes, 4),
@@ -93,18 +106,21 @@ def figures_of(name: str, loaded: LoadedModel, arguments: argparse.Namespace, ch
     )
 
 
-def formats(arguments: argparse.Namespace, directory: Path) -> Iterator[tuple[str, ModelOptions]]:
-    """Yield the name and the options of each format; `directory` is for checkpoints that are made here."""
+def formats(arguments: argparse.Namespace, directory: Path) -> Iterator[Format]:
+    """Yield each format; `directory` is for checkpoints that are made here."""
     named = [each.partition("=") for each in arguments.checkpoint]
     first, *_ = plain = [
         ModelOptions(local_checkpoint(path), dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
         for _, _, path in named
     ]
-    yield from zip((name for name, _, _ in named), plain, strict=True)
+    yield from (Format(name, model) for (name, _, _), model in zip(named, plain, strict=True))
     for quantization in arguments.quantization:
-        yield f"quantization={quantization}", replace(first, quantization=quantization)
+        yield Format(f"quantization={quantization}", replace(first, quantization=quantization))
+    for cache in arguments.kv_cache:
+        yield Format(f"kv_cache_dtype={cache}", first, cache)
     for name in arguments.rounded:
-        yield name, replace(first, path=str(quantize_checkpoint(Path(first.path), directory / name, METHODS[name])))
+        path = quantize_checkpoint(Path(first.path), directory / name, METHODS[name])
+        yield Format(name, replace(first, path=str(path)))
 
 
 def main() -> None:
@@ -114,6 +130,7 @@ def main() -> None:
         "--checkpoint", action="append", required=True, metavar="NAME=PATH", help="directory, hub id or GGUF file"
     )
     parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
+    parser.add_argument("--kv-cache", nargs="*", default=[], choices=["int8", "fp8"])
     parser.add_argument("--rounded", nargs="*", default=[], choices=list(METHODS))
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=512, help="most tokens of a text")
@@ -124,8 +141,8 @@ def main() -> None:
     rows: list[Figures] = []
     choices: list[Tensor] = []
     with tempfile.TemporaryDirectory(prefix="headway-quality-") as directory:
-        for name, options in formats(arguments, Path(directory)):
-            rows.append(figures_of(name, load_model(options), arguments, choices))
+        for made in formats(arguments, Path(directory)):
+            rows.append(figures_of(made, arguments, choices))
             row = rows[-1]
             print(f"{row.format:24} {row.mib:7.1f} MiB  {row.bits_per_byte:.4f}  {row.same_choice:.4f}  {row.weights}",
                   flush=True)  # fmt: skip

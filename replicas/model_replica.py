@@ -54,6 +54,8 @@ class Backend:
     """Kernels that compute attention; empty: not known."""
     weights: str = ""
     """Format of the weights in the checkpoint and in memory; empty: not known."""
+    cache_dtype: str = ""
+    """Number format of the KV cache; empty: not known."""
     constraints: ConstraintCompiler | None = None
     """Compiler of grammars; None: outputs cannot have one."""
     counts_tokens: bool = False
@@ -87,6 +89,7 @@ def load_torch_backend(options: ReplicaOptions) -> Backend:
         device=str(loaded.device),
         kernels=runner.kernels,
         weights=loaded.weights,
+        cache_dtype=runner.cache_dtype,
         constraints=None
         if loaded.tokenizer is None
         else GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids),
@@ -122,6 +125,7 @@ class ModelReplica:
             device=backend.device,
             kernels=backend.kernels,
             weights=backend.weights,
+            cache_dtype=backend.cache_dtype,
         )
         is_on_cpu = backend.device == "cpu"
         default_chunks_per_s = (
@@ -135,7 +139,7 @@ class ModelReplica:
         self._constraints = backend.constraints
         first_step_s = 0.0 if is_on_cpu else _FIRST_STEP_S
         self._steps = StepWatch(options.limits.max_step_s, backend.warm_step_s, first_step_s)
-        precision = f"{backend.dtype} {options.model.quantization} {backend.weights}"
+        precision = f"{backend.dtype} {options.model.quantization} {backend.weights} {backend.cache_dtype}"
         weights_id = weights_digest(options.model.path, precision)
         identity = ReplicaIdentity(replica_id, node_id, os.getpid(), weights_id)
         self._engine = Engine(config, backend.runner, backend.decoders, identity)
@@ -200,5 +204,6 @@ def _engine_config(options: ReplicaOptions, backend: Backend) -> EngineConfig:
         num_blocks=backend.num_blocks,
         max_model_len=max_model_len,
         counts_on_device=backend.counts_tokens,
+        cache_dtype=backend.cache_dtype,
         eos_token_ids=backend.eos_token_ids,
     )

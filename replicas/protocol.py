@@ -294,6 +294,8 @@ class ModelCard:
     """Kernels that compute attention; empty: not known."""
     weights: str = ""
     """Format of the weights in the checkpoint and in memory; empty: not known."""
+    cache_dtype: str = ""
+    """Number format of the KV cache; empty: not known."""
 
 
 class MetricKind(Enum):

@@ -153,8 +153,8 @@ class Dispatcher:
         asked_s = self._table.now()
         self._watch.asked()
         polled = await self._client.poll_stats()
-        self._watch.heard(*polled)
         changes = self._table.replace(polled, asked_s)
+        self._watch.polled(polled, changes)
         for replica_id in changes.gone:
             self._flow.forget(replica_id)
         self._flow.polled(changes)

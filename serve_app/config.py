@@ -279,6 +279,11 @@ class HeadwayConfig(_SettingsOfParts):
             )
         if device == "cpu" and backend in ("flash", "triton"):
             raise ValueError(f"device (cpu) and attention_backend ({backend}) contradict each other")
+        if backend == "flash" and options.runner.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"attention_backend ({backend}) and kv_cache_dtype ({options.runner.kv_cache_dtype}) contradict each "
+                "other"
+            )
         if device == "cpu" and options.model.compile_layers:
             raise ValueError("device (cpu) and compile_layers (true) contradict each other")
         if device == "cuda" and self.num_gpus_per_replica == 0:

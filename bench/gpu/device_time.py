@@ -93,8 +93,8 @@ def release() -> None:
 
 
 def num_graphs(runner: TorchModelRunner) -> int:
-    """Return the number of decode batch sizes with a captured graph."""
-    return 0 if runner._decode_graphs is None else len(runner._decode_graphs._graphs)
+    """Return the number of captured graphs."""
+    return 0 if runner._graphs is None else runner._graphs.num_graphs
 
 
 @dataclass(slots=True)

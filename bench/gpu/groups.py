@@ -53,7 +53,7 @@ _SAMPLED: Mapping[str, SamplingParams] = {
 }
 _LIBRARIES = ("torch", "triton", "transformers", "flash-attn-3", "flash-attn", "flashinfer-python", "kernels")
 _ATTENTION_ADVICE = "attention_backend=gather avoids these kernels; see replicas/model/attention/triton_kernels.py"
-_GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/decode_graphs/graphs.py"
+_GRAPH_ADVICE = "enforce_eager=true avoids graphs; see replicas/model/cuda_graphs/graphs.py"
 
 
 def groups(target: Target) -> tuple[Group, ...]:

@@ -14,8 +14,8 @@ from replicas.errors import ModelLoadError
 from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
 from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import LONG_SCHEDULE, check_attention
-from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.triton_ops import check_layer_ops
@@ -114,22 +114,22 @@ class _Decodes:
     """Four decodes in tensors that outlive a step; sequence i owns blocks 16 i + 1 to 16 i + 16."""
 
     query: Tensor
-    tiles: Tensor
+    chunks: Tensor
     tables: Tensor
     slots: Tensor
 
     @classmethod
     def on(cls, device: torch.device) -> _Decodes:
         tables = torch.arange(1, 65, dtype=torch.int32, device=device).view(4, 16)
-        tiles = torch.zeros(4, 4, dtype=torch.int32, device=device)
+        chunks = torch.zeros(4, 4, dtype=torch.int32, device=device)
         return cls(
-            torch.randn(4, 8, 64, device=device), tiles, tables, torch.zeros(4, dtype=torch.int64, device=device)
+            torch.randn(4, 8, 64, device=device), chunks, tables, torch.zeros(4, dtype=torch.int64, device=device)
         )
 
-    def plan(self, longest: int) -> TilePlan:
-        return TilePlan(TileGroup(self.tiles, self.tables, tokens_per_tile=1, longest=longest))
+    def plan(self, longest: int) -> AttentionPlan:
+        return AttentionPlan(ChunkGroup(self.chunks, self.tables, num_tokens=4, longest=longest))
 
     def set(self, positions: tuple[int, ...]) -> None:
         rows = [[index, position, 1, index] for index, position in enumerate(positions)]
-        self.tiles.copy_(torch.tensor(rows, dtype=torch.int32))
+        self.chunks.copy_(torch.tensor(rows, dtype=torch.int32))
         self.slots.copy_(torch.tensor([16 * (1 + 16 * i + p // 16) + p % 16 for i, p in enumerate(positions)]))

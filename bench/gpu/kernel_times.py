@@ -19,7 +19,7 @@ from replicas.engine.config import EngineLimits
 from replicas.engine.sequence import Sequence as EngineSequence
 from replicas.model.attention.interface import AttentionCall, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache, bytes_per_block
-from replicas.model.attention.tiles import TileGroup, TilePlan
+from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.batch.inputs import build_inputs
 from replicas.model.build import build_runner
@@ -129,8 +129,8 @@ def attention_ms(layers: tuple[AttentionLayer, ...], batch_size: int, device: to
         cache[layer.index].values.normal_()
     tables = 1 + torch.randperm(num_blocks, device=device, dtype=torch.int32).view(batch_size, -1)
     rows = [[index, CONTEXT - 1, 1, index] for index in range(batch_size)]
-    tiles = torch.tensor(rows, dtype=torch.int32, device=device)
-    plan = TilePlan(TileGroup(tiles, tables, tokens_per_tile=1, longest=CONTEXT))
+    chunks = torch.tensor(rows, dtype=torch.int32, device=device)
+    plan = AttentionPlan(ChunkGroup(chunks, tables, num_tokens=batch_size, longest=CONTEXT))
     slots = tables[:, -1].long() * BLOCK_SIZE + BLOCK_SIZE - 1
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
     attention = TritonBackend(num_processors, compute_capability(device)).planned(cache, slots, plan)

@@ -1,9 +1,12 @@
-"""Loss of batch lines and jobs when processes are killed: `python -m bench.jobs.kill [--kills N] [--lines N]`.
+"""Loss of batch lines and jobs when processes are killed: `python -m bench.jobs.kill [--kills N] [--workers N]`.
 
 The demo model on two replicas under `make serve`; a batch of 2,000 lines, and jobs submitted beside it all the time.
 Twenty times, evenly over the batch's progress, one process is killed with SIGKILL: a model replica, the jobs process,
 the ingress, Serve's controller, its proxy, or all of `make serve`, which is then started again over the same data.
 Clients retry every failed call; a job counts once it got a 202.
+
+With `--workers` above 1 the jobs are in a PostgreSQL database of the bench's own, which no kill touches, and two of
+three kills hit one of the jobs workers.
 
 The bars: every `custom_id` is exactly once in the output or error file, every accepted job has its result, and each
 of them gets a webhook at least once, always with the same id.
@@ -17,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -29,6 +32,7 @@ from bench.load.spec import Burst, Lengths, Stream
 from bench.routing.report import Bar, option_parser, options_of, report
 from serve_app.cli.private_cluster import free_port
 from serve_app.config import DEMO_MODEL_NAME
+from testkit.jobs.postgresql import NOT_INSTALLED, find_binaries, postgresql
 from testkit.serving.served import serving, wait_for
 
 _ONE_IN_WHOLE = 5
@@ -68,15 +72,15 @@ class Launcher:
         variables = (f"MODEL={DEMO_MODEL_NAME}", f"ARGS={self._arguments}")
         self._served = self._open.enter_context(serving(self._home, *variables, port=self._port))
 
-    def kill(self, kind: Kind) -> bool:
+    def kill(self, kind: Kind, rng: random.Random) -> bool:
         """Kill a process of this kind, or all; return False if there is none now."""
         if kind is Kind.WHOLE:
             self._served.kill()
             return True
-        process = self._served.find(kind.value)
-        if process is not None:
-            process.kill()
-        return process is not None
+        processes = self._served.find_all(kind.value)
+        if processes:
+            rng.choice(processes).kill()
+        return bool(processes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,8 @@ class Scale:
     num_kills: int = 20
     output_tokens: int = 96
     between_jobs_s: float = 2.0
+    num_workers: int = 1
+    """Jobs workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +124,41 @@ def main() -> int:
     parser = option_parser(__doc__)
     parser.add_argument("--kills", type=int)
     parser.add_argument("--lines", type=int)
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="jobs workers")
     own = parser.parse_args()
     options = options_of(own)
     scale = Scale(num_lines=60, num_kills=3, output_tokens=48) if options.is_quick else Scale()
-    scale = replace(scale, num_lines=own.lines or scale.num_lines, num_kills=own.kills or scale.num_kills)
+    scale = replace(
+        scale,
+        num_lines=own.lines or scale.num_lines,
+        num_kills=own.kills or scale.num_kills,
+        num_workers=own.workers,
+    )
     with (
         tempfile.TemporaryDirectory(prefix="hw-kill-") as home,
         receiving() as receiver,
+        _database(scale.num_workers) as database,
         contextlib.ExitStack() as open_contexts,
     ):
-        settings = {**_SETTINGS, "data_dir": f"{home}/data", **options.settings}
+        settings = {**_SETTINGS, "data_dir": f"{home}/data", **database, **options.settings}
         launcher = Launcher(open_contexts, Path(home), settings)
         seen = _run(launcher, receiver, scale, Path(home), options.seed)
     figures, bars = judge(scale, seen)
-    return report("kill", options, bars, {"scale": asdict(scale), **figures}, [], family="jobs")
+    name = "kill" if scale.num_workers == 1 else "kill_workers"
+    return report(name, options, bars, {"scale": asdict(scale), **figures}, [], family="jobs")
+
+
+@contextlib.contextmanager
+def _database(num_workers: int) -> Iterator[dict[str, object]]:
+    """Yield the settings for this number of jobs workers; several share a PostgreSQL database."""
+    if num_workers == 1:
+        yield {}
+        return
+    binaries = find_binaries()
+    if binaries is None:
+        raise SystemExit(NOT_INSTALLED)
+    with postgresql(binaries) as server, server.fresh_database() as url:
+        yield {"database_url": url, "num_jobs_workers": num_workers}
 
 
 def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
@@ -163,9 +190,14 @@ def judge(scale: Scale, seen: Seen) -> tuple[dict[str, Any], list[Bar]]:
     }, bars
 
 
-def kinds_to_kill(num_kills: int, rng: random.Random) -> list[Kind]:
-    """Return the kinds in random order: one in five the whole, the others in turn."""
+def kinds_to_kill(num_kills: int, rng: random.Random, num_workers: int = 1) -> list[Kind]:
+    """Return the kinds in random order: one in five the whole, the others in turn.
+
+    Of several jobs workers one dies in two of three turns.
+    """
     single = [kind for kind in Kind if kind is not Kind.WHOLE]
+    if num_workers > 1:
+        single = [kind for other in single if other is not Kind.JOBS for kind in (Kind.JOBS, other, Kind.JOBS)]
     num_whole = max(1, num_kills // _ONE_IN_WHOLE)
     kinds = [Kind.WHOLE] * num_whole + [single[index % len(single)] for index in range(num_kills - num_whole)]
     rng.shuffle(kinds)
@@ -202,13 +234,13 @@ def _kill_repeatedly(
     kills: list[Kill] = []
     # Not to the very end: while no process answers the batch goes on, and the next kill comes late.
     step = _KILLING_SHARE * scale.num_lines / (scale.num_kills + 1)
-    for number, kind in enumerate(kinds_to_kill(scale.num_kills, rng), 1):
+    for number, kind in enumerate(kinds_to_kill(scale.num_kills, rng, scale.num_workers), 1):
         target = number * step
         batch = with_retries(client.wait, batch_id, lambda it: num_done(it) >= target, RETRY_LIMIT_S)  # noqa: B023
         if is_final(batch):
             break
         at_unix_s = time.time()
-        while not launcher.kill(kind):
+        while not launcher.kill(kind, rng):
             time.sleep(PERIOD_S)  # it is being replaced already
         kills.append(Kill(at_unix_s, kind.name.lower(), num_done(batch)))
         print(f"killed {kind.name.lower()} at {num_done(batch)} of {scale.num_lines} lines", flush=True)

@@ -34,6 +34,7 @@ MIN_SPEED_UP = 2.5
 MAX_RATIO_AGAINST = 0.5
 _MIN_CORES = 8
 _LIMIT_S = 1800.0
+_NUM_WARM_UP_LINES = 800
 _STREAM = Stream(name="lines", prompt=Lengths.around(48, 0.4, 16, 256), output=Lengths.around(8, 0.4, 2, 32))
 _WORKER = "ray::ServeReplica:headway:Jobs"
 _SETTINGS: dict[str, object] = {
@@ -110,8 +111,11 @@ def _measure(run: Run, url: str, server: psutil.Process, num_lines: int, options
         tempfile.TemporaryDirectory(prefix="hw-lines-") as folder,
     ):
         wait_for(lambda: len(_workers(served)) == run.num_workers, "all workers run")
-        path = Path(folder) / "lines.jsonl"
+        # The first lines of a process also pay for its imports and its connections.
+        warm_up, path = Path(folder) / "warm_up.jsonl", Path(folder) / "lines.jsonl"
+        write_lines(warm_up, _STREAM, _NUM_WARM_UP_LINES, options.seed)
         write_lines(path, _STREAM, num_lines, options.seed)
+        _run(served, server, warm_up, _NUM_WARM_UP_LINES)
         return _run(served, server, path, num_lines)
 
 

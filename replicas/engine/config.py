@@ -79,6 +79,8 @@ class EngineConfig(EngineLimits):
     """Schedule and launch a step before the tokens of the previous step are known."""
     counts_on_device: bool = False
     """The runner counts the tokens of sequences on its device, so that penalties need none of them on the host."""
+    cache_dtype: str = ""
+    """Number format of the KV cache, for its metric; empty: not known."""
     eos_token_ids: frozenset[int] = frozenset()
     """Tokens that end a sequence unless it says `ignore_eos`."""
 

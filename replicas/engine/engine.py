@@ -258,7 +258,7 @@ class Engine:
     def _gauges(self, load: ReplicaStats) -> tuple[Metric, ...]:
         settings = gauge(
             "vllm:cache_config_info", "KV cache settings", 1, block_size=str(self._config.block_size),
-            num_gpu_blocks=str(self._config.num_blocks),
+            cache_dtype=self._config.cache_dtype, num_gpu_blocks=str(self._config.num_blocks),
             enable_prefix_caching=str(self._config.enable_prefix_caching),
         )  # fmt: skip
         usage = gauge("vllm:kv_cache_usage_perc", "blocks held / blocks, 0 to 1", load.kv_usage)

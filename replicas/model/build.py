@@ -10,10 +10,11 @@ from replicas.engine.batch import ScheduledBatch, ScheduledSequence
 from replicas.engine.config import EngineLimits
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionBackend
-from replicas.model.attention.kv_cache import KVCache, bytes_per_block
+from replicas.model.attention.kv_cache import KVCache, bytes_per_block, num_tensors
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.inputs import batches_of_every_kind, dummy_batches, dummy_item
-from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
+from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, step_shapes
+from replicas.model.hardware.device import choose_cache_dtype
 from replicas.model.hardware.device_memory import CudaMemory, MemoryShare, MemoryUse, measure_use
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import RunnerOptions
@@ -27,23 +28,24 @@ def build_runner(loaded: LoadedModel, limits: EngineLimits, options: RunnerOptio
     Raises:
         ModelLoadError: fewer than two blocks fit, or the requested attention backend does not work.
     """
-    attention = choose_attention(loaded.attention_spec(limits.block_size), options.attention_backend)
+    cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
+    attention = choose_attention(loaded.attention_spec(limits.block_size, cache_dtype), options.attention_backend)
     graphs = _graph_builder(loaded, attention, limits, options)
     if loaded.device.type == "cuda":
         use = _measure_on_cuda(loaded, attention, limits, options, graphs)
-        available = use.cache_bytes(num_tensors=2 * len(loaded.layers))
+        available = use.cache_bytes(num_tensors(loaded.layers, cache_dtype))
         limit = f"gpu_memory_utilization ({options.gpu_memory_utilization} of {min(1.0, options.num_gpus):g} GPU) {use}"
     else:
         available = options.kv_cache_bytes
         limit = f"kv_cache_bytes is {available}"
-    block_bytes = bytes_per_block(loaded.layers, limits.block_size, loaded.dtype)
+    block_bytes = bytes_per_block(loaded.layers, limits.block_size, cache_dtype)
     num_blocks = available // block_bytes - 1  # One block is the scratch block.
     if num_blocks < 1:
         raise ModelLoadError(f"{limit} for the KV cache; two blocks need {2 * block_bytes} bytes")
-    cache = _cache(loaded, limits.block_size, num_blocks)
-    decode_graphs = None if graphs is None else graphs.captured(cache)
+    cache = KVCache(loaded.layers, num_blocks, limits.block_size, cache_dtype, loaded.device)
+    captured = None if graphs is None else graphs.captured(cache)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
-    return TorchModelRunner(loaded, cache, attention, decode_graphs, counts)
+    return TorchModelRunner(loaded, cache, attention, captured, counts)
 
 
 def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
@@ -56,22 +58,22 @@ def warm_up(runner: TorchModelRunner, limits: EngineLimits) -> None:
 
 
 class _GraphBuilder:
-    """Builder of captured decodes over a cache."""
+    """Builder of captured steps over a cache."""
 
-    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, max_num_seqs: int) -> None:
+    def __init__(self, loaded: LoadedModel, attention: PlannedAttention, limits: EngineLimits) -> None:
         self._loaded = loaded
         self._attention = attention
-        self._buckets = bucket_sizes(max_num_seqs)
+        self._shapes = step_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._stream = torch.cuda.Stream(loaded.device)  # type: ignore[no-untyped-call]
         self._is_possible = True
 
-    def captured(self, cache: KVCache) -> DecodeGraphRunner | None:
-        """Return captured CUDA graphs of decodes; None if the model prevents it, now or at an earlier call."""
+    def captured(self, cache: KVCache) -> GraphRunner | None:
+        """Return captured CUDA graphs; None if the model prevents it, now or at an earlier call."""
         if not self._is_possible:
             return None
-        decode_graphs = DecodeGraphRunner(self._loaded, cache, self._attention, self._buckets)
-        self._is_possible = decode_graphs.capture(self._stream)
-        return decode_graphs if self._is_possible else None
+        graphs = GraphRunner(self._loaded, cache, self._attention, self._shapes)
+        self._is_possible = graphs.capture(self._stream)
+        return graphs if self._is_possible else None
 
 
 def _graph_builder(
@@ -81,7 +83,7 @@ def _graph_builder(
     planned: PlannedAttention | None = getattr(attention, "planned", None)  # The gather backend has none.
     if loaded.device.type != "cuda" or planned is None or options.enforce_eager:
         return None
-    return _GraphBuilder(loaded, planned, limits.max_num_seqs)
+    return _GraphBuilder(loaded, planned, limits)
 
 
 def _measure_on_cuda(
@@ -92,7 +94,8 @@ def _measure_on_cuda(
     graphs: _GraphBuilder | None,
 ) -> MemoryUse:
     """Measure the largest steps and the graphs over a cache that has the scratch block alone."""
-    scratch = _cache(loaded, limits.block_size, num_blocks=0)
+    cache_dtype = choose_cache_dtype(options.kv_cache_dtype, loaded.dtype)
+    scratch = KVCache(loaded.layers, 0, limits.block_size, cache_dtype, loaded.device)
     counts = token_counts(limits.max_num_seqs, loaded.vocab_size, loaded.device)
     runner = TorchModelRunner(loaded, scratch, attention, counts=counts)
     sizes = (limits.max_num_seqs, limits.max_num_batched_tokens, loaded.max_model_len, limits.block_size)
@@ -123,10 +126,6 @@ def _warm_up_sampling(runner: TorchModelRunner, limits: EngineLimits) -> None:
             item.sequence.launched(item.num_tokens, item.samples)
             _run(runner, [ScheduledBatch((ScheduledSequence(item.sequence, item.end, 1),))])
         first.collect()
-
-
-def _cache(loaded: LoadedModel, block_size: int, num_blocks: int) -> KVCache:
-    return KVCache(loaded.layers, num_blocks, block_size, loaded.dtype, loaded.device)
 
 
 def _run(runner: TorchModelRunner, batches: Iterable[ScheduledBatch]) -> None:

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import CppAttention, can_attend
+from replicas.model.attention.kv_cache import AttentionLayer, bytes_per_token
 from replicas.model.attention.probe import dry_forward
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
@@ -43,6 +44,7 @@ class ModelMemory:
     """Memory that one token of a model takes, and the longest sequence."""
 
     kv_bytes_per_token: int
+    kv_bytes_per_token_in_8_bits: int
     max_model_len: int
 
 
@@ -138,8 +140,9 @@ def _memory_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelMemory:
     text = config.get_text_config(decoder=True)
     num_kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_bytes = 2 * text.num_hidden_layers * num_kv_heads * head_size * dtype.itemsize
-    return ModelMemory(kv_bytes, choose_max_model_len(config, None))
+    layer = AttentionLayer(0, num_kv_heads, num_kv_heads, head_size, head_size, None, None, False)
+    plain, quantized = (text.num_hidden_layers * bytes_per_token(layer, each) for each in (dtype, torch.int8))
+    return ModelMemory(plain, quantized, choose_max_model_len(config, None))
 
 
 if __name__ == "__main__":

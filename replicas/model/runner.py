@@ -18,7 +18,9 @@ from replicas.model.attention.interface import AttentionBackend
 from replicas.model.attention.kv_cache import KVCache
 from replicas.model.batch.inputs import BatchInputs, InputPlan, LastSampledTokens, wants_prompt_logprobs
 from replicas.model.batch.transfers import DeviceBuffer, DeviceToHostBuffer, HostToDeviceBuffer
-from replicas.model.decode_graphs.graphs import DecodeGraphRunner
+from replicas.model.cuda_graphs.buffers import StepShape
+from replicas.model.cuda_graphs.graphs import GraphRunner
+from replicas.model.hardware.device import cache_dtype_name
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.sampling.logprobs import PendingLogprobs, launch_logprobs
 from replicas.model.sampling.masks import MaskThreads, PendingMasks
@@ -123,10 +125,10 @@ class TorchModelRunner:
         loaded: LoadedModel,
         cache: KVCache,
         attention: AttentionBackend = GatherAttention,
-        decode_graphs: DecodeGraphRunner | None = None,
+        graphs: GraphRunner | None = None,
         counts: TokenCounts | None = None,
     ) -> None:
-        """Make a runner. Batches that `decode_graphs` can run go there; all others use `attention`.
+        """Make a runner. Batches that `graphs` has a shape for go there; all others use `attention`.
 
         `counts` has a slot for each running sequence; None: the host counts the tokens for penalties.
         """
@@ -135,7 +137,7 @@ class TorchModelRunner:
         self._attention = attention
         self.kernels: str = getattr(attention, "kernels", "")
         """Kernels that compute attention."""
-        self._decode_graphs = decode_graphs
+        self._graphs = graphs
         self._counts = counts
         self._masks = MaskThreads(loaded.vocab_size, min(_MAX_MASK_THREADS, os.cpu_count() or 1))
         self._last_sampled = LastSampledTokens.none(loaded.device)
@@ -149,6 +151,11 @@ class TorchModelRunner:
     def num_blocks(self) -> int:
         """Number of blocks that sequences can hold."""
         return self._cache.num_blocks
+
+    @property
+    def cache_dtype(self) -> str:
+        """Number format of keys and values in the KV cache."""
+        return cache_dtype_name(self._cache.dtype)
 
     @property
     def block_size(self) -> int:
@@ -207,20 +214,23 @@ class TorchModelRunner:
     ) -> ForwardPart:
         """Launch one forward pass over items that sample one token or none."""
         sampling = [index for index, item in zip(indices, items, strict=True) if item.samples]
-        if self._decode_graphs is not None and self._decode_graphs.can_run(items):
-            return self._decode(items, sampling, self._decode_graphs)
+        shape = None if self._graphs is None else self._graphs.shape_of(items)
+        if self._graphs is not None and shape is not None:
+            return self._replay(items, sampling, self._graphs, shape)
         return self._forward(items, sampling, to_host)
 
-    def _decode(
-        self, items: list[ScheduledSequence], indices: list[int], decode_graphs: DecodeGraphRunner
+    def _replay(
+        self, items: list[ScheduledSequence], indices: list[int], graphs: GraphRunner, shape: StepShape
     ) -> ForwardPart:
+        """Launch one forward pass, padded to `shape`."""
         to_device = HostToDeviceBuffer()
-        sampler = self._sampler(items, to_device)
-        sent = decode_graphs.send(items, self._last_sampled, to_device)
+        sampling = [item for item in items if item.samples]
+        sampler = self._sampler(sampling, to_device)
+        sent = graphs.send(items, shape, self._last_sampled, to_device)
         on_device = to_device.send(self._loaded.device)
-        masks = self._masks.masks_of(items)
-        outputs = decode_graphs.run(sent, on_device).first(len(items))
-        return ForwardPart(indices, sampler, outputs.logits, outputs.greedy, on_device, masks)
+        masks = self._masks.masks_of(sampling)
+        outputs = graphs.run(sent, on_device).first(len(sampling))
+        return ForwardPart(indices, sampler if sampling else None, outputs.logits, outputs.greedy, on_device, masks)
 
     def _sampler(self, items: list[ScheduledSequence], to_device: HostToDeviceBuffer) -> Sampler:
         sent = None if self._counts is None else self._counts.send(items, self._last_sampled, to_device)

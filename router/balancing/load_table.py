@@ -66,6 +66,10 @@ class PollChanges:
     """Replicas that answered."""
     gone: list[str]
     """Replicas that did not answer, which the table has forgotten."""
+    joined: Set[str] = frozenset()
+    """Replicas that answered, and did not answer the poll before."""
+    left: Set[str] = frozenset()
+    """Replicas that did not answer, and answered the poll before."""
 
 
 class LoadTable:
@@ -91,6 +95,10 @@ class LoadTable:
         """Counts of a replica without own requests; never changed."""
         self._loads: dict[str, ReplicaView] = {}
         """Loads computed since their replicas' last change, with an age of zero."""
+        self._answered_in_order: list[str] = []
+        """Replicas that answered the last poll, in the order of their answers."""
+        self._answered: Set[str] = frozenset()
+        """The same ones. Polls are mostly answered in the same order, so that the set stays."""
         self._changed: set[str] = set()
         self._subscribers = [self._changed]
         self._totals = ClusterTotals()
@@ -136,11 +144,15 @@ class LoadTable:
 
         `asked_s` is `now()` before the poll: a replica that has reported since then stays.
         """
-        answered = {stats.replica_id for stats in polled}
+        replica_ids = [stats.replica_id for stats in polled]
+        before, answered = self._answered, self._answered
+        if replica_ids != self._answered_in_order:
+            answered = self._answered = frozenset(replica_ids)
+            self._answered_in_order = replica_ids
         changed, now = [], self._clock()
         entries = self._entries
-        for stats in polled:
-            known = entries.get(stats.replica_id)
+        for replica_id, stats in zip(replica_ids, polled, strict=True):
+            known = entries.get(replica_id)
             # An engine that is stuck or dead has the version of its last step.
             if (
                 known is not None
@@ -152,16 +164,10 @@ class LoadTable:
             else:
                 self.record(stats)
                 changed.append(stats)
-        silent = sorted(self._entries.keys() - answered)
-        gone = [replica_id for replica_id in silent if self._entries[replica_id].received_s <= asked_s]
-        # Those that were forgotten before, as a lost or a hung replica is, and have not come back.
-        if len(self.ring) > len(entries):
-            gone += sorted(set(self.ring) - answered - entries.keys())
-        for replica_id in gone:
-            self.forget(replica_id)
-            if replica_id in self.ring:
-                self.ring.remove(replica_id)
-        return PollChanges(changed, answered, gone)
+        gone = self._forget_silent(answered, asked_s)
+        if answered is before:
+            return PollChanges(changed, answered, gone)
+        return PollChanges(changed, answered, gone, joined=answered - before, left=before - answered)
 
     def forget(self, replica_id: str) -> None:
         """Drop the report of a replica. This ingress's requests on it are counted until they end."""
@@ -279,6 +285,20 @@ class LoadTable:
             assert own.num_by_tenant == Counter((r.band, r.tenant) for r in own.requests)
             assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
             assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
+
+    def _forget_silent(self, answered: Set[str], asked_s: float) -> list[str]:
+        """Forget the replicas that did not answer a poll and have not reported since; return them."""
+        # Each replica that answered is in the table, unless there are more of them than it may hold.
+        silent = sorted(self._entries.keys() - answered) if len(self._entries) != len(answered) else []
+        gone = [replica_id for replica_id in silent if self._entries[replica_id].received_s <= asked_s]
+        # Those that were forgotten before, as a lost or a hung replica is, and have not come back.
+        if len(self.ring) > len(self._entries):
+            gone += sorted(set(self.ring) - answered - self._entries.keys())
+        for replica_id in gone:
+            self.forget(replica_id)
+            if replica_id in self.ring:
+                self.ring.remove(replica_id)
+        return gone
 
     def _own_changed(self, replica_id: str) -> None:
         if (entry := self._entries.get(replica_id)) is not None:

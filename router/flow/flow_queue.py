@@ -86,22 +86,30 @@ class _Tenant:
     tokens: float
     queue: list[QueuedRequest] = field(default_factory=list)
     num_queued_tokens: int = 0
-    priority: _Priority | None = None
-    """Priority under which it waits; None: it does not wait."""
+    place: _Priority | None = None
+    """Place in the order of tenants: its priority, or an earlier one; None: it is in no order."""
+
+    @property
+    def priority(self) -> _Priority:
+        """Sort key of a tenant that waits."""
+        return (self.tokens, *self.queue[0].order, self.name)
 
 
 class _BandQueue:
     """Queue of one band, fair between tenants by tokens; the algorithm is `FlowQueue`'s.
 
-    Invariants: `_by_priority` holds the priorities of the tenants that have waiting requests, sorted; `_idle` holds the
-    other tenants.
+    A poll charges many tenants, few of which are near their turn. So a charged tenant stays at its place until the
+    order is read up to it.
+
+    Invariants: `_by_place` holds the places of the waiting tenants, sorted; no tenant's place is behind its priority;
+    a tenant is in `_waiting` or in `_idle`, not in both.
     """
 
     def __init__(self) -> None:
-        self._tenants: dict[str, _Tenant] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()
-        """Tenants without waiting requests, the one used longest ago first."""
-        self._by_priority: list[_Priority] = []
+        self._waiting: dict[str, _Tenant] = {}
+        self._idle: OrderedDict[str, float] = OrderedDict()
+        """Counters of tenants without waiting requests, of the one used longest ago first."""
+        self._by_place: list[_Priority] = []
         self._last_floor = 0.0
         self._turns = Turns()
         self._by_size = LargestFirst()
@@ -115,9 +123,11 @@ class _BandQueue:
         self.num_tokens = 0
 
     def add(self, queued: QueuedRequest) -> None:
-        tenant = self._tenant(queued.request.tenant)
-        if not tenant.queue:
-            tenant.tokens = max(tenant.tokens, self._floor())
+        name = queued.request.tenant
+        tenant = self._waiting.get(name)
+        if tenant is None:
+            floor = self._floor()
+            tenant = self._waiting[name] = _Tenant(name, max(self._idle.pop(name, floor), floor))
         insort(tenant.queue, queued, key=lambda entry: entry.order)
         tenant.num_queued_tokens += queued.expected_tokens
         self._place(tenant)
@@ -126,86 +136,113 @@ class _BandQueue:
         if queued.deadline_s is None:
             self.without_deadline += queued.expected_tokens
         else:
-            self.by_deadline.add(queued.deadline_s, str(queued.arrival_index), queued.expected_tokens)
+            self.by_deadline.add(queued.deadline_s, queued.expected_tokens)
 
     def remove(self, queued: QueuedRequest) -> None:
-        tenant = self._tenants[queued.request.tenant]
+        tenant = self._waiting[queued.request.tenant]
         index = bisect_left(tenant.queue, queued.order, key=lambda entry: entry.order)
         assert tenant.queue[index] is queued
         del tenant.queue[index]
         tenant.num_queued_tokens -= queued.expected_tokens
         self._place(tenant)
+        if not tenant.queue:
+            del self._waiting[tenant.name]
+            self._keep_idle(tenant.name, tenant.tokens)
+            if not self._waiting:
+                self._last_floor = max(self._last_floor, tenant.tokens)
         self.num_requests -= 1
         self.num_tokens -= queued.expected_tokens
         if queued.deadline_s is None:
             self.without_deadline -= queued.expected_tokens
         else:
-            self.by_deadline.remove(queued.deadline_s, str(queued.arrival_index), queued.expected_tokens)
+            self.by_deadline.add(queued.deadline_s, -queued.expected_tokens, -1)
 
     def heads(self) -> Iterator[QueuedRequest]:
         """Yield each tenant's first request, the tenant with the fewest tokens first. The queue must not change."""
-        for *_, name in self._by_priority:
-            yield self._tenants[name].queue[0]
+        index = 0
+        while (tenant := self._at(index)) is not None:
+            yield tenant.queue[0]
+            index += 1
 
     def charge(self, name: str, tokens: float) -> None:
-        tenant = self._tenant(name)
-        tenant.tokens += tokens
-        self._place(tenant)
-        if not self.num_requests:
+        tenant = self._waiting.get(name)
+        if tenant is not None:
+            tenant.tokens += tokens
+            self._changed.add(name)
+            if tokens < 0:
+                self._place(tenant)
+            return
+        counter = self._idle.pop(name, None)
+        counter = tokens + (self._floor() if counter is None else counter)
+        self._keep_idle(name, counter)
+        if not self._waiting:
             # The queue is empty, so this charge delayed no tenant. Raise the floor, so that the next tenant to queue
             # starts level.
-            self._last_floor = max(self._last_floor, tenant.tokens)
+            self._last_floor = max(self._last_floor, counter)
 
     def of_tenant(self, name: str) -> TenantQueue:
-        tenant = self._tenants.get(name)
+        tenant = self._waiting.get(name)
         return TenantQueue() if tenant is None else TenantQueue(len(tenant.queue), tenant.num_queued_tokens)
 
     def num_tokens_before(self, name: str) -> int:
-        tenant = self._tenants.get(name) or _Tenant(name, self._floor())
-        start = tenant.tokens if tenant.queue else max(tenant.tokens, self._floor())
         self._take_changes()
-        return tenant.num_queued_tokens + self._turns.num_tokens(start + tenant.num_queued_tokens, but=name)
+        tenant = self._waiting.get(name)
+        if tenant is None:
+            floor = self._floor()
+            return self._turns.num_tokens(max(self._idle.get(name, floor), floor), but=name)
+        num_own = tenant.num_queued_tokens
+        return num_own + self._turns.num_tokens(tenant.tokens + num_own, but=name)
 
     @property
     def num_tenants(self) -> int:
         """Number of tenants with waiting requests."""
-        return len(self._by_priority)
+        return len(self._waiting)
 
     def largest(self, most: int) -> dict[str, int]:
         self._take_changes()
         return self._by_size.first(most)
 
-    def _tenant(self, name: str) -> _Tenant:
-        """Return the tenant; a new one starts at the floor."""
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            tenant = self._tenants[name] = _Tenant(name, self._floor())
-        return tenant
+    def check_invariants(self) -> None:
+        assert self._by_place == sorted(tenant.place for tenant in self._waiting.values() if tenant.place is not None)
+        assert all(t.queue and t.place is not None and t.place <= t.priority for t in self._waiting.values())
+        assert self._waiting.keys().isdisjoint(self._idle)
+        assert len(self._idle) <= _MAX_IDLE_TENANTS
+        self._take_changes()
+        self._turns.check_invariants()
+
+    def _keep_idle(self, name: str, tokens: float) -> None:
+        """Keep the counter of a tenant without requests; forget the one used longest ago, if there are too many."""
+        self._idle[name] = tokens
+        if len(self._idle) > _MAX_IDLE_TENANTS:
+            self._idle.popitem(last=False)
 
     def _place(self, tenant: _Tenant) -> None:
-        """Move a tenant that has changed to its place.
-
-        Beyond `_MAX_IDLE_TENANTS` tenants without requests, the one used longest ago is forgotten.
-        """
-        if tenant.priority is not None:
-            del self._by_priority[bisect_left(self._by_priority, tenant.priority)]
-            tenant.priority = None
+        """Move a tenant whose requests have changed to the place of its priority; without requests it has none."""
+        if tenant.place is not None:
+            del self._by_place[bisect_left(self._by_place, tenant.place)]
+            tenant.place = None
         if tenant.queue:
-            tenant.priority = (tenant.tokens, *tenant.queue[0].order, tenant.name)
-            insort(self._by_priority, tenant.priority)
-            self._idle.pop(tenant.name, None)
-        else:
-            self._idle[tenant.name] = None
-            self._idle.move_to_end(tenant.name)
-            if len(self._idle) > _MAX_IDLE_TENANTS:
-                del self._tenants[self._idle.popitem(last=False)[0]]
+            tenant.place = tenant.priority
+            insort(self._by_place, tenant.place)
         self._changed.add(tenant.name)
+
+    def _at(self, index: int) -> _Tenant | None:
+        """Return the tenant with the given number of tenants before it, which are in order; None: there is none."""
+        while index < len(self._by_place):
+            place = self._by_place[index]
+            tenant = self._waiting[place[-1]]
+            if place[0] == tenant.tokens:
+                return tenant
+            del self._by_place[index]
+            tenant.place = tenant.priority
+            insort(self._by_place, tenant.place, lo=index)
+        return None
 
     def _take_changes(self) -> None:
         while self._changed:
             name = self._changed.pop()
-            tenant = self._tenants.get(name)
-            if tenant is None or not tenant.queue:
+            tenant = self._waiting.get(name)
+            if tenant is None:
                 self._turns.update(name, None)
                 self._by_size.update(name, 0)
             else:
@@ -213,10 +250,9 @@ class _BandQueue:
                 self._by_size.update(name, len(tenant.queue))
 
     def _floor(self) -> float:
-        """Return the least counter of the tenants that wait; if none waits, the last one known."""
-        if self._by_priority:
-            self._last_floor = self._by_priority[0][0]
-        return self._last_floor
+        """Return the least counter of the tenants that wait; if none waits, that of the last one that did."""
+        first = self._at(0)
+        return self._last_floor if first is None else first.tokens
 
 
 class FlowQueue:
@@ -292,6 +328,11 @@ class FlowQueue:
         """Add tokens, possibly negative, to a tenant's counter: a correction, or the cost on other ingresses."""
         self._bands[band].charge(tenant, tokens)
 
+    def charge_all(self, charges: Mapping[tuple[str, Band], float]) -> None:
+        """Charge each tenant and band its tokens."""
+        for (tenant, band), tokens in charges.items():
+            self._bands[band].charge(tenant, tokens)
+
     def num_requests(self, band: Band) -> int:
         """Return the number of requests that wait in a band."""
         return self._bands[band].num_requests
@@ -341,6 +382,11 @@ class FlowQueue:
     def starved_s(self, band: Band, now: float) -> float:
         """Return the time for which a waiting band has had no first token, seconds; 0 if no request waits."""
         return now - self._served_s[band] if self._bands[band].num_requests else 0.0
+
+    def check_invariants(self) -> None:
+        """Fail if an invariant of the class does not hold."""
+        for queue in self._bands.values():
+            queue.check_invariants()
 
     def is_starved(self, band: Band, now: float) -> bool:
         """Return True if a request of the band is due to be promoted."""

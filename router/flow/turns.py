@@ -2,80 +2,79 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right, insort
 
-_MAX_BUCKET = 256
+_MAX_BUCKET = 64
 
 
 class SummedKeys:
-    """Sorted keys with a value each, and sums of the values up to a key.
+    """Keys with a count and a value each, and sums of both up to a key.
 
-    The keys lie in buckets of at most `_MAX_BUCKET`, each with its sum. So a change and a sum cost about as much as the
-    number of buckets, and the keys of one bucket.
+    Equal keys are one entry. The entries lie in buckets of at most `_MAX_BUCKET`, each with its sums. So a change costs
+    the same however many keys there are, and a sum costs about as much as the number of buckets.
 
-    Invariant: the buckets are sorted and not empty, and each sum is that of its bucket.
+    Counts and values are whole numbers, so that no rounding errors gather in the sums.
+
+    Invariants: bucket i holds the keys from start i up to the next start; no bucket but the first may be empty; each
+    sum is that of its bucket; no entry is zero.
     """
 
     def __init__(self) -> None:
-        self._buckets: list[list[tuple[float, str, float]]] = []
-        self._last: list[tuple[float, str, float]] = []
-        """Last entry of each bucket."""
-        self._sums: list[float] = []
+        self._starts: list[float] = [-math.inf]
+        self._buckets: list[dict[float, tuple[int, float]]] = [{}]
+        """Count and value by key."""
+        self._counts = [0]
+        self._sums: list[float] = [0]
 
     def __len__(self) -> int:
-        return sum(map(len, self._buckets))
+        return sum(self._counts)
 
-    def add(self, key: float, name: str, value: float) -> None:
-        """Add a value; `name` tells equal keys apart."""
-        entry = (key, name, value)
-        if not self._buckets:
-            self._buckets, self._last, self._sums = [[entry]], [entry], [value]
-            return
-        index = min(bisect_left(self._last, entry), len(self._buckets) - 1)
+    def add(self, key: float, value: float, count: int = 1) -> None:
+        """Add a value and a count to those of a key; negative ones take away what was added."""
+        index = bisect_right(self._starts, key) - 1
         bucket = self._buckets[index]
-        insort(bucket, entry)
-        self._last[index] = bucket[-1]
+        self._counts[index] += count
         self._sums[index] += value
-        if len(bucket) > _MAX_BUCKET:
-            self._split(index)
-
-    def remove(self, key: float, name: str, value: float) -> None:
-        """Remove a value that was added."""
-        entry = (key, name, value)
-        index = bisect_left(self._last, entry)
-        bucket = self._buckets[index]
-        del bucket[bisect_left(bucket, entry)]
-        if bucket:
-            self._last[index] = bucket[-1]
-            self._sums[index] -= value
-        else:
-            del self._buckets[index], self._last[index], self._sums[index]
+        before = bucket.get(key)
+        if before is not None:
+            count, value = before[0] + count, before[1] + value
+        if count or value:
+            bucket[key] = (count, value)
+            if len(bucket) > _MAX_BUCKET:
+                self._split(index)
+        elif before is not None:
+            del bucket[key]
+            if not bucket and index:
+                del self._starts[index], self._buckets[index], self._counts[index], self._sums[index]
 
     def up_to(self, key: float) -> tuple[int, float]:
-        """Return the number of keys that are at most `key`, and the sum of their values."""
-        end = (key, "\U0010ffff", 0.0)
-        index = bisect_right(self._last, end)
-        count, total = sum(map(len, self._buckets[:index])), sum(self._sums[:index])
-        if index < len(self._buckets):
-            bucket = self._buckets[index]
-            within = bisect_right(bucket, end)
-            count += within
-            total += sum([value for _, _, value in bucket[:within]])
-        return count, total
+        """Return the sums of the counts and of the values of the keys that are at most `key`."""
+        index = bisect_right(self._starts, key) - 1
+        within = [entry for its_key, entry in self._buckets[index].items() if its_key <= key]
+        count = sum(self._counts[:index]) + sum([count for count, _ in within])
+        return count, sum(self._sums[:index]) + sum([value for _, value in within])
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
-        entries = [entry for bucket in self._buckets for entry in bucket]
-        assert entries == sorted(entries) and all(self._buckets)
-        assert self._last == [bucket[-1] for bucket in self._buckets]
-        assert self._sums == [sum(value for _, _, value in bucket) for bucket in self._buckets]
+        assert self._starts == sorted(set(self._starts)) and self._starts[0] == -math.inf
+        assert all(self._buckets[1:])
+        for start, end, bucket in zip(self._starts, [*self._starts[1:], math.inf], self._buckets, strict=True):
+            assert all(start <= key < end for key in bucket) and (0, 0) not in bucket.values()
+        assert self._counts == [sum(count for count, _ in bucket.values()) for bucket in self._buckets]
+        assert self._sums == [sum(value for _, value in bucket.values()) for bucket in self._buckets]
 
     def _split(self, index: int) -> None:
         bucket = self._buckets[index]
-        halves = [bucket[: len(bucket) // 2], bucket[len(bucket) // 2 :]]
-        self._buckets[index : index + 1] = halves
-        self._last[index : index + 1] = [half[-1] for half in halves]
-        self._sums[index : index + 1] = [sum([value for _, _, value in half]) for half in halves]
+        keys = sorted(bucket)
+        upper = {key: bucket.pop(key) for key in keys[len(keys) // 2 :]}
+        count, value = sum([count for count, _ in upper.values()]), sum([value for _, value in upper.values()])
+        self._counts[index] -= count
+        self._sums[index] -= value
+        self._starts.insert(index + 1, keys[len(keys) // 2])
+        self._buckets.insert(index + 1, upper)
+        self._counts.insert(index + 1, count)
+        self._sums.insert(index + 1, value)
 
 
 class Turns:
@@ -84,37 +83,35 @@ class Turns:
     A tenant whose counter is c has q tokens waiting, the first e of them in its first request. Until the turn t it is
     served min(q, t - c + e) tokens if c <= t, and else none: it is dispatched until its counter has passed the turn, up
     to one request beyond it. That is a sum over the tenants with c <= t, less one over those with c + q - e <= t.
-
-    Counters and tokens are whole numbers, so that no rounding errors gather in the sums.
     """
 
     def __init__(self) -> None:
-        self._begun, self._done = SummedKeys(), SummedKeys()
+        self._terms = SummedKeys()
+        """Terms of the sum by the turn from which on they count, for each tenant: t - c + e from c on, and
+        c + q - e - t from c + q - e on. A count stands for t."""
         self._known: dict[str, tuple[float, int, int]] = {}
 
     def update(self, name: str, waiting: tuple[float, int, int] | None) -> None:
         """Note a tenant's counter, its waiting tokens and those of its first request; None: it does not wait."""
         before = self._known.pop(name, None)
         if before is not None:
-            (start, end) = _bounds(before)
-            self._begun.remove(start, name, before[2] - start)
-            self._done.remove(end, name, -end)
+            start, end = _bounds(before)
+            self._terms.add(start, start - before[2], -1)
+            self._terms.add(end, -end, 1)
         if waiting is not None:
-            (start, end) = _bounds(waiting)
+            start, end = _bounds(waiting)
             self._known[name] = waiting
-            self._begun.add(start, name, waiting[2] - start)
-            self._done.add(end, name, -end)
+            self._terms.add(start, waiting[2] - start, 1)
+            self._terms.add(end, end, -1)
 
     def num_tokens(self, turn: float, but: str) -> int:
         """Return the tokens that all tenants but one are served until a turn."""
-        num_begun, begun = self._begun.up_to(turn)
-        num_done, done = self._done.up_to(turn)
-        return round((num_begun - num_done) * turn + begun - done) - self._of(but, turn)
+        num_turns, others = self._terms.up_to(turn)
+        return round(num_turns * turn + others) - self._of(but, turn)
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
-        self._begun.check_invariants()
-        self._done.check_invariants()
+        self._terms.check_invariants()
 
     def _of(self, name: str, turn: float) -> int:
         if name not in self._known:
@@ -136,8 +133,11 @@ class LargestFirst:
 
     def update(self, name: str, size: int) -> None:
         """Note a size; 0 removes the name."""
-        before = self._sizes.pop(name, 0)
+        before = self._sizes.get(name, 0)
+        if size == before:
+            return
         if before:
+            del self._sizes[name]
             del self._ordered[bisect_left(self._ordered, (-before, name))]
         if size:
             self._sizes[name] = size

@@ -69,16 +69,15 @@ class UsageReconciler:
         own = self._own.setdefault(replica_id, {})
         own[tenant, band] = own.get((tenant, band), 0) + tokens
 
-    def corrections(self, changed: Sequence[ReplicaStats], answered: Set[str] | None = None) -> dict[_Key, int]:
-        """Return the tokens to charge each tenant and band beyond the recorded charges, since the last call.
+    def corrections(self, changes: PollChanges) -> dict[_Key, int]:
+        """Return the tokens to charge each tenant and band beyond the recorded charges, after a poll.
 
-        `changed`: the answers to a poll, but for those of replicas that have computed nothing and have no new charges;
-        `answered`: ids of all replicas that answered; None: those of `changed`.
+        Its cost grows with the number of replicas that have computed something or have new charges.
         """
         corrections: dict[_Key, int] = defaultdict(int)
-        for stats in changed:
+        for stats in changes.changed:
             self._correct(stats, corrections)
-        self._forget_missing({stats.replica_id for stats in changed} if answered is None else answered)
+        self._forget_missing(changes)
         return {key: tokens for key, tokens in corrections.items() if tokens}
 
     def _correct(self, stats: ReplicaStats, corrections: dict[_Key, int]) -> None:
@@ -93,13 +92,14 @@ class UsageReconciler:
         for key, tokens in own.items():
             corrections[key] -= tokens
 
-    def _forget_missing(self, answered: Set[str]) -> None:
-        missing = (self._served.keys() - answered) | (self._own.keys() - answered)
-        self._num_missed = {replica_id: self._num_missed.get(replica_id, 0) + 1 for replica_id in missing}
-        for replica_id, num_missed in self._num_missed.items():
-            if num_missed > _MAX_MISSED_POLLS:
-                self._served.pop(replica_id, None)
-                self._own.pop(replica_id, None)
+    def _forget_missing(self, changes: PollChanges) -> None:
+        missing = (changes.left | self._num_missed.keys() | self._own.keys()) - changes.answered
+        num_missed = {replica_id: self._num_missed.get(replica_id, 0) + 1 for replica_id in missing}
+        for replica_id in [missed for missed, count in num_missed.items() if count > _MAX_MISSED_POLLS]:
+            self._served.pop(replica_id, None)
+            self._own.pop(replica_id, None)
+            del num_missed[replica_id]
+        self._num_missed = num_missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,7 @@ class PlacementAccount:
 
     def polled(self, changes: PollChanges) -> None:
         """Charge each tenant the tokens that the replicas computed beyond this ingress's charges."""
-        for (tenant, band), tokens in self._served.corrections(changes.changed, changes.answered).items():
-            self._queue.charge(band, tenant, tokens)
+        self._queue.charge_all(self._served.corrections(changes))
 
     def _end(self, placement: Placement) -> None:
         self._table.end(placement.in_flight)

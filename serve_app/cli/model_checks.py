@@ -78,7 +78,8 @@ def _cache_check(cache_bytes: int, diagnosis: Diagnosis) -> Check:
     num_tokens = cache_bytes // per_token
     found = (
         f"about {decimal(cache_bytes)}: {num_tokens:,} tokens of {decimal(per_token)}, "
-        f"or {num_tokens / longest:.1f} requests of {longest:,} tokens"
+        f"or {num_tokens / longest:.1f} requests of {longest:,} tokens; "
+        f"with kv_cache_dtype=int8 {cache_bytes // diagnosis['model']['kv_bytes_per_token_in_8_bits']:,} tokens"
     )
     if num_tokens >= longest:
         return Check("KV cache", Status.OK, found)

@@ -90,7 +90,8 @@ class Report:
     def _kv_cache(self) -> str:
         num_tokens, longest = self.card.num_blocks * self.card.block_size, self.card.max_model_len
         requests = f"{num_tokens / longest:.1f} requests of the full length of {longest:,}"
-        return f"{num_tokens:,} tokens: {requests}; at most {self.card.max_num_seqs} run together"
+        dtype = f" in {self.card.cache_dtype}" if self.card.cache_dtype else ""
+        return f"{num_tokens:,} tokens{dtype}: {requests}; at most {self.card.max_num_seqs} run together"
 
     def _replicas(self) -> str:
         fewest, most = self.config.effective_min_replicas, self.config.effective_max_replicas

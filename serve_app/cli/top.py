@@ -97,7 +97,7 @@ def _table(*columns: str) -> Table:
 
 
 def _replicas(replicas: list[JsonObject]) -> Table:
-    table = _table("REPLICA", "STATE", "#SLOTS", "#KV", "#WAITING", "#TOKENS/S", "#AGE")
+    table = _table("REPLICA", "STATE", "#SLOTS", "#KV", "#WAITING", "#TOKENS/S", "#AGE", "CHOSEN FOR")
     for replica in replicas:
         state = "draining" if replica["is_draining"] else "busy" if replica["num_running"] else "idle"
         table.add_row(
@@ -108,8 +108,16 @@ def _replicas(replicas: list[JsonObject]) -> Table:
             str(replica["num_waiting"]),
             f"{replica['generated_tokens_per_s']:,.0f}",
             f"{replica['age_s']:.1f} s",
+            _choice(replica["chosen_for"]),
         )
     return table
+
+
+def _choice(chosen_for: JsonObject | None) -> str:
+    """Return the most frequent reason for which the last requests went to a replica."""
+    if chosen_for is None:
+        return "-"
+    return f"{chosen_for['reason'].replace('_', ' ')}, {chosen_for['num_placements']} of {chosen_for['of']}"
 
 
 def _bands(queues: list[JsonObject], latencies: list[JsonObject]) -> Table:

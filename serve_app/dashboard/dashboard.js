@@ -135,8 +135,8 @@ function stateOf(replica) {
 }
 
 function showReplicas(data) {
-  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting", "Output tokens/s", "Report age"];
-  const classes = ["wide", "", "wide", "wide", "number", "number", "number"];
+  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting", "Output tokens/s", "Report age", "Last chosen for"];
+  const classes = ["wide", "", "wide", "wide", "number", "number", "number", "wide ellipsis"];
   $("no-replicas").hidden = data.replicas.length > 0;
   list($("replicas"), data.replicas, replica => replica.replica_id, () => row(labels, classes), (tr, replica) => {
     const [state, className] = stateOf(replica);
@@ -148,6 +148,9 @@ function showReplicas(data) {
     put(tr.children[4], number(replica.num_waiting));
     put(tr.children[5], number(replica.generated_tokens_per_s));
     put(tr.children[6], seconds(replica.age_s));
+    const chosen = replica.chosen_for;
+    put(tr.children[7], chosen ? `${words(chosen.reason)}, ${chosen.num_placements} of ${chosen.of}` : "–");
+    tr.children[7].title = tr.children[7].textContent;
   });
 }
 

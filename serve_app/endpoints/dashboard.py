@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from importlib.resources import files
 
@@ -54,16 +55,20 @@ class Snapshots:
         await self._ask_jobs()
         dispatcher, autoscaling = self._backends.dispatcher, self._backends.autoscaling
         latencies = self._registry.latencies(_LATENCY_WINDOW_S)
+        requests = self._registry.newest(_NUM_REQUESTS)
+        choices = _choices_of(requests)
         return {
             "time_unix_s": round(time.time(), 3),
             "model": self._model_name,
-            "replicas": [load_of(view) for view in dispatcher.load()],
+            "replicas": [
+                load_of(view) | {"chosen_for": choices.get(view.stats.replica_id)} for view in dispatcher.load()
+            ],
             "queues": [_queue_of(band, dispatcher.waiting(band, _NUM_TENANTS)) for band in Band],
             "latencies": [self._latency_of(band, latencies[band]) for band in Band],
             "autoscaling": None if autoscaling is None else autoscaling_of(autoscaling),
             "jobs": self._jobs,
             "batches": self._batches,
-            "requests": self._registry.newest(_NUM_REQUESTS),
+            "requests": requests,
         }
 
     async def _ask_jobs(self) -> None:
@@ -120,6 +125,19 @@ class DashboardEndpoints:
         """Answer GET /dashboard/events: a snapshot a second, until the client leaves or the server stops."""
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return ByteStream(self._feed.events(), exchange_of(request), CONTENT_TYPE, headers)
+
+
+def _choices_of(requests: Sequence[JsonObject]) -> dict[str, JsonObject]:
+    """Return the most frequent reason for the placements of the requests, by replica."""
+    reasons: dict[str, Counter[str]] = defaultdict(Counter)
+    for request in requests:
+        for placed in request["metrics"]["placements"]:
+            reasons[placed["replica_id"]][placed["reason"]] += 1
+    return {
+        replica_id: {"reason": reason, "num_placements": num, "of": counts.total()}
+        for replica_id, counts in reasons.items()
+        for reason, num in counts.most_common(1)
+    }
 
 
 def _queue_of(band: Band, size: BandQueueSize) -> JsonObject:

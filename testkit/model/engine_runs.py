@@ -20,7 +20,7 @@ from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import probe_attention
 from replicas.model.attention.select import choose_attention
 from replicas.model.batch.transfers import DeviceToHostBuffer, HostToDeviceBuffer
-from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
+from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, step_shapes
 from replicas.model.loading.loader import LoadedModel, load_model
 from replicas.model.loading.options import Device, Dtype, ModelOptions, Quantization
 from replicas.model.loading.tokenizer import make_decoder
@@ -86,14 +86,16 @@ def build_engine(
     *,
     is_ahead: bool = False,
     counts_on_device: bool = False,
+    cache_dtype: torch.dtype | None = None,
 ) -> Engine:
-    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, it decodes in fixed buckets.
+    """Return an engine, with async scheduling if `is_ahead`; given `planned` attention, small steps have fixed sizes.
 
-    If `counts_on_device`, penalties apply as on a GPU.
+    If `counts_on_device`, penalties apply as on a GPU. `cache_dtype` is that of the KV cache; None: the model's.
     """
     sizes = sizes or Sizes()
-    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, loaded.dtype, loaded.device)
-    decodes = None if planned is None else DecodeGraphRunner(loaded, cache, planned, bucket_sizes(sizes.max_num_seqs))
+    cache = KVCache(loaded.layers, sizes.num_blocks, sizes.block_size, cache_dtype or loaded.dtype, loaded.device)
+    shapes = step_shapes(sizes.max_num_seqs, sizes.max_num_batched_tokens)
+    graphs = None if planned is None else GraphRunner(loaded, cache, planned, shapes)
     config = EngineConfig(
         num_blocks=sizes.num_blocks,
         max_model_len=min(loaded.max_model_len, sizes.num_blocks * sizes.block_size),
@@ -109,7 +111,7 @@ def build_engine(
         counts = TokenCounts(sizes.max_num_seqs, loaded.vocab_size, loaded.device, penalize_by_definition)
     return Engine(
         config,
-        TorchModelRunner(loaded, cache, attention, decodes, counts),
+        TorchModelRunner(loaded, cache, attention, graphs, counts),
         lambda request: make_decoder(loaded.tokenizer, request.prompt_token_ids),
         ReplicaIdentity("replica", "node", 1),
     )

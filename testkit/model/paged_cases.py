@@ -78,6 +78,8 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     scale: float = 0.3
+    cache_dtype: torch.dtype | None = None
+    """int8 or float8_e4m3fn; None: `dtype`."""
 
     @property
     def layer(self) -> AttentionLayer:
@@ -116,9 +118,13 @@ KINDS = {
 def largest_error(
     case: Case, attention: AttentionBackend, device: torch.device, computes_earlier: bool = False
 ) -> float:
-    """Return the largest error of an output number, divided by the expected value or by 1 if that is larger."""
+    """Return the largest error of an output number, divided by the expected value or by 1 if that is larger.
+
+    Keys and values in 8 bits are expected as they come back from the cache.
+    """
     rows = attention_outputs(case, attention, device, computes_earlier)
     drawn, scoring = _draw_case(case, device)
+    drawn = [numbers.as_cached(case) for numbers in drawn]
     parts = [slice(start, end) for start, end in case.chunks]
     errors = [_error(*each, scoring, case.window) for each in zip(rows, drawn, parts, strict=True)]
     return float(torch.stack(errors).amax())
@@ -133,10 +139,10 @@ def attention_outputs(
     their keys and values.
     """
     drawn, scoring = _draw_case(case, device)
-    cache = KVCache([case.layer], case.num_blocks, case.block_size, case.dtype, device)
+    cache = KVCache([case.layer], case.num_blocks, case.block_size, case.cache_dtype or case.dtype, device)
     # Blocks may hold stale values of a former owner, even NaN. The output must not depend on them.
-    cache[0].keys.fill_(torch.nan)
-    cache[0].values.fill_(torch.nan)
+    for part, scales in cache[0].parts:
+        (part if scales is None else scales).fill_(torch.nan)
     owners = sequences([end for _, end in case.chunks], case.block_size, case.num_blocks)
     earlier = [ScheduledSequence(owner, 0, start) for owner, (start, _) in zip(owners, case.chunks, strict=True)]
     known = [each for each in zip(earlier, drawn, strict=True) if each[0].num_tokens > 0]
@@ -186,6 +192,16 @@ class _Drawn:
         (num_heads, num_kv_heads), (key_size, value_size) = case.heads, case.sizes
         shapes = ((num_heads, key_size), (num_kv_heads, key_size), (num_kv_heads, value_size))
         return cls(*(_draw(3 * seed + i, device, length, *shape).to(case.dtype) for i, shape in enumerate(shapes)))
+
+    def as_cached(self, case: Case) -> _Drawn:
+        """Return keys and values after a way through the case's cache; in 8 bits they are float32."""
+        if case.cache_dtype is None:
+            return self
+        cache = KVCache([case.layer], 1, len(self.keys), case.cache_dtype, self.keys.device)
+        cache[0].write(torch.arange(len(self.keys), device=self.keys.device), self.keys, self.values)
+        block = torch.zeros(1, dtype=torch.int64, device=self.keys.device)
+        keys, values = (part[0] for part in cache[0].read(block, torch.float32))
+        return _Drawn(self.query, keys, values)
 
 
 def _draw(seed: int, device: torch.device, *shape: int) -> Tensor:

@@ -104,11 +104,16 @@ class Served:
 
     def find(self, command: str) -> psutil.Process | None:
         """Return a process whose command begins like this; None if there is none now."""
+        return next(iter(self.find_all(command)), None)
+
+    def find_all(self, command: str) -> list[psutil.Process]:
+        """Return the processes whose command begins like this."""
+        found = []
         for process in self.descendants():
             with contextlib.suppress(psutil.Error, IndexError):
                 if process.cmdline()[0].startswith(command):
-                    return process
-        return None
+                    found.append(process)
+        return found
 
     def kill(self) -> None:
         """Kill every process, the first one first, so that it cannot stop the others gracefully."""

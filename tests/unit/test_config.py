@@ -72,6 +72,10 @@ def test_strings_of_the_command_line_become_typed_values():
         ),
         ({"device": "cpu", "compile_layers": True}, ["device (cpu)", "compile_layers (true)"]),
         ({"device": "cpu", "attention_backend": "triton"}, ["device (cpu)", "attention_backend (triton)"]),
+        (
+            {"attention_backend": "flash", "kv_cache_dtype": "fp8"},
+            ["attention_backend (flash)", "kv_cache_dtype (fp8)"],
+        ),
         ({"attention_backend": "fast"}, ["attention_backend", "'auto', 'flash', 'triton' or 'gather'"]),
         ({"dtype": "int8"}, ["dtype", "float32"]),
     ],
@@ -162,7 +166,8 @@ def test_a_removed_field_with_a_note_is_accepted_with_a_warning():
 def test_every_setting_reaches_its_part(part):
     other_than_7 = {
         "kv_pressure_policy": "pause_new", "dtype": "float16", "device": "cuda", "quantization": "int8",
-        "attention_backend": "flash", "gpu_memory_utilization": 0.5, "kernel_cache_dir": "there",
+        "attention_backend": "triton", "kv_cache_dtype": "int8", "gpu_memory_utilization": 0.5,
+        "kernel_cache_dir": "there",
         "api_key_file": "there", "access_log_socket": "there",
         "max_num_seqs": 3, "batch_drain_s": 9, "async_scheduling": True,
         "allowed_hosts": "there", "enable_prefix_caching": False, "compile_layers": True, "enforce_eager": True,

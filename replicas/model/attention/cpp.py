@@ -48,6 +48,8 @@ class CppAttention:
             *map(with_dense_heads, (call.query, call.key, call.value)),
             layer.keys,
             layer.values,
+            layer.key_scales,
+            layer.value_scales,
             self.slots,
             self.chunks,
             self.tables,

@@ -17,7 +17,7 @@ from torch import Tensor
 from replicas.errors import ModelLoadError
 from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache, LayerCache
-from replicas.model.attention.tiles import padded_tables, place
+from replicas.model.attention.plan import padded_tables, place
 from replicas.model.batch.inputs import BatchInputs, Chunk
 
 _MODULE = "flash_attn_interface"

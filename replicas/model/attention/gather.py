@@ -32,7 +32,10 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """Chunk of several tokens. Without a table, the chunk sees only its own keys and values, causally."""
+    """Chunk of several tokens. Without a table, the chunk sees only its own keys and values, causally.
+
+    With 8 bits in the cache there is always a table: a token sees the same numbers in any chunk.
+    """
 
     rows: slice
     table: Tensor | None  # [num_blocks] int64
@@ -110,7 +113,7 @@ class GatherAttention:
 
     def _prefill(self, chunk: Chunk, window: int | None) -> _Prefill:
         rows = slice(chunk.row, chunk.row + chunk.num_tokens)
-        if chunk.start == 0 and (window is None or chunk.end <= window):
+        if chunk.start == 0 and (window is None or chunk.end <= window) and not self._cache.is_quantized:
             return _Prefill(rows, None, None)
         table = self._tensor(self._blocks(chunk, window))
         first = self._first_block(chunk, window) * self._cache.block_size
@@ -142,8 +145,9 @@ def _attend_decodes(call: AttentionCall, layer: LayerCache, decodes: _Decodes) -
     """Return the group's output, [num_chunks, num_query_heads, value_size]."""
     query = call.query.index_select(0, decodes.rows)
     num_chunks, num_heads, key_size = query.shape
-    keys = layer.keys.index_select(0, decodes.table).view(num_chunks, -1, *layer.keys.shape[2:]).transpose(1, 2)
-    values = layer.values.index_select(0, decodes.table).view(num_chunks, -1, *layer.values.shape[2:]).transpose(1, 2)
+    keys, values = (
+        part.view(num_chunks, -1, *part.shape[2:]).transpose(1, 2) for part in layer.read(decodes.table, query.dtype)
+    )
     if _needs_dense(call):
         output = attend_dense(query[:, :, None], keys, values, decodes.mask, call.scoring)
     else:
@@ -161,8 +165,7 @@ def _attend_prefill(call: AttentionCall, layer: LayerCache, prefill: _Prefill) -
     if prefill.table is None:
         keys, values = call.key[prefill.rows], call.value[prefill.rows]
     else:
-        keys = layer.keys.index_select(0, prefill.table).flatten(0, 1)
-        values = layer.values.index_select(0, prefill.table).flatten(0, 1)
+        keys, values = (part.flatten(0, 1) for part in layer.read(prefill.table, query.dtype))
     keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
     if _needs_dense(call):
         output = attend_dense(query, keys, values, prefill.mask, call.scoring)

@@ -73,6 +73,8 @@ class AttentionSpec:
     device: torch.device
     has_kernels: bool = False
     """True if the compiled CPU kernels are loaded and support `dtype`."""
+    quantized_cache: torch.dtype | None = None
+    """Number format of a KV cache in 8 bits, int8 or float8_e4m3fn; None: the cache has `dtype`."""
 
 
 class AttentionPort:

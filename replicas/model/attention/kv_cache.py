@@ -1,14 +1,22 @@
-"""The paged KV cache: blocks of token slots for each layer."""
+"""The paged KV cache: blocks of token slots for each layer.
+
+Keys and values in 8 bits have one scale for each token and KV head. A token's numbers therefore depend on the token
+alone. With one scale for a block, they would depend on the tokens that come into the block later, and on the chunks in
+which they come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from replicas.model.hardware.huge_pages import huge_zeros
+
+_LEAST_MAGNITUDE = 1e-30
+"""A head without a larger number becomes zeros: the factor of a smaller one would be infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +35,83 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Keys and values of one layer. Slot s is position s % block_size of block s // block_size."""
+    """Keys and values of one layer. Slot s is position s % block_size of block s // block_size.
+
+    The methods are plain torch: they define the numbers in the cache, and the kernels store and read the same.
+    """
 
     keys: Tensor  # [num_blocks + 1, block_size, num_kv_heads, key_size]
     values: Tensor  # [num_blocks + 1, block_size, num_kv_heads, value_size]
+    key_scales: Tensor | None = None
+    """[num_blocks + 1, num_kv_heads, block_size] float32: factors of numbers in 8 bits; None: the numbers have none."""
+    value_scales: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[tuple[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]:
+        """Keys and values, each with its scales."""
+        return (self.keys, self.key_scales), (self.values, self.value_scales)
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if keys and values have 8 bits and scales."""
+        return self.key_scales is not None
 
     def clear(self, blocks: Tensor) -> None:
         """Fill `blocks` [num_blocks] int64 with zeros."""
-        self.keys.index_fill_(0, blocks, 0.0)
-        self.values.index_fill_(0, blocks, 0.0)
+        for numbers, scales in self.parts:
+            (numbers if scales is None else scales).index_fill_(0, blocks, 0.0)
 
     def write(self, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] int64."""
-        self.keys.view(-1, *self.keys.shape[2:]).index_copy_(0, slots, key)
-        self.values.view(-1, *self.values.shape[2:]).index_copy_(0, slots, value)
+        for (numbers, scales), written in zip(self.parts, (key, value), strict=True):
+            rows = _movable(numbers).view(-1, *numbers.shape[2:])
+            if scales is None:
+                rows.index_copy_(0, slots, written)
+                continue
+            quantized, row_scales = quantize(written, numbers.dtype)
+            rows.index_copy_(0, slots, _movable(quantized))
+            block_size = numbers.shape[1]
+            scales[slots // block_size, :, slots % block_size] = row_scales
+
+    def read(self, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values of `blocks` [num_blocks] int64, widened from 8 bits to `dtype`.
+
+        Each is [num_blocks, block_size, num_kv_heads, size].
+        """
+        keys, values = (_read(numbers, scales, blocks, dtype) for numbers, scales in self.parts)
+        return keys, values
+
+
+def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Round [..., size] to int8 or float8_e4m3fn; return the numbers, and their scales [...] float32.
+
+    The largest magnitude of a head becomes the largest number of the type. The scale is not finite if a number of the
+    head is not.
+    """
+    largest_number = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    heads = heads.float()
+    largest = heads.abs().amax(-1)
+    # A number divided by a tensor would be a product with the reciprocal, which is rounded twice.
+    factor = torch.full_like(largest, largest_number) / largest
+    factor = torch.where(largest > _LEAST_MAGNITUDE, factor, 0.0)
+    numbers = heads * factor[..., None]
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), largest / largest_number
+
+
+def _read(numbers: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    found = _movable(numbers).index_select(0, blocks).view(numbers.dtype)
+    if scales is None:
+        return found
+    return (found.float() * scales.index_select(0, blocks).transpose(1, 2)[..., None]).to(dtype)
+
+
+def _movable(numbers: Tensor) -> Tensor:
+    """Return a view that torch can index: it cannot index float8 everywhere."""
+    return numbers.view(torch.int8) if numbers.itemsize == 1 else numbers
 
 
 class KVCache:
-    """KV blocks of all layers of one model.
+    """KV blocks of all layers of one model, in `dtype`; with 8 bits, int8 or float8_e4m3fn, they have scales.
 
     Block 0 is scratch, for warm-up, measurements and padding. Sequences own blocks 1..num_blocks.
     """
@@ -59,10 +126,20 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.dtype = dtype
+        self.is_quantized = dtype.itemsize == 1
+        """True if keys and values have 8 bits and scales."""
+
+        def scales(layer: AttentionLayer) -> Tensor | None:
+            shape = (num_blocks + 1, layer.num_kv_heads, block_size)
+            return _zeros(shape, torch.float32, device) if dtype.itemsize == 1 else None
+
         self._layers = {
             layer.index: LayerCache(
                 _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.key_size), dtype, device),
                 _zeros((num_blocks + 1, block_size, layer.num_kv_heads, layer.value_size), dtype, device),
+                scales(layer),
+                scales(layer),
             )
             for layer in layers
         }
@@ -73,8 +150,18 @@ class KVCache:
 
 def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
     """Return the size of one block over all layers, in bytes."""
-    sizes = sum(layer.num_kv_heads * (layer.key_size + layer.value_size) for layer in layers)
-    return block_size * sizes * dtype.itemsize
+    return block_size * sum(bytes_per_token(layer, dtype) for layer in layers)
+
+
+def bytes_per_token(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """Return the size of one token in one layer, in bytes, with its scales."""
+    scale_bytes = 2 * torch.float32.itemsize if dtype.itemsize == 1 else 0
+    return layer.num_kv_heads * ((layer.key_size + layer.value_size) * dtype.itemsize + scale_bytes)
+
+
+def num_tensors(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
+    """Return the number of tensors of a cache."""
+    return len(layers) * (4 if dtype.itemsize == 1 else 2)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -56,7 +56,7 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
         return GatherAttention
     try:
         if backend == "flash":
-            FlashBackend(spec.dtype, spec.device)  # If it is missing, say so before kernels are compiled.
+            _refuse_flash(spec)  # Say so before kernels are compiled.
             triton = _triton(spec)
             return FlashAndTriton(_flash(spec, triton), triton)
         return _triton(spec)
@@ -104,10 +104,18 @@ def _flash(spec: AttentionSpec, triton: TritonBackend) -> AttentionBackend:
 
     Triton's kernel writes the keys and values: in one launch and in wide stores, unlike plain torch.
     """
+    _refuse_flash(spec)
     backend = FlashBackend(spec.dtype, spec.device, triton.write)
     # The long schedule has block tables wide enough for FlashAttention to split the keys.
     _refuse_wrong(spec, [backend], LONG_SCHEDULE)
     return backend
+
+
+def _refuse_flash(spec: AttentionSpec) -> None:
+    """Raise ModelLoadError if FlashAttention 3 is missing, or does not support the device or a dtype of `spec`."""
+    if spec.quantized_cache is not None:
+        raise ModelLoadError("it does not read a KV cache in 8 bits")
+    FlashBackend(spec.dtype, spec.device)
 
 
 def _triton(spec: AttentionSpec) -> TritonBackend:
@@ -143,7 +151,8 @@ def check_attention(
     The check compiles all kernels that serving needs. Unused cache slots hold NaN, so a candidate that reads them
     fails, even if it multiplies them by zero. Layers of the same shape are checked once.
     """
-    return find_fault(_errors(spec, candidates, schedule), spec.dtype)
+    # Two implementations may round a number in 8 bits to different neighbours.
+    return find_fault(_errors(spec, candidates, schedule), torch.bfloat16 if spec.quantized_cache else spec.dtype)
 
 
 @torch.inference_mode()
@@ -194,7 +203,7 @@ def _item(spec: AttentionSpec, index: int, start: int, end: int, num_blocks: int
 
 
 def _new_cache(spec: AttentionSpec, layer: AttentionLayer, num_blocks: int, fill: float) -> KVCache:
-    cache = KVCache([layer], num_blocks, spec.block_size, spec.dtype, spec.device)
-    for part in (cache[0].keys, cache[0].values):
-        part.fill_(fill)
+    cache = KVCache([layer], num_blocks, spec.block_size, spec.quantized_cache or spec.dtype, spec.device)
+    for numbers, scales in cache[0].parts:
+        (numbers if scales is None else scales).fill_(fill)
     return cache

@@ -5,7 +5,7 @@ Each launch depends only on sizes that the host knows, so a forward pass can be 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -14,8 +14,15 @@ from torch import Tensor
 
 from replicas.model.attention.interface import AttentionCall, with_dense_heads
 from replicas.model.attention.kv_cache import KVCache, LayerCache
-from replicas.model.attention.tiles import TileGroup, TilePlan, plan_tiles
-from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel, write_kernel
+from replicas.model.attention.plan import AttentionPlan, ChunkGroup, plan_attention
+from replicas.model.attention.triton_kernels import (
+    MAX_PARTS,
+    PIECE_FIELDS,
+    attend_kernel,
+    combine_kernel,
+    plan_kernel,
+    write_kernel,
+)
 from replicas.model.batch.inputs import BatchInputs
 
 # A second program per processor hides the latency of memory.
@@ -32,6 +39,8 @@ _READING_SHARED_MEMORY = (90, 100, 103)
 _ALIGNMENTS = (16, 8, 1)
 # Numbers that one program of the writing kernel copies.
 _PROGRAM_NUMBERS = 4096
+# Chunks that the planning kernel computes at a time.
+_PLANNED_CHUNKS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +53,7 @@ class LayerShape:
     key_size: int
     value_size: int
     itemsize: int
-    """Size of a number in the cache, bytes."""
+    """Size of a number of queries and of products, bytes."""
 
     @property
     def key_width(self) -> int:
@@ -72,7 +81,7 @@ def layer_shape(call: AttentionCall, layer: LayerCache) -> LayerShape:
     """Return the layer shape of `call`."""
     _, num_heads, key_size = call.query.shape
     _, num_kv_heads, value_size = call.value.shape
-    return LayerShape(num_kv_heads, num_heads // num_kv_heads, key_size, value_size, layer.keys.itemsize)
+    return LayerShape(num_kv_heads, num_heads // num_kv_heads, key_size, value_size, call.query.itemsize)
 
 
 @cache
@@ -102,15 +111,60 @@ def choose_tile(shape: LayerShape, is_decode: bool, capability: int) -> TileShap
 
 
 @dataclass(frozen=True, slots=True)
+class PieceBounds:
+    """Bounds of a list of pieces, known to the host: they depend on no value on the device."""
+
+    num_tiles: int
+    num_parts: int
+    """Number of parts that the keys of all tiles are cut into beside the last part of each tile; 0: no keys are cut."""
+
+    @property
+    def num_pieces(self) -> int:
+        """Most pieces: n keys in parts of at least n / num_parts keys, and a last part for each tile."""
+        return self.num_tiles + self.num_parts
+
+    @property
+    def num_splits(self) -> int:
+        """Most tiles of several parts: each has more keys than a part has."""
+        return max(1, min(self.num_tiles, self.num_parts))
+
+    @property
+    def num_partial_results(self) -> int:
+        """Most parts of tiles of several parts."""
+        return self.num_splits + self.num_parts
+
+
+@dataclass(frozen=True, slots=True)
+class WorkList:
+    """Pieces of the attention of a group of chunks: one for each program of a KV head."""
+
+    pieces: Tensor  # [num_pieces, PIECE_FIELDS] int32, see `triton_kernels`
+    splits: Tensor  # [num_splits, PIECE_FIELDS] int32
+    bounds: PieceBounds
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkKey:
+    """Properties of layers that share a list of pieces."""
+
+    is_decode: bool
+    tile_tokens: int
+    tile_keys: int
+    window: int | None
+    num_parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class TritonAttention:
     """Attention of one forward pass."""
 
     cache: KVCache
     slots: Tensor
-    plan: TilePlan
+    plan: AttentionPlan
     num_programs: int
     capability: int
     """Compute capability of the device, such as 90 for 9.0."""
+    _work: dict[_WorkKey, WorkList] = field(default_factory=dict)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Store the call's keys and values, and return its output [num_tokens, num_query_heads, value_size]."""
@@ -119,28 +173,37 @@ class TritonAttention:
         write_keys_and_values(layer, shape, self.slots, call)
         num_tokens, num_heads, _ = call.query.shape
         output = call.query.new_empty(num_tokens, num_heads, shape.value_size)
-        if self.plan.decodes is not None:
-            self._attend_group(call, layer, self.plan.decodes, output)
-        prefills = self.plan.prefills(self._tile(shape, is_decode=False).tokens, output.device)
-        if prefills is not None:
-            self._attend_group(call, layer, prefills, output)
+        for group in (self.plan.decodes, self.plan.prefills):
+            if group is not None:
+                self._attend_group(call, layer, group, output)
         return output
 
-    def _attend_group(self, call: AttentionCall, layer: LayerCache, group: TileGroup, output: Tensor) -> None:
+    def _attend_group(self, call: AttentionCall, layer: LayerCache, group: ChunkGroup, output: Tensor) -> None:
         shape = layer_shape(call, layer)
-        tile = self._tile(shape, is_decode=group.tokens_per_tile == 1)
-        assert tile.tokens == group.tokens_per_tile, "the group was cut for another shape"
-        num_keys = group.longest if call.window is None else min(group.longest, call.window + tile.tokens)
-        num_programs = len(group.tiles) * shape.num_kv_heads
-        num_splits = max(1, min(self.num_programs // num_programs, num_keys // _MIN_PART_KEYS, MAX_SPLITS))
-        launch = _Launch(call, layer, group, shape, tile, num_splits, output)
+        is_decode = group is self.plan.decodes
+        tile = choose_tile(shape, is_decode, self.capability)
+        work = self._pieces(call.window, shape, group, tile, is_decode=is_decode)
+        launch = _Launch(call, layer, group, shape, tile, work, output)
         parts = _Parts.of(launch)
         _attend(launch, parts)
-        if num_splits > 1:
+        if work.bounds.num_parts > 0:
             _combine(launch, parts)
 
-    def _tile(self, shape: LayerShape, is_decode: bool) -> TileShape:
-        return choose_tile(shape, is_decode, self.capability)
+    def _pieces(
+        self, window: int | None, shape: LayerShape, group: ChunkGroup, tile: TileShape, *, is_decode: bool
+    ) -> WorkList:
+        """Return the pieces of a layer's work, which the first layer of a kind makes."""
+        num_keys = group.longest if window is None else min(group.longest, window + tile.tokens + tile.keys)
+        num_parts = self.num_programs // shape.num_kv_heads if num_keys > _MIN_PART_KEYS else 0
+        key = _WorkKey(is_decode, tile.tokens, tile.keys, window, num_parts)
+        if key not in self._work:
+            bounds = PieceBounds(group.max_tiles(tile.tokens), num_parts)
+            pieces, splits = (
+                group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_splits)
+            )
+            self._work[key] = WorkList(pieces, splits, bounds)
+            _plan(self._work[key], group, tile, window)
+        return self._work[key]
 
 
 class TritonBackend:
@@ -155,9 +218,9 @@ class TritonBackend:
 
     def __call__(self, cache: KVCache, inputs: BatchInputs) -> TritonAttention:
         """Return the attention of the chunks of `inputs`."""
-        return self.planned(cache, inputs.slots, plan_tiles(inputs.chunks, inputs.slots.device))
+        return self.planned(cache, inputs.slots, plan_attention(inputs.chunks, inputs.slots.device))
 
-    def planned(self, cache: KVCache, slots: Tensor, plan: TilePlan) -> TritonAttention:
+    def planned(self, cache: KVCache, slots: Tensor, plan: AttentionPlan) -> TritonAttention:
         """Return the attention of a plan that the caller made. Its tensors may outlive the forward pass.
 
         `slots` [num_tokens] int64 are the slots for the keys and values.
@@ -172,15 +235,14 @@ class TritonBackend:
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Arguments of the kernels for one group of tiles in one layer."""
+    """Arguments of the kernels for one group of chunks in one layer."""
 
     call: AttentionCall
     layer: LayerCache
-    group: TileGroup
+    group: ChunkGroup
     shape: LayerShape
     tile: TileShape
-    num_splits: int
-    """Number of parts that the keys are split into."""
+    work: WorkList
     output: Tensor
 
     @property
@@ -191,18 +253,18 @@ class _Launch:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """Partial results, one for each part of the keys, in the order tile, KV head, part, row."""
+    """Partial results, one for each part of the keys of a tile, in the order part, KV head, row."""
 
     values: Tensor  # [num_rows, value_width] float32
     sums: Tensor  # [num_rows] float32: logarithm to base 2 of the sum of a part's softmax weights
 
     @classmethod
     def of(cls, launch: _Launch) -> _Parts:
-        """Allocate memory for the parts. With one part, which needs no memory, use the output as a placeholder."""
-        if launch.num_splits == 1:
+        """Allocate memory for the parts. If no keys are cut, use the output as a placeholder."""
+        bounds, shape = launch.work.bounds, launch.shape
+        if bounds.num_parts == 0:
             return cls(launch.output, launch.output)
-        shape, num_programs = launch.shape, len(launch.group.tiles) * launch.shape.num_kv_heads * launch.num_splits
-        num_rows = num_programs * launch.tile.tokens * shape.group_size
+        num_rows = bounds.num_partial_results * shape.num_kv_heads * launch.tile.tokens * shape.group_size
         values = launch.output.new_empty(num_rows, shape.value_width, dtype=torch.float32)
         return cls(values, launch.output.new_empty(num_rows, dtype=torch.float32))
 
@@ -216,8 +278,7 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
     write_kernel[(triton.cdiv(num_rows, tile_rows),)](
         key,
         value,
-        layer.keys,
-        layer.values,
+        *_numbers_and_scales(layer),
         slots,
         num_rows,
         *strides,
@@ -226,9 +287,19 @@ def write_keys_and_values(layer: LayerCache, shape: LayerShape, slots: Tensor, c
         VALUE_SIZE=shape.value_size,
         KEY_WIDTH=shape.key_width,
         VALUE_WIDTH=shape.value_width,
+        BLOCK_SIZE=layer.keys.shape[1],
         TILE_ROWS=tile_rows,
+        HAS_SCALES=layer.is_quantized,
+        IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
         STRIDE_ALIGNMENT=_alignment(strides),
     )
+
+
+def _numbers_and_scales(layer: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return keys, values and their scales. Without scales the keys and values are there twice."""
+    if layer.key_scales is None or layer.value_scales is None:
+        return layer.keys, layer.values, layer.keys, layer.values
+    return layer.keys.view(torch.int8), layer.values.view(torch.int8), layer.key_scales, layer.value_scales
 
 
 def _outer_strides(tensor: Tensor) -> tuple[int, int]:
@@ -242,24 +313,43 @@ def _alignment(strides: tuple[int, ...]) -> int:
     return next(number for number in _ALIGNMENTS if not any(stride % number for stride in strides))
 
 
+def _plan(work: WorkList, group: ChunkGroup, tile: TileShape, window: int | None) -> None:
+    bounds = work.bounds
+    plan_kernel[(1,)](
+        group.chunks,
+        work.pieces,
+        work.splits,
+        len(group.chunks),
+        bounds.num_pieces,
+        bounds.num_splits,
+        max(1, bounds.num_parts),
+        window or 0,
+        _MIN_PART_KEYS,
+        TILE_TOKENS=tile.tokens,
+        TILE_KEYS=tile.keys,
+        NUM_LANES=_PLANNED_CHUNKS,
+        MOST_PARTS=MAX_PARTS,
+        HAS_WINDOW=window is not None,
+        IS_FIXED=False,
+    )
+
+
 def _attend(launch: _Launch, parts: _Parts) -> None:
     call, layer, group, shape, tile = launch.call, launch.layer, launch.group, launch.shape, launch.tile
     query = with_dense_heads(call.query)
     strides = _outer_strides(query)
-    attend_kernel[(shape.num_kv_heads, len(group.tiles), launch.num_splits)](
+    attend_kernel[(shape.num_kv_heads, launch.work.bounds.num_pieces)](
         query,
-        layer.keys,
-        layer.values,
+        *_numbers_and_scales(layer),
         launch.output,
         parts.values,
         parts.sums,
-        group.tiles,
+        launch.work.pieces,
         group.tables,
         launch.sinks,
         call.scoring.scale,
         call.scoring.softcap or 1.0,
         call.window or 0,
-        launch.num_splits,
         *strides,
         group.tables.stride(0),
         NUM_KV_HEADS=shape.num_kv_heads,
@@ -275,7 +365,9 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
         HAS_WINDOW=call.window is not None,
         HAS_SOFTCAP=call.scoring.softcap is not None,
         HAS_SINKS=call.scoring.sinks is not None,
-        IS_SPLIT=launch.num_splits > 1,
+        HAS_SCALES=layer.is_quantized,
+        IS_FLOAT8=layer.keys.dtype == torch.float8_e4m3fn,
+        IS_SPLIT=launch.work.bounds.num_parts > 0,
         STRIDE_ALIGNMENT=_alignment(strides),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -283,19 +375,18 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
 
 
 def _combine(launch: _Launch, parts: _Parts) -> None:
-    group, shape, tile = launch.group, launch.shape, launch.tile
-    combine_kernel[(shape.num_kv_heads, len(group.tiles), tile.tokens * shape.group_size)](
+    shape, tile = launch.shape, launch.tile
+    combine_kernel[(shape.num_kv_heads, launch.work.bounds.num_splits, tile.tokens * shape.group_size)](
         parts.values,
         parts.sums,
         launch.output,
-        group.tiles,
+        launch.work.splits,
         launch.sinks,
-        launch.num_splits,
         NUM_KV_HEADS=shape.num_kv_heads,
         GROUP_SIZE=shape.group_size,
         VALUE_SIZE=shape.value_size,
         VALUE_WIDTH=shape.value_width,
         TILE_TOKENS=tile.tokens,
-        SPLIT_WIDTH=MAX_SPLITS,
+        MOST_PARTS=MAX_PARTS,
         HAS_SINKS=launch.call.scoring.sinks is not None,
     )

@@ -1,12 +1,23 @@
 """Triton kernels of attention over the paged KV cache, and of the writes to it, for CUDA devices.
 
-One program computes a tile for one KV head: consecutive tokens of one sequence times the query heads that share the KV
-head. Each key is read once for all rows of the tile. Row token * GROUP_SIZE + head of a tile is a query head of a
-token. `tiles` [num_tiles, 4] int32 holds for each tile: the row of its first token in the flat batch, the position of
-that token, the number of tokens (0: the program writes zeros), and the sequence's row in `tables`.
+Chunks are cut into tiles: consecutive tokens of one sequence times the query heads that share a KV head. Each key is
+read once for all rows of a tile. Row token * GROUP_SIZE + head of a tile is a query head of a token. The keys that a
+tile sees are cut into parts, so that long and short sequences are divided evenly among the programs. `plan_kernel`
+writes the list of these pieces of work, on the device and once for all layers of a kind:
+
+- `chunks` [num_chunks, 4] int32: first row in the flat batch, its position, number of tokens, and the sequence's row in
+  `tables`; -1: rows without a sequence, whose output is zeros.
+- `pieces` [num_pieces, 8] int32: first row, its position, number of tokens (0: no work), row in `tables`, first key,
+  end of the keys, and the index of the part among the partial results (-1: the piece has all keys of its tile).
+- `splits` [num_splits, 8] int32, tiles of several parts: first row, number of tokens (0: no work), index of the first
+  part, number of parts, and the number of the first part counted from key 0.
 
 The kernels are not specialised on integers that differ between steps: a new value must not compile anything during
 serving. STRIDE_ALIGNMENT says what the strides are multiples of, so that the compiler can load 16 bytes at a time.
+
+With HAS_SCALES the cache holds bytes: int8, or float8 (e4m3) with IS_FLOAT8. They are widened to the type of the
+queries, in which they are exact, and scores and weights are multiplied by the scales in float32. Float8 is made and
+read as bits, because not every device converts it. Without HAS_SCALES the scales are not read.
 """
 
 from __future__ import annotations
@@ -14,27 +25,154 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MAX_SPLITS = 32
-"""Maximum number of parts that the keys of one tile are split into."""
+MAX_PARTS = 32
+"""Maximum number of parts that the keys of one tile are cut into."""
+PIECE_FIELDS = 8
+"""Numbers of a piece, and of a split."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_WIDENED_FACTOR = tl.constexpr(256.0)
+"""Value of a float8 number divided by that of the half-precision number with the same bits."""
+_LEAST_MAGNITUDE = tl.constexpr(1e-30)
+"""A head without a larger number becomes zeros, as `kv_cache.quantize` has it."""
 
 
-@triton.jit(do_not_specialize=["query_stride", "query_head_stride", "table_stride", "window", "num_splits"])
+@triton.jit(do_not_specialize=["num_chunks", "num_pieces", "num_splits", "num_parts", "window", "min_part_keys"])
+def plan_kernel(
+    chunks,
+    pieces,
+    splits,
+    num_chunks,
+    num_pieces,
+    num_splits,
+    num_parts,
+    window,
+    min_part_keys,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_LANES: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    IS_FIXED: tl.constexpr,
+):
+    """Write `pieces` and `splits` for `chunks`. One program does it.
+
+    Parts have about one `num_parts`-th of all keys of all tiles, and at least `min_part_keys`. If IS_FIXED, they end at
+    multiples of `min_part_keys`, whatever the chunks are.
+    """
+    part_keys = min_part_keys
+    if not IS_FIXED:
+        total = 0
+        longest = 0
+        for first in range(0, num_chunks, NUM_LANES):
+            row, position, num_tokens, table_row = _load_chunks(chunks, first, num_chunks, NUM_LANES)
+            for offset in range(0, tl.max(num_tokens, 0), TILE_TOKENS):
+                begin, end = _seen_keys(
+                    position, num_tokens, table_row, offset, window, TILE_TOKENS, TILE_KEYS, HAS_WINDOW
+                )
+                total += tl.sum(end - begin, 0)
+                longest = tl.maximum(longest, tl.max(end - begin, 0))
+        part_keys = tl.maximum(tl.maximum(tl.cdiv(total, num_parts), tl.cdiv(longest, MOST_PARTS)), min_part_keys)
+        part_keys = tl.cdiv(part_keys, TILE_KEYS) * TILE_KEYS
+
+    piece_count = 0
+    part_count = 0
+    split_count = 0
+    for first in range(0, num_chunks, NUM_LANES):
+        row, position, num_tokens, table_row = _load_chunks(chunks, first, num_chunks, NUM_LANES)
+        for offset in range(0, tl.max(num_tokens, 0), TILE_TOKENS):
+            tokens = tl.minimum(num_tokens - offset, TILE_TOKENS)
+            begin, end = _seen_keys(position, num_tokens, table_row, offset, window, TILE_TOKENS, TILE_KEYS, HAS_WINDOW)
+            lowest = begin
+            if IS_FIXED:
+                lowest = begin // part_keys * part_keys
+            # A tile without keys is one piece, which writes zeros.
+            parts = tl.where(tokens > 0, tl.maximum((end - lowest + part_keys - 1) // part_keys, 1), 0)
+            split_parts = tl.where(parts > 1, parts, 0)
+            piece = piece_count + tl.cumsum(parts, 0) - parts
+            part = part_count + tl.cumsum(split_parts, 0) - split_parts
+            is_split = (parts > 1).to(tl.int32)
+            split = split_count + tl.cumsum(is_split, 0) - is_split
+            for number in range(tl.max(parts, 0)):
+                cell = pieces + (piece + number) * 8
+                mask = number < parts
+                tl.store(cell, row + offset, mask=mask)
+                tl.store(cell + 1, position + offset, mask=mask)
+                tl.store(cell + 2, tokens, mask=mask)
+                tl.store(cell + 3, table_row, mask=mask)
+                tl.store(cell + 4, tl.maximum(begin, lowest + number * part_keys), mask=mask)
+                tl.store(cell + 5, tl.minimum(end, lowest + (number + 1) * part_keys), mask=mask)
+                tl.store(cell + 6, tl.where(parts > 1, part + number, -1), mask=mask)
+            cell = splits + split * 8
+            mask = parts > 1
+            tl.store(cell, row + offset, mask=mask)
+            tl.store(cell + 1, tokens, mask=mask)
+            tl.store(cell + 2, part, mask=mask)
+            tl.store(cell + 3, parts, mask=mask)
+            tl.store(cell + 4, tl.where(IS_FIXED, lowest // part_keys, 0), mask=mask)
+            piece_count += tl.sum(parts, 0)
+            part_count += tl.sum(split_parts, 0)
+            split_count += tl.sum(is_split, 0)
+
+    lanes = tl.arange(0, NUM_LANES)
+    for first in range(piece_count, num_pieces, NUM_LANES):
+        tl.store(pieces + (first + lanes) * 8 + 2, lanes * 0, mask=first + lanes < num_pieces)
+    for first in range(split_count, num_splits, NUM_LANES):
+        tl.store(splits + (first + lanes) * 8 + 1, lanes * 0, mask=first + lanes < num_splits)
+
+
+@triton.jit
+def _load_chunks(chunks, first, num_chunks, NUM_LANES: tl.constexpr):
+    """Load chunks first, first + 1, ...; those beyond the last one have no tokens."""
+    lanes = first + tl.arange(0, NUM_LANES)
+    mask = lanes < num_chunks
+    cell = chunks + lanes * 4
+    row = tl.load(cell, mask=mask, other=0)
+    position = tl.load(cell + 1, mask=mask, other=0)
+    num_tokens = tl.load(cell + 2, mask=mask, other=0)
+    table_row = tl.load(cell + 3, mask=mask, other=-1)
+    return row, position, num_tokens, table_row
+
+
+@triton.jit
+def _seen_keys(
+    position,
+    num_tokens,
+    table_row,
+    offset,
+    window,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Return the keys [begin, end) of the tile that begins with token `offset` of each chunk.
+
+    `begin` is a multiple of TILE_KEYS, so that a token meets the same tiles of keys in every tile that it is in.
+    """
+    has_keys = (table_row >= 0) & (offset < num_tokens)
+    end = tl.where(has_keys, position + tl.minimum(num_tokens, offset + TILE_TOKENS), 0)
+    begin = end * 0
+    if HAS_WINDOW:
+        begin = tl.where(has_keys, tl.maximum(position + offset + 1 - window, 0) // TILE_KEYS * TILE_KEYS, 0)
+    return begin, end
+
+
+@triton.jit(do_not_specialize=["query_stride", "query_head_stride", "table_stride", "window"])
 def attend_kernel(
     query,
     cached_keys,
     cached_values,
+    key_scales,
+    value_scales,
     output,
     parts,
     part_sums,
-    tiles,
+    pieces,
     tables,
     sinks,
     scale,
     softcap,
     window,
-    num_splits,
     query_stride,
     query_head_stride,
     table_stride,
@@ -51,67 +189,68 @@ def attend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
-    """Compute KV head `program_id(0)` of tile `program_id(1)` over part `program_id(2)` of the keys that the tile sees.
+    """Compute KV head `program_id(0)` of piece `program_id(1)`.
 
-    With IS_SPLIT the result goes to `parts` and `part_sums` for `combine_kernel`, otherwise to `output`. The head is
-    the fastest index, so programs that run together read neighbouring memory.
+    With IS_SPLIT a part goes to `parts` and `part_sums` for `combine_kernel`; a whole tile goes to `output`. The head
+    is the fastest index, so programs that run together read neighbouring memory.
     """
-    head, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, piece = tl.program_id(0), pieces + tl.program_id(1) * 8
+    num_tokens = tl.load(piece + 2)
+    if num_tokens == 0:
+        return
     query_stride = query_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
     query_head_stride = query_head_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
-    first_row = tl.load(tiles + tile * 4).to(tl.int64)
-    first_position = tl.load(tiles + tile * 4 + 1)
-    num_tokens = tl.load(tiles + tile * 4 + 2)
-    table = tables + tl.load(tiles + tile * 4 + 3).to(tl.int64) * table_stride
+    first_row = tl.load(piece).to(tl.int64)
+    first_position = tl.load(piece + 1)
+    table_row = tl.load(piece + 3).to(tl.int64)
+    begin = tl.load(piece + 4)
+    end = tl.load(piece + 5)
     rows = tl.arange(0, TILE_ROWS)
-    output_columns = tl.arange(0, VALUE_WIDTH)
-    if num_tokens == 0:
-        cells = first_row * (NUM_KV_HEADS * GROUP_SIZE) + head * GROUP_SIZE + rows
-        zeros = tl.zeros([TILE_ROWS, VALUE_WIDTH], output.dtype.element_ty)
-        mask = (rows < GROUP_SIZE)[:, None] & (output_columns < VALUE_SIZE)[None, :]
-        tl.store(output + cells[:, None] * VALUE_SIZE + output_columns, zeros, mask=mask)
-        return
     tokens = rows // GROUP_SIZE
     query_heads = head * GROUP_SIZE + rows % GROUP_SIZE
     is_row = tokens < num_tokens
+    output_columns = tl.arange(0, VALUE_WIDTH)
+    cells = (first_row + tokens) * (NUM_KV_HEADS * GROUP_SIZE) + query_heads
+    targets = output + cells[:, None] * VALUE_SIZE + output_columns
+    is_target = is_row[:, None] & (output_columns < VALUE_SIZE)[None, :]
+    if table_row < 0:
+        tl.store(targets, tl.zeros([TILE_ROWS, VALUE_WIDTH], output.dtype.element_ty), mask=is_target)
+        return
     columns = tl.arange(0, KEY_WIDTH)
     queries = tl.load(
         query + (first_row + tokens)[:, None] * query_stride + query_heads[:, None] * query_head_stride + columns,
         mask=is_row[:, None] & (columns < KEY_SIZE)[None, :],
         other=0.0,
-    ).to(cached_keys.dtype.element_ty)
-
-    begin = 0
-    if HAS_WINDOW:
-        begin = tl.maximum(first_position + 1 - window, 0)
-    end = first_position + num_tokens
-    if IS_SPLIT:
-        part_keys = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), num_splits) * TILE_KEYS
-        begin += split * part_keys
-        end = tl.minimum(end, begin + part_keys)
+    )
+    if not HAS_SCALES:
+        queries = queries.to(cached_keys.dtype.element_ty)
     values, highest, total = _attend_keys(
-        queries, first_position + tokens, begin, end, cached_keys, cached_values, table, head, scale, softcap, window,
+        queries, first_position + tokens, begin, end, cached_keys, cached_values, key_scales, value_scales,
+        tables + table_row * table_stride, head, scale, softcap, window,
         NUM_KV_HEADS, KEY_SIZE, VALUE_SIZE, KEY_WIDTH, VALUE_WIDTH, BLOCK_SIZE, TILE_ROWS, TILE_KEYS,
-        HAS_WINDOW, HAS_SOFTCAP,
+        HAS_WINDOW, HAS_SOFTCAP, HAS_SCALES, IS_FLOAT8,
     )  # fmt: skip
 
-    if HAS_SINKS and not IS_SPLIT:
-        sink = tl.load(sinks + query_heads, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
-        total += tl.exp2(sink - highest)
     # A row may see no key of this part. Then its sum is -inf and its values are zeros.
     values = values / tl.where(total == 0.0, 1.0, total)[:, None]
+    sums = highest + tl.log2(total)
     if IS_SPLIT:
-        cell = (tile * NUM_KV_HEADS + head) * num_splits + split
-        cells = cell.to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + rows
-        tl.store(part_sums + cells, highest + tl.log2(total), mask=is_row)
-        tl.store(parts + cells[:, None] * VALUE_WIDTH + output_columns, values, mask=is_row[:, None])
-    else:
-        cells = (first_row + tokens) * (NUM_KV_HEADS * GROUP_SIZE) + query_heads
-        mask = is_row[:, None] & (output_columns < VALUE_SIZE)[None, :]
-        tl.store(output + cells[:, None] * VALUE_SIZE + output_columns, values.to(output.dtype.element_ty), mask=mask)
+        part = tl.load(piece + 6)
+        if part >= 0:
+            cells = (part * NUM_KV_HEADS + head).to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + rows
+            tl.store(part_sums + cells, sums, mask=is_row)
+            tl.store(parts + cells[:, None] * VALUE_WIDTH + output_columns, values, mask=is_row[:, None])
+            return
+    if HAS_SINKS:
+        # As `combine_kernel` does with one part.
+        sink = tl.load(sinks + query_heads, mask=is_row, other=0.0).to(tl.float32) * _LOG2_E
+        values = values / (1.0 + tl.exp2(sink - sums))[:, None]
+    tl.store(targets, values.to(output.dtype.element_ty), mask=is_target)
 
 
 @triton.jit
@@ -122,6 +261,8 @@ def _attend_keys(
     end,
     cached_keys,
     cached_values,
+    key_scales,
+    value_scales,
     table,
     head,
     scale,
@@ -137,6 +278,8 @@ def _attend_keys(
     TILE_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
 ):
     """Compute the online softmax over the keys at positions [begin, end) in one pass, with powers of two.
 
@@ -158,7 +301,13 @@ def _attend_keys(
             mask=is_key[None, :] & (key_columns < KEY_SIZE)[:, None],
             other=0.0,
         )
+        if HAS_SCALES:
+            key = _widened(key, queries.dtype, IS_FLOAT8)
         score = tl.dot(queries, key, input_precision="ieee") * scale
+        if HAS_SCALES:
+            scale_at = (block * NUM_KV_HEADS + head) * BLOCK_SIZE + keys_at % BLOCK_SIZE
+            key_scale = tl.load(key_scales + scale_at, mask=is_key, other=0.0)
+            score *= (key_scale * _WIDENED_FACTOR if IS_FLOAT8 else key_scale)[None, :]
         if HAS_SOFTCAP:
             # softcap * tanh(score / softcap). If the exponential overflows, tanh is 1.
             score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
@@ -177,47 +326,93 @@ def _attend_keys(
             other=0.0,
         )
         total = total * shrink + tl.sum(weights, 1)
+        if HAS_SCALES:
+            value = _widened(value, queries.dtype, IS_FLOAT8)
+            # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
+            weights *= tl.load(value_scales + scale_at, mask=is_key, other=0.0)[None, :] * _WIDENED_FACTOR
         values = values * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = raised
+    if HAS_SCALES and not IS_FLOAT8:
+        values *= 1.0 / _WIDENED_FACTOR
     return values, tl.where(highest == float("-inf"), 0.0, highest), total
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit
 def combine_kernel(
     parts,
     part_sums,
     output,
-    tiles,
+    splits,
     sinks,
-    num_splits,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
-    SPLIT_WIDTH: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Write row `program_id(2)` of KV head `program_id(0)` of tile `program_id(1)`: the weighted mean of its parts."""
-    head, tile, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Write row `program_id(2)` of KV head `program_id(0)` of split `program_id(1)`: the weighted mean of its parts.
+
+    A part has the lane of its number, so that the order of a sum does not depend on the parts that a row does not see.
+    """
+    head, split, row = tl.program_id(0), splits + tl.program_id(1) * 8, tl.program_id(2)
     token = row // GROUP_SIZE
-    if token >= tl.load(tiles + tile * 4 + 2):
+    if token >= tl.load(split + 1):
         return
     query_head = head * GROUP_SIZE + row % GROUP_SIZE
-    splits = tl.arange(0, SPLIT_WIDTH)
+    numbers = tl.arange(0, MOST_PARTS) - tl.load(split + 4)
+    is_part = (numbers >= 0) & (numbers < tl.load(split + 3))
     columns = tl.arange(0, VALUE_WIDTH)
-    cells = ((tile * NUM_KV_HEADS + head) * num_splits + splits).to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + row
-    is_split = splits < num_splits
-    sums = tl.load(part_sums + cells, mask=is_split, other=float("-inf"))
+    cells = ((tl.load(split + 2) + numbers) * NUM_KV_HEADS + head).to(tl.int64) * (TILE_TOKENS * GROUP_SIZE) + row
+    sums = tl.load(part_sums + cells, mask=is_part, other=float("-inf"))
     highest = tl.max(sums, 0)
     weights = tl.exp2(sums - highest)
     total = tl.sum(weights, 0)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * _LOG2_E - highest)
-    values = tl.load(parts + cells[:, None] * VALUE_WIDTH + columns, mask=is_split[:, None], other=0.0)
+    values = tl.load(parts + cells[:, None] * VALUE_WIDTH + columns, mask=is_part[:, None], other=0.0)
     result = tl.sum(values * weights[:, None], 0) / total
-    target = (tl.load(tiles + tile * 4).to(tl.int64) + token) * (NUM_KV_HEADS * GROUP_SIZE) + query_head
+    target = (tl.load(split).to(tl.int64) + token) * (NUM_KV_HEADS * GROUP_SIZE) + query_head
     tl.store(output + target * VALUE_SIZE + columns, result.to(output.dtype.element_ty), mask=columns < VALUE_SIZE)
+
+
+@triton.jit
+def _widened(numbers, DTYPE: tl.constexpr, IS_FLOAT8: tl.constexpr):
+    """Return bytes of the cache as numbers; those of float8 are divided by _WIDENED_FACTOR."""
+    if IS_FLOAT8:
+        # The extension of the sign sets bits 15 and 14. Bit 14 is not part of the number.
+        numbers = ((numbers.to(tl.int16) << 7) & -16385).to(tl.float16, bitcast=True)
+    return numbers.to(DTYPE)
+
+
+@triton.jit
+def _quantize(heads, IS_FLOAT8: tl.constexpr):
+    """Return the numbers of heads [rows, width] as int32, of which a byte is used, and the heads' scales [rows, 1]."""
+    largest_number = 448.0 if IS_FLOAT8 else 127.0
+    heads = heads.to(tl.float32)
+    # The sum is NaN if a number is NaN or infinite, and 0 otherwise.
+    largest = tl.max(tl.abs(heads), 1, keep_dims=True) + tl.sum(heads * 0.0, 1, keep_dims=True)
+    numbers = heads * tl.where(largest > _LEAST_MAGNITUDE, largest_number / tl.maximum(largest, _LEAST_MAGNITUDE), 0.0)
+    bits = _float8_bits(numbers) if IS_FLOAT8 else _rounded(numbers)
+    return bits, largest / largest_number
+
+
+@triton.jit
+def _rounded(numbers):
+    """Round to the nearest integer, ties to even."""
+    return ((numbers + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: the addition rounds
+
+
+@triton.jit
+def _float8_bits(numbers):
+    """Round numbers of a magnitude of at most 448 to the nearest float8, ties to even; return their bits in int32."""
+    bits = numbers.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
+    # Below 2^-6 numbers are multiples of 2^-9, the last bit of floats between 2^14 and 2^15.
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    return ((bits >> 24) & 0x80) | tl.where(magnitude < (121 << 23), small, rounded)
 
 
 @triton.jit(do_not_specialize=["num_rows", "key_stride", "key_head_stride", "value_stride", "value_head_stride"])
@@ -226,6 +421,8 @@ def write_kernel(
     value,
     cached_keys,
     cached_values,
+    key_scales,
+    value_scales,
     slots,
     num_rows,
     key_stride,
@@ -237,7 +434,10 @@ def write_kernel(
     VALUE_SIZE: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_FLOAT8: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
     """Store keys and values in their tokens' slots. Row token * NUM_KV_HEADS + head is one head of one token."""
@@ -249,14 +449,22 @@ def write_kernel(
     value_head_stride = value_head_stride // STRIDE_ALIGNMENT * STRIDE_ALIGNMENT
     tokens = (rows // NUM_KV_HEADS).to(tl.int64)[:, None]
     heads = (rows % NUM_KV_HEADS)[:, None]
-    cells = tl.load(slots + tokens, mask=is_row[:, None], other=0) * NUM_KV_HEADS + heads
+    slot = tl.load(slots + tokens, mask=is_row[:, None], other=0)
+    cells = slot * NUM_KV_HEADS + heads
+    scale_at = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
 
     columns = tl.arange(0, KEY_WIDTH)[None, :]
     mask = is_row[:, None] & (columns < KEY_SIZE)
-    numbers = tl.load(key + tokens * key_stride + heads * key_head_stride + columns, mask=mask)
+    numbers = tl.load(key + tokens * key_stride + heads * key_head_stride + columns, mask=mask, other=0.0)
+    if HAS_SCALES:
+        numbers, scales = _quantize(numbers, IS_FLOAT8)
+        tl.store(key_scales + scale_at, scales, mask=is_row[:, None])
     tl.store(cached_keys + cells * KEY_SIZE + columns, numbers.to(cached_keys.dtype.element_ty), mask=mask)
 
     columns = tl.arange(0, VALUE_WIDTH)[None, :]
     mask = is_row[:, None] & (columns < VALUE_SIZE)
-    numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask)
+    numbers = tl.load(value + tokens * value_stride + heads * value_head_stride + columns, mask=mask, other=0.0)
+    if HAS_SCALES:
+        numbers, scales = _quantize(numbers, IS_FLOAT8)
+        tl.store(value_scales + scale_at, scales, mask=is_row[:, None])
     tl.store(cached_values + cells * VALUE_SIZE + columns, numbers.to(cached_values.dtype.element_ty), mask=mask)

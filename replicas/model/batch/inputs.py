@@ -82,6 +82,37 @@ class LastSampledTokens:
         return cls(torch.empty(0, dtype=torch.int64, device=device), {})
 
 
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """Numbers of a flat batch on the host: one for each token in `input_ids`, `positions` and `slots`."""
+
+    input_ids: list[int]
+    """Token ids; 0 in the place of a placeholder."""
+    positions: list[int]
+    slots: list[int]
+    logits_rows: list[int]
+    placeholders: list[tuple[int, Sequence]]
+    """Rows of the input tokens that the host does not know yet, and their sequences."""
+    chunks: list[Chunk]
+
+    @classmethod
+    def of(cls, items: Items[ScheduledSequence], block_size: int) -> FlatBatch:
+        """Concatenate the tokens of `items`."""
+        batch = cls([], [], [], [], [], [])
+        input_ids = batch.input_ids
+        for item in items:
+            chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
+            input_ids.extend(item.sequence.token_ids[item.start : item.end])
+            if len(input_ids) < chunk.row + chunk.num_tokens:
+                batch.placeholders.append((len(input_ids), item.sequence))
+                input_ids.append(0)
+            batch.positions.extend(range(item.start, item.end))
+            _extend_slots(batch.slots, chunk, block_size)
+            batch.logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
+            batch.chunks.append(chunk)
+        return batch
+
+
 class InputPlan:
     """Plan of a flat batch's inputs. Construction adds their numbers to `to_device`, and `place` makes tensors of them.
 
@@ -96,32 +127,16 @@ class InputPlan:
         last_sampled: LastSampledTokens,
         to_device: HostToDeviceBuffer,
     ) -> None:
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        partial_blocks: list[int] = []
-        logits_rows: list[int] = []
-        placeholders: list[tuple[int, int]] = []
-        chunks: list[Chunk] = []
-        for item in items:
-            chunk = Chunk(len(input_ids), item.start, item.end, item.sequence.block_table)
-            input_ids.extend(item.sequence.token_ids[item.start : item.end])
-            if len(input_ids) < chunk.row + chunk.num_tokens:
-                placeholders.append((len(input_ids), last_sampled.row_by_sequence[item.sequence]))
-                input_ids.append(0)
-            positions.extend(range(item.start, item.end))
-            _extend_slots(slots, chunk, block_size)
-            if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start:
-                partial_blocks.append(chunk.block_table[chunk.end // block_size])
-            logits_rows.extend(range(len(input_ids) - num_logits_rows(item), len(input_ids)))
-            chunks.append(chunk)
-        self._chunks = tuple(chunks)
+        batch = FlatBatch.of(items, block_size)
+        row_by_sequence = last_sampled.row_by_sequence
+        self._chunks = tuple(batch.chunks)
         self._last_sampled = last_sampled
-        self._input_ids, self._positions = to_device.ints(input_ids), to_device.ints(positions)
-        self._slots, self._partial_blocks = to_device.ints(slots), to_device.ints(partial_blocks)
-        self._logits_rows = to_device.ints(logits_rows)
-        self._placeholder_rows = to_device.ints(row for row, _ in placeholders)
-        self._placeholder_sources = to_device.ints(row for _, row in placeholders)
+        self._input_ids, self._positions = to_device.ints(batch.input_ids), to_device.ints(batch.positions)
+        self._slots = to_device.ints(batch.slots)
+        self._partial_blocks = to_device.ints(_partial_blocks(batch.chunks, block_size))
+        self._logits_rows = to_device.ints(batch.logits_rows)
+        self._placeholder_rows = to_device.ints(row for row, _ in batch.placeholders)
+        self._placeholder_sources = to_device.ints(row_by_sequence[sequence] for _, sequence in batch.placeholders)
 
     def place(self, on_device: DeviceBuffer) -> BatchInputs:
         """Return the inputs as tensors on the device, after `HostToDeviceBuffer.send`."""
@@ -138,6 +153,15 @@ class InputPlan:
             logits_rows=on_device.ints(self._logits_rows),
             chunks=self._chunks,
         )
+
+
+def _partial_blocks(chunks: Items[Chunk], block_size: int) -> list[int]:
+    """Return the blocks that the chunks begin and do not fill."""
+    return [
+        chunk.block_table[chunk.end // block_size]
+        for chunk in chunks
+        if chunk.end % block_size > 0 and chunk.end - chunk.end % block_size >= chunk.start
+    ]
 
 
 def _extend_slots(slots: list[int], chunk: Chunk, block_size: int) -> None:

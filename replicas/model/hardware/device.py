@@ -10,6 +10,7 @@ from replicas.errors import ModelLoadError
 from replicas.model.hardware.processor import CPU_INFO, has_bfloat16
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def choose_device(name: str) -> torch.device:
@@ -49,3 +50,20 @@ def choose_dtype(name: str, device: torch.device, cpu_info: Path = CPU_INFO) -> 
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device)[0] >= 8 else torch.float16
     return torch.bfloat16 if has_bfloat16(cpu_info) else torch.float32
+
+
+def choose_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache for `name`, for a model that computes in `dtype`; auto is `dtype`.
+
+    Raises:
+        ModelLoadError: there is no such dtype.
+    """
+    dtypes = {"auto": dtype, **_CACHE_DTYPES}
+    if name not in dtypes:
+        raise ModelLoadError(f"kv_cache_dtype is {name!r}; it must be one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def cache_dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a KV cache's dtype for people: fp8, or torch's."""
+    return next((name for name, each in _CACHE_DTYPES.items() if each == dtype), str(dtype).removeprefix("torch."))

@@ -40,6 +40,8 @@ class CppDecoder(FusedDecoder):
             stack.epsilon,
             [cache.keys for cache in caches],
             [cache.values for cache in caches],
+            [cache.key_scales for cache in caches if cache.key_scales is not None],
+            [cache.value_scales for cache in caches if cache.value_scales is not None],
             attention.slots,
             attention.chunks,
             attention.tables,

@@ -62,9 +62,13 @@ class LoadedModel:
         logits: Tensor = output.logits[0]
         return logits
 
-    def attention_spec(self, block_size: int) -> AttentionSpec:
-        """Return the model's requirements on attention over blocks of `block_size` tokens."""
-        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels)
+    def attention_spec(self, block_size: int, cache_dtype: torch.dtype | None = None) -> AttentionSpec:
+        """Return the model's requirements on attention over blocks of `block_size` tokens.
+
+        `cache_dtype` is the number format of the KV cache; None: the model's.
+        """
+        quantized = cache_dtype if cache_dtype is not None and cache_dtype.itemsize == 1 else None
+        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels, quantized)
 
 
 def load_model(options: ModelOptions) -> LoadedModel:

@@ -10,6 +10,7 @@ from replicas.settings import check_bounds, setting
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["none", "int4", "int8"]
+KVCacheDtype = Literal["auto", "fp8", "int8"]
 
 DEFAULT_KERNEL_CACHE_DIR = "~/.cache/headway"
 
@@ -21,7 +22,7 @@ class ModelOptions:
     path: str
     """Directory or hub id. Only safetensors weights are read, and no code that comes with them is run."""
     dtype: Dtype = setting("auto")
-    """Number format of weights and KV cache; auto: bfloat16 where the hardware has it natively, else float32."""
+    """Number format of weights and activations; auto: bfloat16 where the hardware has it natively, else float32."""
     device: Device = setting("auto")
     """Device that runs the model; auto: the GPU that the replica was given, else the CPU."""
     max_model_len: int | None = setting(None, ge=1)
@@ -50,6 +51,9 @@ class RunnerOptions:
 
     kv_cache_bytes: int = setting(512 * 2**20, gt=0)
     """Size of a replica's KV cache on CPU, bytes."""
+    kv_cache_dtype: KVCacheDtype = setting("auto")
+    """Number format of keys and values in the KV cache. auto: that of the model; fp8 (e4m3) and int8: 8 bits, with a
+    scale in float32 for each token and KV head, so that about twice as many tokens fit. int8 costs less quality."""
     gpu_memory_utilization: float = setting(0.9, gt=0, le=1)
     """Share of a GPU's memory for weights, activations, CUDA graphs and KV cache of all replicas on it together. A
     replica that was given a part of the GPU takes that part of it."""
@@ -58,7 +62,8 @@ class RunnerOptions:
     plain torch; auto: the first of these that passes the check at start-up. A replica whose backend was chosen
     explicitly and fails the check does not start."""
     enforce_eager: bool = setting(False)
-    """On a GPU, launch the operations of a decode one by one instead of replaying captured CUDA graphs."""
+    """On a GPU, launch the operations of each step one by one instead of replaying captured CUDA graphs, which all
+    decodes have and steps with prompts of up to 512 tokens."""
     num_gpus: float = 1.0
     """GPUs that the replica was given; less than one: a part of one."""
 

@@ -116,16 +116,18 @@ def usage(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def attention(name: str, kind: str, capability: int) -> Any:
+def attention(name: str, kind: str, capability: int, bits: dict[str, bool] | None = None) -> Any:
     layer, scores = LAYERS[name]
     is_decode, is_split = KINDS[kind]
     tile = choose_tile(layer, is_decode, capability)
     constants = {
-        **sizes(layer), **PLAIN, **scores, "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
+        **sizes(layer), **PLAIN, **scores, **(bits or {}), "GROUP_SIZE": layer.group_size, "BLOCK_SIZE": 16,
         "TILE_TOKENS": tile.tokens, "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
         "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
-    return compiled(attend_kernel, layer, capability, constants, tile.num_warps, tile.num_stages)
+    return compiled(
+        attend_kernel, layer, capability, constants, tile.num_warps, tile.num_stages, has_bytes=bits is not None
+    )
 
 
 QUICK = {
@@ -151,6 +153,30 @@ def test_the_kernel_fits_the_device(name: str, kind: str, capability: int) -> No
         assert "wgmma" in ptx
     if "HAS_SINKS" not in LAYERS[name][1]:  # A row's sink is one number.
         assert not re.search(r"ld\.global[.\w]*\.b16", ptx)
+
+
+BYTES = {"int8": {"HAS_SCALES": True}, "fp8": {"HAS_SCALES": True, "IS_FLOAT8": True}}
+QUICK_BYTES = {("llama-3.1-8b", "split", 80, "int8"), ("llama-3.1-8b", "prefill", 90, "fp8")}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "capability", "bits"),
+    [
+        cell if cell in QUICK_BYTES else pytest.param(*cell, marks=pytest.mark.deep)
+        for cell in ((*cell, bits) for cell in MATRIX if cell[2] in (80, 89, 90) for bits in BYTES)
+    ],
+)
+def test_the_kernel_over_8_bits_fits_the_device(name: str, kind: str, capability: int, bits: str) -> None:
+    kernel, device = attention(name, kind, capability, BYTES[bits]), DEVICES[capability]
+    taken, ptx = resources(kernel), kernel.asm["ptx"]
+    assert taken.shared <= device.shared_kib * 1024
+    if name not in LARGE_GROUP:
+        assert taken.stack <= max(64, device.max_stack)
+        if kind != "prefill":
+            assert taken.num_programs(device) >= 2
+    if kind == "prefill" and capability == 90:
+        assert "wgmma" in ptx
+    assert "cp.async.cg.shared.global" in ptx
 
 
 @pytest.mark.deep

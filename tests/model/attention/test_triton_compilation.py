@@ -13,7 +13,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from replicas.model.attention.triton import LayerShape, choose_tile
-from replicas.model.attention.triton_kernels import MAX_SPLITS, attend_kernel, combine_kernel, write_kernel
+from replicas.model.attention.triton_kernels import (
+    MAX_PARTS,
+    attend_kernel,
+    combine_kernel,
+    plan_kernel,
+    write_kernel,
+)
 from replicas.model.layers.triton_kernels import add_and_normalize_kernel, rotary_embedding_kernel, silu_and_mul_kernel
 
 not_interpreted = pytest.mark.skipif(
@@ -28,16 +34,20 @@ GEMMA = LayerShape(num_kv_heads=8, group_size=2, key_size=256, value_size=256, i
 QWEN = LayerShape(num_kv_heads=2, group_size=7, key_size=64, value_size=64, itemsize=2)
 EXACT = LayerShape(num_kv_heads=8, group_size=4, key_size=64, value_size=64, itemsize=4)
 ALL_SCORES = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
-PLAIN = dict.fromkeys(ALL_SCORES, False)
+PLAIN = dict.fromkeys([*ALL_SCORES, "HAS_SCALES", "IS_FLOAT8"], False)
 
 _INTEGERS = {
-    "window", "num_splits", "table_stride", "query_stride", "query_head_stride", "key_stride", "key_head_stride",
-    "value_stride", "value_head_stride", "num_rows",
+    "window", "num_chunks", "num_pieces", "num_splits", "num_parts", "min_part_keys", "table_stride", "query_stride",
+    "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride", "num_rows",
 }  # fmt: skip
 _POINTERS = {
+    "key_scales": "*fp32",
+    "value_scales": "*fp32",
     "parts": "*fp32",
     "part_sums": "*fp32",
-    "tiles": "*i32",
+    "chunks": "*i32",
+    "pieces": "*i32",
+    "splits": "*i32",
     "tables": "*i32",
     "slots": "*i64",
     "order": "*i64",
@@ -46,13 +56,23 @@ _POINTERS = {
 
 
 def compiled(
-    kernel: Any, shape: LayerShape, capability: int, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 3
+    kernel: Any,
+    shape: LayerShape,
+    capability: int,
+    constants: dict[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    has_bytes: bool = False,
 ) -> Any:
-    """Compile like a launch: pointers are multiples of 16 bytes, and nothing is known of the integers."""
+    """Compile like a launch: pointers are multiples of 16 bytes, and nothing is known of the integers.
+
+    With `has_bytes` the cache holds bytes.
+    """
     numbers = "*bf16" if shape.itemsize == 2 else "*fp32"
+    cached = dict.fromkeys(("cached_keys", "cached_values"), "*i8" if has_bytes else numbers)
     scalars = {"scale": "fp32", "softcap": "fp32", "epsilon": "fp32", **dict.fromkeys(_INTEGERS, "i32")}
     signature = {
-        name: "constexpr" if name in constants else scalars.get(name) or _POINTERS.get(name, numbers)
+        name: "constexpr" if name in constants else scalars.get(name) or (_POINTERS | cached).get(name, numbers)
         for name in kernel.arg_names
     }
     source = ASTSource(
@@ -93,7 +113,7 @@ def test_attention_compiles_and_fits(
 ) -> None:
     tile = choose_tile(shape, is_decode, device[0])
     constants = {
-        **sizes(shape), **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_TOKENS": tile.tokens,
+        **sizes(shape), **PLAIN, **scores, "GROUP_SIZE": shape.group_size, "BLOCK_SIZE": 16, "TILE_TOKENS": tile.tokens,
         "TILE_ROWS": tile.rows, "TILE_KEYS": tile.keys, "IS_SPLIT": is_split,
         "STRIDE_ALIGNMENT": 16,
     }  # fmt: skip
@@ -107,12 +127,24 @@ def test_attention_compiles_and_fits(
         assert max(map(int, waits)) > 0, "every copy is waited for as soon as it has begun"
 
 
+WRITE = {"BLOCK_SIZE": 16, "TILE_ROWS": 64, "HAS_SCALES": False, "IS_FLOAT8": False, "STRIDE_ALIGNMENT": 16}
+
+
 def test_the_other_kernels_compile() -> None:
-    write = compiled(write_kernel, QWEN, 90, {**sizes(QWEN), "TILE_ROWS": 64, "STRIDE_ALIGNMENT": 16}).asm["ptx"]
+    write = compiled(write_kernel, QWEN, 90, {**sizes(QWEN), **WRITE}).asm["ptx"]
     assert "ld.global.v4" in write and not re.search(r"(ld|st)\.global[.\w]*\.b16", write)
-    constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "SPLIT_WIDTH": MAX_SPLITS, "HAS_SINKS": True}
+    for bits in ({"HAS_SCALES": True}, {"HAS_SCALES": True, "IS_FLOAT8": True}):
+        write = compiled(write_kernel, QWEN, 80, {**sizes(QWEN), **WRITE, **bits}, has_bytes=True).asm["ptx"]
+        assert "ld.global.v4" in write and not re.search(r"ld\.global[.\w]*\.b(8|16)\b", write)
+    constants = {**sizes(QWEN), "GROUP_SIZE": 7, "TILE_TOKENS": 1, "MOST_PARTS": MAX_PARTS, "HAS_SINKS": True}
     del constants["KEY_SIZE"], constants["KEY_WIDTH"]
     assert compiled(combine_kernel, QWEN, 90, constants).asm["ptx"]
+    for is_fixed in (False, True):
+        planned = {
+            "TILE_TOKENS": 32, "TILE_KEYS": 64, "NUM_LANES": 128, "MOST_PARTS": MAX_PARTS, "HAS_WINDOW": True,
+            "IS_FIXED": is_fixed,
+        }  # fmt: skip
+        assert compiled(plan_kernel, QWEN, 80, planned).asm["ptx"]
 
 
 @pytest.mark.parametrize("shape", [LLAMA, EXACT])

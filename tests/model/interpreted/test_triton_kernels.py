@@ -1,6 +1,7 @@
 """Triton's kernels against attention by definition and plain torch, and models that run on them."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -17,8 +18,8 @@ from replicas.model.attention import triton
 from replicas.model.attention.flash import FlashBackend
 from replicas.model.attention.interface import AttentionCall, AttentionSpec, Scoring
 from replicas.model.attention.kv_cache import AttentionLayer, KVCache, LayerCache
+from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import check_attention, choose_attention
-from replicas.model.attention.tiles import TileGroup, TilePlan
 from replicas.model.attention.triton import TritonBackend
 from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.fused_decoder import FusedDecoder
@@ -46,7 +47,7 @@ from testkit.model.paged_cases import (
     largest_error,
 )
 from testkit.model.tiny_checkpoints import write_checkpoint
-from tests.model.decode_graphs.test_steps_ahead import check_same
+from tests.model.cuda_graphs.test_steps_ahead import check_same
 
 CPU = torch.device("cpu")
 CAPABILITY = compute_capability(CPU)
@@ -71,6 +72,15 @@ def test_equals_attention_by_definition(chunks: Chunks) -> None:
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_kind_of_layer(kind: Case) -> None:
     check(kind.of(SMALL), num_processors=0)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["plain", "all", "sizes-24-8", "float16"])
+def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
+    case = replace(KINDS[kind].of(SMALL), cache_dtype=cache_dtype)
+    for computes_earlier in (False, True):  # Plain torch stores the earlier keys, or the kernel.
+        assert largest_error(case, TritonBackend(0, CAPABILITY), CPU, computes_earlier) < TOLERANCES[case.dtype]
+    check(case.of(((99, 100),)), num_processors=8)
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "group-of-7"])
@@ -116,21 +126,21 @@ def test_flash_attention_stores_with_the_kernel(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_plan_of_reused_tensors_sees_their_new_values() -> None:
-    """As a captured graph is replayed: the tiles' tensors stay, their values and the cache's change."""
+    """As a captured graph is replayed: the plan's tensors stay, their values and the cache's change."""
     cache = KVCache([AttentionLayer(0, 4, 2, 16, 16, None, None, False)], 8, 16, torch.float32, CPU)
     cache[0].keys.normal_(generator=torch.Generator().manual_seed(0))
     cache[0].values.normal_(generator=torch.Generator().manual_seed(1))
-    tiles, tables, slots = (torch.zeros(shape, dtype=torch.int32) for shape in ((3, 4), (3, 4), (3,)))
-    plan = TilePlan(TileGroup(tiles, tables, tokens_per_tile=1, longest=64))
+    chunks, tables, slots = (torch.zeros(shape, dtype=torch.int32) for shape in ((3, 4), (3, 4), (3,)))
+    plan = AttentionPlan(ChunkGroup(chunks, tables, num_tokens=3, longest=300))
     row = torch.randn(3, 4, 16)
     kept = cache[0].keys.clone(), cache[0].values.clone()
     # Two sequences and a row of padding, then other blocks and positions, then all padding.
     for positions, blocks in (((20, 5), ((3, 1), (7, 0))), ((40, 17), ((2, 5, 6), (4, 8))), ((), ())):
-        for tensor in (tiles, tables, slots):
+        for tensor in (tables, slots):
             tensor.zero_()
-        tiles[:, 0] = torch.arange(3)
+        chunks[:] = torch.tensor([(index, 0, 1, -1) for index in range(3)])
         for index, position in enumerate(positions):
-            tiles[index] = torch.tensor([index, position, 1, index], dtype=torch.int32)
+            chunks[index] = torch.tensor([index, position, 1, index], dtype=torch.int32)
             tables[index, : len(blocks[index])] = torch.tensor(blocks[index])
             slots[index] = tables[index, position // 16] * 16 + position % 16
         call = AttentionCall(0, row, row[:, :2], row[:, 2:], Scoring(0.25), None, frozenset())
@@ -232,8 +242,10 @@ DECODED = (
 PREEMPTING = Sizes(num_blocks=22, block_size=4, max_num_seqs=5)
 
 
-@pytest.mark.parametrize(("architecture", "num_processors"), [("llama", 132), ("gpt_oss-window", 1)])
-def test_padded_decodes_give_the_tokens_of_plain_steps(tmp_path: Path, architecture: str, num_processors: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "num_processors"), [pytest.param("llama", 132, marks=pytest.mark.deep), ("gpt_oss-window", 1)]
+)
+def test_padded_steps_give_the_tokens_of_plain_steps(tmp_path: Path, architecture: str, num_processors: int) -> None:
     loaded = load(write_checkpoint(tmp_path, architecture))
     requests = [
         GenerateRequest(f"request-{number}", prompt, DECODED[number % len(DECODED)])

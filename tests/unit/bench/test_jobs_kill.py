@@ -56,3 +56,8 @@ def test_every_kind_of_process_dies_and_the_whole_several_times():
     counts = Counter(kinds_to_kill(20, random.Random(0)))
     assert sum(counts.values()) == 20
     assert counts[Kind.WHOLE] == 4 and min(counts.values()) >= 3
+
+
+def test_of_several_jobs_workers_one_dies_in_most_turns():
+    counts = Counter(kinds_to_kill(20, random.Random(0), num_workers=4))
+    assert counts.keys() == set(Kind) and counts[Kind.JOBS] >= 10 and counts[Kind.WHOLE] == 4

@@ -19,7 +19,7 @@ ON_CPU: dict[str, Any] = {
     "gpu_memory_bytes": 0,
     "dtype": "bfloat16",
     "value_bytes": 2,
-    "model": {"kv_bytes_per_token": 2**20, "max_model_len": 100},
+    "model": {"kv_bytes_per_token": 2**20, "kv_bytes_per_token_in_8_bits": 2**19, "max_model_len": 100},
 }
 
 
@@ -48,7 +48,7 @@ def test_a_taken_port_and_a_full_disk_are_warned_of(tmp_path: Path) -> None:
     ("changes", "cache", "whole"),
     [
         ({}, Status.OK, Status.OK),
-        ({"model": {"kv_bytes_per_token": 2**20, "max_model_len": 1000}}, Status.WARN, Status.OK),
+        ({"model": {**ON_CPU["model"], "max_model_len": 1000}}, Status.WARN, Status.OK),
         ({"is_gpu": True, "gpu_memory_bytes": 10**9}, Status.OK, Status.OK),
         ({"is_gpu": True, "gpu_memory_bytes": 10**6}, Status.WARN, Status.FAIL),
     ],

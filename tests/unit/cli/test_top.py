@@ -31,7 +31,7 @@ async def test_a_snapshot_names_replicas_bands_and_requests(make_api: MakeApi) -
     result = await top(api)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert ["replica-a", "idle", "0/8", "25", "%", "3", "12", "0.2", "s"] in lines
+    assert ["replica-a", "idle", "0/8", "25", "%", "3", "12", "0.2", "s", "only", "one,", "1", "of", "1"] in lines
     assert ["batch", "1,234", "1", *["-"] * 6] in lines
     assert ["batch_1", "nightly", "1,012", "3,000", "12", "at", "its", "end"] in lines
     [request] = [line for line in lines if line[:1] == ["mine-1"]]

@@ -81,6 +81,7 @@ async def test_a_snapshot_shows_replicas_queues_latencies_jobs_and_requests(make
     assert (found["model"], found["autoscaling"]) == (MODEL, None)
     [replica] = found["replicas"]
     assert (replica["replica_id"], replica["num_slots"]) == ("replica-a", 8)
+    assert replica["chosen_for"] == {"reason": "only_one", "num_placements": 3, "of": 3}
     batch = found["queues"][Band.BATCH]
     assert (batch["band"], batch["num_requests"], batch["num_tenants"]) == ("batch", sum(range(12)), 12)
     assert [each["tenant"] for each in batch["tenants"]] == [str(n) for n in range(11, 3, -1)]

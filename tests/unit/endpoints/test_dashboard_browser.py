@@ -50,6 +50,7 @@ async def test_the_page_shows_requests_and_fits_its_window(make_api: MakeApi, tm
         await tab.until(f"{NUM_ROWS} === 4")
         assert await tab.value("document.querySelector('#requests .state').textContent") == "decode"
         assert await tab.value("document.getElementById('model').textContent") == MODEL
+        assert await tab.value("document.querySelector('#replicas td:last-child').textContent") == "only one, 4 of 4"
         for width in (1280, 390):
             await tab.resize(width, 844, scheme)
             assert not await tab.value(IS_WIDER), width

@@ -16,12 +16,15 @@ struct Chunk {
   int64_t row, start, end, table;
 };
 
-template <typename T>
+// Attention of numbers T over a cache of numbers C: T, or numbers of 8 bits, which have scales.
+template <typename T, typename C>
 struct AttentionInputs {
   const T* query;  // rows of num_kv_heads * group_size heads
   int64_t query_row_stride, query_head_stride;
-  const T* keys;    // blocks of block_size slots of num_kv_heads heads, contiguous
-  const T* values;
+  const C* keys;    // blocks of block_size slots of num_kv_heads heads, contiguous
+  const C* values;
+  const float* key_scales;  // blocks of num_kv_heads heads of block_size slots; null if C is T
+  const float* value_scales;
   const Chunk* chunks;
   int64_t num_chunks;
   const int64_t* tables;
@@ -41,8 +44,8 @@ struct AttentionTask {
 
 // Returns the tasks for all threads, longest first. If there would be too few tasks, long contexts are split. If there
 // are enough decodes, each decode is one task for all its heads, whose keys are adjacent in memory.
-template <typename T>
-inline std::vector<AttentionTask> plan(const AttentionInputs<T>& in, int64_t num_threads, int64_t* num_parts) {
+template <typename T, typename C>
+inline std::vector<AttentionTask> plan(const AttentionInputs<T, C>& in, int64_t num_threads, int64_t* num_parts) {
   const int64_t tile_tokens = std::max<int64_t>(1, kMaxRows / in.group_size);
   int64_t num_whole = 0, num_decodes = 0;
   for (int64_t c = 0; c < in.num_chunks; c++) {

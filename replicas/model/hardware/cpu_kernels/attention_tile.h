@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "numbers.h"
+#include "quantization.h"
 
 namespace headway {
 

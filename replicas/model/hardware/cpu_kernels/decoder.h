@@ -62,16 +62,18 @@ class LayerReader {
 };
 
 // Runs the layers. Adds their updates to residual [num_tokens, hidden_size], except the last feed-forward update, which
-// is returned. `parts` holds the tensors that `LayerReader` reads, layer after layer. Keys and values [num_blocks,
-// block_size, num_kv_heads, size], the scale of scores and the window are given for each layer. All layers have the
-// same sizes.
+// is returned. `parts` holds the tensors that `LayerReader` reads, layer after layer. Keys and values (`CachePart`), the
+// scale of scores and the window are given for each layer; if the cache has no scales, their lists are empty. All layers
+// have the same sizes.
 inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
                          const c10::List<OptionalTensor>& parts, int64_t num_query_heads, double epsilon,
-                         at::TensorList keys, at::TensorList values, const Tensor& slots, const Tensor& chunks,
-                         const Tensor& tables, at::ArrayRef<double> scales, at::IntArrayRef windows) {
+                         at::TensorList keys, at::TensorList values, at::TensorList key_scales,
+                         at::TensorList value_scales, const Tensor& slots, const Tensor& chunks, const Tensor& tables,
+                         at::ArrayRef<double> scales, at::IntArrayRef windows) {
   const size_t num_layers = keys.size();
   TORCH_CHECK(parts.size() == num_layers * LayerReader::kNumParts && values.size() == num_layers &&
-                  scales.size() == num_layers && windows.size() == num_layers && num_layers > 0,
+                  scales.size() == num_layers && windows.size() == num_layers && num_layers > 0 &&
+                  (key_scales.empty() || key_scales.size() == num_layers) && key_scales.size() == value_scales.size(),
               "all must be given for each of ", num_layers, " layers");
   LayerReader reader(parts);
   Layer layer = reader.read();
@@ -86,6 +88,9 @@ inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
   };
   const Tensor query = some_heads(0, num_query_heads), key = some_heads(num_query_heads, num_kv_heads),
                value = some_heads(num_query_heads + num_kv_heads, num_kv_heads);
+  const auto part_of = [](at::TensorList numbers, at::TensorList of_numbers, size_t index) {
+    return CachePart{numbers[index], of_numbers.empty() ? OptionalTensor() : OptionalTensor(of_numbers[index])};
+  };
   std::shared_ptr<AttentionWork> attention;
   WorkQueue queue;
   for (size_t index = 0; index < num_layers; index++) {
@@ -95,8 +100,9 @@ inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
     add_normalizing(queue, residual, index ? &update : nullptr, layer.input_norm, epsilon, hidden);
     layer.query_key_value.add(queue, hidden, heads);
     add_rotating(queue, heads, cos, sin, num_query_heads, num_kv_heads, layer.query_norm, layer.key_norm, epsilon);
-    add_paged_attention(queue, query, key, value, keys[index], values[index], slots, chunks, tables, scales[index],
-                        windows[index], 0.0, std::nullopt, attention, attended);
+    add_paged_attention(queue, query, key, value, part_of(keys, key_scales, index),
+                        part_of(values, value_scales, index), slots, chunks, tables, scales[index], windows[index],
+                        0.0, std::nullopt, attention, attended);
     layer.output.add(queue, attended, update);
     add_normalizing(queue, residual, &update, layer.post_attention_norm, epsilon, hidden);
     layer.gate_up.add(queue, hidden, gate_up);

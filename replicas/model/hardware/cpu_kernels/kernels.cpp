@@ -8,8 +8,9 @@ namespace headway {
 
 TORCH_LIBRARY(headway, library) {
   library.def(
-      "attend_paged(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
-      "Tensor chunks, Tensor tables, float scale, int window, float softcap, Tensor? sinks) -> Tensor");
+      "attend_paged(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values, "
+      "Tensor(c!)? key_scales, Tensor(d!)? value_scales, Tensor slots, Tensor chunks, Tensor tables, float scale, "
+      "int window, float softcap, Tensor? sinks) -> Tensor");
   library.def("add_and_normalize(Tensor(a!) residual, Tensor? update, Tensor weight, float epsilon) -> Tensor");
   library.def(
       "rotate_heads(Tensor(a!) rows, Tensor cos, Tensor sin, int num_query_heads, int num_kv_heads, "
@@ -21,8 +22,8 @@ TORCH_LIBRARY(headway, library) {
   library.def("multiply_by_weight(Tensor inputs, Tensor weight, int num_outputs, Tensor? bias) -> Tensor");
   library.def(
       "run_layers(Tensor(a!) residual, Tensor cos, Tensor sin, Tensor?[] parts, int num_query_heads, float epsilon, "
-      "Tensor(b!)[] keys, Tensor(c!)[] values, Tensor slots, Tensor chunks, Tensor tables, float[] scales, "
-      "int[] windows) -> Tensor");
+      "Tensor(b!)[] keys, Tensor(c!)[] values, Tensor(d!)[] key_scales, Tensor(e!)[] value_scales, Tensor slots, "
+      "Tensor chunks, Tensor tables, float[] scales, int[] windows) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(headway, CPU, library) {

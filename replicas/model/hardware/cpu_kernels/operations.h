@@ -40,62 +40,109 @@ inline void check_rows(const Tensor& tensor, const Tensor& like) {
   TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), "all tensors must have one dtype");
 }
 
+// Keys or values of a layer: numbers [num_blocks, block_size, num_kv_heads, size]. Numbers of 8 bits have a scale for
+// each head of a token, [num_blocks, num_kv_heads, block_size] float32.
+struct CachePart {
+  Tensor numbers;
+  OptionalTensor scales;
+  const float* scale_pointer() const { return scales ? scales->const_data_ptr<float>() : nullptr; }
+};
+
+inline void check_cache(const CachePart& part, const Tensor& like) {
+  const Tensor& numbers = part.numbers;
+  check_rows(numbers, part.scales ? numbers : like);
+  TORCH_CHECK(numbers.size(3) % kLanes == 0, "head sizes must be multiples of ", kLanes);
+  if (!part.scales) return;
+  const std::vector<int64_t> sizes{numbers.size(0), numbers.size(2), numbers.size(1)};
+  TORCH_CHECK(part.scales->is_contiguous() && part.scales->scalar_type() == at::kFloat && part.scales->sizes() == sizes,
+              "the scales do not fit the cache");
+}
+
+// Calls f with a null pointer whose C++ type is that of the cache's numbers: T, or a type of 8 bits.
+template <typename T, typename F>
+inline void for_cached_type(const CachePart& part, const F& f) {
+  if (!part.scales)
+    f(static_cast<T*>(nullptr));
+  else if (part.numbers.scalar_type() == at::kChar)
+    f(static_cast<int8_t*>(nullptr));
+  else if (part.numbers.scalar_type() == at::kFloat8_e4m3fn)
+    f(static_cast<Float8*>(nullptr));
+  else
+    TORCH_CHECK(false, "a cache with scales has int8 or float8_e4m3fn, not ", part.numbers.scalar_type());
+}
+
 // Adds the copy of heads [num_tokens, num_heads, size] to `slots` [num_tokens] of a cache.
-inline void add_storing(WorkQueue& queue, const Tensor& from, const Tensor& slots, const Tensor& cache) {
-  TORCH_CHECK(from.stride(2) == 1 && from.scalar_type() == cache.scalar_type());
+inline void add_storing(WorkQueue& queue, const Tensor& from, const Tensor& slots, const CachePart& cache) {
+  TORCH_CHECK(from.stride(2) == 1);
   for_type_of(from, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    const int64_t num_heads = from.size(1), size = from.size(2);
-    const int64_t row_stride = from.stride(0), head_stride = from.stride(1);
-    const T* rows = from.const_data_ptr<T>();
-    const int64_t* slot = slots.const_data_ptr<int64_t>();
-    T* to = cache.mutable_data_ptr<T>();
-    queue.add_rows(from.size(0), 16, [=](int64_t begin, int64_t end) {
-      for (int64_t token = begin; token < end; token++)
-        for (int64_t head = 0; head < num_heads; head++)
-          std::memcpy(to + (slot[token] * num_heads + head) * size, rows + token * row_stride + head * head_stride,
-                      size * sizeof(T));
+    for_cached_type<T>(cache, [&](auto* cached) {
+      using C = std::remove_pointer_t<decltype(cached)>;
+      const int64_t num_heads = from.size(1), size = from.size(2), block_size = cache.numbers.size(1);
+      const int64_t row_stride = from.stride(0), head_stride = from.stride(1);
+      const T* rows = from.const_data_ptr<T>();
+      const int64_t* slot = slots.const_data_ptr<int64_t>();
+      C* to = cache.numbers.mutable_data_ptr<C>();
+      float* scales = cache.scales ? cache.scales->mutable_data_ptr<float>() : nullptr;
+      queue.add_rows(from.size(0), 16, [=](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; token++)
+          for (int64_t head = 0; head < num_heads; head++) {
+            const T* row = rows + token * row_stride + head * head_stride;
+            C* numbers = to + (slot[token] * num_heads + head) * size;
+            if constexpr (std::is_same_v<T, C>)
+              std::memcpy(numbers, row, size * sizeof(T));
+            else
+              scales[(slot[token] / block_size * num_heads + head) * block_size + slot[token] % block_size] =
+                  quantize(row, size, numbers);
+          }
+      });
     });
   });
 }
 
 // Adds the loops of `attend_paged`, which fill `output`. For `work` see `add_attention`.
 inline void add_paged_attention(WorkQueue& queue, const Tensor& query, const Tensor& key, const Tensor& value,
-                                const Tensor& keys, const Tensor& values, const Tensor& slots, const Tensor& chunks,
-                                const Tensor& tables, double scale, int64_t window, double softcap,
-                                const OptionalTensor& sinks, std::shared_ptr<AttentionWork>& work, Tensor& output) {
-  check_rows(keys, query);
-  check_rows(values, query);
+                                const CachePart& keys, const CachePart& values, const Tensor& slots,
+                                const Tensor& chunks, const Tensor& tables, double scale, int64_t window,
+                                double softcap, const OptionalTensor& sinks, std::shared_ptr<AttentionWork>& work,
+                                Tensor& output) {
+  check_cache(keys, query);
+  check_cache(values, query);
+  TORCH_CHECK(keys.numbers.scalar_type() == values.numbers.scalar_type(), "keys and values must have one dtype");
   TORCH_CHECK(slots.is_contiguous() && chunks.is_contiguous() && tables.is_contiguous() && query.stride(2) == 1);
-  TORCH_CHECK(keys.size(3) % kLanes == 0 && values.size(3) % kLanes == 0, "head sizes must be multiples of ", kLanes);
   TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->scalar_type() == at::kFloat), "sinks must be float32");
   add_storing(queue, key, slots, keys);
   add_storing(queue, value, slots, values);
   for_type_of(query, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    add_attention(queue, AttentionInputs<T>{
-        query.const_data_ptr<T>(), query.stride(0), query.stride(1),
-        keys.const_data_ptr<T>(), values.const_data_ptr<T>(),
-        reinterpret_cast<const Chunk*>(chunks.const_data_ptr<int64_t>()), chunks.size(0),
-        tables.const_data_ptr<int64_t>(), keys.size(1), keys.size(2), query.size(1) / keys.size(2), keys.size(3),
-        values.size(3), static_cast<float>(scale), static_cast<float>(softcap), window,
-        sinks ? sinks->const_data_ptr<float>() : nullptr,
-        output.mutable_data_ptr<T>()}, work);
+    const int64_t block_size = keys.numbers.size(1), num_kv_heads = keys.numbers.size(2);
+    for_cached_type<T>(keys, [&](auto* cached) {
+      using C = std::remove_pointer_t<decltype(cached)>;
+      add_attention(queue, AttentionInputs<T, C>{
+          query.const_data_ptr<T>(), query.stride(0), query.stride(1),
+          keys.numbers.const_data_ptr<C>(), values.numbers.const_data_ptr<C>(), keys.scale_pointer(),
+          values.scale_pointer(), reinterpret_cast<const Chunk*>(chunks.const_data_ptr<int64_t>()), chunks.size(0),
+          tables.const_data_ptr<int64_t>(), block_size, num_kv_heads, query.size(1) / num_kv_heads,
+          keys.numbers.size(3), values.numbers.size(3), static_cast<float>(scale), static_cast<float>(softcap), window,
+          sinks ? sinks->const_data_ptr<float>() : nullptr,
+          output.mutable_data_ptr<T>()}, work);
+    });
   });
 }
 
-// Stores key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] of the cache [num_blocks, block_size,
-// num_kv_heads, size], then returns the attention of query [num_tokens, num_query_heads, key_size]. Rows of `chunks`
-// [num_chunks, 4] int64 are `Chunk`s. `tables` [any] int64 holds their block tables, concatenated. The output of tokens
-// that are in no chunk is undefined.
+// Stores key and value [num_tokens, num_kv_heads, size] in `slots` [num_tokens] of the cache (see `CachePart`), then
+// returns the attention of query [num_tokens, num_query_heads, key_size]. Rows of `chunks` [num_chunks, 4] int64 are
+// `Chunk`s. `tables` [any] int64 holds their block tables, concatenated. The output of tokens that are in no chunk is
+// undefined.
 inline Tensor attend_paged(const Tensor& query, const Tensor& key, const Tensor& value, Tensor keys, Tensor values,
-                           const Tensor& slots, const Tensor& chunks, const Tensor& tables, double scale,
-                           int64_t window, double softcap, const OptionalTensor& sinks) {
+                           OptionalTensor key_scales, OptionalTensor value_scales, const Tensor& slots,
+                           const Tensor& chunks, const Tensor& tables, double scale, int64_t window, double softcap,
+                           const OptionalTensor& sinks) {
   Tensor output = at::empty({query.size(0), query.size(1), values.size(3)}, query.options());
   WorkQueue queue;
   std::shared_ptr<AttentionWork> work;
-  add_paged_attention(queue, query, key, value, keys, values, slots, chunks, tables, scale, window, softcap, sinks,
-                      work, output);
+  add_paged_attention(queue, query, key, value, {keys, key_scales}, {values, value_scales}, slots, chunks, tables,
+                      scale, window, softcap, sinks, work, output);
   queue.run();
   return output;
 }

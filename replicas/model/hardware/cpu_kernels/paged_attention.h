@@ -1,15 +1,18 @@
-// Attention over a paged cache, for decodes and prefill chunks of many sequences at once, in float or bfloat16.
+// Attention over a paged cache, for decodes and prefill chunks of many sequences at once, in float or bfloat16. The
+// cache may hold numbers of 8 bits.
 #pragma once
 
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention_tasks.h"
 #include "attention_tile.h"
 #include "numbers.h"
 #include "phases.h"
+#include "quantization.h"
 
 namespace headway {
 
@@ -23,8 +26,8 @@ struct AttentionState {
   float *sums, *maxima, *totals;
 };
 
-template <typename T>
-inline int64_t num_rows_of(const AttentionInputs<T>& in, const AttentionTask& task) {
+template <typename T, typename C>
+inline int64_t num_rows_of(const AttentionInputs<T, C>& in, const AttentionTask& task) {
   return task.num_heads * task.num_tokens * in.group_size;
 }
 
@@ -34,29 +37,31 @@ inline int step_of(const AttentionTask& task) { return task.num_tokens == 1 ? 8 
 // Slots of consecutive keys of a sequence.
 struct Tile {
   int64_t slots[kTile];
+  int64_t scales[kTile];  // indices of the scales of KV head 0; those of the next head follow `block_size` later
   int num_keys = 0;
 };
 
-template <typename T>
-inline Tile locate(const AttentionInputs<T>& in, const AttentionTask& task, int64_t first) {
+template <typename T, typename C>
+inline Tile locate(const AttentionInputs<T, C>& in, const AttentionTask& task, int64_t first) {
   Tile tile;
   const int64_t* table = in.tables + task.chunk->table;
   const int64_t end = std::min(first + kTile, task.end_key);
   int64_t block = first / in.block_size, offset = first % in.block_size;
   for (int64_t position = first; position < end; block++, offset = 0)
-    for (int64_t slot = table[block] * in.block_size + offset; offset < in.block_size && position < end;
-         slot++, offset++, position++)
-      tile.slots[tile.num_keys++] = slot;
+    for (; offset < in.block_size && position < end; offset++, position++) {
+      tile.slots[tile.num_keys] = table[block] * in.block_size + offset;
+      tile.scales[tile.num_keys++] = table[block] * in.num_kv_heads * in.block_size + offset;
+    }
   return tile;
 }
 
 // Prefetcher of a tile during the computation of another tile, a few cache lines at a time: a processor drops most of
 // many prefetches at once.
-template <typename T>
+template <typename T, typename C>
 class Fetcher {
  public:
   // Prefetches the keys and values of `tile` for the heads of `task`, in `num_steps` steps.
-  Fetcher(const AttentionInputs<T>& in, const AttentionTask& task, const Tile& tile, int num_steps)
+  Fetcher(const AttentionInputs<T, C>& in, const AttentionTask& task, const Tile& tile, int num_steps)
       : in_(in), tile_(tile), first_head_(task.first_head), key_numbers_(task.num_heads * in.key_size),
         value_numbers_(task.num_heads * in.value_size), num_steps_(num_steps) {}
 
@@ -70,8 +75,8 @@ class Fetcher {
   }
 
  private:
-  static constexpr int64_t kLine = 64 / sizeof(T);
-  const AttentionInputs<T>& in_;
+  static constexpr int64_t kLine = 64 / sizeof(C);
+  const AttentionInputs<T, C>& in_;
   const Tile& tile_;
   const int64_t first_head_, key_numbers_, value_numbers_;
   const int num_steps_;
@@ -79,8 +84,8 @@ class Fetcher {
 };
 
 // Returns the scaled queries of a task in float, [num_heads * num_tokens * group_size, key_size].
-template <typename T>
-inline std::vector<float> read_queries(const AttentionInputs<T>& in, const AttentionTask& task) {
+template <typename T, typename C>
+inline std::vector<float> read_queries(const AttentionInputs<T, C>& in, const AttentionTask& task) {
   std::vector<float> queries(task.num_heads * task.num_tokens * in.group_size * in.key_size);
   float* to = queries.data();
   for (int64_t head = task.first_head; head < task.first_head + task.num_heads; head++)
@@ -93,13 +98,21 @@ inline std::vector<float> read_queries(const AttentionInputs<T>& in, const Atten
   return queries;
 }
 
+// Multiplies each row's scores or weights of a tile by the scales of its keys or values, divided by `loaded`.
+inline void scale_keys(float* scores, int64_t num_rows, const float* scales, const Tile& tile, float loaded) {
+  float factors[kTile];
+  for (int key = 0; key < tile.num_keys; key++) factors[key] = scales[tile.scales[key]] / loaded;
+  for (int64_t row = 0; row < num_rows; row++)
+    for (int key = 0; key < tile.num_keys; key++) scores[row * kTile + key] *= factors[key];
+}
+
 // Computes the rows of the task's KV head number `index` over a tile that begins at position `first`.
-template <typename T>
-inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task, int64_t index, const Tile& tile,
+template <typename T, typename C>
+inline void attend_tile(const AttentionInputs<T, C>& in, const AttentionTask& task, int64_t index, const Tile& tile,
                         int64_t first, const float* queries, float* scores, const AttentionState& state,
-                        Fetcher<T>* fetcher) {
+                        Fetcher<T, C>* fetcher) {
   const int64_t num_rows = task.num_tokens * in.group_size, first_row = index * num_rows;
-  const T *keys[kTile], *values[kTile];
+  const C *keys[kTile], *values[kTile];
   for (int key = 0; key < tile.num_keys; key++) {
     const int64_t head = tile.slots[key] * in.num_kv_heads + task.first_head + index;
     keys[key] = in.keys + head * in.key_size;
@@ -115,6 +128,8 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
                           std::min(step, tile.num_keys - key), scores + row * kTile + key);
     });
   }
+  if constexpr (!std::is_same_v<T, C>)
+    scale_keys(scores, num_rows, in.key_scales + (task.first_head + index) * in.block_size, tile, kLoaded<C>);
   for (int64_t row = 0; row < num_rows; row++) {
     const int64_t position = task.chunk->start + task.first_token + row / in.group_size;
     const int64_t low = in.window > 0 ? position - in.window + 1 - first : 0;
@@ -124,6 +139,8 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
           {&state.sums[(first_row + row) * in.value_size], in.value_size, &state.maxima[first_row + row],
            &state.totals[first_row + row]});
   }
+  if constexpr (!std::is_same_v<T, C>)
+    scale_keys(scores, num_rows, in.value_scales + (task.first_head + index) * in.block_size, tile, kLoaded<C>);
   for (int key = 0; key < tile.num_keys; key += step) {
     fetcher->step();
     for_row_groups(num_rows, [&](auto count, int64_t row) {
@@ -134,8 +151,8 @@ inline void attend_tile(const AttentionInputs<T>& in, const AttentionTask& task,
 }
 
 // Computes `state`. During each tile the next tile is prefetched; during the last tile, the first tile of task `next`.
-template <typename T>
-inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionTask& next,
+template <typename T, typename C>
+inline void attend(const AttentionInputs<T, C>& in, const AttentionTask& task, const AttentionTask& next,
                    const AttentionState& state) {
   const std::vector<float> queries = read_queries(in, task);
   std::vector<float> scores(task.num_tokens * in.group_size * kTile);  // for one KV head's rows and one tile
@@ -149,15 +166,15 @@ inline void attend(const AttentionInputs<T>& in, const AttentionTask& task, cons
     const Tile coming_tile = locate(in, coming, is_last ? next.first_key : first + kTile);
     const int step = step_of(task);
     const int num_steps = static_cast<int>(task.num_heads) * 2 * ((tile.num_keys + step - 1) / step);
-    Fetcher<T> fetcher(in, coming, coming_tile, num_steps);
+    Fetcher<T, C> fetcher(in, coming, coming_tile, num_steps);
     for (int64_t index = 0; index < task.num_heads; index++)
       attend_tile(in, task, index, tile, first, queries.data(), scores.data(), state, &fetcher);
     tile = coming_tile;
   }
 }
 
-template <typename T>
-inline void finish(const AttentionInputs<T>& in, const AttentionTask& task, const AttentionState& state) {
+template <typename T, typename C>
+inline void finish(const AttentionInputs<T, C>& in, const AttentionTask& task, const AttentionState& state) {
   const int64_t head_rows = task.num_tokens * in.group_size;
   for (int64_t row = 0; row < state.num_rows; row++) {
     const int64_t token = task.chunk->row + task.first_token + row % head_rows / in.group_size;
@@ -193,8 +210,8 @@ struct AttentionWork {
   std::vector<float> parts;                               // states, `most_floats` for each
 };
 
-template <typename T>
-inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& in, int64_t num_threads) {
+template <typename T, typename C>
+inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T, C>& in, int64_t num_threads) {
   auto work = std::make_shared<AttentionWork>();
   work->window = in.window;
   int64_t num_parts;
@@ -219,8 +236,8 @@ inline std::shared_ptr<AttentionWork> attention_work(const AttentionInputs<T>& i
 
 // Adds the loops of attention. `work` is the previous layer's, or null. It is used again if it has the same window, and
 // replaced otherwise.
-template <typename T>
-inline void add_attention(WorkQueue& queue, const AttentionInputs<T>& in, std::shared_ptr<AttentionWork>& work) {
+template <typename T, typename C>
+inline void add_attention(WorkQueue& queue, const AttentionInputs<T, C>& in, std::shared_ptr<AttentionWork>& work) {
   const int64_t num_threads = queue.num_threads();
   if (!work || work->window != in.window) work = attention_work(in, num_threads);
   const int64_t num_tasks = work->tasks.size();

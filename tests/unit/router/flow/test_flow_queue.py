@@ -3,6 +3,7 @@
 import heapq
 import random
 from collections import Counter
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import router.flow.flow_queue as module
 from replicas.errors import Overloaded
 from replicas.protocol import Band
 from router.flow.flow_queue import BandLimits, FlowQueue, QueuedRequest
+from testkit.router.plain_queue import PlainQueue
 from testkit.router.simulated_replicas import request
+from tests.seeds import Seeds
 
 NOW = 50.0
 
@@ -150,14 +153,14 @@ def test_more_tenants_than_are_remembered_all_get_their_turn(line: Line):
         line.queue.dispatch(waiting)
     for number in range(num_tenants):
         line.queue.charge(Band.STANDARD, f"other-{number}", 1)
-    assert len(line.queue._bands[Band.STANDARD]._tenants) <= module._MAX_IDLE_TENANTS
+    assert len(line.queue._bands[Band.STANDARD]._idle) <= module._MAX_IDLE_TENANTS
 
 
 def test_the_counter_of_the_tenant_used_longest_ago_is_forgotten(line: Line, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "_MAX_IDLE_TENANTS", 2)
     for tenant in ("a", "b", "a", "c"):
         line.queue.charge(Band.STANDARD, tenant, 5)
-    assert list(line.queue._bands[Band.STANDARD]._tenants) == ["a", "c"]
+    assert list(line.queue._bands[Band.STANDARD]._idle) == ["a", "c"]
 
 
 def test_one_dispatch_restarts_the_clock_of_a_starved_band():
@@ -289,3 +292,56 @@ def test_counts_are_the_sums_over_what_waits_in_random_histories(seed: int):
             assert {entry.arrival_index for entry in heads if entry.request.band is band} == {
                 e.arrival_index for e in firsts
             }
+
+
+class ComparedQueues:
+    """The queue of one band beside the reference, in a random history."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.line, self.plain = Line(), PlainQueue(module._MAX_IDLE_TENANTS)
+        self.names = [f"tenant-{number}" for number in range(self.rng.choice([2, 5, 40]))]
+        self.waiting: list[QueuedRequest] = []
+
+    def change(self) -> None:
+        rng, queue = self.rng, self.line.queue
+        match rng.randrange(6):
+            case 0 | 1:
+                deadline_s = rng.choice([None, None, NOW + rng.randrange(9)])
+                tenant, tokens = rng.choice(self.names), rng.randrange(1, 99)
+                self.waiting.append(self.line.add(tenant=tenant, tokens=tokens, deadline_s=deadline_s))
+                self.plain.add(self.waiting[-1])
+            case 2 if self.waiting:
+                removed = self.waiting.pop(rng.randrange(len(self.waiting)))
+                queue.remove(removed)
+                self.plain.remove(removed)
+            case 3 if self.waiting:
+                first = next(queue.in_order(set()))
+                self.waiting.remove(first)
+                queue.dispatch(first)
+                self.plain.remove(first)
+                self.plain.charge(first.request.tenant, first.expected_tokens)
+            case _:  # a poll
+                names = rng.sample(self.names, rng.randrange(len(self.names)))
+                charges = {name: rng.choice([-7, 1, 40, 300]) for name in names}
+                queue.charge_all({(name, Band.STANDARD): tokens for name, tokens in charges.items()})
+                for name, tokens in charges.items():
+                    self.plain.charge(name, tokens)
+
+    def compare(self) -> None:
+        self.line.queue.check_invariants()
+        heads = self.plain.heads()
+        num_read = self.rng.choice([0, 1, len(heads)])
+        assert list(islice(self.line.queue.in_order(set()), num_read)) == heads[:num_read]
+        name = self.rng.choice(self.names)
+        assert self.line.queue.num_tokens_before(Band.STANDARD, name) == self.plain.num_tokens_before(name)
+
+
+@pytest.mark.random_worlds(300, per_call=100)
+def test_the_order_is_that_of_the_reference(seeds: Seeds, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_MAX_IDLE_TENANTS", 3)
+    for seed in seeds:
+        queues = ComparedQueues(seed)
+        for _ in range(60):
+            queues.change()
+            queues.compare()

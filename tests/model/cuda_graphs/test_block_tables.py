@@ -8,7 +8,7 @@ import torch
 from replicas.engine.batch import ScheduledSequence
 from replicas.engine.sequence import Sequence
 from replicas.model.batch.transfers import HostToDeviceBuffer
-from replicas.model.decode_graphs.buffers import DeviceBlockTables
+from replicas.model.cuda_graphs.buffers import DeviceBlockTables
 from replicas.protocol import GenerateRequest, SamplingParams
 
 NUM_ROWS, NUM_COLUMNS = 5, 12

@@ -38,7 +38,7 @@ from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import build_engine, load_unoptimized, random_prompts, run
 from testkit.model.paged_cases import attend_by_definition
 from testkit.model.recorded_gpu import DEVICE, DeviceTensor, HazardError, RecordedGpu, WaitError
-from tests.model.decode_graphs.test_steps_ahead import check_same
+from tests.model.cuda_graphs.test_steps_ahead import check_same
 
 PARAMS = (
     SamplingParams(max_tokens=16, temperature=0.0),
@@ -62,24 +62,34 @@ def write_late(layer: Any, shape: Any, slots: DeviceTensor, call: Any) -> None:
 
 
 def attend_late(launch: Any, parts: Any) -> None:
-    query, keys, values, output, tiles, tables = (
+    query, keys, values, output, pieces, tables = (
         some.memory
-        for some in (launch.call.query, launch.layer.keys, launch.layer.values, launch.output, launch.group.tiles,
+        for some in (launch.call.query, launch.layer.keys, launch.layer.values, launch.output, launch.work.pieces,
                      launch.group.tables)
     )  # fmt: skip
 
     def run() -> None:
-        for row, position, count, table_row in tiles.tolist():
-            end = position + count
-            blocks = tables[table_row, : -(-end // keys.shape[1])].long()
-            seen = (part[blocks].flatten(0, 1)[:end] for part in (keys, values))
-            rows = slice(row, row + count)
-            if count == 0:
-                output[row] = 0.0
-            else:
+        for row, position, count, table_row in pieces[:, :4].tolist():
+            end, rows = position + count, slice(row, row + count)
+            if count > 0 and table_row < 0:
+                output[rows] = 0.0
+            elif count > 0:
+                blocks = tables[table_row, : -(-end // keys.shape[1])].long()
+                seen = (part[blocks].flatten(0, 1)[:end] for part in (keys, values))
                 output[rows] = attend_by_definition(query[rows], *seen, launch.call.scoring, launch.call.window)
 
-    launch.group.tiles.gpu.launch("attend", run, [query, keys, values, tiles, tables], [output])
+    launch.group.tables.gpu.launch("attend", run, [query, keys, values, pieces, tables], [output])
+
+
+def plan_late(work: Any, group: Any, tile: Any, window: Any) -> None:
+    """Copy the chunks: each is a piece."""
+    chunks, pieces = group.chunks.memory, work.pieces.memory
+
+    def run() -> None:
+        pieces[:, 2] = 0
+        pieces[: len(chunks), :4] = chunks
+
+    group.chunks.gpu.launch("plan", run, [chunks], [pieces])
 
 
 @pytest.fixture
@@ -89,6 +99,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> RecordedGpu:
     for name, value in recorded.replacements().items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(triton, "write_keys_and_values", write_late)
+    monkeypatch.setattr(triton, "_plan", plan_late)
     monkeypatch.setattr(triton, "_attend", attend_late)
     monkeypatch.setattr(triton, "_combine", lambda *_: None)
     monkeypatch.setattr(sampler, "_has_draw_kernel", lambda _: False)
@@ -112,7 +123,7 @@ def build_on(gpu: RecordedGpu, loaded: LoadedModel, limits: EngineLimits) -> Tor
     with gpu:
         runner = build_runner(replace(loaded, device=DEVICE), limits, RunnerOptions(gpu_memory_utilization=1.0))
         warm_up(runner, limits)
-    assert runner.num_blocks == 40 and runner._decode_graphs is not None
+    assert runner.num_blocks == 40 and runner._graphs is not None
     return runner
 
 
@@ -166,8 +177,11 @@ def check_random_steps(gpu: RecordedGpu, limits: EngineLimits, num_steps: int, m
     assert gpu.names == warm, "a request is the first to run an operation"
     expected = run(build_engine(plain), outputs)
     check_same([replace(output, text="") for output in outputs.values()], [replace(one, text="") for one in expected])
-    buckets = [graph for _, graph in gpu.replays]
-    assert sum(one is not other for one, other in itertools.pairwise(buckets)) >= min_changes
+    assert runner._graphs is not None
+    shapes = {id(captured.graph): shape for shape, captured in runner._graphs._graphs.items()}
+    replayed = [shapes[id(graph)] for _, graph in gpu.replays]
+    assert sum(one != other for one, other in itertools.pairwise(replayed)) >= min_changes
+    assert {shape.num_chunks > 0 for shape in replayed} == {True, False}
     assert len({stream for _, stream in gpu.captures}) == 1
 
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from replicas.model.attention.interface import ATTENTION_NAME, AttentionCall, AttentionPort, register_attention
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.decode_graphs.graphs import DecodeGraphRunner
+from replicas.model.cuda_graphs.buffers import StepShape
+from replicas.model.cuda_graphs.graphs import GraphRunner
 from replicas.model.layers import experts
 from replicas.model.layers.experts import ExpertLayer, Routing, replace_experts
 from replicas.model.loading.loader import LoadedModel, remove_waits
@@ -78,7 +79,8 @@ def recorded() -> Iterator[Recorder]:
 
 def decode(model: PreTrainedModel, loaded: LoadedModel) -> None:
     cache = KVCache(loaded.layers, 2, 16, loaded.dtype, loaded.device)
-    DecodeGraphRunner(loaded, cache, NoAttention, (NUM_ROWS,))._compute(NUM_ROWS)
+    for shape in (StepShape.decodes(NUM_ROWS), StepShape.mixed(2 * NUM_ROWS, NUM_ROWS)):
+        GraphRunner(loaded, cache, NoAttention, (StepShape.decodes(NUM_ROWS), shape))._compute(shape)
 
 
 def launch_alone(inputs: Tensor, layer: ExpertLayer, routing: Routing, *, is_first: bool) -> Tensor:

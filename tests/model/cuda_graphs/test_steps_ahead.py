@@ -13,8 +13,10 @@ from replicas.engine.config import EngineLimits
 from replicas.model.attention.gather import attend_dense
 from replicas.model.attention.interface import AttentionCall
 from replicas.model.attention.kv_cache import KVCache
-from replicas.model.attention.tiles import TilePlan
-from replicas.model.decode_graphs.graphs import DecodeGraphRunner, PlannedAttention, bucket_sizes
+from replicas.model.attention.plan import AttentionPlan, ChunkGroup
+from replicas.model.batch.inputs import dummy_item
+from replicas.model.cuda_graphs.buffers import StepShape
+from replicas.model.cuda_graphs.graphs import GraphRunner, PlannedAttention, bucket_sizes, step_shapes
 from replicas.model.loading.loader import LoadedModel
 from replicas.model.loading.options import ModelOptions
 from replicas.model.loading.tokenizer import SilentDecoder
@@ -25,6 +27,7 @@ from testkit.engine.scripted_constraint import ScriptedConstraint
 from testkit.engine.timed_runner import StepTimes, TimedRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Sizes, build_engine, load, num_preemptions, random_prompts, run
+from testkit.model.paged_cases import attend_by_definition
 
 ARCHITECTURES = ("llama", "mistral-window", "gemma2-window", "gpt_oss-window", "qwen3_moe", "deepseek_v3", "gpt2")
 ROOMY, TIGHT = Sizes(), Sizes(num_blocks=54, block_size=4)
@@ -43,23 +46,46 @@ LOOKING_BACK = SamplingParams(max_tokens=12, seed=7, repetition_penalty=1.3, fre
 
 
 class PlannedGather:
-    """Attention of decodes by the tensors of their plan alone, over every slot that its tables name."""
+    """Attention by the tensors of a plan alone, over every slot that its tables name."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, plan: TilePlan) -> None:
-        assert plan.decodes is not None
-        self._cache, self._slots, self._decodes = cache, slots, plan.decodes
+    def __init__(self, cache: KVCache, slots: Tensor, plan: AttentionPlan) -> None:
+        self._cache, self._slots, self._plan = cache, slots, plan
 
     def attend(self, call: AttentionCall) -> Tensor:
-        layer, tiles = self._cache[call.layer], self._decodes.tiles
+        layer = self._cache[call.layer]
         layer.write(self._slots, call.key, call.value)
-        lengths = torch.where(tiles[:, 2] > 0, tiles[:, 1] + 1, 0).clamp(min=1)[:, None]
-        tables = self._decodes.tables[tiles[:, 3]].long()
+        # What is in no chunk is nobody's promise to be a number.
+        output = call.value.new_full((*call.query.shape[:2], call.value.shape[2]), torch.nan)
+        if self._plan.decodes is not None and bool((self._plan.decodes.chunks[:, 2] > 0).any()):
+            self._attend_decodes(call, self._plan.decodes, output)
+        if self._plan.prefills is not None:
+            self._attend_chunks(call, self._plan.prefills, output)
+        return output
+
+    def _attend_decodes(self, call: AttentionCall, group: ChunkGroup, output: Tensor) -> None:
+        layer, chunks = self._cache[call.layer], group.chunks[group.chunks[:, 2] > 0]
+        lengths = torch.where(chunks[:, 3] >= 0, chunks[:, 1] + 1, 0).clamp(min=1)[:, None]
+        tables = group.tables[chunks[:, 3]].long()
         keys, values = layer.keys[tables].flatten(1, 2), layer.values[tables].flatten(1, 2)
         positions = torch.arange(keys.shape[1])
         visible = (positions < lengths) & (positions >= lengths - (call.window or keys.shape[1]))
-        # What a row does not see is nobody's promise to be a number.
+        # Nor is what a row does not see.
         keys, values = (some.masked_fill(~visible[:, :, None, None], 0.0).transpose(1, 2) for some in (keys, values))
-        return attend_dense(call.query[:, :, None], keys, values, visible[:, None, None], call.scoring)[:, :, 0]
+        rows = chunks[:, 0].long()
+        attended = attend_dense(call.query[rows][:, :, None], keys, values, visible[:, None, None], call.scoring)
+        output[rows] = attended[:, :, 0]
+
+    def _attend_chunks(self, call: AttentionCall, group: ChunkGroup, output: Tensor) -> None:
+        layer = self._cache[call.layer]
+        for row, start, num_tokens, table_row in group.chunks.tolist():
+            rows, end = slice(row, row + num_tokens), start + num_tokens
+            if num_tokens > 0 and table_row < 0:
+                output[rows] = 0.0
+            elif num_tokens > 0:
+                blocks = group.tables[table_row, : -(-end // self._cache.block_size)].long()
+                keys, values = (some[blocks].flatten(0, 1)[:end] for some in (layer.keys, layer.values))
+                attended = attend_by_definition(call.query[rows], keys, values, call.scoring, call.window)
+                output[rows] = attended.to(output.dtype)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -162,12 +188,13 @@ def test_aborts_and_late_arrivals_leave_other_tokens_unchanged(loaded: LoadedMod
     check_same([outputs[name] for name in whole], [expected[name] for name in whole])
 
 
-def test_all_buckets_keep_their_logits_in_one_buffer() -> None:
+def test_all_shapes_keep_their_logits_in_one_buffer() -> None:
     loaded = load(cached_checkpoint("llama"))
     cache = KVCache(loaded.layers, 8, 16, loaded.dtype, loaded.device)
-    decodes = DecodeGraphRunner(loaded, cache, PlannedGather, (1, 2, 4))
+    shapes = step_shapes(max_num_seqs=4, max_num_batched_tokens=20)
+    graphs = GraphRunner(loaded, cache, PlannedGather, shapes)
     with torch.inference_mode():
-        kept = [decodes._compute(bucket).logits for bucket in (4, 1, 2)]
+        kept = [graphs._compute(shape).logits for shape in shapes]
     assert len({logits.untyped_storage().data_ptr() for logits in kept}) == 1
     assert kept[0].untyped_storage().nbytes() == 4 * loaded.vocab_size * loaded.dtype.itemsize
 
@@ -178,6 +205,34 @@ def test_buckets_are_few_and_waste_at_most_a_fifth(max_num_seqs: int) -> None:
     assert sizes[-1] == max_num_seqs and list(sizes) == sorted(set(sizes)) and len(sizes) <= 40
     for size, following in itertools.pairwise(sizes):
         assert following - size <= max(8, size / 4)
+
+
+@pytest.mark.parametrize("limits", [(1, 1), (1, 2), (8, 20), (256, 2048), (1024, 512)])
+def test_shapes_of_steps_with_prompts_are_few_small_and_hold_what_they_should(limits: tuple[int, int]) -> None:
+    max_num_seqs, max_num_batched_tokens = limits
+    mixed = [shape for shape in step_shapes(*limits) if shape.num_chunks > 0]
+    sizes = [shape.num_tokens for shape in mixed]
+    assert len(sizes) <= 9 and sizes == sorted(set(sizes)) and max(sizes, default=1) == min(max_num_batched_tokens, 512)
+    for size, following in itertools.pairwise((8, *sizes)):
+        assert following <= 2 * size
+    for shape in mixed:
+        assert shape.num_rows == min(shape.num_tokens, max_num_seqs) and shape.num_chunks >= min(
+            shape.num_tokens // 2, max_num_seqs
+        )
+
+
+def test_small_steps_have_the_next_shape_and_large_ones_none() -> None:
+    loaded = load(cached_checkpoint("llama"))
+    cache = KVCache(loaded.layers, 8, 16, loaded.dtype, loaded.device)
+    graphs = GraphRunner(loaded, cache, PlannedGather, step_shapes(max_num_seqs=4, max_num_batched_tokens=40))
+
+    def shape_of(*chunks: tuple[int, int], params: SamplingParams = PARAMS[0]) -> StepShape | None:
+        return graphs.shape_of([dummy_item(start, end - start, 16, params) for start, end in chunks])
+
+    assert shape_of((5, 6), (9, 10), (3, 4)) == StepShape.decodes(4)
+    assert shape_of((5, 6), (0, 9)) == StepShape.mixed(16, 4) and shape_of((0, 33)) == StepShape.mixed(40, 4)
+    assert shape_of((5, 6), (0, 40)) is None and shape_of(*[(5, 6)] * 5) is None
+    assert shape_of((0, 9), params=SamplingParams(max_tokens=2, prompt_logprobs=1)) is None
 
 
 def test_the_check_for_gpus_runs_on_the_cpu() -> None:

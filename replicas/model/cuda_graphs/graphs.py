@@ -1,0 +1,210 @@
+"""Runner of steps in CUDA graphs, captured at a few sizes: one launch instead of hundreds."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from replicas.engine.batch import ScheduledSequence
+from replicas.errors import ModelLoadError
+from replicas.model.attention.interface import AttentionContext
+from replicas.model.attention.kv_cache import KVCache
+from replicas.model.attention.plan import AttentionPlan
+from replicas.model.batch.inputs import LastSampledTokens, wants_prompt_logprobs
+from replicas.model.batch.transfers import DeviceBuffer, HostToDeviceBuffer
+from replicas.model.cuda_graphs.buffers import SentStep, StepBuffers, StepShape
+from replicas.model.loading.loader import LoadedModel
+from replicas.model.sampling.sampler import SampledTokens, sample_greedy
+
+_log = logging.getLogger(__name__)
+
+PlannedAttention = Callable[[KVCache, Tensor, AttentionPlan], AttentionContext]
+"""Factory of the attention by a plan whose tensors outlive the pass, from cache, slots [num_tokens] int64 and plan."""
+_MEBIBYTE = 2**20
+
+
+_MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of the captured steps that have prompts. A larger step takes the device longer than the host to launch."""
+
+
+def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Return the numbers of decodes to capture: 1, 2, 4, 8, then 8 more each or, if that is more, about a quarter."""
+    sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
+    size = 8
+    while size < max_num_seqs:
+        sizes.append(size)
+        size += max(8, size // 4 // 8 * 8)
+    return (*sizes, max_num_seqs)
+
+
+def step_shapes(max_num_seqs: int, max_num_batched_tokens: int) -> tuple[StepShape, ...]:
+    """Return the shapes to capture: those of decodes, then those of steps with prompts, each in order of size."""
+    largest = min(max_num_batched_tokens, _MIXED_SIZES[-1])
+    sizes = [size for size in _MIXED_SIZES if size < largest]
+    return (
+        *(StepShape.decodes(size) for size in bucket_sizes(max_num_seqs)),
+        *(StepShape.mixed(size, max_num_seqs) for size in (*sizes, largest) if size > 1),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """Outputs of a pass, one row for each item that samples. The next replay of any graph overwrites them."""
+
+    logits: Tensor  # [num_rows, vocab_size] in the model's dtype
+    greedy: SampledTokens
+
+    def first(self, num_rows: int) -> StepOutputs:
+        """Return the outputs of the first `num_rows` rows."""
+        greedy = SampledTokens(self.greedy.tokens[:num_rows], self.greedy.is_finite[:num_rows])
+        return StepOutputs(self.logits[:num_rows], greedy)
+
+
+class GraphRunner:
+    """Runner of small steps, which are padded to the next captured shape with tokens that have no sequence.
+
+    A graph holds the whole forward pass and the greedy choice. A shape without a graph runs the same code eagerly.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, cache: KVCache, attention: PlannedAttention, shapes: Items[StepShape]
+    ) -> None:
+        """Make a runner of steps of `shapes`, in order of size: those of decodes, then the others."""
+        self._loaded = loaded
+        self._cache = cache
+        self._attention = attention
+        self._decodes = [shape for shape in shapes if shape.num_chunks == 0]
+        self._mixed = [shape for shape in shapes if shape.num_chunks > 0]
+        self._max_rows = self._decodes[-1].num_rows
+        num_blocks = -(-loaded.max_model_len // cache.block_size)
+        max_words = max(shape.num_words for shape in shapes)
+        self._buffers = StepBuffers(max_words, self._max_rows, num_blocks, cache.block_size, loaded.device)
+        self._logits: Tensor | None = None
+        self._graphs: dict[StepShape, _Graph] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs."""
+        return len(self._graphs)
+
+    def shape_of(self, items: Items[ScheduledSequence]) -> StepShape | None:
+        """Return the smallest shape that holds `items`; None if none does, or an item scores its prompt."""
+        if len(items) > self._max_rows or any(wants_prompt_logprobs(item) for item in items):
+            return None
+        are_decodes = all(item.num_tokens == 1 and item.samples for item in items)
+        num_tokens = sum(item.num_tokens for item in items)
+        shapes = self._decodes if are_decodes else self._mixed
+        index = bisect_left(shapes, num_tokens, key=lambda shape: shape.num_tokens)
+        return shapes[index] if index < len(shapes) else None
+
+    def send(
+        self,
+        items: Items[ScheduledSequence],
+        shape: StepShape,
+        last_sampled: LastSampledTokens,
+        to_device: HostToDeviceBuffer,
+    ) -> SentStep:
+        """Add the inputs of a pass over `items`, padded to `shape`, to `to_device`.
+
+        The device takes ids that the host does not know from `last_sampled`.
+        """
+        return self._buffers.send(items, shape, last_sampled, to_device)
+
+    def run(self, sent: SentStep, on_device: DeviceBuffer) -> StepOutputs:
+        """Run a pass over the sent inputs; return one row per item that samples, then the rows of the padding."""
+        self._buffers.load(sent, on_device)
+        graph = self._graphs.get(sent.shape)
+        return self._compute(sent.shape) if graph is None else graph.replay()
+
+    @torch.inference_mode()
+    def capture(self, stream: torch.cuda.Stream) -> bool:
+        """Capture a graph for every shape. The largest is the first, and the smaller ones share its memory.
+
+        All captures of a process use one `stream`: cuBLAS keeps a workspace for each stream that it has met. Returns
+        False, and keeps no graph, if a capture fails: for example if the model's code reads a value back from the
+        device.
+
+        Raises:
+            ModelLoadError: the device has too little memory for the graphs.
+        """
+        device = self._loaded.device
+        started_s, free_before = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+        pool = torch.cuda.graph_pool_handle()
+        try:
+            for shape in reversed((*self._decodes, *self._mixed)):
+                self._graphs[shape] = self._capture_one(shape, pool, stream)
+        except torch.OutOfMemoryError as error:
+            raise ModelLoadError(
+                f"the CUDA graphs of {self._max_rows} sequences (max_num_seqs) do not fit the memory of {device}; "
+                f"choose a smaller max_num_seqs or gpu_memory_utilization, or enforce_eager=true: {error}"
+            ) from error
+        except Exception as error:  # The errors of Triton and torch have no other common class.
+            self._graphs.clear()
+            _log.warning("steps run without CUDA graphs, and small ones are slower: %s", error)
+            return False
+        taken = (free_before - torch.cuda.mem_get_info(device)[0]) / _MEBIBYTE
+        duration_s = time.monotonic() - started_s
+        _log.info("captured %d CUDA graphs in %.1f s and %.0f MiB", len(self._graphs), duration_s, taken)
+        return True
+
+    def _capture_one(self, shape: StepShape, pool: Any, stream: torch.cuda.Stream) -> _Graph:
+        device = self._loaded.device
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self._compute(shape)  # The first run compiles kernels and allocates workspaces.
+            with _refusing_to_wait():
+                self._compute(shape)
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            outputs = self._compute(shape)
+        return _Graph(graph, outputs)
+
+    def _compute(self, shape: StepShape) -> StepOutputs:
+        inputs = self._buffers.inputs(shape)
+        context = self._attention(self._cache, inputs.slots, inputs.plan)
+        rows = 0 if inputs.logits_rows is None else inputs.logits_rows
+        logits = self._keep(self._loaded.logits(context, inputs.input_ids, inputs.position_ids, rows))
+        # In the logits' own type: their order in float32 is the same, and a copy would take twice their memory.
+        return StepOutputs(logits, sample_greedy(logits))
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Copy `logits` into the buffer that all shapes share: kept apart, they would take several times its size."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_rows, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """Raise an error if the host waits for the device.
+
+    A capture that fails midway would leave torch's allocator in its capture state, so a trial run must fail first.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """Captured pass and its output tensors, which each replay overwrites."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: StepOutputs
+
+    def replay(self) -> StepOutputs:
+        self.graph.replay()
+        return self.outputs

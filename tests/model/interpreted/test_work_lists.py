@@ -1,0 +1,107 @@
+"""Lists of pieces of attention: each key of each tile is in one piece, and long and short sequences have even ones."""
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from torch import Tensor
+
+from replicas.model.attention import triton
+from replicas.model.attention.plan import ChunkGroup
+from replicas.model.attention.triton import PieceBounds, TileShape, TritonBackend, WorkList
+from replicas.model.hardware.device import compute_capability
+from testkit.model.paged_cases import KINDS, TOLERANCES, Chunks, largest_error
+
+CPU = torch.device("cpu")
+TILE = TileShape(tokens=4, rows=16, keys=16, num_warps=4, num_stages=2)
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 1000, 5000)
+
+
+@dataclass(frozen=True)
+class Piece:
+    row: int
+    position: int
+    num_tokens: int
+    table_row: int
+    keys: range
+    part: int
+
+
+def planned(chunks: list[list[int]], tile: TileShape, window: int | None, num_parts: int) -> WorkList:
+    fields = torch.tensor(chunks, dtype=torch.int32)
+    num_tokens = sum(chunk[2] for chunk in chunks)
+    group = ChunkGroup(fields, torch.zeros(1, 1, dtype=torch.int32), num_tokens, longest=10**6)
+    bounds = PieceBounds(group.max_tiles(tile.tokens), num_parts)
+    # Memory that nobody has written holds anything.
+    pieces, splits = (torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_splits))
+    work = WorkList(pieces, splits, bounds)
+    triton._plan(work, group, tile, window)
+    return work
+
+
+def read(pieces: Tensor) -> list[Piece]:
+    return [Piece(*some[:4], range(some[4], some[5]), some[6]) for some in pieces.tolist() if some[2] > 0]
+
+
+def random_chunks(rng: random.Random) -> list[list[int]]:
+    chunks, row = [], 0
+    for index in range(rng.choice([1, 3, 40, 150])):
+        num_tokens = rng.choice([0, 1, 1, 1, 4, 5, 13])
+        chunks.append([row, rng.choice(LENGTHS) - 1, num_tokens, rng.choice([index, index, index, -1])])
+        row += num_tokens
+    return chunks
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
+    rng = random.Random(seed)
+    chunks, window = random_chunks(rng), rng.choice([None, 1, 30, 300])
+    num_parts = rng.choice([0, 1, 7, 33, 200])
+    work = planned(chunks, TILE, window, num_parts)
+    tiles: dict[int, list[Piece]] = {}
+    for piece in read(work.pieces):
+        tiles.setdefault(piece.row, []).append(piece)
+    expected = {
+        row + offset: (position + offset, min(TILE.tokens, num_tokens - offset), table_row)
+        for row, position, num_tokens, table_row in chunks
+        for offset in range(0, num_tokens, TILE.tokens)
+    }
+    assert tiles.keys() == expected.keys()
+    splits = {split[0]: split[1:5] for split in work.splits.tolist() if split[1] > 0}
+    assert splits.keys() == {row for row, pieces in tiles.items() if len(pieces) > 1}
+    parts = []
+    for row, pieces in tiles.items():
+        position, num_tokens, table_row = expected[row]
+        assert {(piece.position, piece.num_tokens, piece.table_row) for piece in pieces} == {expected[row]}
+        end = position + num_tokens if table_row >= 0 else 0
+        begin = 0 if window is None or table_row < 0 else max(0, position + 1 - window) // TILE.keys * TILE.keys
+        assert [key for piece in pieces for key in piece.keys] == list(range(begin, end))
+        if len(pieces) == 1:
+            assert pieces[0].part == -1
+        else:
+            assert splits[row] == [num_tokens, pieces[0].part, len(pieces), 0]
+            parts += [piece.part for piece in pieces]
+    assert sorted(parts) == list(range(len(parts))) and len(parts) <= work.bounds.num_partial_results
+
+
+def test_one_long_sequence_among_short_ones_is_cut() -> None:
+    chunks = [[row, length - 1, 1, row] for row, length in enumerate([1024] * 63 + [8192])]
+    tile = TileShape(tokens=1, rows=16, keys=64, num_warps=4, num_stages=2)
+    sizes = [len(piece.keys) for piece in read(planned(chunks, tile, None, num_parts=33).pieces)]
+    assert max(sizes) <= 2 * 1024 + 256 < 8192 and sum(sizes) == 63 * 1024 + 8192
+
+
+@pytest.mark.parametrize("num_processors", [0, 20, 300])
+def test_sequences_of_very_unequal_length_equal_attention_by_definition(
+    num_processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "_MIN_PART_KEYS", 16)
+    chunks: Chunks = ((0, 1), (700, 701), (63, 64), (64, 65), (2, 3), (130, 139), (0, 5))
+    backend = TritonBackend(num_processors, compute_capability(CPU))
+    for kind in ("window", "sinks"):
+        case = KINDS[kind].of(chunks)
+        assert largest_error(case, backend, CPU) < TOLERANCES[case.dtype]
