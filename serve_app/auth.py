@@ -33,9 +33,11 @@ class Principal:
     """Limits of the API key."""
     is_operator: bool = False
     """True: the principal may see the metrics and the load of the whole server."""
+    is_anonymous: bool = False
+    """True: it stands for all clients, since there is no key file."""
 
 
-ANONYMOUS = Principal(tenant="anonymous", band_ceiling=Band.INTERACTIVE, is_operator=True)
+ANONYMOUS = Principal(tenant="anonymous", band_ceiling=Band.INTERACTIVE, is_operator=True, is_anonymous=True)
 """Principal of every request if no key file is configured."""
 
 

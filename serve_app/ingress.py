@@ -83,11 +83,10 @@ def create_api(
     metrics = metrics or HttpMetrics(settings.served_model_name)
     metrics.registry.register(CountsCollector(text.grammars.metrics))
     service = CompletionService(dispatcher, model, text, settings.limits, rng or random.Random(), backends.meter)
-    prompts = PromptBatchMaker(service, model.name)
     registry = RequestRegistry(clock.monotonic)
     answered_at_once = {
         **CompletionEndpoints(settings, bodies, service, registry).routes(),
-        **SyncPromptEndpoints(bodies, prompts, settings, clock).routes(),
+        **SyncPromptEndpoints(bodies, service, settings, clock).routes(),
     }
     routes = {
         **ModelEndpoints(bodies, model, text.tokenizer, clock.unix()).routes(),
@@ -98,8 +97,8 @@ def create_api(
         routes |= {
             **FileEndpoints(requests, clock).routes(),
             **BatchEndpoints(requests, model.name).routes(),
-            **JobEndpoints(requests, JobMaker(service, model.name)).routes(),
-            **PromptBatchEndpoints(requests, prompts).routes(),
+            **JobEndpoints(requests, JobMaker(service.checks, model.name), service).routes(),
+            **PromptBatchEndpoints(requests, PromptBatchMaker(service.checks, model.name), service).routes(),
             **UsageEndpoints(jobs.service, clock).routes(),
         }
     access_log = None if settings.access_log_socket is None else AccessLog(settings.access_log_socket)

@@ -4,6 +4,9 @@ A stream has to give the text that it gives undisturbed, or to end with an error
 batch has to be completed exactly once, and the webhook of a job to arrive with one id. The faults are repeated until
 `--minutes` are over; each is done at least once. `--only` chooses one of them.
 
+Then Ray's gcs and raylet are killed under `headway serve`, one after the other. The server ends and is started again on
+the same data folder; the same has to hold.
+
 A full disk is a limit on the size of files (RLIMIT_FSIZE), a read-only database the attribute `immutable`, which needs
 root and ext4.
 """
@@ -20,9 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench.chaos.daemons import DAEMONS, Restarted
 from bench.chaos.faults import Stage
 from bench.chaos.load import BATCH_PROMPTS, Load, longest_gap_s
 from bench.chaos.receivers import Receivers, receiving
+from bench.chaos.redis import redis_server
 from bench.jobs.submitter import RETRY_LIMIT_S, with_retries
 from bench.record import write
 from testkit.model.tiny_checkpoints import write_checkpoint
@@ -31,6 +36,7 @@ from testkit.serving.served import wait_for
 
 MODEL_NAME = "tiny-llama"
 _WHOLE_LIMIT_S, _QUIET_S, _POLL_S = 180.0, 3.0, 0.5
+_LOST = ("jobs_lost", "prompts_lost", "prompts_twice", "webhooks_lost", "webhooks_with_two_ids", "streams_changed")
 _SETTINGS = {
     "dtype": "float32", "num_replicas": 2, "num_ingress_replicas": 2, "max_num_seqs": 8, "kv_cache_bytes": "128MiB",
     "load_poll_period_s": 0.2, "webhook_allowed_hosts": "127.0.0.1",
@@ -100,7 +106,25 @@ def judge(load: Load, receivers: Receivers) -> dict[str, Any]:
     }
 
 
-def run(minutes: float, only: str | None) -> dict[str, Any]:
+def run_daemons(only: str | None) -> dict[str, Any]:
+    """Return the figures of deaths of Ray's daemons."""
+    with tempfile.TemporaryDirectory(prefix="hw-chaos-") as folder, receiving() as receivers:
+        checkpoint = Path(folder) / MODEL_NAME
+        checkpoint.mkdir()
+        write_checkpoint(checkpoint, max_position_embeddings=4096)
+        server = Restarted(Path(folder), checkpoint, receivers)
+        rows = []
+        with server.running() as url:
+            load = Load(url, MODEL_NAME, f"{receivers.url}/good")
+            with load.running():
+                for daemon in (each for each in DAEMONS if only in (None, each)):
+                    time.sleep(_QUIET_S)
+                    rows.append(server.kill(daemon, load))
+                    print(_line(rows[-1]), flush=True)
+            return {"faults": rows, "afterwards": judge(load, receivers)}
+
+
+def run(minutes: float, only: str | None, has_redis: bool) -> dict[str, Any]:
     """Return the figures of a run."""
     until_s = time.monotonic() + 60 * minutes
     with tempfile.TemporaryDirectory(prefix="hw-chaos-") as folder, receiving() as receivers:
@@ -108,9 +132,13 @@ def run(minutes: float, only: str | None) -> dict[str, Any]:
         checkpoint.mkdir()
         write_checkpoint(checkpoint, max_position_embeddings=4096)
         data_dir = Path(folder) / "data"
-        with serving(Path(folder), model=checkpoint, data_dir=data_dir, **_SETTINGS) as raylets:
+        with contextlib.ExitStack() as stack:
+            environment = stack.enter_context(redis_server(Path(folder))) if has_redis else {}
+            raylets = stack.enter_context(
+                serving(Path(folder), environment, model=checkpoint, data_dir=data_dir, **_SETTINGS)
+            )
             load = Load(raylets.app.url, MODEL_NAME, f"{receivers.url}/good")
-            stage = Stage(raylets, load, receivers.url, data_dir)
+            stage = Stage(raylets, load, receivers.url, data_dir, has_redis)
             wait_for(stage.is_whole, "all parts run", _WHOLE_LIMIT_S, _POLL_S)
             faults = {name: fault for name, fault in stage.faults().items() if only is None or only in name}
             rows: list[dict[str, Any]] = []
@@ -125,15 +153,22 @@ def main() -> int:
     """Measure, print and write the figures; fail if anything was lost, duplicated or changed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument(
+        "--redis", action="store_true", help="Ray's gcs has its state in a redis-server, and is killed, too"
+    )
     parser.add_argument("--only", help="a part of one fault's name")
     options = parser.parse_args()
-    figures = run(options.minutes, options.only)
-    after = figures["afterwards"]
-    print(after)
+    is_of_daemon = options.only in DAEMONS
+    parts: dict[str, dict[str, Any]] = {}
+    if not is_of_daemon:
+        parts["on_two_raylets"] = run(options.minutes, options.only, options.redis)
+    if is_of_daemon or options.only is None:
+        parts["of_daemons"] = run_daemons(options.only)
+    for name, part in parts.items():
+        print(name, part["afterwards"])
     if options.only is None:
-        print(write("chaos", figures), file=sys.stderr)
-    lost = ("jobs_lost", "prompts_lost", "prompts_twice", "webhooks_lost", "webhooks_with_two_ids", "streams_changed")
-    return 1 if any(after[name] for name in lost) else 0
+        print(write("chaos", parts["on_two_raylets"] | {"of_daemons": parts["of_daemons"]}), file=sys.stderr)
+    return 1 if any(part["afterwards"][name] for part in parts.values() for name in _LOST) else 0
 
 
 if __name__ == "__main__":

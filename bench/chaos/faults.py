@@ -21,6 +21,7 @@ from bench.chaos.receivers import BAD
 from testkit.serving.raylets import Raylets
 
 _LASTS_S = 10.0
+GCS_FAULT = "kill -9: gcs with its state in Redis, down for 10 s"
 _NUM_BAD_JOBS = 4
 
 
@@ -45,8 +46,10 @@ PARTS = {
 class Stage:
     """The application, and the faults that can be done to it."""
 
-    def __init__(self, raylets: Raylets, load: Load, receivers_url: str, data_dir: Path) -> None:
+    def __init__(self, raylets: Raylets, load: Load, receivers_url: str, data_dir: Path, keeps_gcs_state: bool) -> None:
+        """`keeps_gcs_state`: Ray's gcs has its state in Redis, so that it may die."""
         self._raylets = raylets
+        self._keeps_gcs_state = keeps_gcs_state
         self._load = load
         self._receivers_url = receivers_url
         self._database = data_dir / "jobs.sqlite3"
@@ -55,8 +58,10 @@ class Stage:
     def faults(self) -> dict[str, Callable[[], None]]:
         """Return the faults by name, in order. Each returns once the fault is over, or needs no hand any more."""
         kills = {f"kill -9: {name}": self._killer(name) for name in PARTS}
+        gcs = {GCS_FAULT: lambda: self._raylets.kill_gcs(_LASTS_S)} if self._keeps_gcs_state else {}
         return {
             **kills,
+            **gcs,
             "SIGSTOP: model replica": lambda: self._signal("model replica", signal.SIGSTOP),
             "kill -9: raylet with a model replica": self._kill_raylet,
             "full disk, 10 s": self._full_disk,

@@ -37,12 +37,13 @@ SERVE_ENVIRONMENT = {
     # A model that cannot be loaded is a mistake of the user: report it at once instead of after three attempts.
     "RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1",
     # At their default of ten times a second these two loops take 5 % of a core, which the model can use.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_raylet_report_resources_period_milliseconds": "500",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": MIDDLEWARE_PATH,
-    # The controller replaces a proxy that has failed three health checks. At Serve's default of 10 s between two, a
-    # killed proxy would leave the port closed for half a minute.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+    # The controller replaces a proxy that has failed three health checks. It begins one in a turn of its loop and sees
+    # the result in a later one. At Serve's default of 10 s between two, a killed proxy would leave the port closed for
+    # half a minute.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.25",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "5",
     # A replica that has failed three health checks is killed. By default it first has `graceful_shutdown_timeout_s` to
     # end its streams; one that hangs cannot, and its replacement waits for its CPUs and GPU.

@@ -6,19 +6,20 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from replicas.errors import InvalidRequest
+from replicas.protocol import Band
 from serve_app.http.bodies import BodyReader
 from serve_app.http.exchange import caller_of, exchange_of, tenant_of, trace_context_of
 from serve_app.jobs.access import JobsAccess
 from serve_app.jobs.api.records import BatchKind, BatchRecord, NewBatch, Submission
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.request.caller import Caller
+from serve_app.openai.request.caller import Caller, WorkOwner
 from serve_app.tracing.context import TraceContext
 
 ResultT = TypeVar("ResultT")
@@ -50,7 +51,8 @@ class Submitter:
                 "idempotency-key",
             )
         request_id, trace = exchange_of(request).request_id, trace_context_of(request)
-        return cls(caller_of(request), request_id, key, request.url.path, trace)
+        caller = replace(caller_of(request), timeline=None)  # Time is noted in this process only.
+        return cls(caller, request_id, key, request.url.path, trace)
 
     def digest(self, fields: Mapping[str, object]) -> str | None:
         """Return a digest of path and body, to recognize a retry under one idempotency key; None: there is no key."""
@@ -73,7 +75,9 @@ class JobRequests:
         Raises:
             HttpError, InvalidRequest, RequestAborted: as `BodyReader.convert`, or a field or header is invalid.
         """
-        return await self.bodies.convert(request, partial(make, Submitter.of(request)))
+        submitter = Submitter.of(request)
+        owner = WorkOwner(Band.BATCH, submitter.caller.principal.tenant)
+        return await self.bodies.convert(request, partial(make, submitter), owner)
 
     async def submit(self, request: Request, new: NewBatch, id_name: str = "batch_id") -> Submission:
         """Submit a batch, and log its id as `id_name`.

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from replicas.errors import ServingError
 from serve_app.endpoints.job_objects import job_object, job_status, status_object
 from serve_app.endpoints.job_requests import JobRequests, Submitter
 from serve_app.endpoints.new_batches import JobMaker, NewJob
-from serve_app.http.exchange import Routes, json_response, tenant_of
+from serve_app.http.exchange import Routes, caller_of, json_response, tenant_of
 from serve_app.http.streaming import while_connected
 from serve_app.jobs.api.records import BatchKind, BatchRecord, LineRecord, Submission
 from serve_app.openai.reply.format import JsonObject
+from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import WaitQuery
 from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.request.schema import ChatBody
+from serve_app.openai.service import CompletionService
 
 RETRY_AFTER_S = 1
 """Poll interval advised to clients in `retry-after`, seconds."""
@@ -24,9 +28,10 @@ RETRY_AFTER_S = 1
 class JobEndpoints:
     """Endpoints that submit, poll, await and cancel jobs; a tenant sees only its own jobs."""
 
-    def __init__(self, requests: JobRequests, maker: JobMaker) -> None:
+    def __init__(self, requests: JobRequests, maker: JobMaker, service: CompletionService) -> None:
         self._requests = requests
         self._maker = maker
+        self._service = service
 
     def routes(self) -> Routes:
         """Return the handlers by method and path."""
@@ -69,8 +74,23 @@ class JobEndpoints:
 
     async def _submit(self, request: Request, make: Callable[[Submitter, JsonObject], NewJob]) -> Submission:
         new = await self._requests.read(request, make)
-        await self._maker.check(new)
+        await self._check(new, caller_of(request))
         return await self._requests.submit(request, new.batch, "job_id")
+
+    async def _check(self, job: NewJob, caller: Caller) -> None:
+        """Check what only tokenizing finds. While no replica answers nothing is checked, and an error fails the job.
+
+        Raises:
+            InvalidRequest: the job cannot be served, as when it exceeds the model's context.
+        """
+        try:
+            if isinstance(job.body, ChatBody):
+                await self._service.chat(job.body, caller)
+            else:
+                await self._service.completion(job.body, caller)
+        except ServingError as error:
+            if not error.retryable:
+                raise
 
     async def _waited_for(self, request: Request) -> BatchRecord:
         tenant = tenant_of(request)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from pydantic_core import to_json
 
-from replicas.errors import InvalidRequest, ServingError
+from replicas.errors import InvalidRequest
 from serve_app.endpoints.job_requests import Submitter
-from serve_app.jobs.api.records import BatchKind, JobsSettings, NewBatch, NewLine
+from serve_app.jobs.api.new_lines import NewLine, NewLines
+from serve_app.jobs.api.records import BatchKind, JobsSettings, NewBatch
 from serve_app.openai.reply.format import JsonObject
-from serve_app.openai.request.caller import Caller
 from serve_app.openai.request.job_schema import MAX_WINDOW_S, JobOptions, PromptBatchOptions
 from serve_app.openai.request.parsing import parse_body
 from serve_app.openai.request.schema import CHAT_IGNORED, COMPLETION_IGNORED, ChatBody, CompletionBody, GenerationBody
-from serve_app.openai.service import CompletionService
+from serve_app.openai.request.validation import BodyChecks
 
 _CHAT_ENDPOINT, _COMPLETION_ENDPOINT = "/v1/chat/completions", "/v1/completions"
 
@@ -35,14 +35,13 @@ class NewJob:
 
     batch: NewBatch
     body: ChatBody | CompletionBody
-    caller: Caller
 
 
 @dataclass(frozen=True, slots=True)
 class JobMaker:
-    """Factory of jobs."""
+    """Factory of jobs; another process can do its work."""
 
-    service: CompletionService
+    checks: BodyChecks
     model_name: str
 
     def job(self, submitter: Submitter, fields: JsonObject) -> NewJob:
@@ -61,14 +60,14 @@ class JobMaker:
             band=submitter.caller.background_band_of(body),
             band_ceiling=submitter.caller.principal.band_ceiling,
             window_s=_window_of(body),
-            lines=(NewLine("0", _line_of(given)),),
+            lines=NewLines([NewLine("0", _line_of(given))]),
             callback_url=options.callback_url,
             idempotency_key=submitter.idempotency_key,
             body_digest=submitter.digest(fields),
             request_id=submitter.request_id,
             trace=submitter.trace,
         )
-        return NewJob(batch, body, submitter.caller)
+        return NewJob(batch, body)
 
     def short_job(self, submitter: Submitter, fields: JsonObject) -> NewJob:
         """Return the job for a body of POST /generate, where `model` and a prompt's `max_tokens` have defaults.
@@ -81,21 +80,6 @@ class JobMaker:
             defaults["max_tokens"] = _SHORT_FORM_MAX_TOKENS
         return self.job(submitter, defaults | {name: value for name, value in fields.items() if value is not None})
 
-    async def check(self, job: NewJob) -> None:
-        """Check what only tokenizing finds. While no replica answers nothing is checked, and an error fails the job.
-
-        Raises:
-            InvalidRequest: the job cannot be served, as when it exceeds the model's context.
-        """
-        try:
-            if isinstance(job.body, ChatBody):
-                await self.service.chat(job.body, job.caller)
-            else:
-                await self.service.completion(job.body, job.caller)
-        except ServingError as error:
-            if not error.retryable:
-                raise
-
     def _checked(self, fields: JsonObject) -> tuple[str, ChatBody | CompletionBody]:
         """Return the endpoint for a body, and the body parsed with that endpoint's schema."""
         if "messages" in fields and "prompt" in fields:
@@ -103,10 +87,10 @@ class JobMaker:
         body: ChatBody | CompletionBody
         if "messages" in fields:
             body, endpoint = parse_body(ChatBody, fields, CHAT_IGNORED), _CHAT_ENDPOINT
-            self.service.check_chat(body)
+            self.checks.check_chat(body)
         elif "prompt" in fields:
             body, endpoint = parse_body(CompletionBody, fields, COMPLETION_IGNORED), _COMPLETION_ENDPOINT
-            self.service.check_completion(body)
+            self.checks.check_completion(body)
         else:
             raise InvalidRequest("`messages` or else `prompt` must be given", "messages", "missing_required_parameter")
         if body.stream:
@@ -125,9 +109,9 @@ class SyncPrompts:
 
 @dataclass(frozen=True, slots=True)
 class PromptBatchMaker:
-    """Factory of prompt batches; an invalid prompt fails alone."""
+    """Factory of prompt batches; an invalid prompt fails alone. Another process can do its work."""
 
-    service: CompletionService
+    checks: BodyChecks
     model_name: str
 
     def sync(self, max_prompts: int, fields: JsonObject) -> SyncPrompts:
@@ -169,9 +153,11 @@ class PromptBatchMaker:
             band=submitter.caller.background_band_of(body),
             band_ceiling=submitter.caller.principal.band_ceiling,
             window_s=_window_of(body),
-            lines=tuple(
-                NewLine(str(index), request | {"prompt": _alone(prompt)})
-                for index, prompt in enumerate(options.prompts)
+            lines=NewLines(
+                [
+                    NewLine(str(index), request | {"prompt": _alone(prompt)})
+                    for index, prompt in enumerate(options.prompts)
+                ]
             ),
             callback_url=options.callback_url,
             idempotency_key=submitter.idempotency_key,
@@ -203,7 +189,7 @@ class PromptBatchMaker:
         body = parse_body(CompletionBody, shared | {"prompt": _PLACEHOLDER_PROMPT}, COMPLETION_IGNORED)
         if body.n > 1:
             raise InvalidRequest(f"`n` is {body.n}; a prompt batch takes 1: repeat the prompt instead", "n")
-        self.service.check_completion(body)
+        self.checks.check_completion(body)
         return body
 
 

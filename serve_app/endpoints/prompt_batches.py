@@ -17,15 +17,17 @@ from serve_app.jobs.api.records import BatchKind, BatchRecord, BatchStatus, Line
 from serve_app.openai.reply.format import JsonObject
 from serve_app.openai.request.job_schema import OutputsQuery
 from serve_app.openai.request.parsing import parse_body
+from serve_app.openai.service import CompletionService
 
 
 class PromptBatchEndpoints:
     """Endpoints that submit, show and cancel prompt batches; a tenant sees only its own batches."""
 
-    def __init__(self, requests: JobRequests, maker: PromptBatchMaker) -> None:
+    def __init__(self, requests: JobRequests, maker: PromptBatchMaker, service: CompletionService) -> None:
         self._requests = requests
         self._jobs = requests.jobs
         self._maker = maker
+        self._service = service
 
     def routes(self) -> Routes:
         """Return the handlers by method and path; /stats comes before the path where `stats` would match as an id."""
@@ -65,7 +67,7 @@ class PromptBatchEndpoints:
         query = parse_body(OutputsQuery, request.query_params, {})
         batch = await self._jobs.find(BatchKind.PROMPTS, tenant, request.path_params["batch_id"])
         lines = await self._jobs.service.lines(tenant, batch.id, query.after, query.limit)
-        reply = await self._maker.service.as_json(partial(_batch_with_outputs, batch, lines), caller_of(request))
+        reply = await self._service.as_json(partial(_batch_with_outputs, batch, lines), caller_of(request))
         return Response(reply, media_type="application/json")
 
     async def cancel(self, request: Request) -> Response:

@@ -153,9 +153,10 @@ class PromptRun:
 class SyncPromptEndpoints:
     """Endpoint that runs prompt batches while the client waits; the client's disconnect aborts every sequence."""
 
-    def __init__(self, bodies: BodyReader, maker: PromptBatchMaker, settings: IngressSettings, clock: Clock) -> None:
+    def __init__(self, bodies: BodyReader, service: CompletionService, settings: IngressSettings, clock: Clock) -> None:
         self._bodies = bodies
-        self._maker = maker
+        self._service = service
+        self._maker = PromptBatchMaker(service.checks, settings.served_model_name)
         self._settings = settings
         self._clock = clock
 
@@ -168,9 +169,10 @@ class SyncPromptEndpoints:
         exchange = exchange_of(request)
         caller = caller_of(request)
         query = parse_body(StreamQuery, request.query_params, {})
-        prompts = await self._bodies.convert(request, partial(self._maker.sync, self._settings.limits.max_prompts))
+        make = partial(self._maker.sync, self._settings.limits.max_prompts)
+        prompts = await self._bodies.convert(request, make, caller.unread)
         exchange.timeline.received(self._clock.monotonic())
-        run = PromptRun(self._maker.service, prompts, caller, exchange, self._clock)
+        run = PromptRun(self._service, prompts, caller, exchange, self._clock)
         exchange.details |= {"num_prompts": len(prompts.bodies), "tenant": caller.principal.tenant}
         if query.stream or prompts.is_streamed:
             lines = _lines(run, self._settings.keep_alive_s)

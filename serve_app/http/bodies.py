@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -19,6 +19,7 @@ from serve_app.errors import body_too_large, shortened, unsupported_media_type, 
 from serve_app.http.exchange import caller_of, content_length
 from serve_app.http.settings import IngressSettings
 from serve_app.openai.request.body import IgnoredValues
+from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.parsing import BodyT
 from serve_app.openai.request.reading import check_beginning, read_body, read_fields
 from serve_app.openai.request.sizes import JsonSize
@@ -67,17 +68,20 @@ class BodyReader:
             return read()
         return await self._workers.run_apart(read, caller_of(request).unread, num_bytes)
 
-    async def convert(self, request: Request, make: Callable[[dict[str, object]], ResultT]) -> ResultT:
-        """Return `make(fields)` for the body's fields; a large body is parsed and converted in a thread.
+    async def convert(
+        self, request: Request, make: Callable[[dict[str, object]], ResultT], owner: WorkOwner
+    ) -> ResultT:
+        """Return `make(fields)` for the body's fields; `make` and its result are pickled where another process does it.
 
         Raises:
-            HttpError, InvalidRequest, RequestAborted, Overloaded: as `read` does.
+            HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `read` does.
         """
-        parts, limits = await self._read_all(request), self._settings.limits
+        parts = await self._read_all(request)
+        work = partial(_converted, make, self._settings.limits, parts)
         num_bytes = sum(map(len, parts))
         if num_bytes < _LARGE_BODY_BYTES:
-            return make(read_fields(parts, limits))
-        return await self._workers.run(lambda: make(read_fields(parts, limits)), caller_of(request).unread, num_bytes)
+            return work()
+        return await self._workers.run_apart(work, owner, num_bytes)
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.
@@ -188,6 +192,10 @@ class _ArrivingBody:
             return False
         self._times *= 2
         return True
+
+
+def _converted(make: Callable[[dict[str, object]], ResultT], limits: RequestLimits, parts: Sequence[bytes]) -> ResultT:
+    return make(read_fields(parts, limits))
 
 
 def boundary_of(content_type: str | None) -> bytes:

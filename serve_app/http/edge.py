@@ -17,7 +17,6 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ErrorReply
-from serve_app.http.unread_bodies import UnreadBodyMiddleware
 
 MIDDLEWARE_PATH = "serve_app.http.edge:edge_middleware"
 CONNECTIONS_VARIABLE = "HEADWAY_MAX_CONNECTIONS_PER_ADDRESS"
@@ -91,7 +90,7 @@ def edge_middleware() -> list[Middleware]:
     """Return the middleware of one proxy; Serve calls this in the proxy's process."""
     given = os.environ.get(CONNECTIONS_VARIABLE)
     limits = EdgeLimits() if given is None else EdgeLimits(max_connections_per_address=int(given))
-    return [Middleware(UnreadBodyMiddleware), Middleware(EdgeMiddleware, limits=limits)]
+    return [Middleware(EdgeMiddleware, limits=limits)]
 
 
 class EdgeMiddleware:
@@ -121,6 +120,7 @@ class EdgeMiddleware:
         self.num_open[address] += 1
         try:
             answer = _Answer(send)
+            receive = answer.receiving(receive)
             if scope["path"] in _PROBES:
                 await self._probe(scope, receive, answer)
             else:
@@ -164,13 +164,14 @@ class EdgeMiddleware:
 class _Answer:
     """Answer to one request on its way to the client. An error of Serve's own, in plain text, is replaced.
 
-    After `give_up` nothing of the application's answer is sent.
+    After `give_up` nothing of the application's answer is sent. Behind the beginning of an answer that ends the
+    connection nothing is received: Serve's proxy otherwise goes on, whether or not the application reads.
     """
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._has_begun = False
-        self._is_given_up = False
+        self._is_given_up = self._is_last = False
         self._replacement: ErrorReply | None = None
 
     async def send(self, message: Message) -> None:
@@ -178,11 +179,22 @@ class _Answer:
             return
         if message["type"] == "http.response.start":
             self._replacement = _replacement_of(message)
+            self._is_last = _value_of(message, b"connection") == b"close"
         if self._replacement is None:
             self._has_begun = True
             await self._send(message)
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
             await _answer(self._replacement, self._send)
+
+    def receiving(self, receive: Receive) -> Receive:
+        """Return `receive` with an end at the beginning of an answer that ends the connection."""
+
+        async def receive_until_last() -> Message:
+            if self._is_last:
+                await asyncio.Event().wait()  # Until the request ends, and with it this call.
+            return await receive()
+
+        return receive_until_last
 
     async def give_up(self, reply: ErrorReply) -> None:
         """Answer with `reply`, unless an answer has begun."""
@@ -200,16 +212,18 @@ def _passes(name: bytes, value: bytes) -> bool:
 def _replacement_of(start: Message) -> ErrorReply | None:
     """Return the reply in place of an error in plain text, which is Serve's own; None: the answer is another."""
     status: int = start["status"]
-    content_type = next(
-        (bytes(value) for name, value in start["headers"] if bytes(name).lower() == b"content-type"), b""
-    )
-    if status < _MIN_ERROR or not content_type.startswith(b"text/plain"):
+    if status < _MIN_ERROR or not _value_of(start, b"content-type").startswith(b"text/plain"):
         return None
     if status == 404:
         return NO_APPLICATION
     if status == 408:
         return ErrorReply(408, "the request took longer than its time limit", "timeout_error", "request_timeout")
     return INGRESS_LOST if status == 500 else NO_INGRESS
+
+
+def _value_of(start: Message, name: bytes) -> bytes:
+    """Return the value of a header of an answer; empty: it has none."""
+    return next((bytes(value) for known, value in start["headers"] if bytes(known).lower() == name), b"")
 
 
 async def refuse_websocket(scope: Scope, send: Send) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _MAX_REST_BYTES = 2**18
-"""Most bytes of a body that the HTTP server may receive and drop so that the connection can be used again."""
+"""Most bytes of a body that are received and dropped so that the connection can be used again."""
+_MAX_REST_S = 0.05
+"""Longest time in which a rest of unknown length may prove to be short, seconds."""
 _WAIT_S = 0.5
 """Time between the answer and the end of the connection, seconds. If it ended at once, the system would drop answers
 that a client has not read, since the client still sends."""
@@ -19,7 +22,6 @@ class UnreadBodyMiddleware:
 
     1. Such an answer has `connection: close`. Once it has begun, no more of the body is received.
     2. The answer is sent at once, and the connection ends `_WAIT_S` later.
-    3. Where the application has closed the connection itself, as behind another of these, only 1 is done.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -40,14 +42,12 @@ class _Exchange:
 
     def __init__(self, headers: Headers, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self._has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        length = headers.get("content-length", "")
-        self._num_left = int(length) if length.isdecimal() else None
-        self._is_cut = self._is_held = False
+        length = headers.get("content-length", "0")
+        self._has_body = "transfer-encoding" in headers or length != "0"
+        self._num_left = int(length) if self._has_body and length.isdecimal() and length != "0" else None
+        self._is_held = False
 
     async def receive(self) -> Message:
-        if self._is_cut:
-            await asyncio.Event().wait()  # Until the request ends, and with it this call.
         message = await self._receive()
         if self._num_left is not None:
             self._num_left -= len(message.get("body", b""))
@@ -55,10 +55,9 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and self._leaves_much():
-            self._is_cut = True
+        if message["type"] == "http.response.start" and await self._leaves_much():
+            self._is_held = True
             headers = MutableHeaders(raw=list(message["headers"]))
-            self._is_held = headers.get("connection") != "close"
             headers["connection"] = "close"
             message = {**message, "headers": headers.raw}
         elif self._is_held:
@@ -71,5 +70,14 @@ class _Exchange:
             await asyncio.sleep(_WAIT_S)
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _leaves_much(self) -> bool:
+    async def _leaves_much(self) -> bool:
+        if self._has_body and self._num_left is None:
+            await self._receive_short_rest()
         return self._has_body and (self._num_left is None or self._num_left > _MAX_REST_BYTES)
+
+    async def _receive_short_rest(self) -> None:
+        num_bytes = 0
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_REST_S):
+                while self._has_body and num_bytes <= _MAX_REST_BYTES:
+                    num_bytes += len((await self.receive()).get("body", b""))

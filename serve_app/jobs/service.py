@@ -30,7 +30,7 @@ from serve_app.jobs.storage import batches, files
 from serve_app.jobs.storage.batch_states import cancel_batch
 from serve_app.jobs.storage.batches import batch_record, get_batch
 from serve_app.jobs.storage.database import JobsContext
-from serve_app.jobs.storage.lines import new_rows
+from serve_app.jobs.storage.lines import LineRow, new_rows
 from serve_app.jobs.storage.submission import accepted_before, submit_batch
 from serve_app.jobs.storage.usage import add_report, find_usage
 
@@ -85,11 +85,9 @@ class SqlJobsService:
         Raises:
             IdempotencyKeyInUse, UnknownFile, InvalidRequest, Overloaded: as `submission.submit_batch`.
         """
-        if len({line.custom_id for line in batch.lines}) < len(batch.lines):
-            raise InvalidRequest("two requests of the batch have the same id", "custom_id")
         batch_id = batch_id or new_batch_id(batch.kind)
         is_small = len(batch.lines) <= _FEW_LINES
-        rows = new_rows(batch_id, batch.lines) if is_small else await asyncio.to_thread(new_rows, batch_id, batch.lines)
+        rows = _rows(batch_id, batch) if is_small else await asyncio.to_thread(_rows, batch_id, batch)
         settings, now = self._context.settings, self._now()
         try:
             submission = await self._context.database.write(
@@ -165,3 +163,14 @@ class SqlJobsService:
     async def storage_fault(self) -> str | None:
         """Return the code of the storage's present failure; None: it works."""
         return self._context.database.fault
+
+
+def _rows(batch_id: str, batch: NewBatch) -> list[LineRow]:
+    """Return the rows of a batch's lines.
+
+    Raises:
+        InvalidRequest: two lines have the same id.
+    """
+    if len({line.custom_id for line in batch.lines}) < len(batch.lines):
+        raise InvalidRequest("two requests of the batch have the same id", "custom_id")
+    return new_rows(batch_id, batch.lines)

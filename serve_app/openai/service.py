@@ -32,15 +32,13 @@ from serve_app.openai.request.caller import Caller, WorkOwner, tier_of
 from serve_app.openai.request.sampling_defaults import SamplingDefaults
 from serve_app.openai.request.schema import ChatBody, CompletionBody, EncodedPrompt, GenerationBody
 from serve_app.openai.request.validation import (
+    BodyChecks,
     RequestLimits,
     chat_requests,
-    check_at_most,
-    check_counts,
     check_echo,
-    check_model,
     completion_requests,
     refuse_unusable_prompts,
-    truncated,
+    truncation_of,
 )
 from serve_app.openai.structured.chat_grammar import ChatDialect, callable_tools, chat_grammar
 from serve_app.openai.structured.output_grammar import GrammarChecker, OutputGrammar, output_grammar
@@ -199,30 +197,10 @@ class CompletionService:
         self._tokenizer = text.tokenizer
         self._grammars = text.grammars
         self._limits = limits
+        self.checks = BodyChecks(tuple(model.names), limits)
+        """Checks that come before rendering and tokenizing."""
         self._rng = rng
         self._replies = WorkerThreads(_NUM_REPLY_THREADS, "replies", _NO_REFUSAL)
-
-    def check_chat(self, body: ChatBody) -> None:
-        """Check a chat body as far as possible without rendering or tokenizing it.
-
-        Raises:
-            InvalidRequest, UnknownModel: the body cannot be served.
-        """
-        check_model(body.model, self._model.names)
-        check_counts(body, 1, self._limits)
-        check_at_most("top_logprobs", body.top_logprobs or 0, self._limits.max_logprobs)
-        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self._limits.max_logprobs)
-
-    def check_completion(self, body: CompletionBody) -> None:
-        """Check the body of a text completion as far as possible without tokenizing it.
-
-        Raises:
-            InvalidRequest, UnknownModel: the body cannot be served.
-        """
-        check_model(body.model, self._model.names)
-        check_counts(body, len(body.prompt), self._limits)
-        check_at_most("logprobs", body.logprobs or 0, self._limits.max_logprobs)
-        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self._limits.max_logprobs)
 
     async def chat(self, body: ChatBody, caller: Caller) -> PreparedCompletion:
         """Prepare a chat completion: render, tokenize and validate its messages.
@@ -230,14 +208,18 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
-        self.check_chat(body)
+        self.checks.check_chat(body)
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         turns = ChatTurns.of(body)
         owner = caller.owner_of(body)
-        prompt = await self._tokenizer.encode_chat(turns, max_prompt_tokens=_max_prompt_tokens(body, card), owner=owner)
+        prompt = await self._tokenizer.encode_chat(
+            turns,
+            max_prompt_tokens=_max_prompt_tokens(body, card),
+            truncation=truncation_of(body, body.max_completion_tokens or body.max_tokens, card),
+            owner=owner,
+        )
         text = prompt.text or ""
-        prompt = truncated(prompt, body, body.max_completion_tokens or body.max_tokens, card)
         check_echo(body, len(prompt.token_ids), self._limits)
         grammar = await self._chat_grammar(body, text, owner)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
@@ -269,7 +251,7 @@ class CompletionService:
         Raises:
             InvalidRequest, UnknownModel, NoReplicaAvailable: the body cannot be served.
         """
-        self.check_completion(body)
+        self.checks.check_completion(body)
         body = self._model.sampling_defaults.apply(body)
         card = await self._model.card()
         refuse_unusable_prompts(body.prompt, card, keeps_end=body.truncate_prompt_tokens is not None)
@@ -278,8 +260,10 @@ class CompletionService:
             check_echo(body, sum(map(self._tokenizer.min_tokens, body.prompt)), self._limits)
         if body.has_constraint:
             grammar = await self._grammars.checked(partial(output_grammar, body), owner)
-        encoded = await self._tokenizer.encode_prompts(body.prompt, max_prompt_tokens=max_tokens, owner=owner)
-        prompts = [truncated(prompt, body, body.max_tokens, card) for prompt in encoded]
+        truncation = truncation_of(body, body.max_tokens, card)
+        prompts = await self._tokenizer.encode_prompts(
+            body.prompt, max_prompt_tokens=max_tokens, truncation=truncation, owner=owner
+        )
         check_echo(body, sum(len(prompt.token_ids) for prompt in prompts), self._limits)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
         requests = self._salted(body, caller, completion_requests(body, prompts, caller, card, self._rng))

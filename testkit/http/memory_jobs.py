@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -104,7 +105,7 @@ class MemoryJobs:
         self.new[record.id], self.all_batches[record.id] = batch, record
         self.all_lines[record.id] = [
             LineRecord(index, line.custom_id, LineStatus.QUEUED, None, None, None)
-            for index, line in enumerate(batch.lines)
+            for index, line in enumerate(pickle.loads(pickle.dumps(batch.lines)))  # As the jobs process gets them.
         ]
         if batch.idempotency_key is not None:
             self.keys[batch.tenant, batch.idempotency_key] = record.id

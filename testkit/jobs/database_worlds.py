@@ -10,13 +10,13 @@ from sqlalchemy import Connection, select
 
 from replicas.clock import Clock
 from replicas.protocol import Band
+from serve_app.jobs.api.new_lines import NewLine
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchStatus,
     JobsSettings,
     LineStatus,
     NewBatch,
-    NewLine,
     Submission,
 )
 from serve_app.jobs.storage.batch_states import UnclaimedBatches

@@ -3,8 +3,9 @@
 `python -m testkit.serving.raylets key=value` runs the cluster. The head has the CPUs for the ingresses and the jobs
 process. Each worker has a fake GPU and no CPUs. So every model replica gets its own worker, and everything else runs
 on the head. Arguments are `port` and the fields of `HeadwayConfig`. The process prints one line of JSON with its
-addresses. It then reads commands: `add` starts a worker, `remove NODE_ID` kills one. Each command is answered by one
-line. `serving` runs this program.
+addresses. It then reads commands: `add` starts a worker, `remove NODE_ID` kills one, `gcs SECONDS` kills Ray's gcs and
+starts it again after that time, with the state that it has kept in Redis (`RAY_REDIS_ADDRESS`). Each command is
+answered by one line. `serving` runs this program.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +117,10 @@ class Raylets:
         """Kill a raylet with all its processes."""
         self.app.ask(f"remove {node_id}")
 
+    def kill_gcs(self, down_s: float) -> None:
+        """Kill Ray's gcs, and start it again after this time."""
+        self.app.ask(f"gcs {down_s}")
+
     def _find_started(self, request_id: str) -> str | None:
         for log in Path(self.app.places["logs"]).glob("replica_*_Ingress_*.log"):
             for line in log.read_text().splitlines():
@@ -124,10 +130,13 @@ class Raylets:
 
 
 @contextlib.contextmanager
-def serving(home: Path, **fields: object) -> Iterator[Raylets]:
-    """Serve the application with these fields of its configuration; end all its processes afterwards."""
+def serving(home: Path, environment: Mapping[str, str] | None = None, **fields: object) -> Iterator[Raylets]:
+    """Serve the application with these fields of its configuration; end all its processes afterwards.
+
+    `environment` is that of all its processes, on top of a clean one.
+    """
     arguments = [f"{name}={value}" for name, value in {"port": free_port("127.0.0.1"), **fields}.items()]
-    with running("testkit.serving.raylets", arguments, home) as app:
+    with running("testkit.serving.raylets", arguments, home, environment=environment) as app:
         yield Raylets(app)
 
 
@@ -159,6 +168,11 @@ def main() -> None:
                     [node] = [node for node in cluster.worker_nodes if node.node_id == node_id]
                     cluster.remove_node(node, allow_graceful=False)
                     _say({"node_id": node_id})
+                case ["gcs", down_s]:
+                    cluster.head_node.kill_gcs_server()
+                    time.sleep(float(down_s))
+                    cluster.head_node.start_gcs_server()
+                    _say({"down_s": down_s})
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
 """Records, settings and errors of jobs that cross processes.
 
-Read `records.py` first. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`, `serve_app.tracing`.
+Read `records.py` first, then `new_lines.py`. May import `replicas.errors`, `replicas.protocol`, `replicas.settings`,
+`serve_app.tracing`.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric as Family
 from replicas.errors import ErrorKind, ServingError
 from replicas.protocol import Band, Metric
 from replicas.settings import check_bounds, setting
+from serve_app.jobs.api.new_lines import NewLines
 from serve_app.jobs.api.usage import UsagePage, UsageQuery, UsageReport
 from serve_app.tracing.context import TraceContext
 
@@ -110,14 +111,6 @@ class RequestCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class NewLine:
-    """Request of a new batch. An error in its body fails this line only."""
-
-    custom_id: str
-    body: JsonObject
-
-
-@dataclass(frozen=True, slots=True)
 class NewBatch:
     """Batch to be submitted.
 
@@ -132,7 +125,7 @@ class NewBatch:
     window_s: float | None
     """Seconds after acceptance at which an unfinished batch expires; None: never."""
     input_file_id: str | None = None
-    lines: tuple[NewLine, ...] = ()
+    lines: NewLines = field(default_factory=NewLines)
     metadata: Mapping[str, str] | None = None
     callback_url: str | None = None
     idempotency_key: str | None = None
@@ -145,16 +138,6 @@ class NewBatch:
     """Most urgent band that the batch may be raised to when it is late: the principal's ceiling."""
     trace: TraceContext | None = None
     """Span that asked for the batch; its webhook hands the context on."""
-
-    def __getstate__(self) -> list[object]:
-        """Return the values of the fields, lines as two lists: pickling calls Python for each object of our classes."""
-        columns = [line.custom_id for line in self.lines], [line.body for line in self.lines]
-        return [columns if field.name == "lines" else getattr(self, field.name) for field in fields(self)]
-
-    def __setstate__(self, state: list[Any]) -> None:
-        for field, value in zip(fields(self), state, strict=True):
-            kept = tuple(map(NewLine, *value)) if field.name == "lines" else value
-            object.__setattr__(self, field.name, kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from replicas.errors import InvalidRequest, UnknownModel
 from serve_app.errors import shortened
-from serve_app.jobs.api.records import BatchError, NewLine
+from serve_app.jobs.api.new_lines import NewLine
+from serve_app.jobs.api.records import BatchError
 from serve_app.openai.request.parsing import parse_json
 from serve_app.openai.request.validation import check_model
 

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic_core import to_json
 from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
 
-from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus, NewLine
+from serve_app.jobs.api.new_lines import NewLine
+from serve_app.jobs.api.records import BatchKind, BatchStatus, LineStatus
 from serve_app.jobs.storage.batch_states import end_batch
 from serve_app.jobs.storage.batches import BatchRow, lock_batches
 from serve_app.jobs.storage.ownership import is_alive

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from replicas.errors import InvalidRequest
 from replicas.protocol import Band
 from router.timeline import Timeline
-from serve_app.auth import ANONYMOUS, Principal
+from serve_app.auth import Principal
 from serve_app.errors import shortened
 from serve_app.openai.request.schema import GenerationBody
 
@@ -126,7 +126,7 @@ class Caller:
 
         A key's owner cannot enlarge its share by naming users.
         """
-        if self.principal is not ANONYMOUS:  # identity, not equality: a key's tenant may be called "anonymous" too
+        if not self.principal.is_anonymous:
             return self.principal.tenant
         return body.user or body.safety_identifier or self.principal.tenant
 

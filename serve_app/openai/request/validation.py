@@ -55,6 +55,37 @@ class RequestLimits:
         check_bounds(self)
 
 
+@dataclass(frozen=True, slots=True)
+class BodyChecks:
+    """Checks of a body that need neither rendering nor tokenizing."""
+
+    names: tuple[str, ...]
+    """Names of the served model."""
+    limits: RequestLimits
+
+    def check_chat(self, body: ChatBody) -> None:
+        """Check a chat body.
+
+        Raises:
+            InvalidRequest, UnknownModel: the body cannot be served.
+        """
+        check_model(body.model, self.names)
+        check_counts(body, 1, self.limits)
+        check_at_most("top_logprobs", body.top_logprobs or 0, self.limits.max_logprobs)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self.limits.max_logprobs)
+
+    def check_completion(self, body: CompletionBody) -> None:
+        """Check the body of a text completion.
+
+        Raises:
+            InvalidRequest, UnknownModel: the body cannot be served.
+        """
+        check_model(body.model, self.names)
+        check_counts(body, len(body.prompt), self.limits)
+        check_at_most("logprobs", body.logprobs or 0, self.limits.max_logprobs)
+        check_at_most("prompt_logprobs", body.prompt_logprobs or 0, self.limits.max_logprobs)
+
+
 def chat_requests(
     body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard, rng: random.Random
 ) -> tuple[GenerateRequest, ...]:
@@ -121,20 +152,32 @@ def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard, keeps_en
             check_token_ids("prompt", prompt, card.vocab_size)
 
 
-def truncated(prompt: EncodedPrompt, body: GenerationBody, max_tokens: int | None, card: ModelCard) -> EncodedPrompt:
-    """Return the prompt's tokens that the body keeps; the text of a shorter prompt is not known.
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Tokens that are kept of a longer prompt."""
+
+    num_tokens: int
+    keeps_end: bool
+
+    def kept(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the token ids that are kept."""
+        if len(token_ids) <= self.num_tokens:
+            return token_ids
+        return token_ids[-self.num_tokens :] if self.keeps_end else token_ids[: self.num_tokens]
+
+
+def truncation_of(body: GenerationBody, max_tokens: int | None, card: ModelCard) -> Truncation | None:
+    """Return the tokens that a body keeps of a longer prompt; None: such a prompt is refused.
 
     Raises:
         InvalidRequest: the body keeps more tokens than the context holds.
     """
     limit = body.truncate_prompt_tokens
     if limit is None:
-        return prompt
+        return None
     check_at_most("truncate_prompt_tokens", limit, card.max_model_len)
-    kept = max(1, card.max_model_len - (max_tokens or 1)) if limit == -1 else limit
-    if len(prompt.token_ids) <= kept:
-        return prompt
-    return EncodedPrompt(prompt.token_ids[:kept] if body.truncation_side == "right" else prompt.token_ids[-kept:], None)
+    num_tokens = max(1, card.max_model_len - (max_tokens or 1)) if limit == -1 else limit
+    return Truncation(num_tokens, keeps_end=body.truncation_side != "right")
 
 
 def check_model(model: str | None, names: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jinja2.exceptions import TemplateError
@@ -15,7 +15,7 @@ from replicas.tokenizer_files import load_tokenizer
 from serve_app.errors import shortened
 from serve_app.openai.request.conversation import NO_MESSAGES, MessageList
 from serve_app.openai.request.schema import ChatBody, EncodedPrompt, Prompt, TokenizeBody
-from serve_app.openai.request.validation import prompt_too_long
+from serve_app.openai.request.validation import Truncation, prompt_too_long
 from serve_app.openai.tools.detection import adapted, detect, probed
 from serve_app.openai.tools.families import GENERIC, ChatFamily, ToolList, family_named
 from serve_app.openai.tools.messages import prompt_messages
@@ -115,8 +115,14 @@ class PromptEncoder:
         """Return the function that gives another process its encoder of the same model, and the arguments."""
         return encoder_of, (self._name, self._tool_call_parser)
 
-    def encode_chat(self, turns: ChatTurns, max_prompt_tokens: int | None, add_special_tokens: bool) -> EncodedPrompt:
-        """Render a conversation with the model's chat template and encode it.
+    def encode_chat(
+        self,
+        turns: ChatTurns,
+        max_prompt_tokens: int | None,
+        add_special_tokens: bool,
+        truncation: Truncation | None = None,
+    ) -> EncodedPrompt:
+        """Render a conversation with the model's chat template and encode it; the text is that before the truncation.
 
         Raises:
             InvalidRequest: the model has no chat template, its template refuses the messages, or their text
@@ -125,21 +131,22 @@ class PromptEncoder:
         self._refuse_hopeless(turns, max_prompt_tokens)
         text = self._render(turns)
         self._refuse_oversized(text, "messages", max_prompt_tokens)
-        return self._encode(text, add_special_tokens)
+        return replace(self._encode(text, add_special_tokens, truncation), text=text)
 
     def encode_prompts(
-        self, prompts: Sequence[Prompt], max_prompt_tokens: int | None, add_special_tokens: bool
+        self,
+        prompts: Sequence[Prompt],
+        max_prompt_tokens: int | None,
+        add_special_tokens: bool,
+        truncation: Truncation | None = None,
     ) -> list[EncodedPrompt]:
-        """Encode texts; token ids stay as they are.
+        """Encode texts; token ids stay as they are. What is cut has no text.
 
         Raises:
             InvalidRequest: a text is too long for `max_prompt_tokens` tokens.
         """
         self.refuse_long_texts(prompts, max_prompt_tokens)
-        return [
-            self._encode(prompt, add_special_tokens) if isinstance(prompt, str) else EncodedPrompt(tuple(prompt), None)
-            for prompt in prompts
-        ]
+        return [self._encode(prompt, add_special_tokens, truncation) for prompt in prompts]
 
     def refuse_long_texts(self, prompts: Sequence[Prompt], max_prompt_tokens: int | None) -> None:
         """Refuse texts that are too long even if every token were the vocabulary's longest; this takes no time.
@@ -191,9 +198,17 @@ class PromptEncoder:
     def _apply_template(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         return str(self.fast.apply_chat_template(messages, tokenize=False, **variables))
 
-    def _encode(self, text: str, add_special_tokens: bool) -> EncodedPrompt:
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return EncodedPrompt(tuple(encoding.ids), text)
+    def _encode(self, prompt: Prompt, add_special_tokens: bool, truncation: Truncation | None) -> EncodedPrompt:
+        """Return the token ids, and the text unless it is cut."""
+        token_ids: Sequence[int]
+        if isinstance(prompt, str):
+            (encoding,) = self._tokenizer.encode_batch_fast([prompt], add_special_tokens=add_special_tokens)
+            token_ids = encoding.ids
+        else:
+            token_ids = prompt
+        kept = token_ids if truncation is None else truncation.kept(token_ids)
+        is_whole_text = isinstance(prompt, str) and len(kept) == len(token_ids)
+        return EncodedPrompt(tuple(kept), str(prompt) if is_whole_text else None)
 
     def _refuse_hopeless(self, turns: ChatTurns, max_prompt_tokens: int | None) -> None:
         """Refuse, without rendering, a conversation whose users' texts alone are too long.

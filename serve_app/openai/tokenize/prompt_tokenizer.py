@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from serve_app.openai.request.caller import WorkOwner
 from serve_app.openai.request.schema import EncodedPrompt, Prompt
+from serve_app.openai.request.validation import Truncation
 from serve_app.openai.tokenize.prompt_encoder import ChatTurns, PromptEncoder
 from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
@@ -54,6 +55,7 @@ class PromptTokenizer:
         *,
         max_prompt_tokens: int | None = None,
         add_special_tokens: bool = False,
+        truncation: Truncation | None = None,
         owner: WorkOwner = SERVER,
     ) -> EncodedPrompt:
         """Render a conversation with the model's chat template and encode it.
@@ -64,7 +66,7 @@ class PromptTokenizer:
             Overloaded: too much work waits.
             NoReplicaAvailable: the process that did the work has ended.
         """
-        work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens)
+        work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens, truncation)
         return await self._workers.run_apart(work, owner, turns.messages.num_bytes)
 
     async def encode_prompts(
@@ -73,6 +75,7 @@ class PromptTokenizer:
         *,
         max_prompt_tokens: int | None = None,
         add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
         owner: WorkOwner = SERVER,
     ) -> list[EncodedPrompt]:
         """Encode texts, by default with the model's special tokens; token ids stay as they are.
@@ -83,7 +86,7 @@ class PromptTokenizer:
             Overloaded: too much work waits.
         """
         self._encoder.refuse_long_texts(prompts, max_prompt_tokens)  # Before the texts go to another process.
-        work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens)
+        work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens, truncation)
         return await self._workers.run_apart(work, owner, sum(map(len, prompts)))
 
     async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:

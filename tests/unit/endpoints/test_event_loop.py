@@ -1,5 +1,6 @@
 """Large requests leave the event loop to the others."""
 
+import asyncio
 import gc
 import json
 import sys
@@ -12,9 +13,11 @@ import httpx
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from serve_app.jobs.api.records import new_id
 from serve_app.openai.request.parsing import parse_json
 from serve_app.openai.request.schema import ChatBody, CompletionBody, DetokenizeBody
 from testkit.http.api import MODEL, Api, MakeApi, card_of
+from testkit.limits import LIMIT_S
 
 MANY = 120_000
 
@@ -52,10 +55,10 @@ class Calls:
             self._threads[argument.__qualname__].add(threading.get_ident())
 
 
-async def post(api: Api, path: str, content: bytes) -> int:
+async def post(api: Api, path: str, content: bytes, **headers: str) -> int:
     """Return the status of the answer, which is not checked on the event loop as `api.http` does."""
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=api.app), base_url="http://test")
-    return (await http.post(path, content=content, headers={"content-type": "application/json"})).status_code
+    return (await http.post(path, content=content, headers={"content-type": "application/json", **headers})).status_code
 
 
 @pytest.mark.parametrize(
@@ -153,6 +156,19 @@ async def test_outputs_of_a_batch_are_written_outside_of_the_event_loop(api: Api
         answer = await api.http.get(f"/v1/batch/{batch['batch_id']}")
     assert answer.status_code == 200 and len(answer.json()["outputs"]) == 100
     assert calls.on_event_loop("json_in_pieces", "prompt_output") == [False, False]
+
+
+async def test_a_large_batch_is_made_in_another_process_and_never_read_by_the_ingress(make_api: MakeApi) -> None:
+    """Without a key file everybody may be interactive; asynchronous work is read apart nonetheless."""
+    api = make_api(job_limits={"max_batch_lines": 1000})
+    content = json.dumps({"prompts": ["the quick brown fox"] * 1000, "max_tokens": 3}).encode()
+    async with asyncio.timeout(LIMIT_S):
+        while not (new := [each for each in api.jobs.new.values() if not each.lines.is_read]):
+            # Until the process is ready threads do the work.
+            assert await post(api, "/v1/batch/async", content, **{"idempotency-key": new_id("key")}) == 202
+            await asyncio.sleep(0.1)
+    assert new[0].body_digest is not None
+    assert (len(new[0].lines), new[0].lines[999].body["prompt"]) == (1000, "the quick brown fox")
 
 
 def test_parsing_does_not_collect_garbage() -> None:

@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http.edge import CONNECTIONS_VARIABLE, EdgeLimits, EdgeMiddleware, edge_middleware, refuse_websocket
 from testkit.http.api import refusal
@@ -137,7 +137,7 @@ async def test_a_probe_that_no_ingress_answers_fails_in_time() -> None:
 
 def test_serve_gets_the_limit_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CONNECTIONS_VARIABLE, "7")
-    middleware = edge_middleware()[-1]
+    [middleware] = edge_middleware()
     app = middleware.cls(Starlette(), *middleware.args, **middleware.kwargs)
     assert isinstance(app, EdgeMiddleware)
     assert middleware.kwargs["limits"] == EdgeLimits(max_connections_per_address=7)
@@ -177,3 +177,37 @@ async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
     start, body = sent
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 404)
     assert json.loads(body["body"])["error"]["code"] == "not_found"
+
+
+async def test_behind_an_answer_that_ends_the_connection_nothing_is_received() -> None:
+    """Receive as Serve's proxies do: on and on, whether or not the application asks."""
+    num_received, receiving = 0, None
+
+    async def endless() -> Message:
+        nonlocal num_received
+        num_received += 1
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": bytes(1000), "more_body": True}
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal receiving
+
+        async def receive_all() -> None:
+            while True:
+                await receive()
+
+        receiving = asyncio.create_task(receive_all())
+        await until(lambda: num_received > 3)
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"connection", b"close")]})
+        before = num_received
+        await asyncio.sleep(0.01)
+        assert num_received <= before + 1
+        await send({"type": "http.response.body", "body": b"{}", "more_body": False})
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"type": "http", "path": "/", "headers": [], "client": ("192.0.2.7", 5000)}
+    await EdgeMiddleware(proxy, LIMITS)(scope, endless, send)
+    assert receiving is not None
+    receiving.cancel()

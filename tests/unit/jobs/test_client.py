@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 
 from replicas.errors import NoReplicaAvailable, Overloaded, ServingError
 from replicas.protocol import Metric, MetricKind
+from serve_app.jobs.api.new_lines import NewLine, NewLines
 from serve_app.jobs.api.records import (
     BatchKind,
     BatchNotCancellable,
@@ -25,7 +26,6 @@ from serve_app.jobs.api.records import (
     FileRecord,
     JobsCounts,
     JobsService,
-    NewLine,
     PageRequest,
     UnknownBatch,
     UnknownFile,
@@ -345,10 +345,13 @@ async def test_without_a_jobs_process_a_call_fails_at_its_limit() -> None:
     assert [response.was_cancelled for response in handle.responses] == [True]
 
 
-def test_a_batch_crosses_processes_without_an_object_for_each_line() -> None:
-    """Calls of Python for 50,000 lines would hold the ingress's event loop."""
-    lines = tuple(NewLine(str(index), {"prompt": f"text {index}"}) for index in range(100))
+def test_a_batch_crosses_a_process_unread() -> None:
+    """The ingress gets the lines from the process that has read the body, and hands them to the jobs process."""
+    lines = NewLines([NewLine(str(index), {"prompt": f"text {index}"}) for index in range(100)])
     batch = new_batch(lines=lines)
     data = pickle.dumps(batch)
-    assert pickle.loads(data) == batch
-    assert b"NewLine" not in data
+    assert b"NewLine\n" not in data and data.count(b"NewLine") == data.count(b"NewLines")
+    in_ingress = pickle.loads(data)
+    in_jobs_process = pickle.loads(pickle.dumps(in_ingress))
+    assert len(in_ingress.lines) == 100 and not in_ingress.lines.is_read
+    assert in_jobs_process == batch and in_jobs_process.lines.is_read

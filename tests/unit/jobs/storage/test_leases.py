@@ -6,7 +6,8 @@ import pytest
 from sqlalchemy import select
 
 from replicas.protocol import Band
-from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, LineStatus, NewLine
+from serve_app.jobs.api.new_lines import NewLine, NewLines
+from serve_app.jobs.api.records import BatchKind, BatchNotCancellable, BatchStatus, LineStatus
 from serve_app.jobs.storage.batch_queue import backlog, open_batches
 from serve_app.jobs.storage.batch_states import cancel_batch, expire_batches
 from serve_app.jobs.storage.batches import batch_record, list_lines, select_batch
@@ -42,7 +43,7 @@ async def test_a_line_is_leased_to_one_owner(world, owners):
 async def test_long_lines_run_first_and_shared_prefixes_together(world, owners):
     beginnings = ["x" * 300, "y" * 300]
     lines = [NewLine(f"{i}", body(prompt=beginnings[i % 2], max_tokens=400 if i >= 4 else 4)) for i in range(8)]
-    batch_id = await submit(world, lines=tuple(lines))
+    batch_id = await submit(world, lines=NewLines(lines))
     positions = [line.position for line in await world.lease("a", batch_id)]
     assert sorted(positions[:4]) == [4, 5, 6, 7]
     assert all(positions[at] % 2 == positions[at + 1] % 2 for at in (0, 2, 4, 6))
