@@ -1,4 +1,4 @@
-"""Answers that leave a request's body unread: the connection ends, so that nobody goes on receiving it."""
+"""Answers that leave a request's body unread: the rest is dropped slowly, and the connection ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ _MAX_REST_BYTES = 2**18
 """Most bytes of a body that are received and dropped so that the connection can be used again."""
 _MAX_REST_S = 0.05
 """Longest time in which a rest of unknown length may prove to be short, seconds."""
-_WAIT_S = 0.5
-"""Time between the answer and the end of the connection, seconds. If it ended at once, the system would drop answers
-that a client has not read, since the client still sends."""
+_LINGER_S = 5.0
+"""Most time between the answer and the end of the connection, seconds. Many clients read an answer only after they have
+sent the whole body, and the system drops an answer that is not read when a connection ends with bytes unread."""
+_PAUSE_S = 0.005
+"""Pause after each piece of the rest, seconds. It bounds what a client that goes on sending costs the event loop."""
 
 
 class UnreadBodyMiddleware:
     """Middleware that ends the connection after an answer that leaves much of the body unread.
 
-    1. Such an answer has `connection: close`. Once it has begun, no more of the body is received.
-    2. The answer is sent at once, and the connection ends `_WAIT_S` later.
+    1. Such an answer has `connection: close` and is sent at once.
+    2. The rest of the body is received slowly and dropped. The connection ends after the rest, and after `_LINGER_S` at
+       the latest (a lingering close, RFC 9112, section 9.6).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -67,7 +70,7 @@ class _Exchange:
     async def finish(self) -> None:
         """End an answer that is held, and with it the connection."""
         if self._is_held:
-            await asyncio.sleep(_WAIT_S)
+            await self._drop_rest()
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _leaves_much(self) -> bool:
@@ -81,3 +84,10 @@ class _Exchange:
             async with asyncio.timeout(_MAX_REST_S):
                 while self._has_body and num_bytes <= _MAX_REST_BYTES:
                     num_bytes += len((await self.receive()).get("body", b""))
+
+    async def _drop_rest(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                while self._has_body:
+                    await self.receive()
+                    await asyncio.sleep(_PAUSE_S)

@@ -1,13 +1,15 @@
-"""Bodies that are refused: no more of them is received, and the connection ends behind the answer."""
+"""Bodies that are refused: the rest of them is dropped for a bounded time, and the connection ends."""
 
 import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
-from testkit.http.api import MakeApi, serving
+from serve_app.http import unread_bodies
+from testkit.http.api import MakeApi, refusal, serving
 from testkit.limits import LIMIT_S
 
 MANY_VALUES = b'{"model":"tiny","prompt":[' + b'"a",' * 300_000
@@ -55,6 +57,11 @@ class Connection:
         except OSError:
             return True
 
+    async def end(self) -> bytes:
+        """Return all that the server sends before it ends the connection."""
+        async with asyncio.timeout(LIMIT_S):
+            return await self._reader.read()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -70,13 +77,14 @@ class Connection:
     ids=["length", "values", "chunks", "path"],
 )
 async def test_the_answer_comes_before_the_body_has_arrived_and_ends_the_connection(
-    url: str, path: str, length: str, beginning: bytes, status: int
+    url: str, path: str, length: str, beginning: bytes, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(unread_bodies, "_LINGER_S", 0.2)
     connection = await Connection.open(url, path, length)
     await connection.send(beginning)
     found, headers, _ = await connection.answer()
     assert (found, headers["connection"]) == (status, "close")
-    assert await connection.is_closed()
+    assert not await connection.end()
     connection.close()
 
 
@@ -93,10 +101,19 @@ def send_then_read(url: str, num_bytes: int) -> tuple[int, bytes]:
         return num_sent, connection.recv(2**16)
 
 
-async def test_a_client_that_sends_all_before_it_reads_gets_the_answer_and_is_cut(url: str) -> None:
+async def test_a_client_that_sends_all_before_it_reads_gets_the_answer_and_is_cut(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unread_bodies, "_LINGER_S", 0.5)
     num_sent, answer = await asyncio.to_thread(send_then_read, url, 2**30)
     assert num_sent < 2**29
     assert answer.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_an_asynchronous_client_that_sends_all_before_it_reads_gets_the_answer(url: str) -> None:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as http:
+        response = await http.post(url + PATH, content=bytes(40 * 2**20), headers={"content-type": "application/json"})
+    assert refusal(response) == (413, "request_too_large", None)
 
 
 @pytest.mark.parametrize(
