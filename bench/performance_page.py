@@ -147,6 +147,7 @@ def _formats(result: Result) -> Rows:
             f"{each['bits_per_byte']:.4f}",
             f"{each['bits_per_byte'] / plain - 1:+.2%}",
             f"{each['same_choice']:.1%}",
+            "" if (others := each.get("llama_cpp_bits_per_byte")) is None else f"{others:.4f}",
         )
 
 
@@ -251,7 +252,15 @@ SECTIONS = (
     Section(
         "Quality of weights and KV cache in each format, SmolLM2-135M-Instruct",
         "weight_quality",
-        ("format", "weights", "MiB", "bits per byte", "more than the first", "same greedy choice"),
+        (
+            "format",
+            "weights",
+            "MiB",
+            "bits per byte",
+            "more than the first",
+            "same greedy choice",
+            "llama.cpp, bits per byte",
+        ),
         _formats,
         "Text: articles of Python's language reference. There is no true bfloat16 row: the only weights at hand are a "
         "GGUF file in 4 bits (Q4_1). The first row has its values in bfloat16, and llama.cpp made the other GGUF files "

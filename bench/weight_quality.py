@@ -7,12 +7,15 @@ The first checkpoint is the one that the others are compared with. `--quantizati
 `--kv-cache` keeps its keys and values in 8 bits, and `--rounded` writes it in a format of
 `testkit.model.quantized_checkpoints`, rounded to nearest. The texts are the first
 tokens of articles of Python's language reference, which `pydoc_data.topics` holds. A replica's model computes them.
+`--llama-cpp` has llama.cpp compute the same tokens from the same GGUF files.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -54,6 +57,8 @@ class Figures:
     same_choice: float
     """Share of tokens after which the likeliest token is that of the first checkpoint."""
     num_tokens: int
+    llama_cpp_bits_per_byte: float | None
+    """llama.cpp's figure for the same GGUF file; None: not asked for, or no such file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Format:
     name: str
     model: ModelOptions
     cache: str = "auto"
+    gguf_file: str | None = None
 
 
 @torch.inference_mode()
@@ -85,9 +91,11 @@ def figures_of(made: Format, arguments: argparse.Namespace, choices: list[Tensor
     loaded = load_model(made.model)
     assert loaded.tokenizer is not None
     num_tokens, num_bytes, num_same, nats, is_first = 0, 0, 0, 0.0, not choices
+    texts: list[list[int]] = []
     articles = [text for _, text in sorted(topics.items()) if len(text) >= _LEAST_CHARACTERS][: arguments.texts]
     for number, article in enumerate(articles):
         ids = loaded.tokenizer(article, verbose=False)["input_ids"][: arguments.tokens]
+        texts.append(ids)
         targets, logits = torch.tensor(ids[1:]), logits_of(loaded, ids[:-1], made.cache)
         nats += float(functional.cross_entropy(logits, targets, reduction="sum"))
         if is_first:
@@ -95,6 +103,9 @@ def figures_of(made: Format, arguments: argparse.Namespace, choices: list[Tensor
         num_same += int((logits.argmax(-1) == choices[number]).sum())
         num_tokens += len(targets)
         num_bytes += len(loaded.tokenizer.decode(ids[1:]).encode())
+    others = None
+    if made.gguf_file and arguments.llama_cpp:
+        others = llama_cpp_nats(arguments.llama_cpp, made.gguf_file, texts) / math.log(2) / num_bytes
     memory = {each.data_ptr(): each.nbytes for each in loaded.model.state_dict().values()}
     return Figures(
         made.name,
@@ -103,7 +114,15 @@ def figures_of(made: Format, arguments: argparse.Namespace, choices: list[Tensor
         round(nats / math.log(2) / num_bytes, 4),
         round(num_same / num_tokens, 4),
         num_tokens,
+        None if others is None else round(others, 4),
     )
+
+
+def llama_cpp_nats(python: str, gguf_file: str, texts: list[list[int]]) -> float:
+    """Return the sum of -log p over all tokens but each text's first in llama.cpp, in nats."""
+    command = [python, "-m", "bench.peers.llama_cpp_nats", gguf_file]
+    ended = subprocess.run(command, input=json.dumps(texts), check=True, stdout=subprocess.PIPE, text=True)
+    return float(sum(json.loads(ended.stdout)))
 
 
 def formats(arguments: argparse.Namespace, directory: Path) -> Iterator[Format]:
@@ -113,7 +132,8 @@ def formats(arguments: argparse.Namespace, directory: Path) -> Iterator[Format]:
         ModelOptions(local_checkpoint(path), dtype=arguments.dtype, device="cpu", num_threads=arguments.threads)
         for _, _, path in named
     ]
-    yield from (Format(name, model) for (name, _, _), model in zip(named, plain, strict=True))
+    for (name, _, path), model in zip(named, plain, strict=True):
+        yield Format(name, model, gguf_file=path if path.endswith(".gguf") else None)
     for quantization in arguments.quantization:
         yield Format(f"quantization={quantization}", replace(first, quantization=quantization))
     for cache in arguments.kv_cache:
@@ -132,6 +152,7 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="*", default=[], choices=["int8", "int4"])
     parser.add_argument("--kv-cache", nargs="*", default=[], choices=["int8", "fp8"])
     parser.add_argument("--rounded", nargs="*", default=[], choices=list(METHODS))
+    parser.add_argument("--llama-cpp", metavar="PYTHON", help="interpreter of an environment with llama-cpp-python")
     parser.add_argument("--texts", type=int, default=40)
     parser.add_argument("--tokens", type=int, default=512, help="most tokens of a text")
     parser.add_argument("--dtype", default="bfloat16")
@@ -144,8 +165,8 @@ def main() -> None:
         for made in formats(arguments, Path(directory)):
             rows.append(figures_of(made, arguments, choices))
             row = rows[-1]
-            print(f"{row.format:24} {row.mib:7.1f} MiB  {row.bits_per_byte:.4f}  {row.same_choice:.4f}  {row.weights}",
-                  flush=True)  # fmt: skip
+            bits = f"{row.bits_per_byte:.4f} ({row.llama_cpp_bits_per_byte})"
+            print(f"{row.format:24} {row.mib:7.1f} MiB  {bits}  {row.same_choice:.4f}  {row.weights}", flush=True)
     if arguments.name:
         print(write(arguments.name, {"dtype": arguments.dtype, "formats": [asdict(row) for row in rows]}))
 

@@ -41,8 +41,11 @@ class _Own:
     unseen_tokens: int = 0
 
 
-@dataclass(slots=True)
 class _Entry:
+    """Newest report of a replica; it stays the same object while the replica is known."""
+
+    __slots__ = ("foreign_by_band", "foreign_tokens", "is_draining", "received_s", "stalled_s", "stats", "version")
+
     stats: ReplicaStats
     received_s: float
     foreign_by_band: tuple[int, ...]
@@ -54,6 +57,14 @@ class _Entry:
     """Of the report; here too, since a poll compares it with each answer."""
     is_draining: bool
     """Of the report."""
+
+    def take(self, stats: ReplicaStats, own: _Own, now_s: float) -> None:
+        """Take in a report."""
+        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, own.num_by_band, strict=True)
+        self.stats, self.received_s = stats, now_s
+        self.foreign_by_band = tuple([max(0, running + waiting - sent) for running, waiting, sent in reported])
+        self.foreign_tokens = max(0, stats.outstanding_tokens - own.outstanding_tokens)
+        self.version, self.stalled_s, self.is_draining = stats.version or None, stats.stalled_s, stats.is_draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,8 @@ class LoadTable:
         """Replicas that answered the last poll, in the order of their answers."""
         self._answered: Set[str] = frozenset()
         """The same ones. Polls are mostly answered in the same order, so that the set stays."""
+        self._known_in_order: list[_Entry | None] | None = None
+        """Their entries in the same order; None: an entry has come or gone since."""
         self._changed: set[str] = set()
         self._subscribers = [self._changed]
         self._totals = ClusterTotals()
@@ -126,17 +139,9 @@ class LoadTable:
             return
         if known is None:
             self._make_place(stats.replica_id)
-        own = self._own.get(stats.replica_id, self._no_own)
-        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, own.num_by_band, strict=True)
-        self._entries[stats.replica_id] = _Entry(
-            stats,
-            self._clock(),
-            tuple([max(0, running + waiting - sent) for running, waiting, sent in reported]),
-            max(0, stats.outstanding_tokens - own.outstanding_tokens),
-            stats.version or None,
-            stats.stalled_s,
-            stats.is_draining,
-        )
+            known = self._entries[stats.replica_id] = _Entry()
+            self._known_in_order = None
+        known.take(stats, self._own.get(stats.replica_id, self._no_own), self._clock())
         self._mark(stats.replica_id)
 
     def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
@@ -149,10 +154,10 @@ class LoadTable:
         if replica_ids != self._answered_in_order:
             answered = self._answered = frozenset(replica_ids)
             self._answered_in_order = replica_ids
+            self._known_in_order = None
         changed, now = [], self._clock()
-        entries = self._entries
-        for replica_id, stats in zip(replica_ids, polled, strict=True):
-            known = entries.get(replica_id)
+        entries = self._known_in_order or [self._entries.get(replica_id) for replica_id in replica_ids]
+        for known, stats in zip(entries, polled, strict=True):
             # An engine that is stuck or dead has the version of its last step.
             if (
                 known is not None
@@ -165,6 +170,8 @@ class LoadTable:
                 self.record(stats)
                 changed.append(stats)
         gone = self._forget_silent(answered, asked_s)
+        if self._known_in_order is None:
+            self._known_in_order = [self._entries.get(replica_id) for replica_id in replica_ids]
         if answered is before:
             return PollChanges(changed, answered, gone)
         return PollChanges(changed, answered, gone, joined=answered - before, left=before - answered)
@@ -172,6 +179,7 @@ class LoadTable:
     def forget(self, replica_id: str) -> None:
         """Drop the report of a replica. This ingress's requests on it are counted until they end."""
         if self._entries.pop(replica_id, None) is not None:
+            self._known_in_order = None
             self._mark(replica_id)
 
     def begin(
@@ -273,6 +281,8 @@ class LoadTable:
         assert len(self._entries) <= self._max_replicas
         assert all(load == self._view(self._entries[replica_id]) for replica_id, load in self._loads.items())
         assert all(replica_id in self.ring for replica_id in self._entries)
+        if (in_order := self._known_in_order) is not None:
+            assert in_order == [self._entries.get(replica_id) for replica_id in self._answered_in_order]
         expected = ClusterTotals()
         for replica_id, entry in self._entries.items():
             expected.update(replica_id, self._view(entry))
