@@ -86,7 +86,7 @@ class FusedExperts(nn.Module):
         inner = self._linear(hidden_states.contiguous(), first, routing, is_first=True)
         inner = original._apply_gate(inner) if original.has_gate else original.act_fn(inner)
         output = self._linear(inner.contiguous(), second, routing, is_first=False)
-        if original.has_post_expert_norm:
+        if getattr(original, "has_post_expert_norm", False):  # Older transformers have no such attribute.
             output = original.post_expert_norm(output)
         weighted = output.view(num_tokens, routing.top_k, size) * top_k_weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
