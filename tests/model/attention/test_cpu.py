@@ -84,12 +84,19 @@ def test_long_context_is_split_between_threads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_output_of_a_sequence_does_not_depend_on_its_neighbours() -> None:
-    case = Case(((50, 51), (299, 300), (30, 75), (0, 2)), heads=(6, 2), sizes=(64, 64), scale=0.125)
-    alone, together = (
-        attention_outputs(some, CppAttention, CPU, computes_earlier=True) for some in (case.of(case.chunks[:1]), case)
-    )
-    assert torch.equal(alone[0], together[0])
+@pytest.mark.parametrize("window", [None, 24, 700])
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_output_of_a_token_depends_neither_on_neighbours_nor_on_chunks(window: int | None, num_threads: int) -> None:
+    others = ((50, 51), (299, 300), (30, 75), (0, 2), *[(500, 501)] * 6)
+    plain = Case(heads=(6, 2), sizes=(64, 64), scale=0.125, window=window)
+    for end in (51, 600, 1100):
+        decode, chunk = ((end - 1, end),), ((end - 40, end),)
+        with with_threads(1):
+            (expected,) = attention_outputs(plain.of(decode), CppAttention, CPU, computes_earlier=True)
+        with with_threads(num_threads):
+            for chunks in (decode, chunk, decode + others, chunk + others):
+                output, *_ = attention_outputs(plain.of(chunks), CppAttention, CPU, computes_earlier=True)
+                assert torch.equal(output[-1:], expected), (end, chunks)
 
 
 @pytest.mark.parametrize("backend", [GatherAttention, CppAttention])

@@ -5,10 +5,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention_tile.h"
+
 namespace headway {
 
-constexpr int kMaxRows = 32;    // query rows (tokens times heads of a group) of one task
-constexpr int kMinSplit = 256;  // smallest number of keys per part when keys are split
+constexpr int kMaxRows = 32;  // query rows (tokens times heads of a group) of one task
+
+// Keys of a part. Parts, like tiles, begin at multiples of their size. A part has sums of its own, which are added to
+// those of the parts before it. So the order of a row's sums depends on the positions of its keys alone, not on the
+// tasks or the rest of the batch.
+constexpr int64_t kPart = 4 * kTile;
 
 // Tokens of one sequence: rows [row, row + end - start) of the batch, positions [start, end). Its block table begins at
 // index `table` of `tables`.
@@ -39,11 +45,11 @@ struct AttentionInputs {
 struct AttentionTask {
   const Chunk* chunk;
   int64_t first_head, num_heads, first_token, num_tokens, first_key, end_key;
-  int64_t part;  // index of the partial result if the keys are split between tasks, else -1
+  int64_t part;  // index of the partial result if each part of the keys is a task, else -1
 };
 
-// Returns the tasks for all threads, longest first. If there would be too few tasks, long contexts are split. If there
-// are enough decodes, each decode is one task for all its heads, whose keys are adjacent in memory.
+// Returns the tasks for all threads, longest first. If there would be too few tasks, each part of the keys is a task.
+// If there are enough decodes, each decode is one task for all its heads, whose keys are adjacent in memory.
 template <typename T, typename C>
 inline std::vector<AttentionTask> plan(const AttentionInputs<T, C>& in, int64_t num_threads, int64_t* num_parts) {
   const int64_t tile_tokens = std::max<int64_t>(1, kMaxRows / in.group_size);
@@ -54,8 +60,8 @@ inline std::vector<AttentionTask> plan(const AttentionInputs<T, C>& in, int64_t 
     num_whole += in.num_kv_heads * ((num_tokens + tile_tokens - 1) / tile_tokens);
   }
   num_whole = std::max<int64_t>(1, num_whole);
-  const int64_t max_splits = num_threads == 1 ? 1 : (2 * num_threads + num_whole - 1) / num_whole;
-  const int64_t decode_heads = max_splits == 1 && num_decodes >= 2 * num_threads ? in.num_kv_heads : 1;
+  const bool are_few = num_threads > 1 && num_whole < 2 * num_threads;
+  const int64_t decode_heads = !are_few && num_decodes >= 2 * num_threads ? in.num_kv_heads : 1;
   std::vector<AttentionTask> tasks;
   *num_parts = 0;
   for (int64_t c = 0; c < in.num_chunks; c++) {
@@ -65,12 +71,13 @@ inline std::vector<AttentionTask> plan(const AttentionInputs<T, C>& in, int64_t 
       const int64_t num_tokens = std::min(tile_tokens, chunk.end - chunk.start - token);
       const int64_t end = chunk.start + token + num_tokens;
       const int64_t first = in.window > 0 ? std::max<int64_t>(0, chunk.start + token - in.window + 1) : 0;
-      const int64_t num_splits = std::clamp<int64_t>((end - first) / kMinSplit, 1, max_splits);
-      const int64_t length = (end - first + num_splits - 1) / num_splits;
+      const bool is_split = are_few && first / kPart < (end - 1) / kPart;
+      const int64_t length = is_split ? kPart : end;
       for (int64_t head = 0; head < in.num_kv_heads; head += num_heads)
-        for (int64_t key = first; key < end; key += length)
-          tasks.push_back({&chunk, head, num_heads, token, num_tokens, key, std::min(end, key + length),
-                           num_splits > 1 ? (*num_parts)++ : -1});
+        for (int64_t key = first, stop; key < end; key = stop) {
+          stop = std::min(end, (key / length + 1) * length);
+          tasks.push_back({&chunk, head, num_heads, token, num_tokens, key, stop, is_split ? (*num_parts)++ : -1});
+        }
     }
   }
   const auto size = [](const AttentionTask& t) { return t.num_heads * t.num_tokens * (t.end_key - t.first_key); };

@@ -22,6 +22,11 @@ struct AttentionState {
   static int64_t num_floats(int64_t num_rows, int64_t value_size) { return num_rows * (value_size + 2); }
   AttentionState(float* memory, int64_t num_rows, int64_t value_size)
       : num_rows(num_rows), sums(memory), maxima(sums + num_rows * value_size), totals(maxima + num_rows) {}
+  void clear(int64_t value_size) const {
+    std::fill_n(sums, num_rows * value_size, 0.0f);
+    std::fill_n(maxima, num_rows, -std::numeric_limits<float>::infinity());
+    std::fill_n(totals, num_rows, 0.0f);
+  }
   int64_t num_rows;
   float *sums, *maxima, *totals;
 };
@@ -41,19 +46,27 @@ struct Tile {
   int num_keys = 0;
 };
 
+// Returns the tile of a task's keys that begins at position `first`. Where the task begins later, as with a window, its
+// first key takes the places before it; no row gives them weight.
 template <typename T, typename C>
 inline Tile locate(const AttentionInputs<T, C>& in, const AttentionTask& task, int64_t first) {
   Tile tile;
   const int64_t* table = in.tables + task.chunk->table;
   const int64_t end = std::min(first + kTile, task.end_key);
-  int64_t block = first / in.block_size, offset = first % in.block_size;
-  for (int64_t position = first; position < end; block++, offset = 0)
-    for (; offset < in.block_size && position < end; offset++, position++) {
-      tile.slots[tile.num_keys] = table[block] * in.block_size + offset;
-      tile.scales[tile.num_keys++] = table[block] * in.num_kv_heads * in.block_size + offset;
-    }
+  const auto add = [&](int64_t block, int64_t offset) {
+    tile.slots[tile.num_keys] = table[block] * in.block_size + offset;
+    tile.scales[tile.num_keys++] = table[block] * in.num_kv_heads * in.block_size + offset;
+  };
+  int64_t position = std::max(first, task.first_key);
+  int64_t block = position / in.block_size, offset = position % in.block_size;
+  for (int64_t missing = first; missing < position; missing++) add(block, offset);
+  for (; position < end; block++, offset = 0)
+    for (; offset < in.block_size && position < end; offset++, position++) add(block, offset);
   return tile;
 }
+
+// Returns the beginning of a task's first tile.
+inline int64_t first_tile(const AttentionTask& task) { return task.first_key / kTile * kTile; }
 
 // Prefetcher of a tile during the computation of another tile, a few cache lines at a time: a processor drops most of
 // many prefetches at once.
@@ -150,27 +163,53 @@ inline void attend_tile(const AttentionInputs<T, C>& in, const AttentionTask& ta
   }
 }
 
-// Computes `state`. During each tile the next tile is prefetched; during the last tile, the first tile of task `next`.
+// Adds the state of a later part of the same rows' keys. It is compiled once, so that its sums are rounded in one way.
+[[gnu::noinline]] inline void merge(const AttentionState& into, const AttentionState& other, int64_t value_size) {
+  for (int64_t row = 0; row < into.num_rows; row++) {
+    if (other.totals[row] == 0.0f) continue;
+    const float highest = std::max(into.maxima[row], other.maxima[row]);
+    const float mine = std::exp(into.maxima[row] - highest), others = std::exp(other.maxima[row] - highest);
+    for (int64_t d = 0; d < value_size; d++) {
+      float& sum = into.sums[row * value_size + d];
+      sum = sum * mine + other.sums[row * value_size + d] * others;
+    }
+    into.totals[row] = into.totals[row] * mine + other.totals[row] * others;
+    into.maxima[row] = highest;
+  }
+}
+
+// Computes `state`, part after part. During each tile the next tile is prefetched; during the last tile, the first tile
+// of task `next`.
 template <typename T, typename C>
 inline void attend(const AttentionInputs<T, C>& in, const AttentionTask& task, const AttentionTask& next,
                    const AttentionState& state) {
   const std::vector<float> queries = read_queries(in, task);
   std::vector<float> scores(task.num_tokens * in.group_size * kTile);  // for one KV head's rows and one tile
-  std::fill_n(state.sums, state.num_rows * in.value_size, 0.0f);
-  std::fill_n(state.maxima, state.num_rows, -std::numeric_limits<float>::infinity());
-  std::fill_n(state.totals, state.num_rows, 0.0f);
-  Tile tile = locate(in, task, task.first_key);
-  for (int64_t first = task.first_key; first < task.end_key; first += kTile) {
+  std::vector<float> later_part;
+  AttentionState part = state;
+  part.clear(in.value_size);
+  Tile tile = locate(in, task, first_tile(task));
+  for (int64_t first = first_tile(task); first < task.end_key; first += kTile) {
+    if (first % kPart == 0 && first > task.first_key) {
+      if (later_part.empty()) {
+        later_part.resize(AttentionState::num_floats(state.num_rows, in.value_size));
+        part = AttentionState(later_part.data(), state.num_rows, in.value_size);
+      } else {
+        merge(state, part, in.value_size);
+      }
+      part.clear(in.value_size);
+    }
     const bool is_last = first + kTile >= task.end_key;
     const AttentionTask& coming = is_last ? next : task;
-    const Tile coming_tile = locate(in, coming, is_last ? next.first_key : first + kTile);
+    const Tile coming_tile = locate(in, coming, is_last ? first_tile(next) : first + kTile);
     const int step = step_of(task);
     const int num_steps = static_cast<int>(task.num_heads) * 2 * ((tile.num_keys + step - 1) / step);
     Fetcher<T, C> fetcher(in, coming, coming_tile, num_steps);
     for (int64_t index = 0; index < task.num_heads; index++)
-      attend_tile(in, task, index, tile, first, queries.data(), scores.data(), state, &fetcher);
+      attend_tile(in, task, index, tile, first, queries.data(), scores.data(), part, &fetcher);
     tile = coming_tile;
   }
+  if (!later_part.empty()) merge(state, part, in.value_size);
 }
 
 template <typename T, typename C>
@@ -183,21 +222,6 @@ inline void finish(const AttentionInputs<T, C>& in, const AttentionTask& task, c
     if (in.sinks) total += std::exp(in.sinks[head] - state.maxima[row]);
     T* to = in.output + (token * in.num_kv_heads * in.group_size + head) * in.value_size;
     for (int64_t d = 0; d < in.value_size; d++) to[d] = narrow<T>(state.sums[row * in.value_size + d] / total);
-  }
-}
-
-// Merges the state that another task computed for the same rows.
-inline void merge(const AttentionState& into, const AttentionState& other, int64_t value_size) {
-  for (int64_t row = 0; row < into.num_rows; row++) {
-    if (other.totals[row] == 0.0f) continue;
-    const float highest = std::max(into.maxima[row], other.maxima[row]);
-    const float mine = std::exp(into.maxima[row] - highest), others = std::exp(other.maxima[row] - highest);
-    for (int64_t d = 0; d < value_size; d++) {
-      float& sum = into.sums[row * value_size + d];
-      sum = sum * mine + other.sums[row * value_size + d] * others;
-    }
-    into.totals[row] = into.totals[row] * mine + other.totals[row] * others;
-    into.maxima[row] = highest;
   }
 }
 
