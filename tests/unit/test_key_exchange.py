@@ -140,6 +140,32 @@ async def test_an_ingress_that_was_away_long_is_not_charged_for_what_has_been_fi
     assert b.num_left() == LIMIT
 
 
+async def test_after_a_gap_without_exchanges_a_key_is_not_charged_for_what_has_been_filled_up() -> None:
+    world = Ingresses(2)
+    for ingress in world.all:
+        ingress.ask()
+    await world.exchange()
+    for ingress in world.all:
+        ingress.board = None
+    for _ in range(600):
+        world.clock.now += 1
+        assert [ingress.ask() for ingress in world.all] == [1, 1]
+        await world.exchange(1)
+    for ingress in world.all:
+        ingress.board = world.board
+    await world.exchange()
+    assert [ingress.num_left() for ingress in world.all] == [58, 58]
+
+
+async def test_in_a_gap_without_exchanges_a_new_key_begins_unused() -> None:
+    world = Ingresses(2)
+    a, b = world.all
+    a.ask(LIMIT, "other")
+    await world.exchange()
+    world.clock.now += MAX_PEER_AGE_S + 1
+    assert b.num_left("other") == LIMIT
+
+
 async def test_the_use_of_a_dead_ingress_is_filled_up_and_its_report_forgotten() -> None:
     world = Ingresses(2)
     dead, alive = world.all
