@@ -1,5 +1,6 @@
 """Limits of API keys over several ingresses, which exchange their use."""
 
+import pickle
 import random
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import pytest
 import serve_app.key_exchange as module
 from replicas.errors import NoReplicaAvailable, Overloaded
 from serve_app.key_exchange import KeyUseBoard, KeyUseExchange
-from serve_app.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyLimits, KeyUseReport
+from serve_app.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyLimits, KeyTotals, KeyUseReport
 from testkit.engine.shadow_runner import FakeClock
 from tests.seeds import Seeds
 
@@ -164,6 +165,15 @@ async def test_in_a_gap_without_exchanges_a_new_key_begins_unused() -> None:
     await world.exchange()
     world.clock.now += MAX_PEER_AGE_S + 1
     assert b.num_left("other") == LIMIT
+
+
+def test_a_replica_hands_reports_on_unread() -> None:
+    board = KeyUseBoard(FakeClock().clock().monotonic)
+    board.publish(KeyUseReport("a", 1, b"unreadable"))
+    totals = [KeyTotals("k", 1, 2, 3.0, None)]
+    report = KeyUseReport.of("b", 1, totals)
+    assert [each.packed for each in board.publish(report)] == [b"unreadable"]
+    assert b"KeyTotals" not in pickle.dumps(report) and report.totals() == totals
 
 
 async def test_the_use_of_a_dead_ingress_is_filled_up_and_its_report_forgotten() -> None:
