@@ -117,9 +117,9 @@ class ServeReplicaClient:
 
     async def wake(self) -> None:
         """Have a replica started where there is none, by a call that waits for one for at most 1 s."""
-        with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
+        with contextlib.suppress(TimeoutError, ServingError):
             async with asyncio.timeout(_WAKE_S):
-                await in_own_context(self._describe.remote)
+                await _result(self._describe.remote)
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return everything that every replica's engine counts."""
@@ -137,7 +137,7 @@ class ServeReplicaClient:
     async def exchange_key_use(self, report: Any) -> Any:
         """Publish a report in the replica with the least id; return those of the other ingresses there.
 
-        All ingresses poll the same replicas, so they meet in one of them, and the cost does not grow with their number.
+        All ingresses poll the same replicas, so they meet in one of them. It hands the reports on unread.
 
         Raises:
             ServingError: there is no replica, or it did not answer.
@@ -161,11 +161,9 @@ class ServeReplicaClient:
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
                 # Ask one that has answered: another one may hang.
-                card: ModelCard = await in_own_context(self._describe.remote, ranking=answered)
+                card: ModelCard = await _result(self._describe.remote, ranking=answered)
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
-        except HANDLE_ERRORS as error:
-            raise _as_serving_error(error) from error
         return card
 
     async def _ask(self, method: DeploymentHandle[Any], replica_id: str, *args: object) -> Any:
@@ -176,11 +174,9 @@ class ServeReplicaClient:
         """
         try:
             async with asyncio.timeout(_CALL_LIMIT_S):
-                return await in_own_context(method.remote, *args, ranking=[replica_id])
+                return await _result(method.remote, *args, ranking=[replica_id])
         except TimeoutError:
             raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
-        except HANDLE_ERRORS as error:
-            raise _as_serving_error(error) from error
 
     async def _poll_all(self) -> list[PollReply]:
         """Return the replies of all replicas; beside a replica that hangs, those of the others.
@@ -212,10 +208,9 @@ class ServeReplicaClient:
 
     async def _poll_one(self, replica_id: str) -> PollReply | None:
         """Return the poll reply of one replica, or of another one in its place; None if there is no reply in time."""
-        with contextlib.suppress(TimeoutError, *HANDLE_ERRORS):
-            async with asyncio.timeout(_CALL_LIMIT_S):
-                reply: PollReply = await in_own_context(self._poll.remote, self._gossip.own, ranking=[replica_id])
-                return reply
+        with contextlib.suppress(ServingError):
+            reply: PollReply = await self._ask(self._poll, replica_id, self._gossip.own)
+            return reply
         return None
 
     async def _broadcast(self, method_name: str, *args: object) -> list[Any]:
@@ -234,6 +229,22 @@ class ServeReplicaClient:
         except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+async def _result(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    """Return the result of a handle call.
+
+    Raises:
+        ServingError: the call failed, or the replica gave it up.
+    """
+    try:
+        return await in_own_context(call, *args, **kwargs)
+    except asyncio.CancelledError:
+        if not is_cancelled():
+            raise ReplicaLost("the replica gave up the call", has_died=False) from None
+        raise
+    except HANDLE_ERRORS as error:
+        raise _as_serving_error(error) from error
 
 
 async def _results(call: Callable[..., Any], *args: object, **kwargs: object) -> AsyncGenerator[Any, None]:

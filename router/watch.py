@@ -227,5 +227,6 @@ class ReplicaWatch:
     def _forget_gone(self) -> None:
         serving = {in_flight.replica_id for in_flight in self._waits}
         for replica_id in [known for known in self._watched if self._silence_s(known) > _FORGET_AFTER_S]:
-            if replica_id not in serving:
+            # One that answered the last poll with answers may be alive, and its next answer may change nothing.
+            if replica_id not in serving and replica_id not in self._answered:
                 del self._watched[replica_id]

@@ -7,6 +7,7 @@ the others' totals. An ingress keeps its side in `KeyLimiter`; the replica keeps
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,13 +66,9 @@ class KeyUseExchange:
             await asyncio.sleep(EXCHANGE_PERIOD_S)
             await self.once()
 
-    async def once(self) -> bool:
-        """Exchange now; return False if there was no answer."""
+    async def once(self) -> None:
+        """Exchange now, if a replica answers."""
         self._num_reports += 1
-        report = KeyUseReport(self._ingress_id, self._num_reports, self._limiter.totals())
-        try:
-            reports = await self._exchange(report)
-        except ServingError:
-            return False
-        self._limiter.take_in(reports)
-        return True
+        report = KeyUseReport.of(self._ingress_id, self._num_reports, self._limiter.totals())
+        with contextlib.suppress(ServingError):
+            self._limiter.take_in(await self._exchange(report))

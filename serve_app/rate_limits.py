@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -76,12 +77,29 @@ class KeyTotals:
 
 @dataclass(frozen=True, slots=True)
 class KeyUseReport:
-    """Report of one ingress to the others: the use of the keys that it has lately served."""
+    """Report of one ingress to the others: the use of the keys that it has lately served.
+
+    The totals stay bytes until an ingress reads them, so a replica hands them on cheaply. The bytes are those of a list
+    of rows: pickling calls Python for each object of our classes.
+    """
 
     ingress_id: str
     number: int
     """Number of the report among those of its ingress."""
-    totals: tuple[KeyTotals, ...]
+    packed: bytes
+    """Totals, pickled."""
+
+    @classmethod
+    def of(cls, ingress_id: str, number: int, totals: Iterable[KeyTotals]) -> KeyUseReport:
+        """Return the report with these totals."""
+        rows = [
+            (each.key_id, each.num_requests, each.num_tokens, each.requests_left, each.tokens_left) for each in totals
+        ]
+        return cls(ingress_id, number, pickle.dumps(rows, pickle.HIGHEST_PROTOCOL))
+
+    def totals(self) -> list[KeyTotals]:
+        """Return the totals."""
+        return [KeyTotals(*row) for row in pickle.loads(self.packed)]
 
 
 class TokenBucket:
@@ -112,7 +130,8 @@ class TokenBucket:
         """Take what another ingress has used since its last report: `total` less `known_total`.
 
         `known_total` is None if the last report is not known. Then a total that `peer_level` explains is recent use.
-        Otherwise the bucket falls to `peer_level`, if that is lower: most of the use has been filled up since.
+        Otherwise the bucket falls to `peer_level`, if that is lower: most of the use has been filled up since. If the
+        last report was forgotten, recent use may be taken a second time, about a minute's amount at most.
         """
         self._fill(now_s)
         if known_total is not None:
@@ -259,8 +278,9 @@ class KeyLimiter:
 
     Ingresses tell each other the totals of the keys that they have lately served, once a second. What the others have
     used is taken from the buckets here. So all of them together give a key its amount of requests and tokens, and what
-    they accept before they hear of each other: at most the use of two seconds. A key that is new here begins with
-    what the others have left of it. What an ingress used that has died is filled up like other use.
+    they accept before they hear of each other: usually the use of two seconds. A key that is new here begins with
+    what the others have left of it, and so does one that has had no report for `MAX_PEER_AGE_S`. What an ingress used
+    that has died is filled up like other use.
 
     Each ingress counts the open requests of a key for itself. A count that is a second old would refuse a client that
     sends one request after another.
@@ -283,7 +303,8 @@ class KeyLimiter:
             is_new = known is None
             known = self._uses[key_id] = KeyUse(limits, self._monotonic)
             if is_new:
-                known.begin_beside([peer.totals[key_id] for peer in self._peers.values() if key_id in peer.totals])
+                peers = self._recent_peers().values()
+                known.begin_beside([peer.totals[key_id] for peer in peers if key_id in peer.totals])
                 self._forget_beyond_limit()
         self._uses.move_to_end(key_id)
         return known
@@ -300,17 +321,21 @@ class KeyLimiter:
 
     def take_in(self, reports: Sequence[KeyUseReport]) -> None:
         """Take in the last reports of the other ingresses; one that is not newer than the known one changes nothing."""
-        now_s = self._monotonic()
+        recent = self._recent_peers()
         for report in reports:
-            peer = self._peers.get(report.ingress_id, _Peer(now_s, -1, {}))
-            if report.number > peer.number:
-                totals = {each.key_id: each for each in report.totals}
+            peer = self._peers.get(report.ingress_id)
+            if peer is None or report.number > peer.number:
+                before = recent[report.ingress_id].totals if report.ingress_id in recent else {}
+                totals = {each.key_id: each for each in report.totals()}
                 for key_id in totals.keys() & self._uses.keys():
-                    self._uses[key_id].take_in(totals[key_id], peer.totals.get(key_id))
-                self._peers[report.ingress_id] = _Peer(now_s, report.number, totals)
-        self._peers = {
-            ingress_id: peer for ingress_id, peer in self._peers.items() if now_s - peer.received_s <= MAX_PEER_AGE_S
-        }
+                    self._uses[key_id].take_in(totals[key_id], before.get(key_id))
+                self._peers[report.ingress_id] = _Peer(self._monotonic(), report.number, totals)
+        self._peers = self._recent_peers()
+
+    def _recent_peers(self) -> dict[str, _Peer]:
+        """Return the last reports of the other ingresses, except those that are too old."""
+        since_s = self._monotonic() - MAX_PEER_AGE_S
+        return {ingress_id: peer for ingress_id, peer in self._peers.items() if peer.received_s >= since_s}
 
     def _forget_beyond_limit(self) -> None:
         """Forget the key used longest ago that has no open request, if there are too many; never the newest one."""

@@ -74,7 +74,7 @@ class BandQueueSize:
     """Tenants with most waiting requests."""
 
 
-_Priority = tuple[float, float, int, str]
+_Priority = tuple[int, float, int, str]
 """Sort key of a tenant: fewest tokens first, then the tenant whose first request is first; and its name."""
 
 
@@ -83,7 +83,7 @@ class _Tenant:
     """Tenant of one band: its virtual token counter, and its waiting requests in order."""
 
     name: str
-    tokens: float
+    tokens: int
     queue: list[QueuedRequest] = field(default_factory=list)
     num_queued_tokens: int = 0
     place: _Priority | None = None
@@ -107,10 +107,10 @@ class _BandQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Tenant] = {}
-        self._idle: OrderedDict[str, float] = OrderedDict()
+        self._idle: OrderedDict[str, int] = OrderedDict()
         """Counters of tenants without waiting requests, of the one used longest ago first."""
         self._by_place: list[_Priority] = []
-        self._last_floor = 0.0
+        self._last_floor = 0
         self._turns = Turns()
         self._by_size = LargestFirst()
         self.by_deadline = SummedKeys()
@@ -164,7 +164,7 @@ class _BandQueue:
             yield tenant.queue[0]
             index += 1
 
-    def charge(self, name: str, tokens: float) -> None:
+    def charge(self, name: str, tokens: int) -> None:
         tenant = self._waiting.get(name)
         if tenant is not None:
             tenant.tokens += tokens
@@ -210,7 +210,7 @@ class _BandQueue:
         self._take_changes()
         self._turns.check_invariants()
 
-    def _keep_idle(self, name: str, tokens: float) -> None:
+    def _keep_idle(self, name: str, tokens: int) -> None:
         """Keep the counter of a tenant without requests; forget the one used longest ago, if there are too many."""
         self._idle[name] = tokens
         if len(self._idle) > _MAX_IDLE_TENANTS:
@@ -249,7 +249,7 @@ class _BandQueue:
                 self._turns.update(name, (tenant.tokens, tenant.num_queued_tokens, tenant.queue[0].expected_tokens))
                 self._by_size.update(name, len(tenant.queue))
 
-    def _floor(self) -> float:
+    def _floor(self) -> int:
         """Return the least counter of the tenants that wait; if none waits, that of the last one that did."""
         first = self._at(0)
         return self._last_floor if first is None else first.tokens
@@ -324,12 +324,13 @@ class FlowQueue:
         """Restart a band's clock, as one of its requests has its first token."""
         self._served_s[band] = now
 
-    def charge(self, band: Band, tenant: str, tokens: float) -> None:
+    def charge(self, band: Band, tenant: str, tokens: int) -> None:
         """Add tokens, possibly negative, to a tenant's counter: a correction, or the cost on other ingresses."""
         self._bands[band].charge(tenant, tokens)
 
-    def charge_all(self, charges: Mapping[tuple[str, Band], float]) -> None:
+    def charge_all(self, charges: Mapping[tuple[str, Band], int]) -> None:
         """Charge each tenant and band its tokens."""
+        # Not by `charge`: a poll charges thousands of tenants, and a call more for each would show.
         for (tenant, band), tokens in charges.items():
             self._bands[band].charge(tenant, tokens)
 

@@ -14,23 +14,21 @@ class SummedKeys:
     Equal keys are one entry. The entries lie in buckets of at most `_MAX_BUCKET`, each with its sums. So a change costs
     the same however many keys there are, and a sum costs about as much as the number of buckets.
 
-    Counts and values are whole numbers, so that no rounding errors gather in the sums.
-
     Invariants: bucket i holds the keys from start i up to the next start; no bucket but the first may be empty; each
     sum is that of its bucket; no entry is zero.
     """
 
     def __init__(self) -> None:
         self._starts: list[float] = [-math.inf]
-        self._buckets: list[dict[float, tuple[int, float]]] = [{}]
+        self._buckets: list[dict[float, tuple[int, int]]] = [{}]
         """Count and value by key."""
         self._counts = [0]
-        self._sums: list[float] = [0]
+        self._sums = [0]
 
     def __len__(self) -> int:
         return sum(self._counts)
 
-    def add(self, key: float, value: float, count: int = 1) -> None:
+    def add(self, key: float, value: int, count: int = 1) -> None:
         """Add a value and a count to those of a key; negative ones take away what was added."""
         index = bisect_right(self._starts, key) - 1
         bucket = self._buckets[index]
@@ -48,7 +46,7 @@ class SummedKeys:
             if not bucket and index:
                 del self._starts[index], self._buckets[index], self._counts[index], self._sums[index]
 
-    def up_to(self, key: float) -> tuple[int, float]:
+    def up_to(self, key: float) -> tuple[int, int]:
         """Return the sums of the counts and of the values of the keys that are at most `key`."""
         index = bisect_right(self._starts, key) - 1
         within = [entry for its_key, entry in self._buckets[index].items() if its_key <= key]
@@ -89,9 +87,9 @@ class Turns:
         self._terms = SummedKeys()
         """Terms of the sum by the turn from which on they count, for each tenant: t - c + e from c on, and
         c + q - e - t from c + q - e on. A count stands for t."""
-        self._known: dict[str, tuple[float, int, int]] = {}
+        self._known: dict[str, tuple[int, int, int]] = {}
 
-    def update(self, name: str, waiting: tuple[float, int, int] | None) -> None:
+    def update(self, name: str, waiting: tuple[int, int, int] | None) -> None:
         """Note a tenant's counter, its waiting tokens and those of its first request; None: it does not wait."""
         before = self._known.pop(name, None)
         if before is not None:
@@ -104,20 +102,20 @@ class Turns:
             self._terms.add(start, waiting[2] - start, 1)
             self._terms.add(end, end, -1)
 
-    def num_tokens(self, turn: float, but: str) -> int:
+    def num_tokens(self, turn: int, but: str) -> int:
         """Return the tokens that all tenants but one are served until a turn."""
         num_turns, others = self._terms.up_to(turn)
-        return round(num_turns * turn + others) - self._of(but, turn)
+        return num_turns * turn + others - self._of(but, turn)
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
         self._terms.check_invariants()
 
-    def _of(self, name: str, turn: float) -> int:
+    def _of(self, name: str, turn: int) -> int:
         if name not in self._known:
             return 0
         counter, num_tokens, num_first = self._known[name]
-        return min(num_tokens, round(turn - counter) + num_first) if counter <= turn else 0
+        return min(num_tokens, turn - counter + num_first) if counter <= turn else 0
 
 
 class LargestFirst:
@@ -148,7 +146,7 @@ class LargestFirst:
         return {name: -size for size, name in self._ordered[:most]}
 
 
-def _bounds(waiting: tuple[float, int, int]) -> tuple[float, float]:
+def _bounds(waiting: tuple[int, int, int]) -> tuple[int, int]:
     """Return the turns from which on a tenant is served, and from which on it has been served all that waits."""
     counter, num_tokens, num_first = waiting
     return counter, counter + num_tokens - num_first

@@ -234,14 +234,14 @@ def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -
     urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
     without_deadline, by_deadline = queue.tokens_by_deadline(Band.BATCH)
     work = [(settings.target_drain_s, urgent), (settings.batch_drain_s, without_deadline)]
-    num_seen, tokens_seen, exponent = 0, 0.0, math.floor(math.log2(settings.target_drain_s))
+    num_seen, tokens_seen, exponent = 0, 0, math.floor(math.log2(settings.target_drain_s))
     while num_seen < len(by_deadline):
         # Batch work that is due before the next power of two, and not before this one.
         due_s = max(settings.target_drain_s, 2.0**exponent)
         exponent += 1
         end_s = now + 2.0**exponent / _DEADLINE_SHARE if exponent < _LAST_EXPONENT else math.inf
         num_due, tokens_due = by_deadline.up_to(math.nextafter(end_s, -math.inf) if end_s < math.inf else end_s)
-        work.append((due_s, round(tokens_due - tokens_seen)))
+        work.append((due_s, tokens_due - tokens_seen))
         num_seen, tokens_seen = num_due, tokens_due
     return _work_by_due((due_s, tokens) for due_s, tokens in work if tokens)
 

@@ -97,7 +97,7 @@ def _table(*columns: str) -> Table:
 
 
 def _replicas(replicas: list[JsonObject]) -> Table:
-    table = _table("REPLICA", "STATE", "#SLOTS", "#KV", "#WAITING", "#TOKENS/S", "#AGE", "CHOSEN FOR")
+    table = _table("REPLICA", "STATE", "#SLOTS", "#KV", "#WAITING", "#TOKENS/S", "#AGE", "MOSTLY CHOSEN FOR")
     for replica in replicas:
         state = "draining" if replica["is_draining"] else "busy" if replica["num_running"] else "idle"
         table.add_row(

@@ -135,7 +135,7 @@ function stateOf(replica) {
 }
 
 function showReplicas(data) {
-  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting", "Output tokens/s", "Report age", "Last chosen for"];
+  const labels = ["Replica", "State", "Slots", "KV blocks", "Waiting", "Output tokens/s", "Report age", "Mostly chosen for"];
   const classes = ["wide", "", "wide", "wide", "number", "number", "number", "wide ellipsis"];
   $("no-replicas").hidden = data.replicas.length > 0;
   list($("replicas"), data.replicas, replica => replica.replica_id, () => row(labels, classes), (tr, replica) => {

@@ -73,7 +73,8 @@ class JobRequests:
         """Return what `make` returns for the request's sender and body.
 
         Raises:
-            HttpError, InvalidRequest, RequestAborted: as `BodyReader.convert`, or a field or header is invalid.
+            HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `BodyReader.convert`, or a
+                field or header is invalid.
         """
         submitter = Submitter.of(request)
         owner = WorkOwner(Band.BATCH, submitter.caller.principal.tenant)

@@ -62,11 +62,12 @@ class BodyReader:
             Overloaded: too many large bodies wait.
             NoReplicaAvailable: the process that read the body has ended.
         """
-        parts = await self._read_all(request)
+        owner = caller_of(request).unread
+        parts = await self._read_all(request, owner)
         read, num_bytes = partial(read_body, schema, ignored, self._settings.limits, parts), sum(map(len, parts))
         if num_bytes < _LARGE_BODY_BYTES:
             return read()
-        return await self._workers.run_apart(read, caller_of(request).unread, num_bytes)
+        return await self._workers.run_apart(read, owner, num_bytes)
 
     async def convert(
         self, request: Request, make: Callable[[dict[str, object]], ResultT], owner: WorkOwner
@@ -76,7 +77,7 @@ class BodyReader:
         Raises:
             HttpError, InvalidRequest, RequestAborted, Overloaded, NoReplicaAvailable: as `read` does.
         """
-        parts = await self._read_all(request)
+        parts = await self._read_all(request, owner)
         work = partial(_converted, make, self._settings.limits, parts)
         num_bytes = sum(map(len, parts))
         if num_bytes < _LARGE_BODY_BYTES:
@@ -110,7 +111,7 @@ class BodyReader:
             num_bytes += len(part)
             yield part
 
-    async def _read_all(self, request: Request) -> tuple[bytes, ...]:
+    async def _read_all(self, request: Request, owner: WorkOwner) -> tuple[bytes, ...]:
         """Return the body in the parts in which it arrives; refuse it as soon as it is known to be too large."""
         max_body_bytes, limit_s = self._settings.max_body_bytes, self._settings.upload_timeout_s
         content_type = request.headers.get("content-type")
@@ -129,7 +130,7 @@ class BodyReader:
                     if body.may_exceed():
                         asked_s = loop.time()
                         limit.reschedule(None)  # Only the wait for the client counts.
-                        await self._check(request, body)
+                        await self._check(body, owner)
                         limit_s += loop.time() - asked_s
                         limit.reschedule(started_s + limit_s)
         except TimeoutError:
@@ -138,10 +139,10 @@ class BodyReader:
             raise RequestAborted("the client disconnected") from None
         return body.all_parts()
 
-    async def _check(self, request: Request, body: _ArrivingBody) -> None:
+    async def _check(self, body: _ArrivingBody, owner: WorkOwner) -> None:
         """Count the values in what has arrived of a body; a thread or a process does it."""
         check = partial(check_beginning, body.all_parts(), self._settings.limits)
-        await self._workers.run_apart(check, caller_of(request).unread, body.num_bytes)
+        await self._workers.run_apart(check, owner, body.num_bytes)
 
 
 class _ArrivingBody:

@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ErrorReply
+from serve_app.http.unread_bodies import PAUSE_S
 
 MIDDLEWARE_PATH = "serve_app.http.edge:edge_middleware"
 CONNECTIONS_VARIABLE = "HEADWAY_MAX_CONNECTIONS_PER_ADDRESS"
@@ -164,8 +165,9 @@ class EdgeMiddleware:
 class _Answer:
     """Answer to one request on its way to the client. An error of Serve's own, in plain text, is replaced.
 
-    After `give_up` nothing of the application's answer is sent. Behind the beginning of an answer that ends the
-    connection nothing is received: Serve's proxy otherwise goes on, whether or not the application reads.
+    After `give_up` nothing of the application's answer is sent. After the start of an answer that ends the connection
+    the rest of the body is dropped here, slowly: Serve's proxy receives whether or not the application reads, and keeps
+    what it has received. The end of the body and a disconnect are passed on, and the application ends its answer.
     """
 
     def __init__(self, send: Send) -> None:
@@ -187,12 +189,14 @@ class _Answer:
             await _answer(self._replacement, self._send)
 
     def receiving(self, receive: Receive) -> Receive:
-        """Return `receive` with an end at the beginning of an answer that ends the connection."""
+        """Return `receive` without the rest of the body after the start of an answer that ends the connection."""
 
         async def receive_until_last() -> Message:
-            if self._is_last:
-                await asyncio.Event().wait()  # Until the request ends, and with it this call.
-            return await receive()
+            message = await receive()
+            while self._is_last and message.get("more_body"):
+                await asyncio.sleep(PAUSE_S)
+                message = await receive()
+            return {**message, "body": b""} if self._is_last and message["type"] == "http.request" else message
 
         return receive_until_last
 

@@ -180,13 +180,10 @@ class ExchangeMiddleware:
 
 
 def _counting_receive(exchange: Exchange, receive: Receive) -> Receive:
-    """Return a `receive` that counts bytes; its failure, as when Serve cancels the call, counts as a disconnect."""
+    """Return a `receive` that counts bytes."""
 
     async def counting_receive() -> Message:
-        try:
-            message = await receive()
-        except Exception:
-            return {"type": "http.disconnect"}
+        message = await receive()
         exchange.request_bytes += len(message.get("body", b""))
         return message
 

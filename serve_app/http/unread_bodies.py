@@ -15,7 +15,7 @@ _MAX_REST_S = 0.05
 _LINGER_S = 5.0
 """Most time between the answer and the end of the connection, seconds. Many clients read an answer only after they have
 sent the whole body, and the system drops an answer that is not read when a connection ends with bytes unread."""
-_PAUSE_S = 0.005
+PAUSE_S = 0.005
 """Pause after each piece of the rest, seconds. It bounds what a client that goes on sending costs the event loop."""
 
 
@@ -41,7 +41,7 @@ class UnreadBodyMiddleware:
 
 
 class _Exchange:
-    """Body and answer of one request."""
+    """Body and answer of one request. A body that cannot be received counts as a client that has left."""
 
     def __init__(self, headers: Headers, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
@@ -51,7 +51,10 @@ class _Exchange:
         self._is_held = False
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        try:
+            message = await self._receive()
+        except Exception:  # Serve's raises any, as when Serve cancels the call. The answer does not depend on it.
+            message = {"type": "http.disconnect"}
         if self._num_left is not None:
             self._num_left -= len(message.get("body", b""))
         self._has_body = self._has_body and bool(message.get("more_body"))
@@ -90,4 +93,4 @@ class _Exchange:
             async with asyncio.timeout(_LINGER_S):
                 while self._has_body:
                     await self.receive()
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(PAUSE_S)

@@ -1,5 +1,6 @@
 """Limits of API keys over several ingresses, which exchange their use."""
 
+import pickle
 import random
 from collections.abc import Sequence
 
@@ -8,7 +9,7 @@ import pytest
 import serve_app.key_exchange as module
 from replicas.errors import NoReplicaAvailable, Overloaded
 from serve_app.key_exchange import KeyUseBoard, KeyUseExchange
-from serve_app.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyLimits, KeyUseReport
+from serve_app.rate_limits import MAX_PEER_AGE_S, KeyLimiter, KeyLimits, KeyTotals, KeyUseReport
 from testkit.engine.shadow_runner import FakeClock
 from tests.seeds import Seeds
 
@@ -138,6 +139,41 @@ async def test_an_ingress_that_was_away_long_is_not_charged_for_what_has_been_fi
     assert b.num_left() == a.num_left() < 5
     world.clock.now += 60
     assert b.num_left() == LIMIT
+
+
+async def test_after_a_gap_without_exchanges_a_key_is_not_charged_for_what_has_been_filled_up() -> None:
+    world = Ingresses(2)
+    for ingress in world.all:
+        ingress.ask()
+    await world.exchange()
+    for ingress in world.all:
+        ingress.board = None
+    for _ in range(600):
+        world.clock.now += 1
+        assert [ingress.ask() for ingress in world.all] == [1, 1]
+        await world.exchange(1)
+    for ingress in world.all:
+        ingress.board = world.board
+    await world.exchange()
+    assert [ingress.num_left() for ingress in world.all] == [58, 58]
+
+
+async def test_in_a_gap_without_exchanges_a_new_key_begins_unused() -> None:
+    world = Ingresses(2)
+    a, b = world.all
+    a.ask(LIMIT, "other")
+    await world.exchange()
+    world.clock.now += MAX_PEER_AGE_S + 1
+    assert b.num_left("other") == LIMIT
+
+
+def test_a_replica_hands_reports_on_unread() -> None:
+    board = KeyUseBoard(FakeClock().clock().monotonic)
+    board.publish(KeyUseReport("a", 1, b"unreadable"))
+    totals = [KeyTotals("k", 1, 2, 3.0, None)]
+    report = KeyUseReport.of("b", 1, totals)
+    assert [each.packed for each in board.publish(report)] == [b"unreadable"]
+    assert b"KeyTotals" not in pickle.dumps(report) and report.totals() == totals
 
 
 async def test_the_use_of_a_dead_ingress_is_filled_up_and_its_report_forgotten() -> None:

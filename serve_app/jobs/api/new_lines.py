@@ -34,11 +34,6 @@ class NewLines(Sequence[NewLine]):
         lines._packed, lines._num_lines = packed, num_lines
         return lines
 
-    @property
-    def is_read(self) -> bool:
-        """False while the lines are bytes."""
-        return self._packed is None
-
     def __reduce__(self) -> tuple[Callable[[bytes, int], NewLines], tuple[bytes, int]]:
         """Return the function from which another process makes the lines, and its arguments."""
         columns = [line.custom_id for line in self._lines], [line.body for line in self._lines]

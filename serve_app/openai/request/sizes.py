@@ -123,7 +123,7 @@ def _slices(data: bytes) -> Iterator[Chars]:
 
 
 def _remove_escaped(quotes: npt.NDArray[np.bool_], backslashes: npt.NDArray[np.bool_], num_before: int) -> int:
-    """Unmark the quotes behind an odd number of backslashes, of which `num_before` end the slice before.
+    """Unmark the quotes after an odd number of backslashes, of which `num_before` end the slice before.
 
     Returns:
         The number of backslashes at the slice's end.

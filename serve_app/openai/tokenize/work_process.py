@@ -76,16 +76,15 @@ class WorkProcess:
         Raises:
             NoReplicaAvailable: the process ended before it had the result, or took longer than it may.
         """
+        # A process that stops within a message holds the sender or the receiver of the message for ever.
+        timer = threading.Timer(_LIMIT_S, self._process.kill)
+        timer.start()
         try:
-            self._connection.send(work)
-        except OSError:
-            self.end()
-            raise _lost() from None
-        if not self._connection.poll(_LIMIT_S):
-            self.end()
-            raise _lost()
-        found: ResultT = self._receive()
-        return found
+            self._send(work)
+            found: ResultT = self._receive()
+            return found
+        finally:
+            timer.cancel()
 
     @property
     def has_ended(self) -> bool:
@@ -95,6 +94,13 @@ class WorkProcess:
     def end(self) -> None:
         """End the process."""
         self._end()
+
+    def _send(self, work: Callable[[], object]) -> None:
+        try:
+            self._connection.send(work)
+        except OSError:
+            self.end()
+            raise _lost() from None
 
     def _receive(self) -> Any:
         try:

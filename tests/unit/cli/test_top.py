@@ -30,6 +30,7 @@ async def test_a_snapshot_names_replicas_bands_and_requests(make_api: MakeApi) -
     await api.post("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 2}, x_request_id="mine-1")
     result = await top(api)
     assert result.exit_code == 0, result.output
+    assert "MOSTLY CHOSEN FOR" in result.stdout
     lines = [line.split() for line in result.stdout.splitlines()]
     assert ["replica-a", "idle", "0/8", "25", "%", "3", "12", "0.2", "s", "only", "one,", "1", "of", "1"] in lines
     assert ["batch", "1,234", "1", *["-"] * 6] in lines

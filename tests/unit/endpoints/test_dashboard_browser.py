@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.deep, pytest.mark.skipif(CHROMIUM is None, reason="the
 
 IS_WIDER = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 CLIPPED = """Array.from(document.querySelectorAll("main *")).filter(each =>
-    !each.closest("thead, summary, svg, .ellipsis") && each.scrollWidth > each.clientWidth + 1
+    !each.closest(innerWidth > 760 ? "summary, svg, .ellipsis" : "thead, summary, svg, .ellipsis")
+    && each.scrollWidth > each.clientWidth + 1
     && getComputedStyle(each).display !== "inline").map(each => each.id || each.textContent)"""
 FORMS = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
 """Widths of the window in pixels, and colour schemes."""

@@ -163,7 +163,7 @@ async def test_a_large_batch_is_made_in_another_process_and_never_read_by_the_in
     api = make_api(job_limits={"max_batch_lines": 1000})
     content = json.dumps({"prompts": ["the quick brown fox"] * 1000, "max_tokens": 3}).encode()
     async with asyncio.timeout(LIMIT_S):
-        while not (new := [each for each in api.jobs.new.values() if not each.lines.is_read]):
+        while not (new := [each for each in api.jobs.new.values() if each.lines._packed is not None]):
             # Until the process is ready threads do the work.
             assert await post(api, "/v1/batch/async", content, **{"idempotency-key": new_id("key")}) == 202
             await asyncio.sleep(0.1)

@@ -7,8 +7,12 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http import unread_bodies
+from serve_app.http.edge import EdgeLimits, EdgeMiddleware
+from serve_app.http.unread_bodies import UnreadBodyMiddleware
 from testkit.http.api import MakeApi, refusal, serving
 from testkit.limits import LIMIT_S
 
@@ -16,9 +20,32 @@ MANY_VALUES = b'{"model":"tiny","prompt":[' + b'"a",' * 300_000
 PATH = "/v1/completions"
 
 
-@pytest.fixture
-async def url(make_api: MakeApi) -> AsyncIterator[str]:
-    async with serving(make_api().app) as url:
+class ServesProxy:
+    """Application that receives as Serve's proxies do: on and on, whether or not the one behind it asks."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        kept = asyncio.Queue[Message]()
+
+        async def receive_all() -> None:
+            message: Message = {"type": "http.request"}
+            while message["type"] == "http.request":
+                message = await receive()
+                kept.put_nowait(message)
+
+        receiving = asyncio.create_task(receive_all())
+        await self._app(scope, kept.get, send)
+        receiving.cancel()
+
+
+@pytest.fixture(params=["alone", "behind the edge"])
+async def url(make_api: MakeApi, request: pytest.FixtureRequest) -> AsyncIterator[str]:
+    app = make_api().app
+    if request.param == "behind the edge":
+        app = EdgeMiddleware(ServesProxy(app), EdgeLimits())
+    async with serving(app) as url:
         yield url
 
 
@@ -126,3 +153,17 @@ async def test_a_short_rest_of_a_body_does_not_cost_the_connection(url: str, len
     assert (await connection.answer())[0] == 404
     assert not await connection.is_closed()
     connection.close()
+
+
+async def test_a_body_that_cannot_be_received_replaces_no_answer() -> None:
+    sent: list[Message] = []
+
+    async def fail() -> Message:
+        raise RuntimeError("the proxy is gone")
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "headers": [(b"transfer-encoding", b"chunked")]}
+    await UnreadBodyMiddleware(PlainTextResponse("unknown", 404))(scope, fail, send)
+    assert [message.get("status") for message in sent] == [404, None]

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http.edge import CONNECTIONS_VARIABLE, EdgeLimits, EdgeMiddleware, edge_middleware, refuse_websocket
 from testkit.http.api import refusal
-from testkit.limits import until
+from testkit.limits import LIMIT_S, until
 
 LIMITS = EdgeLimits(max_headers=10, max_header_bytes=1000, max_connections_per_address=2, probe_limit_s=0.05)
 Answer = Callable[[Request], Awaitable[ASGIApp]]
@@ -32,6 +32,10 @@ class Front:
         self.edge = EdgeMiddleware(application, LIMITS)
         transport = httpx.ASGITransport(self.edge, client=(address, 5000))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test", headers={"user-agent": "test"})
+
+
+def body_part(body: bytes, more_body: bool) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more_body}
 
 
 async def fine(request: Request) -> ASGIApp:
@@ -179,35 +183,33 @@ async def test_a_websocket_is_refused_in_the_shape_of_all_errors() -> None:
     assert json.loads(body["body"])["error"]["code"] == "not_found"
 
 
-async def test_behind_an_answer_that_ends_the_connection_nothing_is_received() -> None:
-    """Receive as Serve's proxies do: on and on, whether or not the application asks."""
-    num_received, receiving = 0, None
+@pytest.mark.parametrize(
+    ("last", "passed"),
+    [
+        (body_part(b"end", more_body=False), body_part(b"", more_body=False)),
+        ({"type": "http.disconnect"}, {"type": "http.disconnect"}),
+    ],
+    ids=["end", "disconnect"],
+)
+async def test_after_the_start_of_an_answer_that_ends_the_connection_only_the_end_of_the_body_passes(
+    last: Message, passed: Message
+) -> None:
+    body = iter([*[body_part(b"part", more_body=True)] * 9, last])
+    received: list[Message] = []
 
-    async def endless() -> Message:
-        nonlocal num_received
-        num_received += 1
-        await asyncio.sleep(0)
-        return {"type": "http.request", "body": bytes(1000), "more_body": True}
+    async def next_part() -> Message:
+        return next(body)
 
-    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal receiving
-
-        async def receive_all() -> None:
-            while True:
-                await receive()
-
-        receiving = asyncio.create_task(receive_all())
-        await until(lambda: num_received > 3)
+    async def application(scope: Scope, receive: Receive, send: Send) -> None:
+        received.append(await receive())
         await send({"type": "http.response.start", "status": 413, "headers": [(b"connection", b"close")]})
-        before = num_received
-        await asyncio.sleep(0.01)
-        assert num_received <= before + 1
+        received.append(await receive())
         await send({"type": "http.response.body", "body": b"{}", "more_body": False})
 
     async def send(message: Message) -> None:
         pass
 
     scope = {"type": "http", "path": "/", "headers": [], "client": ("192.0.2.7", 5000)}
-    await EdgeMiddleware(proxy, LIMITS)(scope, endless, send)
-    assert receiving is not None
-    receiving.cancel()
+    async with asyncio.timeout(LIMIT_S):
+        await EdgeMiddleware(application, LIMITS)(scope, next_part, send)
+    assert received == [body_part(b"part", more_body=True), passed]

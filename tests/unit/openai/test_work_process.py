@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 
+import serve_app.openai.tokenize.work_process as module
 from replicas.errors import InvalidRequest, NoReplicaAvailable, ServingError
 from serve_app.openai.request.body import IgnoredValues
 from serve_app.openai.request.conversation import MessageList
@@ -52,6 +54,11 @@ def num_encoders() -> int:
 
 def end_at_once() -> None:
     os._exit(1)
+
+
+def stop_within_a_message() -> None:
+    os.write(int(sys.argv[1]), bytes([0, 0, 1, 0, 0]))  # the first of 256 bytes
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +169,29 @@ def test_until_a_process_is_ready_work_is_done_here_and_a_dead_one_is_replaced()
     assert processes.run(os.getpid) == os.getpid()
     now_s = 100.0
     wait_until(lambda: processes.run(os.getpid) not in (first, os.getpid()))
+
+
+@pytest.mark.parametrize(
+    ("work", "is_stopped"),
+    [(nothing, True), (partial(len, bytes(2**22)), True), (stop_within_a_message, False)],
+    ids=["before the work", "within the work", "within the answer"],
+)
+def test_a_stopped_process_is_ended_after_a_time(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[], object], is_stopped: bool
+) -> None:
+    monkeypatch.setattr(module, "_LIMIT_S", 0.2)
+    process = WorkProcess(nothing)
+    wait_until(process.is_ready)
+    if is_stopped:
+        os.kill(process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(lambda: process.call(work))
+        try:
+            with pytest.raises(NoReplicaAvailable):
+                answer.result(LIMIT_S / 10)
+        finally:
+            process._process.kill()
+    assert process.has_ended
 
 
 def test_a_process_that_cannot_start_harms_no_work() -> None:

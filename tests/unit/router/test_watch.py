@@ -8,9 +8,11 @@ import pytest
 
 from replicas.errors import DeadlineExceeded
 from replicas.protocol import GenerateRequest
-from router.watch import WatchSettings
+from router.balancing.load_table import LoadTable
+from router.watch import ReplicaWatch, WatchSettings
 from testkit.router.dispatch_worlds import MakeWorld, Outcome, World, read
-from testkit.router.simulated_replicas import FakeReplica, request, undisturbed
+from testkit.router.simulated_replicas import FakeReplica, request, stats, undisturbed
+from testkit.router.simulated_time import FakeClock
 
 
 def long(name: str, num_tokens: int = 60) -> GenerateRequest:
@@ -176,3 +178,33 @@ async def test_a_replica_is_drained_by_its_id(make_world: MakeWorld):
     await world.read_all([request(str(number)) for number in range(3)])
     (await reading).check(wanted)
     assert len(leaving.started) == 1 and world.observer.migrations == {"resumed": 1}
+
+
+def test_replicas_are_still_watched_after_a_minute_of_failed_polls():
+    clock = FakeClock()
+    table, watch = LoadTable(clock), ReplicaWatch(WatchSettings(), clock)
+
+    def poll(*answering: str) -> None:
+        asked_s = table.now()
+        watch.asked()
+        polled = [replace(stats(replica_id), version=1) for replica_id in answering]  # Their load never changes.
+        watch.polled(polled, table.replace(polled, asked_s))
+
+    def wait(seconds: int) -> None:
+        for _ in range(4 * seconds):
+            clock.now += 0.25
+            watch.tick(0)
+
+    poll("a", "b")
+    for _ in range(70):
+        watch.asked()
+        wait(1)
+    poll("a", "b")
+    for _ in range(6):
+        poll("a")
+        wait(1)
+    assert watch.is_hung("b") and not watch.is_hung("a")
+    for _ in range(70):
+        poll("a")
+        wait(1)
+    assert not watch.is_hung("b"), "a replica that has left is forgotten"

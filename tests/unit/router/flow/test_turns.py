@@ -13,7 +13,7 @@ def test_sums_up_to_a_key_are_those_of_all_keys(seed: int, monkeypatch: pytest.M
     monkeypatch.setattr(module, "_MAX_BUCKET", 8)
     rng = random.Random(seed)
     keys = SummedKeys()
-    entries: list[tuple[float, float]] = []
+    entries: list[tuple[int, int]] = []
     for _ in range(500):
         if entries and rng.random() < 0.45:
             key, value = entries.pop(rng.randrange(len(entries)))
@@ -32,19 +32,19 @@ def test_sums_up_to_a_key_are_those_of_all_keys(seed: int, monkeypatch: pytest.M
 def test_tokens_until_a_turn_are_those_of_each_tenant(seed: int):
     rng = random.Random(seed)
     turns = Turns()
-    waiting: dict[str, tuple[float, int, int]] = {}
+    waiting: dict[str, tuple[int, int, int]] = {}
     for _ in range(400):
         name = f"tenant-{rng.randrange(60)}"
         if rng.random() < 0.3:
             waiting.pop(name, None)
         else:
             first = rng.randrange(1, 100)
-            waiting[name] = (float(rng.randrange(1000)), first + rng.choice([0, rng.randrange(500)]), first)
+            waiting[name] = (rng.randrange(1000), first + rng.choice([0, rng.randrange(500)]), first)
         turns.update(name, waiting.get(name))
         turns.check_invariants()
-        turn, but = float(rng.randrange(-10, 1500)), f"tenant-{rng.randrange(60)}"
+        turn, but = rng.randrange(-10, 1500), f"tenant-{rng.randrange(60)}"
         expected = sum(
-            min(num_tokens, int(turn - counter) + first)
+            min(num_tokens, turn - counter + first)
             for other, (counter, num_tokens, first) in waiting.items()
             if other != but and counter <= turn
         )
