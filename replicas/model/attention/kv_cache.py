@@ -85,8 +85,9 @@ class LayerCache:
 def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round [..., size] to int8 or float8_e4m3fn; return the numbers, and their scales [...] float32.
 
-    The largest magnitude of a head becomes the largest number of the type. The scale is not finite if a number of the
-    head is not.
+    The largest magnitude of a head becomes the largest number of the type. If a number of the head is not finite, the
+    scale is not either, and the numbers are zeros: `LayerCache.clear` leaves them, and the block's next owner would
+    read a NaN.
     """
     largest_number = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     heads = heads.float()
@@ -94,7 +95,7 @@ def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # A number divided by a tensor would be a product with the reciprocal, which is rounded twice.
     factor = torch.full_like(largest, largest_number) / largest
     factor = torch.where(largest > _LEAST_MAGNITUDE, factor, 0.0)
-    numbers = heads * factor[..., None]
+    numbers = torch.where(factor[..., None] > 0, heads * factor[..., None], 0.0)
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), largest / largest_number
 
 
