@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import random_model
 from testkit.model.tiny_checkpoints import (
     ARCHITECTURES,
@@ -233,3 +235,22 @@ def test_batch_invariance_changes_nothing_on_a_cpu_and_says_so(llama: Path, capl
 def test_batch_invariance_in_bfloat16_on_a_cpu_needs_the_kernels(llama: Path) -> None:
     with pytest.raises(ModelLoadError, match="needs the compiled kernels"):
         load_model(ModelOptions(str(llama), dtype="bfloat16", batch_invariant=True, kernel_cache_dir=None))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "words"),
+    [
+        ("llama", {}, None),
+        ("llama", {"head_dim": 24}, "do not support the sizes of the model's heads"),
+        ("llama", {"intermediate_size": 72}, "uses torch's "),
+        ("qwen3_moe", {}, "uses torch's "),
+    ],
+)
+def test_batch_invariance_in_bfloat16_on_a_cpu_needs_kernels_for_the_whole_model(
+    tmp_path: Path, architecture: str, sizes: dict[str, int], words: str | None
+) -> None:
+    need_kernels()
+    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False, **sizes)
+    options = ModelOptions(str(path), dtype="bfloat16", device="cpu", batch_invariant=True)
+    with nullcontext() if words is None else pytest.raises(ModelLoadError, match=words):
+        assert not load_model(options).is_batch_invariant
