@@ -83,6 +83,13 @@ def test_products_pass_their_check(dtype: torch.dtype) -> None:
         lambda rows: rows.cumsum(dim=-1),
         lambda rows: rows.var(dim=-1),
         lambda rows: torch.einsum("ij,kj->ik", rows, rows),
+        lambda rows: rows.sum(),
+        lambda rows: rows.mean(),
+        lambda rows: torch.sum(rows, dim=1, out=torch.empty(5)),
+        lambda rows: torch.mm(rows, rows.t(), out=torch.empty(5, 5)),
+        lambda rows: torch.logsumexp(rows, dim=1, out=torch.empty(5)),
+        lambda rows: rows.index_put((torch.tensor([0, 0]),), drawn(2, 9), accumulate=True),
+        lambda rows: rows.scatter_reduce(0, torch.zeros(5, 9, dtype=torch.int64), rows, "sum"),
     ],
 )
 def test_operations_without_a_kernel_are_refused(operation: object) -> None:
