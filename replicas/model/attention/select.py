@@ -65,7 +65,10 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
             return FlashAndTriton(_flash(spec, triton), triton)
         return _triton(spec)
     except ModelLoadError as error:
-        raise ModelLoadError(f"attention_backend is {backend!r}, which does not work here: {error}") from error
+        setting = f"attention_backend is {backend!r}, which"
+        if backend == "auto":  # It comes here with batch_invariant only.
+            setting = "batch_invariant is true, which needs triton; that"
+        raise ModelLoadError(f"{setting} does not work here: {error}") from error
 
 
 class FlashAndTriton:

@@ -169,8 +169,11 @@ def test_without_triton_all_else_works(
     choose_attention(loaded.attention_spec(16), "auto")
     assert choose_attention(replace(loaded, device=torch.device("cuda")).attention_spec(16), "auto") is GatherAttention
     assert "import of triton halted" in caplog.text
-    with pytest.raises(ModelLoadError, match="import of triton halted"):
+    with pytest.raises(ModelLoadError, match="'triton', which does not work here: import of triton halted"):
         choose_attention(loaded.attention_spec(16), "triton")
+    invariant = replace(loaded, is_batch_invariant=True).attention_spec(16)
+    with pytest.raises(ModelLoadError, match=r"^batch_invariant is true, which needs triton; .*import of triton"):
+        choose_attention(invariant, "auto")
 
 
 @pytest.mark.parametrize("backend", ["flash", "gather"])
