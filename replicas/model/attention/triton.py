@@ -364,7 +364,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
     call, layer, group, shape, tile = launch.call, launch.layer, launch.group, launch.shape, launch.tile
     query = with_dense_heads(call.query)
     strides = _outer_strides(query)
-    attend_kernel[(shape.num_kv_heads, launch.work.bounds.num_pieces)](
+    attend_kernel[(shape.num_kv_heads * launch.work.bounds.num_pieces,)](
         query,
         *_numbers_and_scales(layer),
         launch.output,

@@ -195,12 +195,13 @@ def attend_kernel(
     IS_SPLIT: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
-    """Compute KV head `program_id(0)` of piece `program_id(1)`.
+    """Compute one KV head of one piece.
 
     With IS_SPLIT a part goes to `parts` and `part_sums` for `combine_kernel`; a whole tile goes to `output`. The head
-    is the fastest index, so programs that run together read neighbouring memory.
+    is the fastest index, so programs that run together read neighbouring memory. Both are in one axis of the launch:
+    the second one has at most 65,535 programs.
     """
-    head, piece = tl.program_id(0), pieces + tl.program_id(1) * 8
+    head, piece = tl.program_id(0) % NUM_KV_HEADS, pieces + tl.program_id(0) // NUM_KV_HEADS * 8
     num_tokens = tl.load(piece + 2)
     if num_tokens == 0:
         return
