@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 from replicas.errors import ModelLoadError
 from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
-from replicas.model.attention.kv_cache import AttentionLayer
+from replicas.model.attention.kv_cache import AttentionLayer, is_quantized
 from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
@@ -87,7 +87,7 @@ class LoadedModel:
 
         `cache_dtype` is the number format of the KV cache; None: the model's.
         """
-        quantized = cache_dtype if cache_dtype is not None and cache_dtype.itemsize == 1 else None
+        quantized = cache_dtype if cache_dtype is not None and is_quantized(cache_dtype) else None
         longest = self.max_model_len if self.is_batch_invariant else None
         return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels, quantized, longest)
 
