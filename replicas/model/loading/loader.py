@@ -88,8 +88,16 @@ class LoadedModel:
         `cache_dtype` is the number format of the KV cache; None: the model's.
         """
         quantized = cache_dtype if cache_dtype is not None and is_quantized(cache_dtype) else None
-        longest = self.max_model_len if self.is_batch_invariant else None
-        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels, quantized, longest)
+        return AttentionSpec(
+            self.layers,
+            block_size,
+            self.max_model_len,
+            self.dtype,
+            self.device,
+            self.has_kernels,
+            quantized,
+            self.is_batch_invariant,
+        )
 
 
 def load_model(options: ModelOptions) -> LoadedModel:

@@ -115,7 +115,7 @@ def test_attention_is_that_over_the_numbers_of_the_cache(
 
 @pytest.mark.usefixtures("kernels")
 def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = AttentionSpec((KINDS["window"].layer,), 16, torch.float32, CPU, True, torch.int8)
+    spec = AttentionSpec((KINDS["window"].layer,), 16, 512, torch.float32, CPU, True, torch.int8)
     assert check_attention(spec, [CppAttention]) is None
     attend = torch.ops.headway.attend_paged.default
 
@@ -127,7 +127,7 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_flash_attention_is_refused() -> None:
-    spec = AttentionSpec((KINDS["plain"].layer,), 16, torch.float32, CPU, quantized_cache=torch.int8)
+    spec = AttentionSpec((KINDS["plain"].layer,), 16, 512, torch.float32, CPU, quantized_cache=torch.int8)
     with pytest.raises(
         ModelLoadError, match="'flash', which does not work here: it does not read a KV cache in 8 bits"
     ):

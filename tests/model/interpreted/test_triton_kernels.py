@@ -166,7 +166,7 @@ LAYERS = [
 
 def test_right_kernels_pass_the_check() -> None:
     backends = [TritonBackend(0, CAPABILITY), TritonBackend(4096, CAPABILITY)]
-    assert check_attention(AttentionSpec(LAYERS[1:], 16, torch.float16, CPU), backends) is None
+    assert check_attention(AttentionSpec(LAYERS[1:], 16, 512, torch.float16, CPU), backends) is None
 
 
 def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget_the_first(layer, shape, slots, call):
         write(layer, shape, slots.clamp(min=int(slots.min()) + 1), call)
 
-    spec = AttentionSpec(LAYERS[:1], 16, torch.float32, CPU)
+    spec = AttentionSpec(LAYERS[:1], 16, 512, torch.float32, CPU)
     for wrong in (forget_the_first, lambda *_: None):
         monkeypatch.setattr(triton, "write_keys_and_values", wrong)
         fault = check_attention(spec, [TritonBackend(0, CAPABILITY)])
