@@ -39,8 +39,10 @@ def planned(chunks: list[list[int]], tile: TileShape, window: int | None, num_pa
     group = ChunkGroup(fields, torch.zeros(1, 1, dtype=torch.int32), num_tokens, longest=10**6)
     bounds = PieceBounds.even(group, tile.tokens, num_parts)
     # Memory that nobody has written holds anything.
-    pieces, splits = (torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_splits))
-    work = WorkList(pieces, splits, bounds, num_parts)
+    pieces, split_tiles = (
+        torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_split_tiles)
+    )
+    work = WorkList(pieces, split_tiles, bounds, num_parts)
     triton._plan(work, group, tile, window)
     return work
 
@@ -73,8 +75,8 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
         for offset in range(0, num_tokens, TILE.tokens)
     }
     assert tiles.keys() == expected.keys()
-    splits = {split[0]: split[1:5] for split in work.splits.tolist() if split[1] > 0}
-    assert splits.keys() == {row for row, pieces in tiles.items() if len(pieces) > 1}
+    split_tiles = {split[0]: split[1:5] for split in work.split_tiles.tolist() if split[1] > 0}
+    assert split_tiles.keys() == {row for row, pieces in tiles.items() if len(pieces) > 1}
     part_rows: list[int] = []
     for row, pieces in tiles.items():
         position, num_tokens, table_row = expected[row]
@@ -85,7 +87,7 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
         if len(pieces) == 1:
             assert pieces[0].part_row == -1
         else:
-            assert splits[row] == [num_tokens, pieces[0].part_row, len(pieces), 0]
+            assert split_tiles[row] == [num_tokens, pieces[0].part_row, len(pieces), 0]
             part_rows += [piece.part_row + token for piece in pieces for token in range(num_tokens)]
     assert sorted(part_rows) == list(range(len(part_rows))) and len(part_rows) <= work.bounds.num_part_rows
 
