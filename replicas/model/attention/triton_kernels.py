@@ -35,6 +35,8 @@ PIECE_FIELDS = 8
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _WIDENED_FACTOR = tl.constexpr(256.0)
 """Value of a float8 number divided by that of the half-precision number with the same bits."""
+_INT8_FACTOR = tl.constexpr(64.0)
+"""Factor of weights times scales of int8: with it the largest value of float16, by 127, stays a number of float16."""
 _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 """A head without a larger number becomes zeros, as `kv_cache.quantize` has it."""
 
@@ -331,11 +333,12 @@ def _attend_keys(
         if HAS_SCALES:
             value = _widened(value, queries.dtype, IS_FLOAT8)
             # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
-            weights *= tl.load(value_scales + scale_at, mask=is_key, other=0.0)[None, :] * _WIDENED_FACTOR
+            value_scale = tl.load(value_scales + scale_at, mask=is_key, other=0.0)
+            weights *= (value_scale * (_WIDENED_FACTOR if IS_FLOAT8 else _INT8_FACTOR))[None, :]
         values = values * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = raised
     if HAS_SCALES and not IS_FLOAT8:
-        values *= 1.0 / _WIDENED_FACTOR
+        values *= 1.0 / _INT8_FACTOR
     return values, tl.where(highest == float("-inf"), 0.0, highest), total
 
 
