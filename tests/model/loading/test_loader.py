@@ -214,6 +214,15 @@ def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
         assert all(result.token_id is not None for result in runner.execute(batch))
 
 
+def test_memory_is_measured_with_as_many_long_prompts_as_a_step_holds() -> None:
+    def longest(max_num_seqs: int) -> list[tuple[int, int]]:
+        batch = dummy_batches(max_num_seqs, max_num_batched_tokens=700, max_model_len=300, block_size=16)[0]
+        return [(item.start, item.end) for item in batch.items]
+
+    assert longest(4) == [(0, 300), (0, 300), (200, 300)]
+    assert longest(2) == [(0, 300), (0, 300)]
+
+
 def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:
     loaded = load_model(ModelOptions(str(llama), dtype="float32"))
     # 3 layers x 16 slots x 2 KV heads x (16 + 16) x 4 bytes
