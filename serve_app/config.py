@@ -286,7 +286,7 @@ class HeadwayConfig(_SettingsOfParts):
             )
         if device == "cpu" and options.model.compile_layers:
             raise ValueError("device (cpu) and compile_layers (true) contradict each other")
-        if options.model.batch_invariant and device != "cpu" and backend in ("flash", "gather"):
+        if options.model.batch_invariant and backend in ("flash", "gather"):
             raise ValueError(f"batch_invariant (true) and attention_backend ({backend}) contradict each other")
         if device == "cuda" and self.num_gpus_per_replica == 0:
             raise ValueError("device (cuda) and num_gpus_per_replica (0) contradict each other")

@@ -173,7 +173,7 @@ def check_flash(device: str) -> Check:
     except ModelLoadError as error:
         return Check(name, True, f"not used: {error}")
     layer = LAYERS["llama-3.1-8b"]
-    spec = AttentionSpec([layer.layer], 16, BFLOAT16, torch.device(device))
+    spec = AttentionSpec([layer.layer], 16, 512, BFLOAT16, torch.device(device))
     fault = check_attention(spec, [backend], LONG_SCHEDULE)
     return Check(name, fault is None, fault or "as plain torch")
 

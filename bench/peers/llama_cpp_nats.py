@@ -25,6 +25,20 @@ def nats(model: Any, token_ids: list[int]) -> float:
     return float((norms - logits[np.arange(len(targets)), targets]).sum())
 
 
+def _model_class() -> Any:
+    """Return the class of models. Kernels that lay weights out anew are off: those for AMX crash in some machines."""
+    library = importlib.import_module("llama_cpp.llama_cpp")
+    defaults = library.llama_model_default_params
+
+    def parameters() -> Any:
+        made = defaults()
+        made.use_extra_bufts = False
+        return made
+
+    library.llama_model_default_params = parameters
+    return importlib.import_module("llama_cpp").Llama
+
+
 def main() -> None:
     """Read, compute, print."""
     texts = json.load(sys.stdin)

@@ -77,6 +77,10 @@ def test_strings_of_the_command_line_become_typed_values():
             ["batch_invariant (true)", "attention_backend (gather)"],
         ),
         (
+            {"batch_invariant": True, "attention_backend": "gather", "device": "cpu"},
+            ["batch_invariant (true)", "attention_backend (gather)"],
+        ),
+        (
             {"attention_backend": "flash", "kv_cache_dtype": "fp8"},
             ["attention_backend (flash)", "kv_cache_dtype (fp8)"],
         ),

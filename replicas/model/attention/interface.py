@@ -69,14 +69,16 @@ class AttentionSpec:
 
     layers: Sequence[AttentionLayer]
     block_size: int
+    max_model_len: int
+    """Most tokens of one sequence."""
     dtype: torch.dtype
     device: torch.device
     has_kernels: bool = False
     """True if the compiled CPU kernels are loaded and support `dtype`."""
     quantized_cache: torch.dtype | None = None
     """Number format of a KV cache in 8 bits, int8 or float8_e4m3fn; None: the cache has `dtype`."""
-    batch_invariant_len: int | None = None
-    """Length of the longest sequence, if attention must not depend on the other sequences of a batch; else None."""
+    is_batch_invariant: bool = False
+    """True if attention must not depend on the other sequences of a batch."""
 
 
 class AttentionPort:

@@ -85,8 +85,9 @@ class LayerCache:
 def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round [..., size] to int8 or float8_e4m3fn; return the numbers, and their scales [...] float32.
 
-    The largest magnitude of a head becomes the largest number of the type. The scale is not finite if a number of the
-    head is not.
+    The largest magnitude of a head becomes the largest number of the type. If a number of the head is not finite, the
+    scale is not either, and the numbers are zeros: `LayerCache.clear` leaves them, and the block's next owner would
+    read a NaN.
     """
     largest_number = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     heads = heads.float()
@@ -94,7 +95,7 @@ def quantize(heads: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # A number divided by a tensor would be a product with the reciprocal, which is rounded twice.
     factor = torch.full_like(largest, largest_number) / largest
     factor = torch.where(largest > _LEAST_MAGNITUDE, factor, 0.0)
-    numbers = heads * factor[..., None]
+    numbers = torch.where(factor[..., None] > 0, heads * factor[..., None], 0.0)
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype), largest / largest_number
 
 
@@ -107,7 +108,7 @@ def _read(numbers: Tensor, scales: Tensor | None, blocks: Tensor, dtype: torch.d
 
 def _movable(numbers: Tensor) -> Tensor:
     """Return a view that torch can index: it cannot index float8 everywhere."""
-    return numbers.view(torch.int8) if numbers.itemsize == 1 else numbers
+    return numbers.view(torch.int8) if is_quantized(numbers.dtype) else numbers
 
 
 class KVCache:
@@ -127,12 +128,12 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
-        self.is_quantized = dtype.itemsize == 1
+        self.is_quantized = is_quantized(dtype)
         """True if keys and values have 8 bits and scales."""
 
         def scales(layer: AttentionLayer) -> Tensor | None:
             shape = (num_blocks + 1, layer.num_kv_heads, block_size)
-            return _zeros(shape, torch.float32, device) if dtype.itemsize == 1 else None
+            return _zeros(shape, torch.float32, device) if self.is_quantized else None
 
         self._layers = {
             layer.index: LayerCache(
@@ -148,6 +149,11 @@ class KVCache:
         return self._layers[layer]
 
 
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Return True if keys and values in `dtype` have 8 bits and scales."""
+    return dtype.itemsize == 1
+
+
 def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: torch.dtype) -> int:
     """Return the size of one block over all layers, in bytes."""
     return block_size * sum(bytes_per_token(layer, dtype) for layer in layers)
@@ -155,13 +161,13 @@ def bytes_per_block(layers: Iterable[AttentionLayer], block_size: int, dtype: to
 
 def bytes_per_token(layer: AttentionLayer, dtype: torch.dtype) -> int:
     """Return the size of one token in one layer, in bytes, with its scales."""
-    scale_bytes = 2 * torch.float32.itemsize if dtype.itemsize == 1 else 0
+    scale_bytes = 2 * torch.float32.itemsize if is_quantized(dtype) else 0
     return layer.num_kv_heads * ((layer.key_size + layer.value_size) * dtype.itemsize + scale_bytes)
 
 
 def num_tensors(layers: Sequence[AttentionLayer], dtype: torch.dtype) -> int:
     """Return the number of tensors of a cache."""
-    return len(layers) * (4 if dtype.itemsize == 1 else 2)
+    return len(layers) * (4 if is_quantized(dtype) else 2)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -52,9 +52,9 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
     """
     if backend not in BACKENDS:
         raise ModelLoadError(f"attention_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
-    if spec.batch_invariant_len is not None and backend not in ("auto", "triton"):
+    if spec.is_batch_invariant and backend not in ("auto", "triton"):
         raise ModelLoadError(f"attention_backend is {backend!r}, and batch_invariant is true, which needs triton")
-    if backend == "auto" and spec.batch_invariant_len is None:
+    if backend == "auto" and not spec.is_batch_invariant:
         return _fastest(spec)
     if backend == "gather":
         return GatherAttention
@@ -65,7 +65,10 @@ def choose_attention(spec: AttentionSpec, backend: str) -> AttentionBackend:
             return FlashAndTriton(_flash(spec, triton), triton)
         return _triton(spec)
     except ModelLoadError as error:
-        raise ModelLoadError(f"attention_backend is {backend!r}, which does not work here: {error}") from error
+        setting = f"attention_backend is {backend!r}, which"
+        if backend == "auto":  # It comes here with batch_invariant only.
+            setting = "batch_invariant is true, which needs triton; that"
+        raise ModelLoadError(f"{setting} does not work here: {error}") from error
 
 
 class FlashAndTriton:
@@ -129,13 +132,14 @@ def _triton(spec: AttentionSpec) -> TritonBackend:
         from replicas.model.attention.triton import TritonBackend, fixed_part_keys
     except ImportError as error:
         raise ModelLoadError(str(error)) from error
-    capability, longest = compute_capability(spec.device), spec.batch_invariant_len
-    if longest is None:
-        candidates = [TritonBackend(number, capability) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)]
+    capability = compute_capability(spec.device)
+    if spec.is_batch_invariant:
+        part_keys = fixed_part_keys(spec.max_model_len)
+        candidates = [TritonBackend(1, capability, keys) for keys in (_FEW_PART_KEYS, part_keys)]
     else:
-        candidates = [TritonBackend(1, capability, keys) for keys in (_FEW_PART_KEYS, fixed_part_keys(longest))]
+        candidates = [TritonBackend(number, capability) for number in (_FEW_PROCESSORS, _MANY_PROCESSORS)]
     _refuse_wrong(spec, candidates, SHORT_SCHEDULE)
-    return candidates[-1] if longest is not None else TritonBackend(_num_processors(spec.device), capability)
+    return candidates[-1] if spec.is_batch_invariant else TritonBackend(_num_processors(spec.device), capability)
 
 
 def _refuse_wrong(spec: AttentionSpec, candidates: Sequence[AttentionBackend], schedule: ChunkSchedule) -> None:

@@ -123,7 +123,7 @@ class PieceBounds:
     """Bounds of a list of pieces, known to the host: they depend on no value on the device."""
 
     num_pieces: int
-    num_splits: int
+    num_split_tiles: int
     """Most tiles of several parts."""
     num_part_rows: int
     """Most tokens of all parts of these tiles together; 0: no tile has several parts."""
@@ -135,8 +135,8 @@ class PieceBounds:
         Each tile has a last part beside those that are full. A tile of several parts has more keys than a part.
         """
         num_tiles = group.max_tiles(tile_tokens)
-        num_splits = min(num_tiles, num_parts)
-        return cls(num_tiles + num_parts, max(1, num_splits), (num_splits + num_parts) * tile_tokens)
+        num_split_tiles = min(num_tiles, num_parts)
+        return cls(num_tiles + num_parts, max(1, num_split_tiles), (num_split_tiles + num_parts) * tile_tokens)
 
     @classmethod
     def fixed(cls, group: ChunkGroup, tile_tokens: int, part_keys: int) -> PieceBounds:
@@ -151,7 +151,7 @@ class WorkList:
     """Pieces of the attention of a group of chunks: one for each program of a KV head."""
 
     pieces: Tensor  # [num_pieces, PIECE_FIELDS] int32, see `triton_kernels`
-    splits: Tensor  # [num_splits, PIECE_FIELDS] int32
+    split_tiles: Tensor  # [num_split_tiles, PIECE_FIELDS] int32
     bounds: PieceBounds
     num_parts: int
     """Number of even parts that all keys are cut into, beside the last part of each tile."""
@@ -219,10 +219,10 @@ class TritonAttention:
                 if part_keys is None
                 else PieceBounds.fixed(group, tile.tokens, part_keys)
             )
-            pieces, splits = (
-                group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_splits)
+            pieces, split_tiles = (
+                group.chunks.new_empty(size, PIECE_FIELDS) for size in (bounds.num_pieces, bounds.num_split_tiles)
             )
-            self._work[key] = WorkList(pieces, splits, bounds, num_parts, part_keys)
+            self._work[key] = WorkList(pieces, split_tiles, bounds, num_parts, part_keys)
             _plan(self._work[key], group, tile, window)
         return self._work[key]
 
@@ -344,10 +344,10 @@ def _plan(work: WorkList, group: ChunkGroup, tile: TileShape, window: int | None
     plan_kernel[(1,)](
         group.chunks,
         work.pieces,
-        work.splits,
+        work.split_tiles,
         len(group.chunks),
         bounds.num_pieces,
-        bounds.num_splits,
+        bounds.num_split_tiles,
         max(1, work.num_parts),
         window or 0,
         work.part_keys or _MIN_PART_KEYS,
@@ -364,7 +364,7 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
     call, layer, group, shape, tile = launch.call, launch.layer, launch.group, launch.shape, launch.tile
     query = with_dense_heads(call.query)
     strides = _outer_strides(query)
-    attend_kernel[(shape.num_kv_heads, launch.work.bounds.num_pieces)](
+    attend_kernel[(shape.num_kv_heads * launch.work.bounds.num_pieces,)](
         query,
         *_numbers_and_scales(layer),
         launch.output,
@@ -401,11 +401,11 @@ def _attend(launch: _Launch, parts: _Parts) -> None:
 
 def _combine(launch: _Launch, parts: _Parts) -> None:
     shape, tile = launch.shape, launch.tile
-    combine_kernel[(shape.num_kv_heads, launch.work.bounds.num_splits, tile.tokens * shape.group_size)](
+    combine_kernel[(shape.num_kv_heads, launch.work.bounds.num_split_tiles, tile.tokens * shape.group_size)](
         parts.values,
         parts.sums,
         launch.output,
-        launch.work.splits,
+        launch.work.split_tiles,
         launch.sinks,
         NUM_KV_HEADS=shape.num_kv_heads,
         GROUP_SIZE=shape.group_size,

@@ -9,8 +9,8 @@ writes the list of these pieces of work, on the device and once for all layers o
   `tables`; -1: rows without a sequence, whose output is zeros.
 - `pieces` [num_pieces, 8] int32: first row, its position, number of tokens (0: no work), row in `tables`, first key,
   end of the keys, and the first row of the part's results in `parts` (-1: the piece has all keys of its tile).
-- `splits` [num_splits, 8] int32, tiles of several parts: first row, number of tokens (0: no work), first row of the
-  first part's results in `parts`, number of parts, and the number of the first part counted from key 0.
+- `split_tiles` [num_split_tiles, 8] int32, tiles of several parts: first row, number of tokens (0: no work), first row
+  of the first part's results in `parts`, number of parts, and the number of the first part counted from key 0.
 - `parts` [num_rows, number of query heads, VALUE_WIDTH] float32 and `part_sums` [num_rows, number of query heads]: the
   parts' results, one row for each token of each part.
 
@@ -30,23 +30,25 @@ import triton.language as tl
 MAX_PARTS = 32
 """Maximum number of parts that the keys of one tile are cut into."""
 PIECE_FIELDS = 8
-"""Numbers of a piece, and of a split."""
+"""Numbers of a piece, and of a split tile."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _WIDENED_FACTOR = tl.constexpr(256.0)
 """Value of a float8 number divided by that of the half-precision number with the same bits."""
+_INT8_FACTOR = tl.constexpr(64.0)
+"""Factor of weights times scales of int8: with it the largest value of float16, by 127, stays a number of float16."""
 _LEAST_MAGNITUDE = tl.constexpr(1e-30)
 """A head without a larger number becomes zeros, as `kv_cache.quantize` has it."""
 
 
-@triton.jit(do_not_specialize=["num_chunks", "num_pieces", "num_splits", "num_parts", "window", "min_part_keys"])
+@triton.jit(do_not_specialize=["num_chunks", "num_pieces", "num_split_tiles", "num_parts", "window", "min_part_keys"])
 def plan_kernel(
     chunks,
     pieces,
-    splits,
+    split_tiles,
     num_chunks,
     num_pieces,
-    num_splits,
+    num_split_tiles,
     num_parts,
     window,
     min_part_keys,
@@ -57,7 +59,7 @@ def plan_kernel(
     HAS_WINDOW: tl.constexpr,
     IS_FIXED: tl.constexpr,
 ):
-    """Write `pieces` and `splits` for `chunks`. One program does it.
+    """Write `pieces` and `split_tiles` for `chunks`. One program does it.
 
     Parts have about one `num_parts`-th of all keys of all tiles, and at least `min_part_keys`. If IS_FIXED, they end at
     multiples of `min_part_keys`, whatever the other chunks are.
@@ -79,7 +81,7 @@ def plan_kernel(
 
     piece_count = 0
     row_count = 0
-    split_count = 0
+    split_tile_count = 0
     for first in range(0, num_chunks, NUM_LANES):
         row, position, num_tokens, table_row = _load_chunks(chunks, first, num_chunks, NUM_LANES)
         for offset in range(0, tl.max(num_tokens, 0), TILE_TOKENS):
@@ -94,7 +96,7 @@ def plan_kernel(
             piece = piece_count + tl.cumsum(parts, 0) - parts
             part_row = row_count + tl.cumsum(num_rows, 0) - num_rows
             is_split = (parts > 1).to(tl.int32)
-            split = split_count + tl.cumsum(is_split, 0) - is_split
+            split_tile = split_tile_count + tl.cumsum(is_split, 0) - is_split
             for number in range(tl.max(parts, 0)):
                 cell = pieces + (piece + number) * 8
                 mask = number < parts
@@ -105,7 +107,7 @@ def plan_kernel(
                 tl.store(cell + 4, tl.maximum(begin, lowest + number * part_keys), mask=mask)
                 tl.store(cell + 5, tl.minimum(end, lowest + (number + 1) * part_keys), mask=mask)
                 tl.store(cell + 6, tl.where(parts > 1, part_row + number * tokens, -1), mask=mask)
-            cell = splits + split * 8
+            cell = split_tiles + split_tile * 8
             mask = parts > 1
             tl.store(cell, row + offset, mask=mask)
             tl.store(cell + 1, tokens, mask=mask)
@@ -114,13 +116,13 @@ def plan_kernel(
             tl.store(cell + 4, tl.where(IS_FIXED, lowest // part_keys, 0), mask=mask)
             piece_count += tl.sum(parts, 0)
             row_count += tl.sum(num_rows, 0)
-            split_count += tl.sum(is_split, 0)
+            split_tile_count += tl.sum(is_split, 0)
 
     lanes = tl.arange(0, NUM_LANES)
     for first in range(piece_count, num_pieces, NUM_LANES):
         tl.store(pieces + (first + lanes) * 8 + 2, lanes * 0, mask=first + lanes < num_pieces)
-    for first in range(split_count, num_splits, NUM_LANES):
-        tl.store(splits + (first + lanes) * 8 + 1, lanes * 0, mask=first + lanes < num_splits)
+    for first in range(split_tile_count, num_split_tiles, NUM_LANES):
+        tl.store(split_tiles + (first + lanes) * 8 + 1, lanes * 0, mask=first + lanes < num_split_tiles)
 
 
 @triton.jit
@@ -195,12 +197,13 @@ def attend_kernel(
     IS_SPLIT: tl.constexpr,
     STRIDE_ALIGNMENT: tl.constexpr,
 ):
-    """Compute KV head `program_id(0)` of piece `program_id(1)`.
+    """Compute one KV head of one piece.
 
     With IS_SPLIT a part goes to `parts` and `part_sums` for `combine_kernel`; a whole tile goes to `output`. The head
-    is the fastest index, so programs that run together read neighbouring memory.
+    is the fastest index, so programs that run together read neighbouring memory. Both are in one axis of the launch:
+    the second one has at most 65,535 programs.
     """
-    head, piece = tl.program_id(0), pieces + tl.program_id(1) * 8
+    head, piece = tl.program_id(0) % NUM_KV_HEADS, pieces + tl.program_id(0) // NUM_KV_HEADS * 8
     num_tokens = tl.load(piece + 2)
     if num_tokens == 0:
         return
@@ -330,11 +333,12 @@ def _attend_keys(
         if HAS_SCALES:
             value = _widened(value, queries.dtype, IS_FLOAT8)
             # The factor keeps weights within the numbers of float16: a scale is the largest value by 127 or 448.
-            weights *= tl.load(value_scales + scale_at, mask=is_key, other=0.0)[None, :] * _WIDENED_FACTOR
+            value_scale = tl.load(value_scales + scale_at, mask=is_key, other=0.0)
+            weights *= (value_scale * (_WIDENED_FACTOR if IS_FLOAT8 else _INT8_FACTOR))[None, :]
         values = values * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         highest = raised
     if HAS_SCALES and not IS_FLOAT8:
-        values *= 1.0 / _WIDENED_FACTOR
+        values *= 1.0 / _INT8_FACTOR
     return values, tl.where(highest == float("-inf"), 0.0, highest), total
 
 
@@ -343,7 +347,7 @@ def combine_kernel(
     parts,
     part_sums,
     output,
-    splits,
+    split_tiles,
     sinks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
@@ -352,20 +356,21 @@ def combine_kernel(
     MOST_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Write row `program_id(2)` of KV head `program_id(0)` of split `program_id(1)`: the weighted mean of its parts.
+    """Write row `program_id(2)` of KV head `program_id(0)` of split tile `program_id(1)`: the mean of its parts.
 
-    A part has the lane of its number, so that the order of a sum does not depend on the parts that a row does not see.
+    They are weighted by their sums. A part has the lane of its number, so that the order of a sum does not depend on
+    the parts that a row does not see.
     """
-    head, split, row = tl.program_id(0), splits + tl.program_id(1) * 8, tl.program_id(2)
+    head, split_tile, row = tl.program_id(0), split_tiles + tl.program_id(1) * 8, tl.program_id(2)
     token = row // GROUP_SIZE
-    num_tokens = tl.load(split + 1)
+    num_tokens = tl.load(split_tile + 1)
     if token >= num_tokens:
         return
     query_head = head * GROUP_SIZE + row % GROUP_SIZE
-    numbers = tl.arange(0, MOST_PARTS) - tl.load(split + 4)
-    is_part = (numbers >= 0) & (numbers < tl.load(split + 3))
+    numbers = tl.arange(0, MOST_PARTS) - tl.load(split_tile + 4)
+    is_part = (numbers >= 0) & (numbers < tl.load(split_tile + 3))
     columns = tl.arange(0, VALUE_WIDTH)
-    part_rows = tl.load(split + 2).to(tl.int64) + numbers * num_tokens + token
+    part_rows = tl.load(split_tile + 2).to(tl.int64) + numbers * num_tokens + token
     cells = part_rows * (NUM_KV_HEADS * GROUP_SIZE) + query_head
     sums = tl.load(part_sums + cells, mask=is_part, other=float("-inf"))
     highest = tl.max(sums, 0)
@@ -375,7 +380,7 @@ def combine_kernel(
         total += tl.exp2(tl.load(sinks + query_head).to(tl.float32) * _LOG2_E - highest)
     values = tl.load(parts + cells[:, None] * VALUE_WIDTH + columns, mask=is_part[:, None], other=0.0)
     result = tl.sum(values * weights[:, None], 0) / total
-    target = (tl.load(split).to(tl.int64) + token) * (NUM_KV_HEADS * GROUP_SIZE) + query_head
+    target = (tl.load(split_tile).to(tl.int64) + token) * (NUM_KV_HEADS * GROUP_SIZE) + query_head
     tl.store(output + target * VALUE_SIZE + columns, result.to(output.dtype.element_ty), mask=columns < VALUE_SIZE)
 
 

@@ -219,15 +219,16 @@ def dummy_batches(
 ) -> list[ScheduledBatch]:
     """Return the steps that use most memory.
 
-    They are one long prefill, many short prefills, short prefills beside a decode at full length, and many decodes at
-    full length, at last with every change of their logits.
+    They are long prefills, many short prefills, short prefills beside a decode at full length, and many decodes at full
+    length, at last with every change of their logits.
     """
-    longest = min(max_num_batched_tokens, max_model_len)
+    num_whole, rest = divmod(max_num_batched_tokens, max_model_len)
+    lengths = ([max_model_len] * num_whole + ([rest] if rest else []))[:max_num_seqs]
+    prefills = tuple(dummy_item(max_model_len - length, length, block_size) for length in lengths)
     share = min(max(1, max_num_batched_tokens // max_num_seqs), max_model_len)
-    prefill = dummy_item(max_model_len - longest, longest, block_size)
     short, decode = dummy_item(0, share, block_size), dummy_item(max_model_len - 1, 1, block_size)
     return [
-        ScheduledBatch((prefill,)),
+        ScheduledBatch(prefills),
         ScheduledBatch((short,) * max_num_seqs),
         ScheduledBatch((decode, *(short,) * (max_num_seqs - 1))),
         ScheduledBatch((decode,) * max_num_seqs),

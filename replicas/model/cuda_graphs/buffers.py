@@ -219,7 +219,10 @@ class StepBuffers:
     def _decodes(
         self, items: Items[ScheduledSequence], shape: StepShape, rows: dict[Sequence, int], table_rows: list[int]
     ) -> tuple[Items[list[int]], bool]:
-        """Return the parts of the inputs of decodes, and True if some token is a placeholder."""
+        """Return the parts of the inputs of decodes, and True if some token is a placeholder.
+
+        They are those of `FlatBatch.of`, which takes longer: a decode has one token, and needs no chunk.
+        """
         padding = [0] * (shape.num_tokens - len(items))
         ids = []
         for item in items:

@@ -29,13 +29,15 @@ REFUSED = frozenset(
         "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm", "_scaled_mm", "convolution", "cumsum",
         "logcumsumexp", "prod", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "index_add",
         "index_add_", "scatter_add", "scatter_add_", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math", "_cdist_forward",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math", "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_",
+        "_cdist_forward",
     )
 )  # fmt: skip
 """Operations whose sums may have an order that depends on the batch, and for which there is no kernel here.
 
-Softmax and layer normalisation are none of them: torch's kernels compute a row in one block or warp, which they choose
-by the size of the row.
+Softmax and layer normalisation are not among them: torch's kernels compute a row in one block or warp, which they
+choose by the size of the row.
 """
 
 
@@ -137,6 +139,10 @@ _OWN: dict[Any, Callable[..., Tensor]] = {
     _aten.mean.dim: _mean,
     _aten.logsumexp.default: _logsumexp,
 }
+_REPLACED = frozenset(op.overloadpacket.__name__ for op in _OWN)
+"""Operations whose other overloads are refused."""
+_PUTS = frozenset(("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"))
+"""Operations that add up numbers for the same cell if their fourth argument, `accumulate`, is true."""
 
 
 class BatchInvariantOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -149,11 +155,15 @@ class BatchInvariantOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
             own = _OWN.get(func)
             if own is not None:
                 return own(*args, **kwargs)
-            if func.namespace == "aten" and name in REFUSED:
+            if func.namespace == "aten" and (name in REFUSED or name in _REPLACED or _adds_up(name, args, kwargs)):
                 raise DependsOnBatch(name)
         with self:  # A composite operation is made of others.
             decomposed = func.decompose(*args, **kwargs)
         return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
+
+
+def _adds_up(name: str, args: Any, kwargs: Any) -> bool:
+    return name in _PUTS and bool(kwargs.get("accumulate", args[3:4] == (True,)))
 
 
 def _has_order(numbers: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Check of a checkpoint by transformers: `python -m replicas.model.loading.check_model DIRECTORY`.
 
-The program fails, and its last line says why, if the model cannot be served. Else it prints the bytes that it holds
-with the libraries of a replica and the model's tokenizer. It reads no values of weights.
+The program fails, and its last line says why, if the model cannot be served. Otherwise it prints its own memory, in
+bytes, after it has loaded a replica's libraries and the tokenizer. It reads no values of weights.
 """
 
 from __future__ import annotations

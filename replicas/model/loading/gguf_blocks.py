@@ -2,8 +2,7 @@
 
 A value is `number * scale + minimum`. Most types of 4 bits and less become nibbles, whose number is the nibble, or the
 nibble less 8 if there is no minimum; nibbles of IQ4_NL and IQ4_XS stand for `IQ4_VALUES`. All others become 8-bit
-integers. The layouts are those of llama.cpp's
-`ggml-common.h`.
+integers. The layouts are those of llama.cpp's `ggml-common.h`.
 """
 
 from __future__ import annotations

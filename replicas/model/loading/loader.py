@@ -6,14 +6,17 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from replicas.errors import ModelLoadError
+from replicas.model.attention.cpp import can_attend
 from replicas.model.attention.interface import AttentionContext, AttentionPort, AttentionSpec
-from replicas.model.attention.kv_cache import AttentionLayer
+from replicas.model.attention.kv_cache import AttentionLayer, is_quantized
 from replicas.model.attention.probe import dry_forward, probe_attention
 from replicas.model.hardware.device import choose_device, choose_dtype
 from replicas.model.hardware.huge_pages import move_to_huge_pages
@@ -29,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 LENGTH_DEPENDENT_ENCODINGS = ("dynamic", "longrope")
 """Rotary position encodings that transformers changes once a sequence exceeds the model's original length."""
+
+_PRODUCTS = frozenset(("linear", "mm", "addmm", "bmm", "baddbmm", "mv", "_grouped_mm", "_linear_pointwise"))
+"""Products of torch, and of oneDNN through it."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 
@@ -81,9 +87,17 @@ class LoadedModel:
 
         `cache_dtype` is the number format of the KV cache; None: the model's.
         """
-        quantized = cache_dtype if cache_dtype is not None and cache_dtype.itemsize == 1 else None
-        longest = self.max_model_len if self.is_batch_invariant else None
-        return AttentionSpec(self.layers, block_size, self.dtype, self.device, self.has_kernels, quantized, longest)
+        quantized = cache_dtype if cache_dtype is not None and is_quantized(cache_dtype) else None
+        return AttentionSpec(
+            self.layers,
+            block_size,
+            self.max_model_len,
+            self.dtype,
+            self.device,
+            self.has_kernels,
+            quantized,
+            self.is_batch_invariant,
+        )
 
 
 def load_model(options: ModelOptions) -> LoadedModel:
@@ -108,7 +122,7 @@ def load_model(options: ModelOptions) -> LoadedModel:
     port = AttentionPort(model)
     layers = probe_attention(model, port)
     _optimize(model, port, layers, options, has_kernels)
-    is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, has_kernels)
+    is_batch_invariant = options.batch_invariant and _check_batch_invariance(model, port, layers, has_kernels)
     return LoadedModel(
         model_id=options.path,
         model=model,
@@ -162,17 +176,51 @@ def _optimize(
         optimize_model(model, port, layers, cuda_modules(dtype, device, batch_invariant=options.batch_invariant))
 
 
-def _check_batch_invariance(model: PreTrainedModel, port: AttentionPort, has_kernels: bool) -> bool:
+class _TorchProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that notes torch's products of 16-bit numbers, whose order of sums may depend on the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _PRODUCTS and args[0].itemsize == 2:
+            self.found.add(name)
+        with self:  # A composite operation is made of others.
+            decomposed = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if decomposed is NotImplemented else decomposed
+
+
+def _refuse_torch_sums(
+    model: PreTrainedModel, port: AttentionPort, layers: tuple[AttentionLayer, ...], has_kernels: bool
+) -> None:
+    """Raise ModelLoadError if torch adds up 16-bit numbers in the model on a CPU, and not the compiled kernels."""
+    needed = f"batch_invariant is true; in {model.dtype} on a CPU that needs the compiled kernels"
+    if not has_kernels:
+        raise ModelLoadError(needed)
+    if not can_attend(layers):
+        raise ModelLoadError(f"{needed}, which do not support the sizes of the model's heads")
+    with _TorchProducts() as products:
+        dry_forward(model, port, [3, 4, 5, 6])
+    if products.found:
+        raise ModelLoadError(f"{needed}, and the model also uses torch's {', '.join(sorted(products.found))}")
+
+
+def _check_batch_invariance(
+    model: PreTrainedModel, port: AttentionPort, layers: tuple[AttentionLayer, ...], has_kernels: bool
+) -> bool:
     """Return True if the model must compute with `BatchInvariantOps`; False on a CPU, where it need not.
 
     Raises:
-        ModelLoadError: the kernels that it needs do not work here.
+        ModelLoadError: the kernels that it needs do not work here, or do not support the model.
         UnsupportedModel: its code has an operation without a batch-invariant kernel.
     """
     device, dtype = model.device, model.dtype
     if device.type == "cpu":
-        if dtype != torch.float32 and not has_kernels:
-            raise ModelLoadError(f"batch_invariant is true; in {dtype} on a CPU that needs the compiled kernels")
+        if dtype != torch.float32:
+            _refuse_torch_sums(model, port, layers, has_kernels)
         _log.info("batch_invariant changes nothing on a CPU: no sequence's tokens depend on others there")
         return False
     try:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,8 @@ _WORKER_BYTES = 96 * 2**20
 """Memory of Ray in a replica's process, of its threads, and of what loading has freed in pieces."""
 _BYTES_PER_LOGIT = 16
 _COMPILERS = ("g++", "c++")
+_JOINED = re.compile(r"\.(?:[qkv]|gate|up)_proj\.")
+"""Parts of names by which weights differ that are joined to one layer."""
 _LEAST_CACHE_BYTES = 64 * 2**20
 
 
@@ -113,15 +118,20 @@ def _weight_bytes(weights: Weights, model: ModelOptions, config: Mapping[str, An
     dense = weights.num_values - sum(weight.layout.num_outputs * weight.layout.num_inputs for weight in kept)
     if config.get("tie_word_embeddings") and "lm_head.weight" not in weights.plain:
         dense += config.get("vocab_size", 0) * (config.get("hidden_size") or 0)
-    return dense * value_bytes + sum(_kept_bytes(weight, weights) for weight in kept)
+    layers: dict[str, list[QuantizedWeight]] = defaultdict(list)
+    for weight in kept:
+        layers[_JOINED.sub(".", weight.name)].append(weight)
+    return dense * value_bytes + sum(_kept_bytes(parts, weights) for parts in layers.values())
 
 
-def _kept_bytes(weight: QuantizedWeight, weights: Weights) -> int:
-    layout = weight.layout
-    scale_bytes = 8 if has_offsets(weight, weights) else 4
-    return layout.num_outputs * (
-        layout.num_inputs * layout.bits // 8 + layout.num_inputs // layout.inputs_per_scale * scale_bytes
-    )
+def _kept_bytes(parts: Sequence[QuantizedWeight], weights: Weights) -> int:
+    """Return the bytes of one layer, as `GroupedLinear.join` makes it: with the most bits and the smallest groups."""
+    layouts = [part.layout for part in parts]
+    formats = {(part.format.numbers, part.layout.bits) for part in parts}
+    bits = 8 if len(formats) > 1 else layouts[0].bits
+    num_inputs, group = layouts[0].num_inputs, math.gcd(*(layout.inputs_per_scale for layout in layouts))
+    scale_bytes = 8 if any(has_offsets(part, weights) for part in parts) else 4
+    return sum(layout.num_outputs for layout in layouts) * (num_inputs * bits // 8 + num_inputs // group * scale_bytes)
 
 
 def _gib(num_bytes: int) -> str:

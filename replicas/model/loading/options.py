@@ -38,8 +38,9 @@ class ModelOptions:
     longer."""
     batch_invariant: bool = setting(False)
     """Give a sequence the same tokens whatever shares its steps, on a GPU too: with kernels whose sums have one order
-    for any number of rows. They are slower, by how much is not measured yet. A model with an operation that has no such
-    kernel does not start. On a CPU it changes nothing: no sequence's tokens depend on others there."""
+    for any number of rows. They are slower. A model with an operation that has no such kernel does not start. On a CPU
+    no sequence's tokens depend on others anyway, and the setting only refuses a model in 16 bits that the compiled
+    kernels do not support as a whole."""
     quantization: Quantization = setting("none")
     """Rounding of the weights of linear layers on CPU as they are loaded: int8 with one scale for each output, int4
     with one for every 32 inputs. Both save memory and time, cost some quality, and need the compiled kernels. none:

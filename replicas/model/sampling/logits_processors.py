@@ -110,7 +110,7 @@ class LogitsProcessors:
             before = logits[index]
             logits[index] = torch.where(before > 0, before / penalty, before * penalty)
         if self._added is not None:
-            logits.index_put_(self._added.index(on_device), self._added.numbers(on_device), accumulate=True)
+            logits[self._added.index(on_device)] += self._added.numbers(on_device)
         if self._forbidden is not None:
             logits[self._forbidden.index(on_device)] = self._forbidden.numbers(on_device)
         return logits

@@ -31,7 +31,8 @@ class RowMasks:
         offsets = offsets.view(len(self.rows), -1)[:, : logits.shape[1]]
         if offsets.shape[1] < logits.shape[1]:  # Rows of the head beyond the vocabulary are no tokens.
             offsets = pad(offsets, (0, logits.shape[1] - offsets.shape[1]), value=float("-inf"))
-        logits.index_add_(0, self.rows, offsets)
+        # The rows are distinct, so this is the sum of `index_add_`, whose order of additions could depend on the batch.
+        logits.index_copy_(0, self.rows, logits.index_select(0, self.rows) + offsets)
 
 
 @cache

@@ -79,13 +79,6 @@ KINDS = {"decode": (True, False), "split": (True, True), "prefill": (False, Fals
 # Exceptions from the bounds, with their reasons.
 LARGE_GROUP = {"starcoder"}
 """48 query rows of one KV head: 64 rows of a decode need the shared memory of half a multiprocessor, or more."""
-SPILLED = {
-    ("phi-3-mini", "decode", 100): 8,
-    ("gpt-oss-20b", "split", 100): 8,
-    ("gpt-oss-20b", "prefill", 100): 8,
-}
-"""Bytes of stack. Triton gives ptxas the option --regAllocOptLevel=2, against a fault of ptxas 13. With it these
-kernels store a number or two and load them again, once; without it they need no more registers, and no stack."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +143,7 @@ def test_the_kernel_fits_the_device(name: str, kind: str, capability: int) -> No
     taken, ptx = resources(kernel), kernel.asm["ptx"]
     assert taken.shared <= device.shared_kib * 1024
     if name not in LARGE_GROUP:
-        assert taken.stack <= SPILLED.get((name, kind, capability), device.max_stack)
+        assert taken.stack <= device.max_stack
     if kind != "prefill" and capability in (80, 90) and name not in LARGE_GROUP:
         assert taken.num_programs(device) >= 2
     if kind == "prefill" and capability == 90:
@@ -184,17 +177,3 @@ def test_the_kernel_over_8_bits_fits_the_device(name: str, kind: str, capability
         assert "wgmma" in ptx
     # 4 bytes would be block ids and scales alone. A warp's share of a tile with heads of 64 is 8 bytes a thread.
     assert re.search(r"cp\.async\.c[ag]\.shared\.global [^;]*, 0x(8|10)\b", ptx), "keys are not copied ahead"
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize(("name", "kind", "capability"), SPILLED)
-def test_an_option_of_the_assembler_is_the_reason_of_an_exception(
-    name: str, kind: str, capability: int, tmp_path: Path
-) -> None:
-    kernel = attention(name, kind, capability)
-    source, cubin = tmp_path / "kernel.ptx", tmp_path / "kernel.cubin"
-    source.write_text(kernel.asm["ptx"])
-    subprocess.run([_TOOLS / "ptxas-blackwell", f"--gpu-name=sm_{capability}a", source, "-o", cubin], check=True)
-    registers, stack = usage(cubin.read_bytes())
-    taken = resources(kernel)
-    assert registers <= taken.registers and stack == 0 < taken.stack

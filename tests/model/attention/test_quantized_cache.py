@@ -63,6 +63,19 @@ def test_rounding_errors_are_those_of_the_type(type_: torch.dtype) -> None:
         assert not quantize(heads, type_)[1][3].isfinite().all()
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("type_", TYPES)
+def test_a_cleared_block_has_no_trace_of_numbers_that_are_not_finite(type_: torch.dtype, wrong: float) -> None:
+    layer = KVCache([AttentionLayer(0, 2, 2, 16, 16, None, None, False)], 1, 16, type_, CPU)[0]
+    heads = torch.ones(1, 2, 16)
+    heads[0, 1, 5] = wrong
+    layer.write(torch.tensor([16]), heads, heads)
+    block = torch.tensor([1])
+    assert not any(part.isfinite().all() for part in layer.read(block, torch.float32))
+    layer.clear(block)
+    assert not any(part.any() for part in layer.read(block, torch.float32))
+
+
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("type_", TYPES)
@@ -102,7 +115,7 @@ def test_attention_is_that_over_the_numbers_of_the_cache(
 
 @pytest.mark.usefixtures("kernels")
 def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = AttentionSpec((KINDS["window"].layer,), 16, torch.float32, CPU, True, torch.int8)
+    spec = AttentionSpec((KINDS["window"].layer,), 16, 512, torch.float32, CPU, True, torch.int8)
     assert check_attention(spec, [CppAttention]) is None
     attend = torch.ops.headway.attend_paged.default
 
@@ -114,7 +127,7 @@ def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_flash_attention_is_refused() -> None:
-    spec = AttentionSpec((KINDS["plain"].layer,), 16, torch.float32, CPU, quantized_cache=torch.int8)
+    spec = AttentionSpec((KINDS["plain"].layer,), 16, 512, torch.float32, CPU, quantized_cache=torch.int8)
     with pytest.raises(
         ModelLoadError, match="'flash', which does not work here: it does not read a KV cache in 8 bits"
     ):
@@ -186,11 +199,12 @@ def test_log_probabilities_are_near_those_of_a_cache_without_rounding(type_: tor
     assert 0 < difference < bound
 
 
+@pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize(
     ("load_poisoned", "attention"), [(load, GatherAttention), (load_compiled, CppAttention)], ids=["plain", "compiled"]
 )
 def test_a_sequence_with_nan_fails_alone(
-    tmp_path: Path, load_poisoned: Callable[[Path], LoadedModel], attention: AttentionBackend
+    tmp_path: Path, load_poisoned: Callable[[Path], LoadedModel], attention: AttentionBackend, type_: torch.dtype
 ) -> None:
     if attention is CppAttention:
         need_kernels()
@@ -200,8 +214,8 @@ def test_a_sequence_with_nan_fails_alone(
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     prompts = random_prompts((9, 21, 35, 18, 7), seed=8)
     loaded = load_poisoned(path)
-    expected = tokens(build_engine(loaded, WHOLE, attention, cache_dtype=torch.int8), prompts, GREEDY)
-    engine = build_engine(loaded, Sizes(num_blocks=12, max_num_seqs=4), attention, cache_dtype=torch.int8)
+    expected = tokens(build_engine(loaded, WHOLE, attention, cache_dtype=type_), prompts, GREEDY)
+    engine = build_engine(loaded, Sizes(num_blocks=12, max_num_seqs=4), attention, cache_dtype=type_)
     for number in range(2):
         requests = [GenerateRequest(f"{number}-{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
         poisoned = GenerateRequest(f"{number}-bad", (*prompts[2][:20], poison, *prompts[2][:20]), GREEDY)

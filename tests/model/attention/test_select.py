@@ -82,7 +82,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, torch.dtype, int
 
     def choose(backend: str, dtype: torch.dtype, capability: int) -> AttentionBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-        return choose_attention(AttentionSpec((KINDS["window"].layer,), 16, dtype, torch.device("cuda")), backend)
+        return choose_attention(AttentionSpec((KINDS["window"].layer,), 16, 512, dtype, torch.device("cuda")), backend)
 
     return choose
 
@@ -169,12 +169,16 @@ def test_without_triton_all_else_works(
     choose_attention(loaded.attention_spec(16), "auto")
     assert choose_attention(replace(loaded, device=torch.device("cuda")).attention_spec(16), "auto") is GatherAttention
     assert "import of triton halted" in caplog.text
-    with pytest.raises(ModelLoadError, match="import of triton halted"):
+    with pytest.raises(ModelLoadError, match="'triton', which does not work here: import of triton halted"):
         choose_attention(loaded.attention_spec(16), "triton")
+    invariant = replace(loaded, is_batch_invariant=True).attention_spec(16)
+    with pytest.raises(ModelLoadError, match=r"^batch_invariant is true, which needs triton; .*import of triton"):
+        choose_attention(invariant, "auto")
 
 
 @pytest.mark.parametrize("backend", ["flash", "gather"])
 def test_other_backends_than_tritons_are_refused_if_batches_must_not_matter(backend: str) -> None:
-    spec = AttentionSpec((KINDS["window"].layer,), 16, torch.float32, torch.device("cuda"), batch_invariant_len=512)
+    device = torch.device("cuda")
+    spec = AttentionSpec((KINDS["window"].layer,), 16, 512, torch.float32, device, is_batch_invariant=True)
     with pytest.raises(ModelLoadError, match=f"attention_backend is '{backend}', and batch_invariant is true"):
         choose_attention(spec, backend)

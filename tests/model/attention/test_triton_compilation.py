@@ -37,7 +37,7 @@ ALL_SCORES = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 PLAIN = dict.fromkeys([*ALL_SCORES, "HAS_SCALES", "IS_FLOAT8"], False)
 
 _INTEGERS = {
-    "size", "window", "num_chunks", "num_pieces", "num_splits", "num_parts", "min_part_keys", "table_stride",
+    "size", "window", "num_chunks", "num_pieces", "num_split_tiles", "num_parts", "min_part_keys", "table_stride",
     "query_stride", "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
     "num_rows",
 }  # fmt: skip
@@ -49,7 +49,7 @@ _POINTERS = {
     "sums": "*fp32",
     "chunks": "*i32",
     "pieces": "*i32",
-    "splits": "*i32",
+    "split_tiles": "*i32",
     "tables": "*i32",
     "slots": "*i64",
     "order": "*i64",

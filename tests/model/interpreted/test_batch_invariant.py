@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from replicas.model.attention.gather import GatherAttention
+from replicas.model.attention.kv_cache import KVCache
 from replicas.model.attention.probe import dry_forward
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.batch.inputs import batches_of_every_kind
 from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.batch_invariant import BatchInvariantOps, DependsOnBatch, check_products, refuse_others
 from replicas.model.layers.optimize import cuda_modules, optimize_model
+from replicas.model.runner import TorchModelRunner
 from replicas.model.sampling import sampler
-from replicas.protocol import GenerateRequest, SamplingParams
+from replicas.protocol import GenerateRequest, LogitBias, SamplingParams
+from testkit.model.cached_checkpoints import cached_checkpoint
 from testkit.model.engine_runs import Sizes, build_engine, load_unoptimized, num_preemptions, random_prompts, run
 from testkit.model.paged_cases import KINDS, TOLERANCES, Chunks, attention_outputs, largest_error
 from testkit.model.tiny_checkpoints import write_checkpoint
@@ -78,6 +83,13 @@ def test_products_pass_their_check(dtype: torch.dtype) -> None:
         lambda rows: rows.cumsum(dim=-1),
         lambda rows: rows.var(dim=-1),
         lambda rows: torch.einsum("ij,kj->ik", rows, rows),
+        lambda rows: rows.sum(),
+        lambda rows: rows.mean(),
+        lambda rows: torch.sum(rows, dim=1, out=torch.empty(5)),
+        lambda rows: torch.mm(rows, rows.t(), out=torch.empty(5, 5)),
+        lambda rows: torch.logsumexp(rows, dim=1, out=torch.empty(5)),
+        lambda rows: rows.index_put((torch.tensor([0, 0]),), drawn(2, 9), accumulate=True),
+        lambda rows: rows.scatter_reduce(0, torch.zeros(5, 9, dtype=torch.int64), rows, "sum"),
     ],
 )
 def test_operations_without_a_kernel_are_refused(operation: object) -> None:
@@ -115,12 +127,24 @@ def test_attention_of_a_token_depends_on_its_sequence_alone(kind: str) -> None:
         assert torch.equal(found, expected[start : start + num_tokens])
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe", "gemma2-window", "deepseek_v3"])
-def test_tokens_and_log_probabilities_depend_on_the_request_alone(
-    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def draws_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "has_draw_kernel", lambda _: True)
+
+
+@pytest.mark.usefixtures("draws_in_the_interpreter")
+def test_the_steps_of_a_start_have_no_operation_that_is_refused() -> None:
+    """They have every kind of sampling: masks, bias, penalties, log probabilities and draws."""
+    loaded = replace(load_unoptimized(cached_checkpoint("gpt2")), is_batch_invariant=True)
+    runner = TorchModelRunner(loaded, KVCache(loaded.layers, 0, 16, loaded.dtype, loaded.device), GatherAttention)
+    for batch in batches_of_every_kind(4, 16)[:9]:  # The others mix the same kinds.
+        assert all(result.token_id is not None for result in runner.execute(batch))
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("draws_in_the_interpreter")
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe", "gemma2-window", "deepseek_v3"])
+def test_tokens_and_log_probabilities_depend_on_the_request_alone(tmp_path: Path, architecture: str) -> None:
     path = write_checkpoint(tmp_path, architecture, with_tokenizer=False)
     loaded = replace(load_unoptimized(path), is_batch_invariant=True)
     optimize_model(loaded.model, loaded.port, loaded.layers, cuda_modules(torch.float32, CPU, batch_invariant=True))
@@ -130,10 +154,11 @@ def test_tokens_and_log_probabilities_depend_on_the_request_alone(
         SamplingParams(max_tokens=6, temperature=0.0, logprobs=2),
         SamplingParams(max_tokens=6, seed=4, logprobs=1),
         SamplingParams(max_tokens=6, top_p=0.8, seed=5, prompt_logprobs=1),
+        SamplingParams(max_tokens=6, seed=6, allowed_token_ids=(3, 5, 8, 13), logit_bias=(LogitBias(5, 1.5),)),
     ]
     requests = [
         GenerateRequest(f"request-{index}", prompt, params[index])
-        for index, prompt in enumerate(random_prompts((4, 4, 4)))
+        for index, prompt in enumerate(random_prompts((4, 4, 4, 4)))
     ]
     alone = [run(build_engine(loaded, Sizes(), backend), [request])[0] for request in requests]
     # Chunks of few tokens, other sequences beside them, padded steps, and so few blocks that some are computed twice.

@@ -21,6 +21,7 @@ from replicas.model.attention.kv_cache import AttentionLayer, KVCache, LayerCach
 from replicas.model.attention.plan import AttentionPlan, ChunkGroup
 from replicas.model.attention.select import check_attention, choose_attention
 from replicas.model.attention.triton import TritonBackend
+from replicas.model.batch.inputs import build_inputs, dummy_item
 from replicas.model.hardware.device import compute_capability
 from replicas.model.layers.fused_decoder import FusedDecoder
 from replicas.model.layers.optimize import cuda_modules, optimize_model
@@ -81,6 +82,17 @@ def test_a_cache_in_8_bits(kind: str, cache_dtype: torch.dtype) -> None:
     for computes_earlier in (False, True):  # Plain torch stores the earlier keys, or the kernel.
         assert largest_error(case, TritonBackend(0, CAPABILITY), CPU, computes_earlier) < TOLERANCES[case.dtype]
     check(case.of(((99, 100),)), num_processors=8)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_large_values_of_float16_do_not_overflow_in_8_bits(cache_dtype: torch.dtype) -> None:
+    layer, largest = KINDS["float16"].layer, 60_000.0
+    some = torch.zeros(5, layer.num_kv_heads, layer.key_size, dtype=torch.float16)
+    query, value = some.repeat(1, layer.num_query_heads // layer.num_kv_heads, 1), torch.full_like(some, largest)
+    call = AttentionCall(0, query, some, value, Scoring(1.0), None, frozenset())
+    cache, inputs = KVCache([layer], 1, 16, cache_dtype, CPU), build_inputs([dummy_item(0, 5, 16)], 16, CPU)
+    output = TritonBackend(0, CAPABILITY)(cache, inputs).attend(call)
+    torch.testing.assert_close(output, torch.full_like(output, largest), rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "all", "group-of-7"])
@@ -166,7 +178,7 @@ LAYERS = [
 
 def test_right_kernels_pass_the_check() -> None:
     backends = [TritonBackend(0, CAPABILITY), TritonBackend(4096, CAPABILITY)]
-    assert check_attention(AttentionSpec(LAYERS[1:], 16, torch.float16, CPU), backends) is None
+    assert check_attention(AttentionSpec(LAYERS[1:], 16, 512, torch.float16, CPU), backends) is None
 
 
 def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +187,7 @@ def test_wrong_kernels_fail_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def forget_the_first(layer, shape, slots, call):
         write(layer, shape, slots.clamp(min=int(slots.min()) + 1), call)
 
-    spec = AttentionSpec(LAYERS[:1], 16, torch.float32, CPU)
+    spec = AttentionSpec(LAYERS[:1], 16, 512, torch.float32, CPU)
     for wrong in (forget_the_first, lambda *_: None):
         monkeypatch.setattr(triton, "write_keys_and_values", wrong)
         fault = check_attention(spec, [TritonBackend(0, CAPABILITY)])

@@ -1,6 +1,8 @@
 """Lists of pieces of attention: each key of each tile is in one piece, and long and short sequences have even ones."""
 
+import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,9 +14,9 @@ from torch import Tensor
 
 from replicas.model.attention import triton
 from replicas.model.attention.plan import ChunkGroup
-from replicas.model.attention.triton import PieceBounds, TileShape, TritonBackend, WorkList
+from replicas.model.attention.triton import PieceBounds, TileShape, TritonBackend, WorkList, fixed_part_keys
 from replicas.model.hardware.device import compute_capability
-from testkit.model.paged_cases import KINDS, TOLERANCES, Chunks, largest_error
+from testkit.model.paged_cases import KINDS, TOLERANCES, Case, Chunks, attention_outputs, largest_error
 
 CPU = torch.device("cpu")
 TILE = TileShape(tokens=4, rows=16, keys=16, num_warps=4, num_stages=2)
@@ -37,8 +39,10 @@ def planned(chunks: list[list[int]], tile: TileShape, window: int | None, num_pa
     group = ChunkGroup(fields, torch.zeros(1, 1, dtype=torch.int32), num_tokens, longest=10**6)
     bounds = PieceBounds.even(group, tile.tokens, num_parts)
     # Memory that nobody has written holds anything.
-    pieces, splits = (torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_splits))
-    work = WorkList(pieces, splits, bounds, num_parts)
+    pieces, split_tiles = (
+        torch.full((size, 8), 77, dtype=torch.int32) for size in (bounds.num_pieces, bounds.num_split_tiles)
+    )
+    work = WorkList(pieces, split_tiles, bounds, num_parts)
     triton._plan(work, group, tile, window)
     return work
 
@@ -71,8 +75,8 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
         for offset in range(0, num_tokens, TILE.tokens)
     }
     assert tiles.keys() == expected.keys()
-    splits = {split[0]: split[1:5] for split in work.splits.tolist() if split[1] > 0}
-    assert splits.keys() == {row for row, pieces in tiles.items() if len(pieces) > 1}
+    split_tiles = {split[0]: split[1:5] for split in work.split_tiles.tolist() if split[1] > 0}
+    assert split_tiles.keys() == {row for row, pieces in tiles.items() if len(pieces) > 1}
     part_rows: list[int] = []
     for row, pieces in tiles.items():
         position, num_tokens, table_row = expected[row]
@@ -83,7 +87,7 @@ def test_every_key_of_every_tile_is_in_one_piece(seed: int) -> None:
         if len(pieces) == 1:
             assert pieces[0].part_row == -1
         else:
-            assert splits[row] == [num_tokens, pieces[0].part_row, len(pieces), 0]
+            assert split_tiles[row] == [num_tokens, pieces[0].part_row, len(pieces), 0]
             part_rows += [piece.part_row + token for piece in pieces for token in range(num_tokens)]
     assert sorted(part_rows) == list(range(len(part_rows))) and len(part_rows) <= work.bounds.num_part_rows
 
@@ -93,6 +97,28 @@ def test_one_long_sequence_among_short_ones_is_cut() -> None:
     tile = TileShape(tokens=1, rows=16, keys=64, num_warps=4, num_stages=2)
     sizes = [len(piece.keys) for piece in read(planned(chunks, tile, None, num_parts=33).pieces)]
     assert max(sizes) <= 2 * 1024 + 256 < 8192 and sum(sizes) == 63 * 1024 + 8192
+
+
+class RecordedLaunches:
+    """In the place of a kernel: its launches do nothing."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return lambda *_, **__: None
+
+
+def test_no_launch_is_larger_than_a_gpu_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt in float32 has most pieces: its tiles have few tokens, and with fixed parts each has many parts."""
+    kernels = RecordedLaunches()
+    for name in ("write_kernel", "plan_kernel", "attend_kernel", "combine_kernel"):
+        monkeypatch.setattr(triton, name, kernels)
+    case = Case(heads=(8, 1)).of(((65_536 - 8192, 65_536),))
+    attention_outputs(case, TritonBackend(132, compute_capability(CPU), part_keys=fixed_part_keys(65_536)), CPU)
+    assert max(math.prod(grid) for grid in kernels.grids) > 65_535
+    assert all(size <= 65_535 for grid in kernels.grids for size in grid[1:])
 
 
 @pytest.mark.parametrize("num_processors", [0, 20, 300])

@@ -9,11 +9,14 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from replicas.engine.config import EngineLimits
 from replicas.model.attention.cpp import CppAttention
 from replicas.model.checkpoint.readers import from_gguf
 from replicas.model.loading.config import read_config
 from replicas.model.loading.gguf import convert
 from replicas.model.loading.gguf_blocks import KEPT_TYPES, read_blocks
+from replicas.model.loading.memory import replica_memory
+from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.loading.weights import load_weights
 from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import build_engine, check_equals_generate, load_compiled, random_prompts
@@ -73,6 +76,9 @@ def test_linear_layers_keep_their_bits_and_their_values(tmp_path: Path, name: st
     save_file(found, tmp_path / "dense" / "model.safetensors", {"format": "pt"})  # with the other weights as converted
     loaded = load_compiled(path)
     assert loaded.weights == f"GGUF, {words}"
+    taken = sum(parameter.numel() * parameter.element_size() for parameter in loaded.model.parameters())
+    options = ModelOptions(str(path), dtype="float32", device="cpu")
+    assert replica_memory(path, options, RunnerOptions(), EngineLimits()).weights == pytest.approx(taken, rel=0.02)
     engine = build_engine(loaded, attention=CppAttention)
     check_equals_generate(engine, tmp_path / "dense", random_prompts((5, 40)), max_tokens=32)
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from replicas.model.loading.loader import load_model
 from replicas.model.loading.options import ModelOptions, RunnerOptions
 from replicas.model.runner import TorchModelRunner
 from testkit.model.cached_checkpoints import cached_checkpoint
+from testkit.model.compiled_kernels import need_kernels
 from testkit.model.engine_runs import random_model
 from testkit.model.tiny_checkpoints import (
     ARCHITECTURES,
@@ -212,6 +214,15 @@ def test_memory_is_measured_with_the_scratch_block_alone(llama: Path) -> None:
         assert all(result.token_id is not None for result in runner.execute(batch))
 
 
+def test_memory_is_measured_with_as_many_long_prompts_as_a_step_holds() -> None:
+    def longest(max_num_seqs: int) -> list[tuple[int, int]]:
+        batch = dummy_batches(max_num_seqs, max_num_batched_tokens=700, max_model_len=300, block_size=16)[0]
+        return [(item.start, item.end) for item in batch.items]
+
+    assert longest(4) == [(0, 300), (0, 300), (200, 300)]
+    assert longest(2) == [(0, 300), (0, 300)]
+
+
 def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:
     loaded = load_model(ModelOptions(str(llama), dtype="float32"))
     # 3 layers x 16 slots x 2 KV heads x (16 + 16) x 4 bytes
@@ -226,10 +237,29 @@ def test_cache_takes_the_bytes_it_was_given(llama: Path) -> None:
 def test_batch_invariance_changes_nothing_on_a_cpu_and_says_so(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     loaded = load_model(ModelOptions(str(llama), dtype="float32", batch_invariant=True, kernel_cache_dir=None))
-    assert not loaded.is_batch_invariant and loaded.attention_spec(16).batch_invariant_len is None
+    assert not loaded.is_batch_invariant and not loaded.attention_spec(16).is_batch_invariant
     assert "batch_invariant changes nothing on a CPU" in caplog.text
 
 
 def test_batch_invariance_in_bfloat16_on_a_cpu_needs_the_kernels(llama: Path) -> None:
     with pytest.raises(ModelLoadError, match="needs the compiled kernels"):
         load_model(ModelOptions(str(llama), dtype="bfloat16", batch_invariant=True, kernel_cache_dir=None))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "words"),
+    [
+        ("llama", {}, None),
+        ("llama", {"head_dim": 24}, "do not support the sizes of the model's heads"),
+        ("llama", {"intermediate_size": 72}, "uses torch's "),
+        ("qwen3_moe", {}, "uses torch's "),
+    ],
+)
+def test_batch_invariance_in_bfloat16_on_a_cpu_needs_kernels_for_the_whole_model(
+    tmp_path: Path, architecture: str, sizes: dict[str, int], words: str | None
+) -> None:
+    need_kernels()
+    path = write_checkpoint(tmp_path, architecture, with_tokenizer=False, **sizes)
+    options = ModelOptions(str(path), dtype="bfloat16", device="cpu", batch_invariant=True)
+    with nullcontext() if words is None else pytest.raises(ModelLoadError, match=words):
+        assert not load_model(options).is_batch_invariant

@@ -63,9 +63,9 @@ class LayerReader {
 };
 
 // Runs the layers. Adds their updates to residual [num_tokens, hidden_size], except the last feed-forward update, which
-// is returned. `parts` holds the tensors that `LayerReader` reads, layer after layer. Keys and values (`CachePart`), the
-// scale of scores and the window are given for each layer; if the cache has no scales, their lists are empty. All layers
-// have the same sizes.
+// is returned. `parts` holds the tensors that `LayerReader` reads, layer after layer. Keys and values (`CachePart`),
+// the scale of scores and the window are given for each layer; if the cache has no scales, their lists are empty. All
+// layers have the same sizes.
 inline Tensor run_layers(Tensor residual, const Tensor& cos, const Tensor& sin,
                          const c10::List<OptionalTensor>& parts, int64_t num_query_heads, double epsilon,
                          at::TensorList keys, at::TensorList values, at::TensorList key_scales,

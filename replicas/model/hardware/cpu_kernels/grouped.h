@@ -1,6 +1,7 @@
-// Multiplication by a packed weight in 4 or 8 bits with scales by group of inputs. Its numbers are widened in registers.
-// In 4 bits, 64 bytes hold four inputs of a panel: each 16-bit lane has two outputs of two pairs of inputs. A number from
-// 0 to 15 stands for one of the values of its type. In 8 bits, 64 bytes hold two inputs of a panel. All numbers are exact in bfloat16.
+// Multiplication by a packed weight in 4 or 8 bits with scales by group of inputs. Its numbers are widened in
+// registers. In 4 bits, 64 bytes hold four inputs of a panel: each 16-bit lane has two outputs of two pairs of inputs.
+// A number from 0 to 15 stands for one of the values of its type. In 8 bits, 64 bytes hold two inputs of a panel. All
+// numbers are exact in bfloat16.
 #pragma once
 
 #include "linear.h"
@@ -99,8 +100,8 @@ template <typename X, typename W>
 struct GroupedProducts : WidenedProducts<X, W> {};
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-// Values of 4-bit weights W as bits of bfloat16, in which they are exact. A permutation reads the lowest five bits of each
-// lane, so both halves are equal.
+// Values of 4-bit weights W as bits of bfloat16, in which they are exact. A permutation reads the lowest five bits of
+// each lane, so both halves are equal.
 template <typename W>
 struct alignas(64) NarrowNibbleValues {
   constexpr NarrowNibbleValues() {
@@ -128,8 +129,8 @@ struct NarrowWeights {
 };
 
 #if defined(__AMX_BF16__)
-// The sums have the order of the matrix unit, which multiplies more rows: it sums the first and the second inputs of the
-// pairs of a tile apart.
+// The sums have the order of the matrix unit, which multiplies more rows: it sums the first and the second inputs of
+// the pairs of a tile apart.
 template <typename W>
 struct GroupedProducts<BFloat16, W> : WidenedProducts<BFloat16, W> {
   using typename WidenedProducts<BFloat16, W>::Row, typename WidenedProducts<BFloat16, W>::Weight;

@@ -24,7 +24,8 @@ inline bool can_fill_tiles(int64_t num_rows, int64_t num_inputs, int64_t size) {
 
 #if defined(__AMX_BF16__)
 
-// Returns the numbers of a panel in bfloat16, in the order of `multiply_tiles`. The next call of a thread overwrites them.
+// Returns the numbers of a panel in bfloat16, in the order of `multiply_tiles`. The next call of a thread overwrites
+// them.
 template <typename W>
 inline const BFloat16* widen_panel(const LinearInputs<BFloat16, W, BFloat16>& in, int64_t panel) {
   struct alignas(64) Line {

@@ -240,7 +240,8 @@ inline Tensor gate_rows(const Tensor& gate_up) {
 template <typename X, typename W, typename O, typename F>
 inline void add_panels(WorkQueue& queue, const LinearInputs<X, W, O>& in, const F& multiply) {
   if (in.num_rows == 0) return;
-  const int64_t column_bytes = kPanel * in.num_rows * sizeof(O), panel_bytes = kPanel * in.num_inputs * sizeof(W) / kHeld<W>;
+  const int64_t column_bytes = kPanel * in.num_rows * sizeof(O);
+  const int64_t panel_bytes = kPanel * in.num_inputs * sizeof(W) / kHeld<W>;
   const bool can_repeat = queue.num_threads() > 1 && column_bytes <= kMaxResultBytes;
   int64_t each = queue.rows_per_chunk(in.num_panels(), 1);
   if (can_repeat)
@@ -350,8 +351,8 @@ inline void add_grouped(WorkQueue& queue, LinearInputs<T, W, T> in, const Tensor
   });
 }
 
-// Checks a packed weight with groups, [num_panels, num_inputs / inputs of 64 bytes, kPanel, 2], or with 1 in the place of
-// 2 if it has 16-bit words.
+// Checks a packed weight with groups, [num_panels, num_inputs / inputs of 64 bytes, kPanel, 2], or with 1 in the place
+// of 2 if it has 16-bit words.
 template <typename W>
 inline void check_grouped(const Tensor& weight, const Tensor& inputs, int64_t num_outputs, const OptionalTensor& bias) {
   check_rows(inputs, inputs);

@@ -1,6 +1,6 @@
 // Multiplication by a packed bfloat16 weight in the processor's matrix unit (Intel AMX): tiles of 16 rows by 32 inputs,
-// times tiles of 32 inputs by 16 outputs. A panel has the layout that the unit loads. All rows go there, single ones too:
-// the unit's sums have another order than those of `multiply`.
+// times tiles of 32 inputs by 16 outputs. A panel has the layout that the unit loads. All rows go there, single ones
+// too: the unit's sums have another order than those of `multiply`.
 #pragma once
 
 #include "linear.h"
