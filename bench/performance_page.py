@@ -227,6 +227,8 @@ SECTIONS = (
         "48 requests of mixed lengths, 16 together, in bfloat16. Tokens/s are medians; latencies are of the best run.",
     ),
     Section("Other engines, Qwen2.5-0.5B's shape", "peers_Q", _ENGINE_HEADINGS, _engines),
+    Section("Weights and KV cache in fewer bits, SmolLM2-135M's shape", "peers_S_4bits", _ENGINE_HEADINGS, _engines),
+    Section("Weights in 4 bits, Qwen2.5-0.5B's shape", "peers_Q_4bits", _ENGINE_HEADINGS, _engines),
     Section("In process and over HTTP", "peers_S_http", _ENGINE_HEADINGS, _engines),
     Section(
         "Ways to batch, demo model",
