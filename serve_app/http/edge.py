@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.errors import ErrorReply
 from serve_app.http.unread_bodies import PAUSE_S
+
+logger = logging.getLogger(__name__)
 
 MIDDLEWARE_PATH = "serve_app.http.edge:edge_middleware"
 CONNECTIONS_VARIABLE = "HEADWAY_MAX_CONNECTIONS_PER_ADDRESS"
@@ -60,7 +63,8 @@ INGRESS_LOST = ErrorReply(
     "ingress_lost",
     headers=(("retry-after", "1"),),
 )
-"""Reply in place of Serve's 500. The application answers its own errors, so that 500 means that its process died."""
+"""Reply in place of Serve's 500, and where Serve gives no answer. The application answers its own errors, so that both
+mean that its process died."""
 NO_INGRESS = ErrorReply(
     503,
     "no ingress is ready to answer",
@@ -126,6 +130,12 @@ class EdgeMiddleware:
                 await self._probe(scope, receive, answer)
             else:
                 await self._app(scope, receive, answer.send)
+            await answer.give_up(INGRESS_LOST)
+        except Exception:
+            if answer.has_begun:
+                raise
+            logger.warning("Serve could not pass a request on", exc_info=True)
+            await answer.give_up(INGRESS_LOST)
         finally:
             self.num_open[address] -= 1
             if not self.num_open[address]:
@@ -172,7 +182,7 @@ class _Answer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._has_begun = False
+        self.has_begun = False
         self._is_given_up = self._is_last = False
         self._replacement: ErrorReply | None = None
 
@@ -183,10 +193,10 @@ class _Answer:
             self._replacement = _replacement_of(message)
             self._is_last = _value_of(message, b"connection") == b"close"
         if self._replacement is None:
-            self._has_begun = True
+            self.has_begun = True
             await self._send(message)
         elif message["type"] == "http.response.body" and not message.get("more_body", False):
-            await _answer(self._replacement, self._send)
+            await self.give_up(self._replacement)
 
     def receiving(self, receive: Receive) -> Receive:
         """Return `receive` without the rest of the body after the start of an answer that ends the connection."""
@@ -203,7 +213,8 @@ class _Answer:
     async def give_up(self, reply: ErrorReply) -> None:
         """Answer with `reply`, unless an answer has begun."""
         self._is_given_up = True
-        if not self._has_begun:
+        if not self.has_begun:
+            self.has_begun = True
             await _answer(reply, self._send)
 
 

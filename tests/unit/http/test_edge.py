@@ -94,6 +94,30 @@ async def test_serves_own_errors_have_the_shape_of_all_others(status: int, expec
     assert int(response.headers["content-length"]) == len(response.content)
 
 
+async def raises(scope: Scope, receive: Receive, send: Send) -> None:
+    raise RuntimeError("the actor died")
+
+
+async def says_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    pass
+
+
+async def stops_within_an_error(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"text/plain")]})
+    await send({"type": "http.response.body", "body": b"Internal", "more_body": True})
+
+
+@pytest.mark.parametrize("app", [raises, says_nothing, stops_within_an_error])
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+async def test_a_request_that_serve_does_not_answer_is_answered(app: ASGIApp, path: str) -> None:
+    async def answer(request: Request) -> ASGIApp:
+        return app
+
+    front = Front(answer)
+    assert refusal(await front.http.get(path)) == (502, "ingress_lost", None)
+    assert not front.edge.num_open
+
+
 async def test_the_applications_own_answers_pass_unchanged() -> None:
     async def own(request: Request) -> ASGIApp:
         if request.url.path == "/metrics":
