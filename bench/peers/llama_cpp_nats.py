@@ -27,7 +27,7 @@ def nats(model: Any, token_ids: list[int]) -> float:
 
 def _model_class() -> Any:
     """Return the class of models. Kernels that lay weights out anew are off: those for AMX crash in some machines."""
-    library = importlib.import_module("llama_cpp.llama_cpp")
+    library: Any = importlib.import_module("llama_cpp.llama_cpp")
     defaults = library.llama_model_default_params
 
     def parameters() -> Any:
