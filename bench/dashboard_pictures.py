@@ -77,7 +77,7 @@ async def _ask(http: aiohttp.ClientSession, key: str, band: str, max_tokens: int
 async def load(url: str) -> AsyncIterator[None]:
     """Have two tenants ask, one of them in the band `interactive`."""
     async with aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=None)) as http:
-        clients = [("acme", "interactive", 60)] * 4 + [("nightly", "standard", 200)] * 8
+        clients = [("acme", "interactive", 60)] * 4 + [("nightly", "standard", 200)] * 14
         tasks = [asyncio.create_task(_ask(http, *client)) for client in clients]
         try:
             yield
