@@ -23,6 +23,28 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class FairPlaces:
+    """Slots on a full replica that tenants with more than their fair share of a band's slots give up to others."""
+
+    of_newcomer: int
+    """Slots for a tenant without a request there, at least one."""
+    by_tenant: Mapping[str, int]
+    """Slots for each tenant with requests there."""
+    num_free_tokens: int
+    """KV cache slots that a request of the band would find."""
+    num_mean_tokens: int
+    """KV cache slots that come free with each slot."""
+
+    def of(self, tenant: str) -> int:
+        """Return the number of slots for a tenant."""
+        return self.by_tenant.get(tenant, self.of_newcomer)
+
+    def max_tokens(self, num_places: int) -> int:
+        """Return the most tokens of a request that finds blocks when so many slots have come free."""
+        return self.num_free_tokens + num_places * self.num_mean_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaView:
     """Load of one replica as this ingress knows it: the last report, and the requests counted since."""
 
@@ -58,27 +80,32 @@ class ReplicaView:
         num_blocks = min(self.stats.num_blocks, self.stats.num_free_blocks + held_below)
         return num_blocks * self.stats.block_size - self.unseen_tokens
 
-    def num_fair_places(self, band: Band, tenant: str | None) -> int:
-        """Return the number of slots of `band` that other tenants would give up to `tenant` for its fair share.
+    def fair_places(self, band: Band) -> FairPlaces | None:
+        """Return the slots of `band` that other tenants would give up for a tenant's fair share; None: nobody would.
 
-        None stands for a tenant without a request here. While a slot is free, no tenant gives one up. Only this
-        ingress's requests are known by tenant. Those of other ingresses keep their slots. While no request waits on
-        the replica, a new tenant still gets one of them: the engine knows all tenants and decides.
+        While a slot is free, no tenant gives one up. Only this ingress's requests are known by tenant. Those of other
+        ingresses keep their slots. While no request waits on the replica, a new tenant still gets one of them: the
+        engine knows all tenants and decides. The cost grows with the number of tenants on the replica.
         """
         if self.stats.is_draining or self.num_free_slots(band) > 0:
-            return 0
+            return None
         num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
         if num_slots <= 0:
-            return 0
+            return None
         if self.own_by_band[band] == self.num_by_band[band] and max(self.own_by_tenant.values(), default=0) <= 1:
-            return 0  # All have one slot each, or none, so nobody has one to give up.
-        held = {other: num for (its_band, other), num in self.own_by_tenant.items() if its_band is band}
+            return None  # All have one slot each, or none, so nobody has one to give up.
+        held = {tenant: num for (its_band, tenant), num in self.own_by_tenant.items() if its_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
-        share = fair_share(num_slots, len(held.keys() | {tenant}))
-        num_own = held.get(tenant, 0) if tenant is not None else 0
-        num_kept = num_foreign + sum(min(num, share) for num in held.values())
-        is_new_beside_foreign = num_own == 0 and num_foreign > 0 and self.num_by_band[band] <= num_slots
-        return max(0, min(share - num_own, num_slots - num_kept), is_new_beside_foreign)
+        share = fair_share(num_slots, len(held) + 1)
+        num_left = num_slots - num_foreign - sum([min(num, share) for num in held.values()])
+        is_new_beside_foreign = num_foreign > 0 and self.num_by_band[band] <= num_slots
+        of_newcomer = max(min(share, num_left), is_new_beside_foreign)
+        if of_newcomer <= 0:
+            return None
+        share = fair_share(num_slots, max(1, len(held)))
+        num_left = num_slots - num_foreign - sum([min(num, share) for num in held.values()])
+        by_tenant = {tenant: max(0, min(share - num, num_left)) for tenant, num in held.items()}
+        return FairPlaces(of_newcomer, by_tenant, self.num_free_tokens(band), self.num_mean_tokens(band))
 
     def num_mean_tokens(self, band: Band) -> int:
         """Return the mean number of KV cache slots that a running sequence of `band` holds."""

@@ -6,10 +6,19 @@ import random
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
-from replicas.protocol import Band, GenerateRequest
+from replicas.protocol import Band
 from router.balancing.load_table import LoadTable
 from router.flow.flow_control import FlowController
-from router.types import Candidates, Ranking, Reason, ReplicaView, RouterObserver, RoutingPolicy, RoutingRequest
+from router.types import (
+    Candidates,
+    FairPlaces,
+    Ranking,
+    Reason,
+    ReplicaView,
+    RouterObserver,
+    RoutingPolicy,
+    RoutingRequest,
+)
 from serve_app.config import HeadwayConfig
 
 
@@ -106,9 +115,9 @@ class EarlyBinding:
         """Return True: all replicas are alike, full or not."""
         return True
 
-    def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
-        """Return False: the replica has room as long as `places` says so."""
-        return False
+    def fair_places(self, view: ReplicaView, band: Band) -> FairPlaces | None:
+        """Return None: the replica has room as long as `places` says so."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,8 @@ class ScaleWorld:
             tenants = self.rng.sample(range(self.size.num_tenants), min(_NUM_SERVED, self.size.num_tenants))
             self.served[replica_id] = {f"tenant-{tenant}": 1000 for tenant in tenants}
             for number in range(_NUM_SLOTS + _NUM_BATCH_AHEAD):
-                self._begin(replica_id, Band.STANDARD if number < _NUM_SLOTS else Band.BATCH, tenants[number])
+                band = Band.STANDARD if number < _NUM_SLOTS else Band.BATCH
+                self._begin(replica_id, band, tenants[number % len(tenants)])
         # One replica after the other is known and has a free slot, so each stream's dispatch is quick.
         streams = []
         for number in range(self.size.num_samples):
@@ -175,8 +176,9 @@ class ScaleWorld:
             if len(self.own[replica_id]) == _NUM_BATCH_AHEAD:
                 break
             self._know(replica_id)
-            self.table.end(self.own[replica_id].pop(0))
-            streams.append(await self._start(replica_id))
+            taken = self.own[replica_id].pop(0)
+            self.table.end(taken)
+            streams.append(await self._start(replica_id, taken.tenant))
             self.table.forget(replica_id)
         await self._fill_queue()
         # The first poll is the baseline of every replica's totals of served tokens, so the later ones bring charges.
@@ -264,8 +266,8 @@ class ScaleWorld:
         await self.dispatcher.refresh()
         return self._us_since(started_s)
 
-    async def _start(self, replica_id: str) -> Stream:
-        [deltas] = self.dispatcher.start([self._request(Band.STANDARD)])
+    async def _start(self, replica_id: str, tenant: str) -> Stream:
+        [deltas] = self.dispatcher.start([replace(self._request(Band.STANDARD), tenant=tenant)])
         stream = Stream(deltas, replica_id)
         self._prepare(stream, None)
         await anext(deltas)

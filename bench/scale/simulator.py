@@ -163,10 +163,10 @@ async def simulate(world: World, arrivals: list[Arrival]) -> dict[str, Any]:
     """Return the figures of a run. Runs in a `SimulatedLoop`."""
     clock, tally = simulated_clock(), Tally()
     config = EngineConfig(
-        num_blocks=1024,
+        num_blocks=64 * world.num_slots,
         max_model_len=2048,
         max_num_seqs=world.num_slots,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=max(512, 4 * world.num_slots),
         async_scheduling=True,
     )
     engines = [

@@ -96,7 +96,7 @@ class Admission:
 
     def _num_before(self, band: Band, tenant: str) -> int:
         urgent = sum(self._queue.num_tokens(other) for other in Band if other < band)
-        if not self._queue.of_tenant(band, tenant).num_requests and self._rooms.has_fair_place(band, tenant):
+        if not self._queue.of_tenant(band, tenant).num_requests and self._rooms.giving_way(band).num_replicas(tenant):
             return urgent
         return urgent + self._queue.num_tokens_before(band, tenant)
 

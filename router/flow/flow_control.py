@@ -254,32 +254,30 @@ class FlowController:
         starved = self.account.starved_bands()
         # In most calls every replica is full: then no band is open and the queue is not ordered at all.
         rooms = {band: self.rooms.of_band(band, band in starved) for band in Band if self.queue.num_requests(band)}
-        open_bands = {band for band, room in rooms.items() if len(room)}
-        for queued in self.queue.in_order(starved, open_bands):
-            pending, band = self._pending[queued.arrival_index], queued.request.band
-            if pending.placement.cancelled():
-                self._withdraw(pending)
-                return True
-            if band not in open_bands:
-                continue
-            request = queued.request
-            candidates = rooms[band].candidates(len(request.prompt_token_ids) + len(request.output_token_ids))
-            if candidates is not None:
+        for band in self.queue.bands_in_order(starved):
+            for queued in self.queue.in_order(band) if len(rooms[band]) else ():
+                pending, request = self._pending[queued.arrival_index], queued.request
+                if pending.placement.cancelled():
+                    self._withdraw(pending)
+                    return True
+                candidates = rooms[band].candidates(len(request.prompt_token_ids) + len(request.output_token_ids))
+                if candidates is None:
+                    break  # The request holds back those behind it in its band.
                 self._dispatch(pending, candidates, is_promoted=band in starved)
                 return True
-            open_bands.discard(band)
         return self._dispatch_fairly()
 
     def _dispatch_fairly(self) -> bool:
         """Dispatch the first request for which other tenants of its band give way; return False if there is none."""
         for band in Band:
-            is_open = self.queue.num_requests(band) and len(self.rooms.giving_way(band))
-            for queued in self.queue.in_order((), (band,)) if is_open else ():
-                pending = self._pending[queued.arrival_index]
+            giving_way = self.rooms.giving_way(band)
+            for queued in self.queue.in_order(band) if self.queue.num_requests(band) and len(giving_way) else ():
+                pending, request = self._pending[queued.arrival_index], queued.request
                 if pending.placement.cancelled():
                     self._withdraw(pending)
                     return True
-                candidates = self.rooms.fair_candidates(queued.request)
+                num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+                candidates = giving_way.candidates(request.tenant, num_tokens)
                 if candidates is not None:
                     self._dispatch(pending, candidates, is_promoted=False)
                     return True

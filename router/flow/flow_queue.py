@@ -310,10 +310,13 @@ class FlowQueue:
         """Remove a request that no longer waits."""
         self._bands[queued.request.band].remove(queued)
 
-    def in_order(self, starved: Collection[Band], bands: Collection[Band] = tuple(Band)) -> Iterator[QueuedRequest]:
-        """Yield the first request of each tenant in `bands`, in the order of the class's algorithm."""
-        for band in sorted(bands, key=lambda band: (band not in starved, band)):
-            yield from self._bands[band].heads()
+    def bands_in_order(self, starved: Collection[Band]) -> list[Band]:
+        """Return the bands with waiting requests, the starved ones first, then by urgency."""
+        return sorted(filter(self.num_requests, Band), key=lambda band: (band not in starved, band))
+
+    def in_order(self, band: Band) -> Iterator[QueuedRequest]:
+        """Yield the first request of each tenant of a band, in the order of the class's algorithm."""
+        return self._bands[band].heads()
 
     def dispatch(self, queued: QueuedRequest) -> None:
         """Remove a request that is dispatched, and charge its tenant the expected cost."""

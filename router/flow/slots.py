@@ -6,8 +6,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from replicas.protocol import Band, GenerateRequest
-from router.types import ReplicaView
+from replicas.protocol import Band
+from router.types import FairPlaces, ReplicaView
 
 
 class SlotPolicy(Protocol):
@@ -25,11 +25,10 @@ class SlotPolicy(Protocol):
     def is_ready(self, view: ReplicaView, band: Band) -> bool:
         """Return True if the replica, if it has a place, goes before those that are not ready."""
 
-    def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
-        """Return True if other tenants of the band make room on a replica without a place for a request.
+    def fair_places(self, view: ReplicaView, band: Band) -> FairPlaces | None:
+        """Return the slots that tenants of the band give up on a replica without a place for it; None: there is none.
 
-        None stands for a short request of a tenant that has none there. No tenant gives way to another request where
-        none gives way to that one.
+        A request that has no slot of these finds no room on the replica.
         """
 
 
@@ -79,10 +78,6 @@ class LateBinding:
         """Return True if the replica has a free slot; on another one the request waits."""
         return view.num_free_slots(band) > 0
 
-    def gives_way(self, view: ReplicaView, band: Band, request: GenerateRequest | None) -> bool:
-        """Return True if the replica has room for the request by 7."""
-        num_places = view.num_fair_places(band, None if request is None else request.tenant)
-        if request is None or num_places == 0:
-            return num_places > 0
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return num_tokens <= view.num_free_tokens(band) + num_places * view.num_mean_tokens(band)
+    def fair_places(self, view: ReplicaView, band: Band) -> FairPlaces | None:
+        """Return the slots by 7."""
+        return view.fair_places(band)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
+from replicas.fair_share import fair_share
 from replicas.protocol import Band, GenerateRequest
 from router.balancing.hash_ring import CIRCLE, distance, points_of, position_of
 from router.balancing.policy import PrefixIndex
@@ -50,6 +51,24 @@ class ListedCandidates:
         return distance(points_of(replica_id), position)
 
 
+def gives_way(view: ReplicaView, request: GenerateRequest) -> bool:
+    """Return True if tenants of the request's band give up a slot to it on a replica without a free one."""
+    band, num_slots = request.band, view.stats.num_slots - sum(view.num_by_band[: request.band])
+    if view.stats.is_draining or view.num_free_slots(band) > 0 or num_slots <= 0:
+        return False
+    if view.own_by_band[band] == view.num_by_band[band] and max(view.own_by_tenant.values(), default=0) <= 1:
+        return False
+    held = {tenant: num for (its_band, tenant), num in view.own_by_tenant.items() if its_band is band}
+    num_foreign = view.num_by_band[band] - view.own_by_band[band]
+    share = fair_share(num_slots, len(held.keys() | {request.tenant}))
+    num_own = held.get(request.tenant, 0)
+    num_kept = num_foreign + sum(min(num, share) for num in held.values())
+    is_new_beside_foreign = num_own == 0 and num_foreign > 0 and view.num_by_band[band] <= num_slots
+    num_places = max(0, min(share - num_own, num_slots - num_kept), is_new_beside_foreign)
+    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+    return num_places > 0 and num_tokens <= view.num_free_tokens(band) + num_places * view.num_mean_tokens(band)
+
+
 @dataclass(frozen=True)
 class Choice:
     """Choice of the next dispatch: the request, its replica, and the reasons."""
@@ -73,23 +92,19 @@ class PlainDecisions:
     def next(self, queue: FlowQueue, starved: Set[Band], views: Sequence[ReplicaView]) -> Choice | None:
         """Return the next dispatch; None: no waiting request finds room."""
         is_only = sum(not view.stats.is_draining for view in views) == 1
-        held_back = set()
-        for queued in queue.in_order(starved):
-            band = queued.request.band
-            if band in held_back:
-                continue
+        for band in queue.bands_in_order(starved):
+            queued = next(queue.in_order(band))
             with_places = [view for view in views if self.slots.places(view, band, starved, is_only) > 0]
             with_room = [view for view in with_places if self._has_blocks(view, queued.request, starved)]
             if with_room:
                 ready = [view for view in with_room if view.num_free_slots(band) > 0]
                 return self._choice(queued, ready or with_room, views, is_promoted=band in starved)
-            held_back.add(band)
         return self._next_fairly(queue, views)
 
     def _next_fairly(self, queue: FlowQueue, views: Sequence[ReplicaView]) -> Choice | None:
         for band in Band:
-            for queued in queue.in_order((), (band,)):
-                giving_way = [view for view in views if self.slots.gives_way(view, band, queued.request)]
+            for queued in queue.in_order(band):
+                giving_way = [view for view in views if gives_way(view, queued.request)]
                 if giving_way:
                     return self._choice(queued, giving_way, views, is_promoted=False)
         return None

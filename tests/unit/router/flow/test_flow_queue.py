@@ -3,7 +3,8 @@
 import heapq
 import random
 from collections import Counter
-from itertools import islice
+from collections.abc import Collection, Iterator
+from itertools import chain, islice
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ from testkit.router.simulated_replicas import request
 from tests.seeds import Seeds
 
 NOW = 50.0
+
+
+def in_order(queue: FlowQueue, starved: Collection[Band] = ()) -> Iterator[QueuedRequest]:
+    """Yield the first request of each tenant of all bands, in the order of their dispatch."""
+    return chain.from_iterable(queue.in_order(band) for band in queue.bands_in_order(starved))
 
 
 class Line:
@@ -42,7 +48,7 @@ class Line:
             self.add(tenant=tenant, **fields)
 
     def dispatch_next(self, now: float = NOW) -> QueuedRequest:
-        waiting = next(self.queue.in_order(self.starved(now)))
+        waiting = next(in_order(self.queue, self.starved(now)))
         self.queue.dispatch(waiting)
         self.queue.served(waiting.request.band, now)
         return waiting
@@ -148,7 +154,7 @@ def test_a_tenant_that_pauses_comes_back_at_its_turn(line: Line):
 def test_more_tenants_than_are_remembered_all_get_their_turn(line: Line):
     num_tenants = module._MAX_IDLE_TENANTS + 50
     added = {line.add(tenant=f"tenant-{number}") for number in range(num_tenants)}
-    assert set(line.queue.in_order(set())) == added
+    assert set(in_order(line.queue)) == added
     for waiting in added:
         line.queue.dispatch(waiting)
     for number in range(num_tenants):
@@ -192,8 +198,8 @@ def test_a_bands_clock_starts_when_it_begins_to_wait():
 def test_of_two_starved_bands_the_more_urgent_is_first(line: Line):
     for band, now in ((Band.BATCH, 0.0), (Band.STANDARD, 0.0), (Band.INTERACTIVE, 40.0)):
         line.add(band, now=now)
-    in_order = [waiting.request.band for waiting in line.queue.in_order(line.starved(40.0))]
-    assert in_order == [Band.STANDARD, Band.BATCH, Band.INTERACTIVE]
+    bands = [waiting.request.band for waiting in in_order(line.queue, line.starved(40.0))]
+    assert bands == [Band.STANDARD, Band.BATCH, Band.INTERACTIVE]
 
 
 def test_a_full_band_refuses_naming_limit_and_value():
@@ -236,7 +242,7 @@ def test_predicted_tokens_before_a_request_are_those_dispatched(seed: int):
         line.add(tenant=tenant, tokens=tokens)
         longest[tenant] = max(longest[tenant], tokens)
         if rng.random() < 0.3:
-            line.queue.dispatch(next(line.queue.in_order(set())))
+            line.queue.dispatch(next(in_order(line.queue)))
         line.queue.charge(Band.STANDARD, rng.choice("abcd"), rng.randrange(-100, 400))
     tenant = rng.choice("abcd")
     predicted = line.queue.num_tokens_before(Band.STANDARD, tenant)
@@ -281,7 +287,7 @@ def test_counts_are_the_sums_over_what_waits_in_random_histories(seed: int):
                 waiting.remove(line.dispatch_next(now))
         line.queue.charge(rng.choice(list(Band)), rng.choice("abcd"), rng.randrange(-50, 50))
         assert len(line.queue) == len(waiting)
-        heads = list(line.queue.in_order(line.starved(now)))
+        heads = list(in_order(line.queue, line.starved(now)))
         for band in Band:
             mine = [entry for entry in waiting if entry.request.band is band]
             assert line.queue.num_requests(band) == len(mine)
@@ -316,7 +322,7 @@ class ComparedQueues:
                 queue.remove(removed)
                 self.plain.remove(removed)
             case 3 if self.waiting:
-                first = next(queue.in_order(set()))
+                first = next(in_order(queue))
                 self.waiting.remove(first)
                 queue.dispatch(first)
                 self.plain.remove(first)
@@ -332,7 +338,7 @@ class ComparedQueues:
         self.line.queue.check_invariants()
         heads = self.plain.heads()
         num_read = self.rng.choice([0, 1, len(heads)])
-        assert list(islice(self.line.queue.in_order(set()), num_read)) == heads[:num_read]
+        assert list(islice(in_order(self.line.queue), num_read)) == heads[:num_read]
         name = self.rng.choice(self.names)
         assert self.line.queue.num_tokens_before(Band.STANDARD, name) == self.plain.num_tokens_before(name)
 
