@@ -36,6 +36,7 @@ from replicas.protocol import (
     EngineMetrics,
     FinishReason,
     GenerateRequest,
+    IngressShare,
     ModelCard,
     ReplicaStats,
     TokenDelta,
@@ -116,6 +117,7 @@ class ScriptedReplica:
             generated_tokens_per_s=0.0,
             is_draining=False,
             outstanding_tokens=1000,
+            by_ingress=(IngressShare("", (0, self.num_streams, 0), 1000),),
             block_size=16,
         )
 

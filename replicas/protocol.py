@@ -109,6 +109,8 @@ class GenerateRequest:
     """True if the request was dispatched because its band had starved: it takes the next free slot, and keeps it."""
     is_isolated: bool = False
     """True if the request must run alone, as it was on two replicas when they died."""
+    ingress_id: str = ""
+    """Ingress that sends the request; the replica's reports count the sequences of each."""
     delta_interval_s: float | None = None
     """Time between two deltas after the first, seconds, for a request that is not streamed. Fewer deltas cost less to
     carry. None: the replica's flush policy for streams."""
@@ -172,6 +174,17 @@ class TenantTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class IngressShare:
+    """Part of a replica's load: the sequences that one ingress sent."""
+
+    ingress_id: str
+    num_by_band: tuple[int, ...]
+    """Sequences among the running and the waiting ones, each in the band in which `ReplicaStats` counts it."""
+    outstanding_tokens: int
+    """Tokens still to compute for them."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStats:
     """Load of a replica at one moment; sent with every batch of deltas and returned by a poll."""
 
@@ -197,6 +210,8 @@ class ReplicaStats:
     """Blocks in the running sequences' tables, by the band they are scheduled in; a shared block counts for each."""
     outstanding_tokens: int = 0
     """Tokens still to compute: the known ones of all sequences, and their expected output."""
+    by_ingress: tuple[IngressShare, ...] = ()
+    """Parts of the sequences and of `outstanding_tokens` by the ingress that sent them."""
     saturated_tokens_per_s: float = 0.0
     """Speed of the replica under load: tokens computed per second, prompt and output, over recent saturated steps. A
     step is saturated if sequences wait, every slot is taken or its token budget is used up. 0 before the first."""

@@ -252,6 +252,7 @@ class Dispatcher:
                 request,
                 expected_output_tokens=placement.expected_output_tokens,
                 is_promoted=placement.is_promoted,
+                ingress_id=self._table.ingress_id,
             )
             async with aclosing(self._client.generate(sent_request, placement.ranking)) as deltas:
                 while (delta := await self._next(deltas, placement, limit_s)) is not None:

@@ -37,6 +37,7 @@ from replicas.protocol import (
     EngineMetrics,
     FinishReason,
     GenerateRequest,
+    IngressShare,
     ModelCard,
     ReplicaStats,
     SamplingParams,
@@ -196,6 +197,7 @@ class ScaleWorld:
             num_running_by_band=(0, _NUM_SLOTS, 0), num_waiting_by_band=(0, 0, _NUM_BATCH_AHEAD), waiting_tokens=1000,
             generated_tokens_per_s=900.0, is_draining=False, num_held_blocks_by_band=(0, 5_000, 0),
             outstanding_tokens=outstanding, saturated_tokens_per_s=1000.0, block_size=_BLOCK_SIZE,
+            by_ingress=(IngressShare("", (0, _NUM_SLOTS, _NUM_BATCH_AHEAD), outstanding),),
             version=self.versions[replica_id],
         )  # fmt: skip
 

@@ -103,7 +103,7 @@ class Ingress:
     def __init__(self, number: int, engines: EngineClient, num_slots: int, clock: FakeClock, tally: Tally) -> None:
         self._engines = engines
         self._tally = tally
-        table, observer = LoadTable(clock), FakeObserver()
+        table, observer = LoadTable(clock, f"ingress-{number}"), FakeObserver()
         limits = HeadwayConfig(max_num_seqs=num_slots).flow_limits()
         policy = LeastTokens(random.Random(number), PrefixIndex())
         self.flow = FlowController(limits, table, policy, observer)

@@ -33,6 +33,7 @@ from replicas.protocol import (
     EngineMetrics,
     FinishReason,
     GenerateRequest,
+    IngressShare,
     ModelCard,
     ReplicaStats,
     SamplingParams,
@@ -77,11 +78,14 @@ class SoakReplica:
 
     def stats(self, is_polled: bool = False) -> ReplicaStats:
         """Return the present load."""
+        by_band = tuple(self.bands[band] for band in Band)
+        outstanding_tokens = len(self.streams) * _MAX_OUTPUT_TOKENS
         return ReplicaStats(
             self.replica_id, "node", 1, time.time(), _NUM_SLOTS, 10_000, 5_000,
-            num_running_by_band=tuple(self.bands[band] for band in Band), num_waiting_by_band=(0, 0, 0),
+            num_running_by_band=by_band, num_waiting_by_band=(0, 0, 0),
             waiting_tokens=0, generated_tokens_per_s=_NUM_SLOTS / _STEP_S, is_draining=False,
-            outstanding_tokens=len(self.streams) * _MAX_OUTPUT_TOKENS, saturated_tokens_per_s=_SATURATED_TOKENS_PER_S,
+            outstanding_tokens=outstanding_tokens, saturated_tokens_per_s=_SATURATED_TOKENS_PER_S,
+            by_ingress=(IngressShare("", by_band, outstanding_tokens),),
             served_tokens=self.usage.snapshot() if is_polled else (), version=self.version,
         )  # fmt: skip
 

@@ -22,6 +22,7 @@ from replicas.protocol import (
     EngineMetrics,
     FinishReason,
     GenerateRequest,
+    IngressShare,
     Metric,
     ReplicaIdentity,
     ReplicaStats,
@@ -122,15 +123,24 @@ class Engine:
         self._scheduler.check_invariants()
         assert len(self._output_processors) == len(self._scheduler.running) + len(self._scheduler.waiting)
         assert len(self._pipeline) <= self._config.async_scheduling
+        load = self.stats()
+        by_band = zip(load.num_running_by_band, load.num_waiting_by_band, strict=True)
+        parts = [share.num_by_band for share in load.by_ingress]
+        assert [sum(part[band] for part in parts) for band in Band] == [sum(numbers) for numbers in by_band]
 
     def stats(self) -> ReplicaStats:
         """Return the present load."""
         running, held_blocks = [0] * len(Band), [0] * len(Band)
-        outstanding_tokens = self._scheduler.waiting.num_outstanding_tokens
+        shares = self._scheduler.waiting.shares()
         for sequence in self._scheduler.running:
-            running[sequence.effective_band] += 1
-            held_blocks[sequence.effective_band] += len(sequence.block_table)
-            outstanding_tokens += sequence.num_outstanding_tokens
+            band = sequence.effective_band
+            running[band] += 1
+            held_blocks[band] += len(sequence.block_table)
+            share = shares.get(sequence.request.ingress_id)
+            if share is None:
+                share = shares[sequence.request.ingress_id] = [0] * (len(Band) + 1)
+            share[band] += 1
+            share[-1] += sequence.num_outstanding_tokens
         return ReplicaStats(
             replica_id=self._identity.replica_id,
             node_id=self._identity.node_id,
@@ -146,7 +156,8 @@ class Engine:
             generated_tokens_per_s=self._stats.rate.tokens_per_s if self.has_work else 0.0,
             is_draining=self._is_draining,
             num_held_blocks_by_band=tuple(held_blocks),
-            outstanding_tokens=outstanding_tokens,
+            outstanding_tokens=sum([share[-1] for share in shares.values()]),
+            by_ingress=tuple([IngressShare(name, tuple(share[:-1]), share[-1]) for name, share in shares.items()]),
             block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
             version=self._version,

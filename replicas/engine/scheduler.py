@@ -142,6 +142,7 @@ class Scheduler:
         for sequence in self.waiting.sequences():
             assert sequence.status is SequenceStatus.WAITING
             assert not sequence.block_table and sequence.num_scheduled_tokens == 0
+        self.waiting.check_invariants()
         self._slots.check_invariants(self.running)
         self.blocks.check_invariants(self.running)
 

@@ -39,6 +39,8 @@ class WaitingQueue:
         """Number of tokens, prompt plus `max_tokens`, of the waiting sequences; callers only read it."""
         self.num_outstanding_tokens = 0
         """Number of known tokens of the waiting sequences, plus the output still expected of them."""
+        self._shares: dict[str, list[int]] = {}
+        """Number of sequences of each band, then their outstanding tokens, by the ingress that sent them."""
 
     def __len__(self) -> int:
         return sum(self._num_by_band.values())
@@ -48,12 +50,14 @@ class WaitingQueue:
         """Number of sequences of each band, most urgent band first. A promoted sequence counts in its own band."""
         return tuple(self._num_by_band.values())
 
+    def shares(self) -> dict[str, list[int]]:
+        """Return what each ingress sent: the number of its sequences in each band, then their outstanding tokens."""
+        return {ingress_id: share.copy() for ingress_id, share in self._shares.items()}
+
     def add(self, sequence: Sequence) -> None:
         """Insert `sequence` at the place of its urgency."""
         insort(self._line(sequence), (sequence.urgency, sequence))
-        self._num_by_band[sequence.band] += 1
-        self.num_tokens += sequence.request.max_total_tokens
-        self.num_outstanding_tokens += sequence.num_outstanding_tokens
+        self._count(sequence, 1)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove `sequence`, which must be in the queue."""
@@ -63,9 +67,7 @@ class WaitingQueue:
         del line[index]
         if not line:
             self._forget_if_empty(sequence)
-        self._num_by_band[sequence.band] -= 1
-        self.num_tokens -= sequence.request.max_total_tokens
-        self.num_outstanding_tokens -= sequence.num_outstanding_tokens
+        self._count(sequence, -1)
 
     def tenants(self, band: Band) -> KeysView[str]:
         """Return the tenants that have sequences scheduled in `band`."""
@@ -87,6 +89,29 @@ class WaitingQueue:
         """Return all waiting sequences, in no particular order."""
         every = (lines for by_tenant in self._lines.values() for lines in by_tenant.values())
         return [entry[1] for lines in every for line in (lines.short, lines.long) for entry in line]
+
+    def check_invariants(self) -> None:
+        """Assert that the counts are those of the sequences in the queue."""
+        shares: dict[str, list[int]] = {}
+        for sequence in self.sequences():
+            share = shares.setdefault(sequence.request.ingress_id, [0] * (len(Band) + 1))
+            share[sequence.band] += 1
+            share[-1] += sequence.num_outstanding_tokens
+        assert shares == self._shares
+        assert self.num_outstanding_tokens == sum(share[-1] for share in shares.values())
+        assert self.num_by_band == tuple(sum(share[band] for share in shares.values()) for band in Band)
+
+    def _count(self, sequence: Sequence, num: int) -> None:
+        """Count a sequence that comes (1) or goes (-1)."""
+        outstanding_tokens = num * sequence.num_outstanding_tokens
+        self._num_by_band[sequence.band] += num
+        self.num_tokens += num * sequence.request.max_total_tokens
+        self.num_outstanding_tokens += outstanding_tokens
+        share = self._shares.setdefault(sequence.request.ingress_id, [0] * (len(Band) + 1))
+        share[sequence.band] += num
+        share[-1] += outstanding_tokens
+        if not any(share):
+            del self._shares[sequence.request.ingress_id]
 
     def _forget_if_empty(self, sequence: Sequence) -> None:
         by_tenant, tenant = self._lines[sequence.effective_band], sequence.request.tenant

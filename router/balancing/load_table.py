@@ -6,13 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
 
-from replicas.protocol import Band, ReplicaStats
+from replicas.protocol import Band, IngressShare, ReplicaStats
 from router.balancing.cluster_totals import ClusterTotals
 from router.balancing.hash_ring import HashRing
 from router.types import ClusterLoad, ReplicaView
 
 _MAX_REORDERING_S = 5.0
 """Reports arrive over several streams and by poll. No report is overtaken by one that is this much newer, seconds."""
+
+_NO_SHARE = IngressShare("", (0,) * len(Band), 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,21 +51,22 @@ class _Entry:
     stats: ReplicaStats
     received_s: float
     foreign_by_band: tuple[int, ...]
-    """Requests of other ingresses: those reported beyond this ingress's own at the arrival of the report."""
+    """Requests of other ingresses: those reported beyond this ingress's share of the report."""
     foreign_tokens: int
     version: int | None
-    """Version of the report; None: it has none, or the own requests have changed since."""
+    """Version of the report; None: it has none."""
     stalled_s: float
     """Of the report; here too, since a poll compares it with each answer."""
     is_draining: bool
     """Of the report."""
 
-    def take(self, stats: ReplicaStats, own: _Own, now_s: float) -> None:
-        """Take in a report."""
-        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, own.num_by_band, strict=True)
+    def take(self, stats: ReplicaStats, ingress_id: str, now_s: float) -> None:
+        """Take in a report, by an ingress of this id."""
+        share = next((share for share in stats.by_ingress if share.ingress_id == ingress_id), _NO_SHARE)
+        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, share.num_by_band, strict=True)
         self.stats, self.received_s = stats, now_s
-        self.foreign_by_band = tuple([max(0, running + waiting - sent) for running, waiting, sent in reported])
-        self.foreign_tokens = max(0, stats.outstanding_tokens - own.outstanding_tokens)
+        self.foreign_by_band = tuple([running + waiting - sent for running, waiting, sent in reported])
+        self.foreign_tokens = stats.outstanding_tokens - share.outstanding_tokens
         self.version, self.stalled_s, self.is_draining = stats.version or None, stats.stalled_s, stats.is_draining
 
 
@@ -96,8 +99,9 @@ class LoadTable:
         the load kept of a replica is that of its entry and its own counts.
     """
 
-    def __init__(self, clock: Callable[[], float], max_replicas: int = 4096) -> None:
+    def __init__(self, clock: Callable[[], float], ingress_id: str = "", max_replicas: int = 4096) -> None:
         """`clock` gives monotonic seconds."""
+        self.ingress_id = ingress_id
         self._clock = clock
         self._max_replicas = max_replicas
         self._entries: dict[str, _Entry] = {}
@@ -141,7 +145,7 @@ class LoadTable:
             self._make_place(stats.replica_id)
             known = self._entries[stats.replica_id] = _Entry()
             self._known_in_order = None
-        known.take(stats, self._own.get(stats.replica_id, self._no_own), self._clock())
+        known.take(stats, self.ingress_id, self._clock())
         self._mark(stats.replica_id)
 
     def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
@@ -207,7 +211,7 @@ class LoadTable:
         done = min(num_tokens, in_flight.outstanding_tokens - 1)
         in_flight.outstanding_tokens -= done
         own.outstanding_tokens -= done
-        self._own_changed(in_flight.replica_id)
+        self._mark(in_flight.replica_id)
 
     def end(self, in_flight: InFlight) -> None:
         """Stop counting a request. Called exactly once for each `begin`."""
@@ -220,7 +224,7 @@ class LoadTable:
         own.outstanding_tokens -= in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens -= in_flight.prompt_tokens
-        self._own_changed(in_flight.replica_id)
+        self._mark(in_flight.replica_id)
         if not own.requests:
             del self._own[in_flight.replica_id]
 
@@ -310,11 +314,6 @@ class LoadTable:
                 self.ring.remove(replica_id)
         return gone
 
-    def _own_changed(self, replica_id: str) -> None:
-        if (entry := self._entries.get(replica_id)) is not None:
-            entry.version = None
-        self._mark(replica_id)
-
     def _mark(self, replica_id: str) -> None:
         self._loads.pop(replica_id, None)
         for changed in self._subscribers:
@@ -338,7 +337,7 @@ class LoadTable:
         own.outstanding_tokens += in_flight.outstanding_tokens
         if not in_flight.is_seen:
             own.unseen_tokens += in_flight.prompt_tokens
-        self._own_changed(in_flight.replica_id)
+        self._mark(in_flight.replica_id)
 
     def _view(self, entry: _Entry) -> ReplicaView:
         own = self._own.get(entry.stats.replica_id, self._no_own)

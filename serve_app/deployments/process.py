@@ -60,7 +60,7 @@ class Routing:
         """
         observer = RouterMetrics(registry, config.latency_targets())
         gossip = IngressGossip(this_replica_id())
-        table = LoadTable(time.monotonic)
+        table = LoadTable(time.monotonic, gossip.ingress_id)
         flow = make_flow(config, table, observer)
         self.queue = flow.queue
         self._client = client = ServeReplicaClient(model, gossip)

@@ -40,7 +40,10 @@ def random_request(rng: random.Random, world: World, number: int, **params: obje
     prompt_logprobs = 0 if max_tokens == 0 or rng.random() < 0.1 else None
     band = rng.choice(list(Band))
     made = request(f"r{number}", prompt, max_tokens, band, deadline, prompt_logprobs=prompt_logprobs, **params)  # type: ignore[arg-type]
-    return replace(made, is_isolated=rng.random() < 0.05, tenant=rng.choice("aaab"))
+    is_isolated, is_promoted = rng.random() < 0.05, rng.random() < 0.05
+    return replace(
+        made, is_isolated=is_isolated, is_promoted=is_promoted, tenant=rng.choice("aaab"), ingress_id=rng.choice("xy")
+    )
 
 
 def play(

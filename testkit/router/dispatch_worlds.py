@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from replicas.errors import ServingError
 from replicas.protocol import Band, FinishReason, GenerateRequest, PositionLogprobs, ReplicaStats, TokenDelta
@@ -20,6 +21,8 @@ from testkit.router.simulated_replicas import FakeClient, FakeObserver, FakeRepl
 from testkit.router.simulated_time import simulated_clock
 
 ROOMY = FlowLimits({band: BandLimits(10_000, 10**9) for band in Band}, promote_after_s=30.0)
+_NUMBERS = count()
+"""Numbers of the ingresses."""
 
 
 @dataclass
@@ -84,7 +87,7 @@ class World:
         for replica in replicas:
             self.client.add(replica)
         self.observer = FakeObserver()
-        self.table = LoadTable(self.clock)
+        self.table = LoadTable(self.clock, f"ingress-{next(_NUMBERS)}")
         for report in known:
             self.table.record(report)
         self.flow = FlowController(limits, self.table, LeastTokens(random.Random(0)), self.observer)

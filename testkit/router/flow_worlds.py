@@ -73,6 +73,11 @@ class Flow:
         self.report(*reported)
         await settle_down()
 
+    def own_by_band(self, replica_id: str) -> tuple[int, ...]:
+        """Return the number of requests that were sent to a replica and have not ended."""
+        view = self.table.load_of(replica_id)
+        return (0,) * len(Band) if view is None else view.own_by_band
+
     def ask(
         self, band: Band = Band.STANDARD, *, within_s: float | None = None, group: SampleGroup | None = None,
         **of_request: Any,

@@ -15,6 +15,7 @@ from replicas.protocol import (
     EngineMetrics,
     FinishReason,
     GenerateRequest,
+    IngressShare,
     ModelCard,
     PositionLogprobs,
     ReplicaStats,
@@ -35,8 +36,13 @@ def stats(
     replica_id: str = "a", *, taken: float = 0.0, running: Sequence[int] = (0, 0, 0),
     waiting: Sequence[int] = (0, 0, 0), slots: int = 4, free_blocks: int = 1000, held: Sequence[int] = (0, 0, 0),
     outstanding: int = 0, rate: float = 0.0, is_draining: bool = False, weights: str = "",
+    own: Sequence[int] = (), own_tokens: int = 0, by_ingress: Sequence[IngressShare] = (),
 ) -> ReplicaStats:  # fmt: skip
-    """Return a report of a replica with a thousand blocks; counts are by band."""
+    """Return a report of a replica with a thousand blocks; counts are by band.
+
+    `own` and `own_tokens` are the parts of `running` and `waiting` and of `outstanding` that an ingress without an id
+    sent.
+    """
     return ReplicaStats(
         replica_id=replica_id,
         node_id="node",
@@ -52,6 +58,7 @@ def stats(
         is_draining=is_draining,
         num_held_blocks_by_band=tuple(held),
         outstanding_tokens=outstanding,
+        by_ingress=(IngressShare("", tuple(own), own_tokens),) if own else tuple(by_ingress),
         saturated_tokens_per_s=rate,
         block_size=BLOCK_SIZE,
         weights_id=weights,
@@ -289,9 +296,14 @@ class FakeReplica:
         by_band = [
             [sum(r.band is band for r in some.values()) for band in Band] for some in (self.running, self.waiting)
         ]
+        here = [*self.running.values(), *self.waiting.values()]
+        by_ingress = [
+            IngressShare(name, tuple([sum(r.ingress_id == name and r.band is band for r in here) for band in Band]), 0)
+            for name in sorted({r.ingress_id for r in here})
+        ]
         return stats(
             self.replica_id, taken=simulated_clock().unix(), running=by_band[0], waiting=by_band[1],
-            slots=self.num_slots, is_draining=self.is_draining, weights=self.weights,
+            slots=self.num_slots, is_draining=self.is_draining, weights=self.weights, by_ingress=by_ingress,
         )  # fmt: skip
 
 

@@ -294,3 +294,18 @@ def test_requests_with_different_salts_share_no_block() -> None:
         world.run(replace(request(f"r{number}", prompt), cache_salt=salt))
     lasts = [world.outcomes[f"r{number}"].last for number in range(4)]
     assert [last.usage.cached_tokens for last in lasts if last is not None] == [0, 0, 0, 36]
+
+
+def test_a_report_tells_each_ingress_its_part() -> None:
+    world = World(config(max_num_seqs=2))
+    of_x = replace(request("x", prompt(8), max_tokens=20, band=Band.BATCH), ingress_id="x", is_promoted=True)
+    of_y = [replace(request(f"y{number}", prompt(8, number), max_tokens=20), ingress_id="y") for number in range(3)]
+    world.add(of_x, *of_y)
+    world.step()
+    load = world.engine.stats()
+    assert (load.num_running_by_band, load.num_waiting_by_band) == ((1, 1, 0), (0, 2, 0))
+    parts = {share.ingress_id: share for share in load.by_ingress}
+    assert {name: part.num_by_band for name, part in parts.items()} == {"x": (1, 0, 0), "y": (0, 3, 0)}
+    assert sum(part.outstanding_tokens for part in parts.values()) == load.outstanding_tokens
+    world.engine.abort("x")
+    assert [share.ingress_id for share in world.engine.stats().by_ingress] == ["y"]

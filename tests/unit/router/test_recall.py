@@ -64,5 +64,5 @@ def test_the_newest_requests_without_output_count_as_waiting(num_waiting: int):
 def test_no_request_waits_on_a_replica_with_a_free_slot():
     table = LoadTable(FakeClock())
     table.begin("a", Band.STANDARD, 10, 10)
-    table.record(stats("a", taken=1, slots=2, waiting=(0, 1, 0)))
+    table.record(stats("a", taken=1, slots=2, waiting=(0, 1, 0), own=(0, 1, 0)))
     assert not table.waiting(Band.STANDARD, 0)

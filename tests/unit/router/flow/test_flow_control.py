@@ -100,7 +100,7 @@ async def test_many_tenants_are_given_no_more_slots_than_there_are():
 async def test_blocks_of_slots_that_are_given_up_count_as_free():
     flow = Flow(stats(slots=4))
     await flow.ask_many(4, tenant="flood")
-    flow.report(stats(taken=1.0, slots=4, running=(0, 4, 0), free_blocks=0, held=(0, 80, 0)))
+    flow.report(stats(taken=1.0, slots=4, running=(0, 4, 0), own=(0, 4, 0), free_blocks=0, held=(0, 80, 0)))
     large = await flow.ask_one(tenant="idle", prompt=tuple(range(40 * 4 + 1)))
     small = await flow.ask_one(tenant="other", prompt=tuple(range(20 * 4)))
     assert (large.has_place, small.has_place) == (False, True)
@@ -109,7 +109,7 @@ async def test_blocks_of_slots_that_are_given_up_count_as_free():
 async def test_a_new_tenant_gets_one_place_beside_other_ingresses():
     flow = Flow(stats(slots=4, running=(0, 3, 0)))
     await flow.ask_many(1, tenant="flood")
-    flow.report(stats(taken=1.0, slots=4, running=(0, 4, 0)))
+    flow.report(stats(taken=1.0, slots=4, running=(0, 4, 0), own=(0, 1, 0)))
     asked = await flow.ask_many(2, tenant="idle") + await flow.ask_many(1, tenant="other")
     assert [a.has_place for a in asked] == [True, False, False]
 
@@ -284,7 +284,8 @@ async def test_a_starved_band_passes_its_paused_requests_singly():
 
     async def wait(seconds: float) -> None:
         await asyncio.sleep(seconds)
-        await flow.learn(stats(taken=flow.clock.now, slots=2, running=(1, 1, 0), waiting=(0, 0, 5)))
+        own = flow.own_by_band("a")
+        await flow.learn(stats(taken=flow.clock.now, slots=2, running=(1, 1, 0), waiting=(0, 0, 5), own=own))
 
     first, second = await flow.ask_many(2, Band.BATCH)
     await wait(29.0)
