@@ -61,6 +61,8 @@ class ReplicaView:
     """Tokens that the requests in `num_by_band` are expected to need still."""
     unseen_tokens: int = 0
     """Prompt tokens of this ingress's requests that the last report cannot have counted yet."""
+    others_slots: tuple[int, ...] = (0,) * len(Band)
+    """Slots that a request of each band would find and that are left to other ingresses."""
 
     @property
     def num_in_flight(self) -> int:
@@ -68,8 +70,10 @@ class ReplicaView:
         return sum(self.own_by_band)
 
     def num_free_slots(self, band: Band) -> int:
-        """Return the number of slots that a request of `band` would find: free ones, and those of lower bands."""
-        return 0 if self.stats.is_draining else self.stats.num_slots - sum(self.num_by_band[: band + 1])
+        """Return the number of slots for requests of `band`: free ones and those of lower bands, less the others'."""
+        if self.stats.is_draining:
+            return 0
+        return self.stats.num_slots - sum(self.num_by_band[: band + 1]) - self.others_slots[band]
 
     def num_free_tokens(self, band: Band) -> int:
         """Return the number of KV cache slots that a request of `band` would find: free ones, and those of lower bands.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from replicas.protocol import Band, IngressShare, ReplicaStats
 from router.balancing.cluster_totals import ClusterTotals
@@ -46,13 +47,18 @@ class _Own:
 class _Entry:
     """Newest report of a replica; it stays the same object while the replica is known."""
 
-    __slots__ = ("foreign_by_band", "foreign_tokens", "is_draining", "received_s", "stalled_s", "stats", "version")
+    __slots__ = (
+        "foreign_by_band", "foreign_tokens", "is_draining", "others_slots", "received_s", "stalled_s", "stats",
+        "version",
+    )  # fmt: skip
 
     stats: ReplicaStats
     received_s: float
     foreign_by_band: tuple[int, ...]
     """Requests of other ingresses: those reported beyond this ingress's share of the report."""
     foreign_tokens: int
+    others_slots: tuple[int, ...]
+    """Free slots of the report that are left to other ingresses, for each band."""
     version: int | None
     """Version of the report; None: it has none."""
     stalled_s: float
@@ -61,12 +67,23 @@ class _Entry:
     """Of the report."""
 
     def take(self, stats: ReplicaStats, ingress_id: str, now_s: float) -> None:
-        """Take in a report, by an ingress of this id."""
-        share = next((share for share in stats.by_ingress if share.ingress_id == ingress_id), _NO_SHARE)
-        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, share.num_by_band, strict=True)
+        """Take in a report, by an ingress of this id.
+
+        Ingresses that know of the same free slots would all give them away. So each ingress with requests on the
+        replica gets an equal part of them. Who gets one more changes with each version.
+        """
+        parts = stats.by_ingress
+        place = next((number for number, part in enumerate(parts) if part.ingress_id == ingress_id), len(parts))
+        own = parts[place] if place < len(parts) else _NO_SHARE
+        reported = [r + w for r, w in zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)]
         self.stats, self.received_s = stats, now_s
-        self.foreign_by_band = tuple([running + waiting - sent for running, waiting, sent in reported])
-        self.foreign_tokens = stats.outstanding_tokens - share.outstanding_tokens
+        self.foreign_by_band = tuple([num - sent for num, sent in zip(reported, own.num_by_band, strict=True)])
+        self.foreign_tokens = stats.outstanding_tokens - own.outstanding_tokens
+        self.others_slots = _NO_SHARE.num_by_band
+        if (num_ingresses := max(place + 1, len(parts))) > 1:
+            turn = (place + stats.version) % num_ingresses
+            free = [stats.num_slots - num for num in accumulate(reported)]
+            self.others_slots = tuple([max(0, num - (num + num_ingresses - 1 - turn) // num_ingresses) for num in free])
         self.version, self.stalled_s, self.is_draining = stats.version or None, stats.stalled_s, stats.is_draining
 
 
@@ -349,4 +366,5 @@ class LoadTable:
             own_by_tenant=dict(own.num_by_tenant),
             outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,
             unseen_tokens=own.unseen_tokens,
+            others_slots=entry.others_slots,
         )
