@@ -70,10 +70,15 @@ class ReplicaView:
         return sum(self.own_by_band)
 
     def num_free_slots(self, band: Band) -> int:
-        """Return the number of slots for requests of `band`: free ones and those of lower bands, less the others'."""
-        if self.stats.is_draining:
-            return 0
-        return self.stats.num_slots - sum(self.num_by_band[: band + 1]) - self.others_slots[band]
+        """Return the number of slots for this ingress's next requests of `band`: free ones, and those of lower bands.
+
+        Those that are left to other ingresses are subtracted.
+        """
+        return 0 if self.stats.is_draining else self.num_slots_left(band) - self.others_slots[band]
+
+    def num_slots_left(self, band: Band) -> int:
+        """Return the number of slots beyond the requests of `band` and of more urgent ones, of all ingresses."""
+        return self.stats.num_slots - sum(self.num_by_band[: band + 1])
 
     def num_free_tokens(self, band: Band) -> int:
         """Return the number of KV cache slots that a request of `band` would find: free ones, and those of lower bands.
@@ -91,7 +96,7 @@ class ReplicaView:
         ingresses keep their slots. While no request waits on the replica, a new tenant still gets one of them: the
         engine knows all tenants and decides. The cost grows with the number of tenants on the replica.
         """
-        if self.stats.is_draining or self.num_free_slots(band) > 0:
+        if self.stats.is_draining or self.num_slots_left(band) > 0:
             return None
         num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
         if num_slots <= 0:

@@ -253,7 +253,7 @@ class LoadTable:
         found = []
         for replica_id, own in self._own.items():
             load = self.load_of(replica_id) if own.unseen_tokens else None
-            if load is not None and load.stats.num_waiting_by_band[band] and load.num_free_slots(band) <= 0:
+            if load is not None and load.stats.num_waiting_by_band[band] and load.num_slots_left(band) <= 0:
                 unseen = [each for each in reversed(own.requests) if each.band is band and not each.is_seen]
                 waiting = unseen[: load.stats.num_waiting_by_band[band]]
                 latest_s = self._entries[replica_id].received_s - for_s

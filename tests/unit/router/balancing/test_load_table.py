@@ -131,6 +131,42 @@ def test_parts_of_a_report_are_told_apart_by_ingress():
     assert (only(table).num_by_band, only(table).outstanding_tokens) == ((1, 1, 0), 50), "what it sent has ended"
 
 
+def test_ingresses_share_out_the_free_slots_that_a_report_tells_them_of():
+    rng = random.Random(1)
+    for version in range(1, 200):
+        names = [f"ingress-{number}" for number in range(rng.randint(1, 5))]
+        shares = [IngressShare(name, tuple(rng.randrange(3) for _ in Band), 0) for name in names]
+        by_band = [sum(share.num_by_band[band] for share in shares) for band in Band]
+        report = replace(stats(slots=30, running=by_band, by_ingress=shares), version=version)
+        tables = [LoadTable(FakeClock(), name) for name in names]
+        for table, share in zip(tables, shares, strict=True):
+            for band in Band:
+                for _ in range(share.num_by_band[band]):
+                    table.begin("a", band, 1, 1)
+            table.record(report)
+        for band in Band:
+            free = [only(table).num_free_slots(band) for table in tables]
+            assert sum(free) == 30 - sum(by_band[: band + 1])
+            assert max(free) - min(free) <= 1
+
+
+@pytest.mark.parametrize("num_ingresses", [2, 3, 8])
+def test_slots_that_other_ingresses_leave_are_taken_within_as_many_reports(num_ingresses: int):
+    num_slots = 16
+    others = [IngressShare(f"other-{number}", (0, 1, 0), 0) for number in range(num_ingresses - 1)]
+    table, num_own, version = LoadTable(FakeClock(), "own"), 0, 1
+    while num_own + len(others) < num_slots:
+        shares = [*others, IngressShare("own", (0, num_own, 0), 0)]
+        report = stats(slots=num_slots, running=(0, num_own + len(others), 0), by_ingress=shares)
+        table.record(replace(report, version=version))
+        for _ in range(only(table).num_free_slots(Band.STANDARD)):
+            table.begin("a", Band.STANDARD, 1, 1)
+            num_own += 1
+        assert only(table).num_free_slots(Band.STANDARD) == 0 and num_own + len(others) <= num_slots
+        version += 1
+    assert version <= 4 * num_ingresses
+
+
 def test_prompts_are_unseen_until_their_first_output():
     table = table_of(stats(free_blocks=100))
     own = table.begin("a", Band.STANDARD, prompt_tokens=30, output_tokens=5)
