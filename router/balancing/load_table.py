@@ -15,6 +15,8 @@ from router.types import ClusterLoad, ReplicaView
 _MAX_REORDERING_S = 5.0
 """Reports arrive over several streams and by poll. No report is overtaken by one that is this much newer, seconds."""
 
+_MIXER = 0x9E3779B1
+"""Factor of multiplicative hashing (Knuth, 1973): of every second version, too, each ingress gets its turns."""
 _NO_SHARE = IngressShare("", (0,) * len(Band), 0)
 
 
@@ -81,7 +83,7 @@ class _Entry:
         self.foreign_tokens = stats.outstanding_tokens - own.outstanding_tokens
         self.others_slots = _NO_SHARE.num_by_band
         if (num_ingresses := max(place + 1, len(parts))) > 1:
-            turn = (place + stats.version) % num_ingresses
+            turn = (place + (stats.version * _MIXER >> 16)) % num_ingresses
             free = [stats.num_slots - num for num in accumulate(reported)]
             self.others_slots = tuple([max(0, num - (num + num_ingresses - 1 - turn) // num_ingresses) for num in free])
         self.version, self.stalled_s, self.is_draining = stats.version or None, stats.stalled_s, stats.is_draining
