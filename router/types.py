@@ -74,10 +74,10 @@ class ReplicaView:
 
         Those that are left to other ingresses are subtracted.
         """
-        return 0 if self.stats.is_draining else self.num_slots_left(band) - self.others_slots[band]
+        return 0 if self.stats.is_draining else self.num_unused_slots(band) - self.others_slots[band]
 
-    def num_slots_left(self, band: Band) -> int:
-        """Return the number of slots beyond the requests of `band` and of more urgent ones, of all ingresses."""
+    def num_unused_slots(self, band: Band) -> int:
+        """Return the number of slots that no request of `band` or of a more urgent one has, of any ingress."""
         return self.stats.num_slots - sum(self.num_by_band[: band + 1])
 
     def num_free_tokens(self, band: Band) -> int:
@@ -96,7 +96,7 @@ class ReplicaView:
         ingresses keep their slots. While no request waits on the replica, a new tenant still gets one of them: the
         engine knows all tenants and decides. The cost grows with the number of tenants on the replica.
         """
-        if self.stats.is_draining or self.num_slots_left(band) > 0:
+        if self.stats.is_draining or self.num_unused_slots(band) > 0:
             return None
         num_slots = self.stats.num_slots - sum(self.num_by_band[:band])
         if num_slots <= 0:
@@ -141,7 +141,7 @@ class ClusterLoad:
     outstanding_tokens: int
     num_blocks: int
     num_free_slots: int
-    """Slots that a batch request would find."""
+    """Slots that this ingress's batch requests would find."""
     saturated_tokens_per_s: float
     """Sum of the replicas' speeds under load, prompt and output tokens per second."""
 

@@ -51,8 +51,12 @@ class WaitingQueue:
         return tuple(self._num_by_band.values())
 
     def shares(self) -> dict[str, list[int]]:
-        """Return what each ingress sent: the number of its sequences in each band, then their outstanding tokens."""
-        return {ingress_id: share.copy() for ingress_id, share in self._shares.items()}
+        """Return what each ingress sent: the number of its sequences in each band, then their outstanding tokens.
+
+        Any thread may call it.
+        """
+        # Listed in one call of C code, as the metrics are read while the engine's thread changes the queue.
+        return {ingress_id: share.copy() for ingress_id, share in list(self._shares.items())}
 
     def add(self, sequence: Sequence) -> None:
         """Insert `sequence` at the place of its urgency."""

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from replicas.protocol import Band, IngressShare, ReplicaStats
 from router.balancing.cluster_totals import ClusterTotals
 from router.balancing.hash_ring import HashRing
+from router.balancing.slot_shares import others_slots
 from router.types import ClusterLoad, ReplicaView
 
 _MAX_REORDERING_S = 5.0
 """Reports arrive over several streams and by poll. No report is overtaken by one that is this much newer, seconds."""
 
-_MIXER = 0x9E3779B1
-"""Factor of multiplicative hashing (Knuth, 1973): of every second version, too, each ingress gets its turns."""
 _NO_SHARE = IngressShare("", (0,) * len(Band), 0)
 
 
@@ -57,36 +55,28 @@ class _Entry:
     stats: ReplicaStats
     received_s: float
     foreign_by_band: tuple[int, ...]
-    """Requests of other ingresses: those reported beyond this ingress's share of the report."""
+    """Requests of other ingresses: those reported beyond this ingress's part of the report."""
     foreign_tokens: int
     others_slots: tuple[int, ...]
     """Free slots of the report that are left to other ingresses, for each band."""
     version: int | None
-    """Version of the report; None: it has none."""
+    """Version of the report; None: it has none, or did not come with a poll and so lacks what only polls tell."""
     stalled_s: float
     """Of the report; here too, since a poll compares it with each answer."""
     is_draining: bool
     """Of the report."""
 
-    def take(self, stats: ReplicaStats, ingress_id: str, now_s: float) -> None:
-        """Take in a report, by an ingress of this id.
-
-        Ingresses that know of the same free slots would all give them away. So each ingress with requests on the
-        replica gets an equal part of them. Who gets one more changes with each version.
-        """
-        parts = stats.by_ingress
-        place = next((number for number, part in enumerate(parts) if part.ingress_id == ingress_id), len(parts))
-        own = parts[place] if place < len(parts) else _NO_SHARE
-        reported = [r + w for r, w in zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)]
+    def take(self, stats: ReplicaStats, own: _Own, ingress_id: str, now_s: float) -> None:
+        """Take in a report, by an ingress of this id with its own requests on the replica."""
+        part = next((part for part in stats.by_ingress if part.ingress_id == ingress_id), _NO_SHARE)
         self.stats, self.received_s = stats, now_s
-        self.foreign_by_band = tuple([num - sent for num, sent in zip(reported, own.num_by_band, strict=True)])
-        self.foreign_tokens = stats.outstanding_tokens - own.outstanding_tokens
-        self.others_slots = _NO_SHARE.num_by_band
-        if (num_ingresses := max(place + 1, len(parts))) > 1:
-            turn = (place + (stats.version * _MIXER >> 16)) % num_ingresses
-            free = [stats.num_slots - num for num in accumulate(reported)]
-            self.others_slots = tuple([max(0, num - (num + num_ingresses - 1 - turn) // num_ingresses) for num in free])
-        self.version, self.stalled_s, self.is_draining = stats.version or None, stats.stalled_s, stats.is_draining
+        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)
+        # What the replica has of this ingress beyond its own counts still takes slots, as an aborted request does.
+        counted = zip(part.num_by_band, own.num_by_band, strict=True)
+        self.foreign_by_band = tuple([sum(nums) - min(sent) for nums, sent in zip(reported, counted, strict=True)])
+        self.foreign_tokens = stats.outstanding_tokens - min(part.outstanding_tokens, own.outstanding_tokens)
+        self.others_slots = others_slots(stats, ingress_id)
+        self.version, self.stalled_s, self.is_draining = None, stats.stalled_s, stats.is_draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +154,7 @@ class LoadTable:
             self._make_place(stats.replica_id)
             known = self._entries[stats.replica_id] = _Entry()
             self._known_in_order = None
-        known.take(stats, self.ingress_id, self._clock())
+        known.take(stats, self._own.get(stats.replica_id, self._no_own), self.ingress_id, self._clock())
         self._mark(stats.replica_id)
 
     def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
@@ -192,6 +182,8 @@ class LoadTable:
             else:
                 self.record(stats)
                 changed.append(stats)
+                if (entry := self._entries.get(stats.replica_id)) is not None and entry.stats is stats:
+                    entry.version = stats.version or None
         gone = self._forget_silent(answered, asked_s)
         if self._known_in_order is None:
             self._known_in_order = [self._entries.get(replica_id) for replica_id in replica_ids]
@@ -255,7 +247,7 @@ class LoadTable:
         found = []
         for replica_id, own in self._own.items():
             load = self.load_of(replica_id) if own.unseen_tokens else None
-            if load is not None and load.stats.num_waiting_by_band[band] and load.num_slots_left(band) <= 0:
+            if load is not None and load.stats.num_waiting_by_band[band] and load.num_unused_slots(band) <= 0:
                 unseen = [each for each in reversed(own.requests) if each.band is band and not each.is_seen]
                 waiting = unseen[: load.stats.num_waiting_by_band[band]]
                 latest_s = self._entries[replica_id].received_s - for_s

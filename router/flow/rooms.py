@@ -286,7 +286,7 @@ class Rooms:
         return self._places[key]
 
     def giving_way(self, band: Band) -> FairRoomIndex:
-        """Return the replicas without a place for a band on which its tenants give up slots to others."""
+        """Return the replicas without an unused slot for a band on which its tenants give up slots to others."""
         return self._giving_way[band]
 
     def trim(self) -> None:

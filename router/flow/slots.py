@@ -26,7 +26,7 @@ class SlotPolicy(Protocol):
         """Return True if the replica, if it has a place, goes before those that are not ready."""
 
     def fair_places(self, view: ReplicaView, band: Band) -> FairPlaces | None:
-        """Return the slots that tenants of the band give up on a replica without a place for it; None: there is none.
+        """Return the slots that tenants of the band give up on a replica whose slots are all used; None: there is none.
 
         A request that has no slot of these finds no room on the replica.
         """
@@ -36,7 +36,8 @@ class SlotPolicy(Protocol):
 class LateBinding:
     """Late binding: a replica gets what it can run now and little more, so that a later urgent request goes first.
 
-    1. A replica has a place for each slot that is free or held by a lower band, since the engine preempts.
+    1. A replica has a place for each slot that is free or held by a lower band, since the engine preempts, less the
+       slots that are left to other ingresses.
     2. It has `lookahead` more places if it has less urgent requests, a starved band asks, or it is the only replica.
        When a request ends, the next one is already there. Without it the engine would start a less urgent request, and
        preempt it soon. In all other cases a request waits in the ingress for the first free slot of any replica.

@@ -54,7 +54,7 @@ class ListedCandidates:
 def gives_way(view: ReplicaView, request: GenerateRequest) -> bool:
     """Return True if tenants of the request's band give up a slot to it on a replica without a free one."""
     band, num_slots = request.band, view.stats.num_slots - sum(view.num_by_band[: request.band])
-    if view.stats.is_draining or view.num_slots_left(band) > 0 or num_slots <= 0:
+    if view.stats.is_draining or view.num_unused_slots(band) > 0 or num_slots <= 0:
         return False
     if view.own_by_band[band] == view.num_by_band[band] and max(view.own_by_tenant.values(), default=0) <= 1:
         return False

@@ -39,7 +39,7 @@ class LineCapacity:
         Without a replica one line may wait there, so that the autoscaler starts a replica.
         """
         views = self._load()
-        num_free = sum(max(0, view.num_free_slots(band)) for view in views)
+        num_free = sum(max(0, view.num_unused_slots(band)) for view in views if not view.stats.is_draining)
         num_waiting = sum(self._queue.num_requests(other) for other in Band if other <= band)
         return ceil(num_free / num_workers) + self.num_ahead(views, num_workers) - num_waiting - num_not_sent
 

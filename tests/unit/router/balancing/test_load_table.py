@@ -127,15 +127,29 @@ def test_a_request_that_a_report_does_not_count_yet_comes_on_top(table: LoadTabl
 def test_parts_of_a_report_are_told_apart_by_ingress():
     shares = [IngressShare("one", (1, 1, 0), 50), IngressShare("two", (0, 1, 2), 70)]
     table = LoadTable(FakeClock(), "two")
+    own = [table.begin("a", band, 10, 20) for band in (Band.STANDARD, Band.BATCH, Band.BATCH)]
     table.record(stats(running=(1, 2, 0), waiting=(0, 0, 2), outstanding=120, by_ingress=shares))
-    assert (only(table).num_by_band, only(table).outstanding_tokens) == ((1, 1, 0), 50), "what it sent has ended"
+    assert only(table).num_by_band == (1, 2, 2)
+    for in_flight in own:
+        table.end(in_flight)
+    assert (only(table).num_by_band, only(table).outstanding_tokens) == ((1, 1, 0), 50)
+
+
+def test_an_aborted_request_takes_its_slot_until_a_report_without_it(table: LoadTable):
+    report = stats(slots=4, running=(0, 3, 0), own=(0, 3, 0), own_tokens=30, outstanding=30)
+    own = [table.begin("a", Band.STANDARD, 5, 5) for _ in range(3)]
+    table.end(own.pop())
+    table.record(report)
+    assert (only(table).num_by_band, only(table).outstanding_tokens) == ((0, 3, 0), 30)
+    table.record(stats(slots=4, taken=1.0, running=(0, 2, 0), own=(0, 2, 0), own_tokens=20, outstanding=20))
+    assert (only(table).num_by_band, only(table).outstanding_tokens) == ((0, 2, 0), 20)
 
 
 def test_ingresses_share_out_the_free_slots_that_a_report_tells_them_of():
     rng = random.Random(1)
     for version in range(1, 200):
         names = [f"ingress-{number}" for number in range(rng.randint(1, 5))]
-        shares = [IngressShare(name, tuple(rng.randrange(3) for _ in Band), 0) for name in names]
+        shares = [IngressShare(name, (1, rng.randrange(3), rng.randrange(3)), 0) for name in names]
         by_band = [sum(share.num_by_band[band] for share in shares) for band in Band]
         report = replace(stats(slots=30, running=by_band, by_ingress=shares), version=version)
         tables = [LoadTable(FakeClock(), name) for name in names]
@@ -148,6 +162,23 @@ def test_ingresses_share_out_the_free_slots_that_a_report_tells_them_of():
             free = [only(table).num_free_slots(band) for table in tables]
             assert sum(free) == 30 - sum(by_band[: band + 1])
             assert max(free) - min(free) <= 1
+
+
+def test_ingresses_leave_slots_to_those_with_requests_as_urgent():
+    shares = [IngressShare("jobs", (0, 0, 6), 0), IngressShare("http", (1, 1, 0), 0)]
+    report = replace(stats(slots=10, running=(1, 1, 6), by_ingress=shares), version=1)
+    free = {}
+    for name in ("jobs", "http", "new"):
+        table = LoadTable(FakeClock(), name)
+        for share in shares:
+            for band in Band if share.ingress_id == name else ():
+                for _ in range(share.num_by_band[band]):
+                    table.begin("a", band, 1, 1)
+        table.record(report)
+        free[name] = [only(table).num_free_slots(band) for band in Band]
+    assert free["http"][:2] == [9, 8], "a worker with batch requests alone takes nothing from others"
+    assert free["http"][2] + free["jobs"][2] == 2
+    assert free["new"][2] >= 1
 
 
 @pytest.mark.parametrize("num_ingresses", [2, 3, 8])
@@ -252,6 +283,9 @@ def test_an_unchanged_answer_to_a_poll_is_no_change(clock: FakeClock, table: Loa
     assert table.replace([stalled], clock.now).changed == [stalled] and only(table).stats.stalled_s == 0.5
     table.begin("a", Band.STANDARD, 10, 10)
     assert table.replace([replace(stalled, taken_unix_s=2.0)], clock.now).changed == []
+    of_delta = replace(stalled, version=8, taken_unix_s=3.0)
+    table.record(of_delta)
+    assert table.replace([of_delta], clock.now).changed == [of_delta], "only polls tell of served tokens"
 
 
 @pytest.mark.parametrize("seed", range(50))
