@@ -9,6 +9,7 @@ from typing import Protocol
 
 from replicas.fair_share import fair_share
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from router.balancing.slot_shares import ALONE, SlotShare
 
 
 class Outcome(Enum):
@@ -61,6 +62,8 @@ class ReplicaView:
     """Tokens that the requests in `num_by_band` are expected to need still."""
     unseen_tokens: int = 0
     """Prompt tokens of this ingress's requests that the last report cannot have counted yet."""
+    shares: tuple[SlotShare, ...] = ALONE
+    """This ingress's share in the slots for each band."""
     others_slots: tuple[int, ...] = (0,) * len(Band)
     """Slots that a request of each band would find and that are left to other ingresses."""
 

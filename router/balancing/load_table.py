@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from replicas.protocol import Band, IngressShare, ReplicaStats
 from router.balancing.cluster_totals import ClusterTotals
 from router.balancing.hash_ring import HashRing
-from router.balancing.slot_shares import others_slots
+from router.balancing.slot_shares import ALONE, SlotShare, shares_of
 from router.types import ClusterLoad, ReplicaView
 
 _MAX_REORDERING_S = 5.0
@@ -48,8 +49,8 @@ class _Entry:
     """Newest report of a replica; it stays the same object while the replica is known."""
 
     __slots__ = (
-        "foreign_by_band", "foreign_tokens", "is_draining", "others_slots", "received_s", "stalled_s", "stats",
-        "version",
+        "foreign_by_band", "foreign_tokens", "is_draining", "others_slots", "received_s", "shares", "stalled_s",
+        "stats", "version",
     )  # fmt: skip
 
     stats: ReplicaStats
@@ -57,6 +58,8 @@ class _Entry:
     foreign_by_band: tuple[int, ...]
     """Requests of other ingresses: those reported beyond this ingress's part of the report."""
     foreign_tokens: int
+    shares: tuple[SlotShare, ...]
+    """This ingress's share in the slots for each band."""
     others_slots: tuple[int, ...]
     """Free slots of the report that are left to other ingresses, for each band."""
     version: int | None
@@ -70,12 +73,17 @@ class _Entry:
         """Take in a report, by an ingress of this id with its own requests on the replica."""
         part = next((part for part in stats.by_ingress if part.ingress_id == ingress_id), _NO_SHARE)
         self.stats, self.received_s = stats, now_s
-        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)
+        reported = [r + w for r, w in zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)]
         # What the replica has of this ingress beyond its own counts still takes slots, as an aborted request does.
-        counted = zip(part.num_by_band, own.num_by_band, strict=True)
-        self.foreign_by_band = tuple([sum(nums) - min(sent) for nums, sent in zip(reported, counted, strict=True)])
+        counted = [min(sent) for sent in zip(part.num_by_band, own.num_by_band, strict=True)]
+        self.foreign_by_band = tuple([num - sent for num, sent in zip(reported, counted, strict=True)])
         self.foreign_tokens = stats.outstanding_tokens - min(part.outstanding_tokens, own.outstanding_tokens)
-        self.others_slots = others_slots(stats, ingress_id)
+        self.shares = shares_of(stats, ingress_id)
+        if self.shares is ALONE:
+            self.others_slots = _NO_SHARE.num_by_band
+        else:
+            free = [max(0, stats.num_slots - num) for num in accumulate(reported)]
+            self.others_slots = tuple([num - share.of(num) for num, share in zip(free, self.shares, strict=True)])
         self.version, self.stalled_s, self.is_draining = None, stats.stalled_s, stats.is_draining
 
 
@@ -360,5 +368,6 @@ class LoadTable:
             own_by_tenant=dict(own.num_by_tenant),
             outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,
             unseen_tokens=own.unseen_tokens,
+            shares=entry.shares,
             others_slots=entry.others_slots,
         )

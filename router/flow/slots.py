@@ -42,6 +42,7 @@ class LateBinding:
        When a request ends, the next one is already there. Without it the engine would start a less urgent request, and
        preempt it soon. In all other cases a request waits in the ingress for the first free slot of any replica.
     3. For batch requests it has at least `batch_lookahead` more places, as a share of its slots and at least one.
+       Ingresses share out the places of 2. and 3. as they do free slots.
     4. A starved band counts as the most urgent one, with the places of 2.: its promoted request is first in the
        replica's queue, so it may be sent before a slot is free.
     5. A replica on which only other ingresses run requests of the band has at least one place. Otherwise they would
@@ -67,7 +68,7 @@ class LateBinding:
         num_ahead = self.lookahead if is_starved or has_less_urgent or is_only else 0
         if band is Band.BATCH:
             num_ahead = max(1, num_ahead, int(self.batch_lookahead * view.stats.num_slots))
-        num_places = view.num_free_slots(band) + num_ahead
+        num_places = view.num_free_slots(band) + view.shares[band].of(num_ahead)
         return max(1, num_places) if view.is_filled_by_other_ingresses(band) else num_places
 
     def max_tokens(self, view: ReplicaView, band: Band, starved: Set[Band]) -> float:
