@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.protocol import Band, GenerateRequest, SamplingParams
+from replicas.protocol import Band, GenerateRequest, IngressShare, SamplingParams
 from router.balancing.load_table import InFlight, LoadTable
 from router.balancing.policy import LeastTokens, PrefixIndex
 from router.flow.flow_control import FlowController, FlowLimits, SampleGroup, _PendingPlacement
@@ -85,6 +85,7 @@ class World:
         rng = self.rng
         self.versions[replica_id] += 1
         busy = [rng.choice([0, 0, 1, 2]) if not self.is_even else 0 for _ in range(6)]
+        others = [IngressShare("other", tuple(map(sum, zip(busy[:3], busy[3:], strict=True))), 0)] * rng.randrange(2)
         self.table.record(
             replace(
                 stats(
@@ -93,7 +94,7 @@ class World:
                     free_blocks=rng.choice([0, 2, 5, 1000]) if not self.is_even else 1000,
                     held=[rng.randrange(9) for _ in Band], rate=rng.random() * 100,
                     outstanding=rng.choice([0, 100, 200, rng.randrange(400)]) if not self.is_even else 0,
-                    is_draining=rng.random() < 0.05,
+                    is_draining=rng.random() < 0.05, by_ingress=others,
                 ),
                 num_blocks=rng.choice([10, 1000]),
                 version=self.versions[replica_id],

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.protocol import Band
+from replicas.protocol import Band, IngressShare
+from router.balancing.load_table import LoadTable
 from router.flow.slots import LateBinding
 from testkit.router.simulated_replicas import BLOCK_SIZE, stats, view
+from testkit.router.simulated_time import FakeClock
 
 INTERACTIVE, STANDARD, BATCH = Band
 LATE = LateBinding()
@@ -39,6 +41,20 @@ def test_batch_work_looks_ahead_by_a_share_of_the_slots(num_slots, expected):
     of = view(by_band=(0, 0, num_slots), of=stats(slots=num_slots))
     assert places(LATE, of, BATCH) == expected
     assert places(LATE, of, STANDARD) == num_slots
+
+
+@pytest.mark.parametrize("version", range(1, 6))
+def test_ingresses_share_out_places_in_slots_and_beyond_them(version):
+    shares = [IngressShare(name, (0, 0, 4), 0) for name in "abc"]
+    report = replace(stats(slots=16, running=(0, 0, 12), by_ingress=shares), version=version)
+    found = []
+    for name in "abc":
+        table = LoadTable(FakeClock(), name)
+        for _ in range(4):
+            table.begin("a", BATCH, 1, 1)
+        table.record(report)
+        found.append(places(LATE, table.load_of("a"), BATCH))
+    assert sum(found) == 4 + 2 and min(found) >= 1
 
 
 STANDARD_RUNS, BATCH_RUNS = view(by_band=(0, 4, 0), of=stats(slots=4)), view(by_band=(0, 3, 1), of=stats(slots=4))
