@@ -9,7 +9,7 @@ from typing import Protocol
 
 from replicas.fair_share import fair_share
 from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
-from router.balancing.slot_shares import ALONE, SlotShare
+from router.slot_shares import ALONE, SlotShare
 
 
 class Outcome(Enum):

@@ -10,7 +10,7 @@ from itertools import accumulate
 from replicas.protocol import Band, IngressShare, ReplicaStats
 from router.balancing.cluster_totals import ClusterTotals
 from router.balancing.hash_ring import HashRing
-from router.balancing.slot_shares import ALONE, SlotShare, shares_of
+from router.slot_shares import ALONE, SlotShare, shares_of
 from router.types import ClusterLoad, ReplicaView
 
 _MAX_REORDERING_S = 5.0
