@@ -306,7 +306,7 @@ SECTIONS = (
         "of which use one ingress alone. Outputs have unequal lengths. One ingress, which knows all requests, is "
         "the ideal. Wanted of 8: 0.97 of its tokens/s, no batch request before an interactive one that waits at "
         "the same ingress, Jain's index of 0.95. Max/mean outstanding tokens (wanted: 1.2) is missed by both: 16 "
-        "requests of unequal lengths are too few to even out. With 32 replicas of 256 slots it is 1.08 with one "
+        "requests of unequal lengths are too few to even out. With 32 replicas of 256 slots it is 1.07 with one "
         "ingress and 1.12 with 8.",
     ),
     Section("Replicas that are killed", "routing_failover", _BAR_HEADINGS, _bars),
