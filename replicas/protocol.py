@@ -116,6 +116,11 @@ class GenerateRequest:
     carry. None: the replica's flush policy for streams."""
 
     @property
+    def num_known_tokens(self) -> int:
+        """Number of tokens that the sequence has at its start: the prompt, and other replicas' output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
     def max_total_tokens(self) -> int:
         """Most tokens, prompt and output, that the sequence can have."""
         return len(self.prompt_token_ids) + self.params.max_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from replicas.protocol import Band, ReplicaStats
 
@@ -24,6 +24,8 @@ class SlotShare:
     """Place of the ingress in the order in which they take one more, from 0 on."""
     is_new: bool = False
     """True if the ingress has no such requests on the replica."""
+    num_left: int = 0
+    """Free slots of the report that are left to the other ingresses."""
 
     def of(self, num_slots: int) -> int:
         """Return this ingress's part of so many slots."""
@@ -38,14 +40,16 @@ def shares_of(stats: ReplicaStats, ingress_id: str) -> tuple[SlotShare, ...]:
     """Return an ingress's share in the slots for each band, by a report of a replica."""
     if all(part.ingress_id == ingress_id for part in stats.by_ingress):
         return ALONE
-    shares = []
+    shares, num_free = [], stats.num_slots
     for band in Band:
+        num_free = num_free - stats.num_running_by_band[band] - stats.num_waiting_by_band[band]
         sharing = [part.ingress_id for part in stats.by_ingress if any(part.num_by_band[: band + 1])]
         is_new = ingress_id not in sharing
         if is_new:
             sharing.append(ingress_id)
         turn = (sharing.index(ingress_id) + _mixed(stats.version, len(sharing))) % len(sharing)
-        shares.append(SlotShare(len(sharing), turn, is_new))
+        share = SlotShare(len(sharing), turn, is_new)
+        shares.append(replace(share, num_left=max(0, num_free - share.of(num_free))))
     return tuple(shares)
 
 

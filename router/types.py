@@ -64,8 +64,6 @@ class ReplicaView:
     """Prompt tokens of this ingress's requests that the last report cannot have counted yet."""
     shares: tuple[SlotShare, ...] = ALONE
     """This ingress's share in the slots for each band."""
-    others_slots: tuple[int, ...] = (0,) * len(Band)
-    """Slots that a request of each band would find and that are left to other ingresses."""
 
     @property
     def num_in_flight(self) -> int:
@@ -77,7 +75,7 @@ class ReplicaView:
 
         Those that are left to other ingresses are subtracted.
         """
-        return 0 if self.stats.is_draining else self.num_unused_slots(band) - self.others_slots[band]
+        return 0 if self.stats.is_draining else self.num_unused_slots(band) - self.shares[band].num_left
 
     def num_unused_slots(self, band: Band) -> int:
         """Return the number of slots that no request of `band` or of a more urgent one has, of any ingress."""
@@ -108,14 +106,17 @@ class ReplicaView:
             return None  # All have one slot each, or none, so nobody has one to give up.
         held = {tenant: num for (its_band, tenant), num in self.own_by_tenant.items() if its_band is band}
         num_foreign = self.num_by_band[band] - self.own_by_band[band]
+
+        def num_given_up(share: int) -> int:
+            return num_slots - num_foreign - sum([min(num, share) for num in held.values()])
+
         share = fair_share(num_slots, len(held) + 1)
-        num_left = num_slots - num_foreign - sum([min(num, share) for num in held.values()])
         is_new_beside_foreign = num_foreign > 0 and self.num_by_band[band] <= num_slots
-        of_newcomer = max(min(share, num_left), is_new_beside_foreign)
+        of_newcomer = max(min(share, num_given_up(share)), is_new_beside_foreign)
         if of_newcomer <= 0:
             return None
         share = fair_share(num_slots, max(1, len(held)))
-        num_left = num_slots - num_foreign - sum([min(num, share) for num in held.values()])
+        num_left = num_given_up(share)
         by_tenant = {tenant: max(0, min(share - num, num_left)) for tenant, num in held.items()}
         return FairPlaces(of_newcomer, by_tenant, self.num_free_tokens(band), self.num_mean_tokens(band))
 

@@ -22,7 +22,6 @@ from replicas.protocol import (
     EngineMetrics,
     FinishReason,
     GenerateRequest,
-    IngressShare,
     Metric,
     ReplicaIdentity,
     ReplicaStats,
@@ -131,16 +130,12 @@ class Engine:
     def stats(self) -> ReplicaStats:
         """Return the present load."""
         running, held_blocks = [0] * len(Band), [0] * len(Band)
-        shares = self._scheduler.waiting.shares()
+        parts = self._scheduler.waiting.parts.copy()
         for sequence in self._scheduler.running:
             band = sequence.effective_band
             running[band] += 1
             held_blocks[band] += len(sequence.block_table)
-            share = shares.get(sequence.request.ingress_id)
-            if share is None:
-                share = shares[sequence.request.ingress_id] = [0] * (len(Band) + 1)
-            share[band] += 1
-            share[-1] += sequence.num_outstanding_tokens
+            parts.count(sequence, band)
         return ReplicaStats(
             replica_id=self._identity.replica_id,
             node_id=self._identity.node_id,
@@ -156,8 +151,8 @@ class Engine:
             generated_tokens_per_s=self._stats.rate.tokens_per_s if self.has_work else 0.0,
             is_draining=self._is_draining,
             num_held_blocks_by_band=tuple(held_blocks),
-            outstanding_tokens=sum([share[-1] for share in shares.values()]),
-            by_ingress=tuple([IngressShare(name, tuple(share[:-1]), share[-1]) for name, share in shares.items()]),
+            outstanding_tokens=parts.num_outstanding_tokens,
+            by_ingress=parts.shares(),
             block_size=self._config.block_size,
             saturated_tokens_per_s=self._stats.saturated_rate.tokens_per_s,
             version=self._version,
@@ -203,7 +198,7 @@ class Engine:
         """Raise `Overloaded`. Its retry time is the time in which the queue drains at the measured speed."""
         self._stats.rejected(reason)
         rate = self._stats.saturated_rate.tokens_per_s
-        retry_after_s = self._scheduler.waiting.num_outstanding_tokens / rate if rate > 0 else 1.0
+        retry_after_s = self._scheduler.waiting.parts.num_outstanding_tokens / rate if rate > 0 else 1.0
         raise Overloaded(f"the queue would hold {value} {unit}; its limit is {limit}", retry_after_s, reason)
 
     def _expire(self) -> list[TokenDelta]:

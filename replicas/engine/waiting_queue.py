@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, KeysView
 from dataclasses import dataclass, field
 
+from replicas.engine.ingress_parts import IngressParts
 from replicas.engine.sequence import Sequence
 from replicas.protocol import Band
 
@@ -37,10 +38,8 @@ class WaitingQueue:
         self._num_by_band = dict.fromkeys(Band, 0)
         self.num_tokens = 0
         """Number of tokens, prompt plus `max_tokens`, of the waiting sequences; callers only read it."""
-        self.num_outstanding_tokens = 0
-        """Number of known tokens of the waiting sequences, plus the output still expected of them."""
-        self._shares: dict[str, list[int]] = {}
-        """Number of sequences of each band, then their outstanding tokens, by the ingress that sent them."""
+        self.parts = IngressParts()
+        """The waiting sequences by ingress, each in the band of its request; callers only read it."""
 
     def __len__(self) -> int:
         return sum(self._num_by_band.values())
@@ -49,14 +48,6 @@ class WaitingQueue:
     def num_by_band(self) -> tuple[int, ...]:
         """Number of sequences of each band, most urgent band first. A promoted sequence counts in its own band."""
         return tuple(self._num_by_band.values())
-
-    def shares(self) -> dict[str, list[int]]:
-        """Return what each ingress sent: the number of its sequences in each band, then their outstanding tokens.
-
-        Any thread may call it.
-        """
-        # Listed in one call of C code, as the metrics are read while the engine's thread changes the queue.
-        return {ingress_id: share.copy() for ingress_id, share in list(self._shares.items())}
 
     def add(self, sequence: Sequence) -> None:
         """Insert `sequence` at the place of its urgency."""
@@ -96,26 +87,18 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """Assert that the counts are those of the sequences in the queue."""
-        shares: dict[str, list[int]] = {}
+        parts = IngressParts()
         for sequence in self.sequences():
-            share = shares.setdefault(sequence.request.ingress_id, [0] * (len(Band) + 1))
-            share[sequence.band] += 1
-            share[-1] += sequence.num_outstanding_tokens
-        assert shares == self._shares
-        assert self.num_outstanding_tokens == sum(share[-1] for share in shares.values())
-        assert self.num_by_band == tuple(sum(share[band] for share in shares.values()) for band in Band)
+            parts.count(sequence, sequence.band)
+        assert set(parts.shares()) == set(self.parts.shares())
+        by_band = [sum(share.num_by_band[band] for share in parts.shares()) for band in Band]
+        assert list(self.num_by_band) == by_band
 
     def _count(self, sequence: Sequence, num: int) -> None:
         """Count a sequence that comes (1) or goes (-1)."""
-        outstanding_tokens = num * sequence.num_outstanding_tokens
         self._num_by_band[sequence.band] += num
         self.num_tokens += num * sequence.request.max_total_tokens
-        self.num_outstanding_tokens += outstanding_tokens
-        share = self._shares.setdefault(sequence.request.ingress_id, [0] * (len(Band) + 1))
-        share[sequence.band] += num
-        share[-1] += outstanding_tokens
-        if not any(share):
-            del self._shares[sequence.request.ingress_id]
+        self.parts.count(sequence, sequence.band, num)
 
     def _forget_if_empty(self, sequence: Sequence) -> None:
         by_tenant, tenant = self._lines[sequence.effective_band], sequence.request.tenant

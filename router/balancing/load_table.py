@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 
 from replicas.protocol import Band, IngressShare, ReplicaStats
 from router.balancing.cluster_totals import ClusterTotals
 from router.balancing.hash_ring import HashRing
-from router.slot_shares import ALONE, SlotShare, shares_of
+from router.slot_shares import SlotShare, shares_of
 from router.types import ClusterLoad, ReplicaView
 
 _MAX_REORDERING_S = 5.0
@@ -49,8 +48,7 @@ class _Entry:
     """Newest report of a replica; it stays the same object while the replica is known."""
 
     __slots__ = (
-        "foreign_by_band", "foreign_tokens", "is_draining", "others_slots", "received_s", "shares", "stalled_s",
-        "stats", "version",
+        "foreign_by_band", "foreign_tokens", "is_draining", "received_s", "shares", "stalled_s", "stats", "version",
     )  # fmt: skip
 
     stats: ReplicaStats
@@ -60,8 +58,6 @@ class _Entry:
     foreign_tokens: int
     shares: tuple[SlotShare, ...]
     """This ingress's share in the slots for each band."""
-    others_slots: tuple[int, ...]
-    """Free slots of the report that are left to other ingresses, for each band."""
     version: int | None
     """Version of the report; None: it has none, or did not come with a poll and so lacks what only polls tell."""
     stalled_s: float
@@ -69,22 +65,17 @@ class _Entry:
     is_draining: bool
     """Of the report."""
 
-    def take(self, stats: ReplicaStats, own: _Own, ingress_id: str, now_s: float) -> None:
+    def take(self, stats: ReplicaStats, version: int | None, own: _Own, ingress_id: str, now_s: float) -> None:
         """Take in a report, by an ingress of this id with its own requests on the replica."""
         part = next((part for part in stats.by_ingress if part.ingress_id == ingress_id), _NO_SHARE)
         self.stats, self.received_s = stats, now_s
-        reported = [r + w for r, w in zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)]
-        # What the replica has of this ingress beyond its own counts still takes slots, as an aborted request does.
-        counted = [min(sent) for sent in zip(part.num_by_band, own.num_by_band, strict=True)]
-        self.foreign_by_band = tuple([num - sent for num, sent in zip(reported, counted, strict=True)])
+        reported = zip(stats.num_running_by_band, stats.num_waiting_by_band, strict=True)
+        # The replica may still run requests that this ingress has aborted. They count as foreign until it drops them.
+        known = zip(part.num_by_band, own.num_by_band, strict=True)
+        self.foreign_by_band = tuple([sum(nums) - min(sent) for nums, sent in zip(reported, known, strict=True)])
         self.foreign_tokens = stats.outstanding_tokens - min(part.outstanding_tokens, own.outstanding_tokens)
         self.shares = shares_of(stats, ingress_id)
-        if self.shares is ALONE:
-            self.others_slots = _NO_SHARE.num_by_band
-        else:
-            free = [max(0, stats.num_slots - num) for num in accumulate(reported)]
-            self.others_slots = tuple([num - share.of(num) for num, share in zip(free, self.shares, strict=True)])
-        self.version, self.stalled_s, self.is_draining = None, stats.stalled_s, stats.is_draining
+        self.version, self.stalled_s, self.is_draining = version, stats.stalled_s, stats.is_draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +146,7 @@ class LoadTable:
         A snapshot that is more than 5 s older than the known one is stored: the replica's clock was set back. A full
         table forgets the replica whose last report is oldest.
         """
-        known = self._entries.get(stats.replica_id)
-        if known is not None and 0 < known.stats.taken_unix_s - stats.taken_unix_s < _MAX_REORDERING_S:
-            return
-        if known is None:
-            self._make_place(stats.replica_id)
-            known = self._entries[stats.replica_id] = _Entry()
-            self._known_in_order = None
-        known.take(stats, self._own.get(stats.replica_id, self._no_own), self.ingress_id, self._clock())
-        self._mark(stats.replica_id)
+        self._record(stats, None)
 
     def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
         """Store the answers to a poll of all replicas, and forget the replicas that did not answer.
@@ -188,10 +171,8 @@ class LoadTable:
             ):
                 known.received_s = now
             else:
-                self.record(stats)
+                self._record(stats, stats.version or None)
                 changed.append(stats)
-                if (entry := self._entries.get(stats.replica_id)) is not None and entry.stats is stats:
-                    entry.version = stats.version or None
         gone = self._forget_silent(answered, asked_s)
         if self._known_in_order is None:
             self._known_in_order = [self._entries.get(replica_id) for replica_id in replica_ids]
@@ -319,6 +300,19 @@ class LoadTable:
             assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
             assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
 
+    def _record(self, stats: ReplicaStats, version: int | None) -> None:
+        """Store a snapshot; `version` is None unless it came with a poll."""
+        known = self._entries.get(stats.replica_id)
+        if known is not None and 0 < known.stats.taken_unix_s - stats.taken_unix_s < _MAX_REORDERING_S:
+            return
+        if known is None:
+            self._make_place(stats.replica_id)
+            known = self._entries[stats.replica_id] = _Entry()
+            self._known_in_order = None
+        own = self._own.get(stats.replica_id, self._no_own)
+        known.take(stats, version, own, self.ingress_id, self._clock())
+        self._mark(stats.replica_id)
+
     def _forget_silent(self, answered: Set[str], asked_s: float) -> list[str]:
         """Forget the replicas that did not answer a poll and have not reported since; return them."""
         # Each replica that answered is in the table, unless there are more of them than it may hold.
@@ -369,5 +363,4 @@ class LoadTable:
             outstanding_tokens=entry.foreign_tokens + own.outstanding_tokens,
             unseen_tokens=own.unseen_tokens,
             shares=entry.shares,
-            others_slots=entry.others_slots,
         )

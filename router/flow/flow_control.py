@@ -260,7 +260,7 @@ class FlowController:
                 if pending.placement.cancelled():
                     self._withdraw(pending)
                     return True
-                candidates = rooms[band].candidates(len(request.prompt_token_ids) + len(request.output_token_ids))
+                candidates = rooms[band].candidates(request.num_known_tokens)
                 if candidates is None:
                     break  # The request holds back those behind it in its band.
                 self._dispatch(pending, candidates, is_promoted=band in starved)
@@ -276,8 +276,7 @@ class FlowController:
                 if pending.placement.cancelled():
                     self._withdraw(pending)
                     return True
-                num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-                candidates = giving_way.candidates(request.tenant, num_tokens)
+                candidates = giving_way.candidates(request.tenant, request.num_known_tokens)
                 if candidates is not None:
                     self._dispatch(pending, candidates, is_promoted=False)
                     return True

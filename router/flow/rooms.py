@@ -103,27 +103,16 @@ class RoomIndex(_Index):
         by_max_tokens = self._ready.by_max_tokens
         return len(by_max_tokens) - bisect_left(by_max_tokens, (num_tokens, ""))
 
-    def candidates(self, num_tokens: int, is_fit: Callable[[ReplicaView], bool] | None = None) -> Candidates | None:
+    def candidates(self, num_tokens: int) -> Candidates | None:
         """Return the replicas with blocks for a request of so many tokens, the ready ones alone if there are any.
 
-        `is_fit` leaves out others. None: there is no replica.
+        None: there is no replica.
         """
         self.take_changes()
         for rank in (self._ready, self._others):
             if rank.has_blocks(num_tokens):
-                found = _Candidates(self._table, rank, rank.by_tokens, num_tokens, is_fit)
-                if next(found.by_tokens(), None) is not None:
-                    return found
+                return _Candidates(self._table, rank, rank.by_tokens, num_tokens)
         return None
-
-    def views(self) -> Iterator[ReplicaView]:
-        """Yield the load of each replica with room. The table must not change during the iteration."""
-        self.take_changes()
-        for rank in (self._ready, self._others):
-            for replica_id in rank.orders:
-                view = self._table.load_of(replica_id)
-                assert view is not None
-                yield view
 
     def check_invariants(self) -> None:
         """Fail if an invariant of the class does not hold."""
@@ -155,7 +144,8 @@ class _Candidates:
     order: Sequence[tuple[int, str]]
     """Places in the rank's order by tokens, of all its replicas or of those that can fit."""
     num_tokens: int
-    is_fit: Callable[[ReplicaView], bool] | None
+    is_fit: Callable[[ReplicaView], bool] | None = None
+    """Condition beside the blocks; None: there is no other."""
 
     @property
     def cluster(self) -> ClusterLoad:

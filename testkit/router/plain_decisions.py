@@ -65,8 +65,9 @@ def gives_way(view: ReplicaView, request: GenerateRequest) -> bool:
     num_kept = num_foreign + sum(min(num, share) for num in held.values())
     is_new_beside_foreign = num_own == 0 and num_foreign > 0 and view.num_by_band[band] <= num_slots
     num_places = max(0, min(share - num_own, num_slots - num_kept), is_new_beside_foreign)
-    num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-    return num_places > 0 and num_tokens <= view.num_free_tokens(band) + num_places * view.num_mean_tokens(band)
+    return num_places > 0 and request.num_known_tokens <= view.num_free_tokens(
+        band
+    ) + num_places * view.num_mean_tokens(band)
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,7 @@ class PlainDecisions:
         return None
 
     def _has_blocks(self, view: ReplicaView, request: GenerateRequest, starved: Set[Band]) -> bool:
-        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
-        return num_tokens <= self.slots.max_tokens(view, request.band, starved)
+        return request.num_known_tokens <= self.slots.max_tokens(view, request.band, starved)
 
     def _choice(
         self, queued: QueuedRequest, among: Sequence[ReplicaView], views: Sequence[ReplicaView], is_promoted: bool

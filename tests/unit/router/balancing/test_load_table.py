@@ -40,6 +40,13 @@ def table_of(*reported: ReplicaStats) -> LoadTable:
     return table
 
 
+def begin_all(table: LoadTable, share: IngressShare) -> None:
+    """Count the requests of a share as own ones."""
+    for band in Band:
+        for _ in range(share.num_by_band[band]):
+            table.begin("a", band, 1, 1)
+
+
 def test_newest_snapshot_wins_whatever_order_they_arrive_in():
     table = table_of(stats(taken=2.0, running=(0, 3, 0)), stats(taken=1.0, running=(0, 9, 0)))
     assert only(table).stats.num_running == 3
@@ -154,9 +161,7 @@ def test_ingresses_share_out_the_free_slots_that_a_report_tells_them_of():
         report = replace(stats(slots=30, running=by_band, by_ingress=shares), version=version)
         tables = [LoadTable(FakeClock(), name) for name in names]
         for table, share in zip(tables, shares, strict=True):
-            for band in Band:
-                for _ in range(share.num_by_band[band]):
-                    table.begin("a", band, 1, 1)
+            begin_all(table, share)
             table.record(report)
         for band in Band:
             free = [only(table).num_free_slots(band) for table in tables]
@@ -171,9 +176,8 @@ def test_ingresses_leave_slots_to_those_with_requests_as_urgent():
     for name in ("jobs", "http", "new"):
         table = LoadTable(FakeClock(), name)
         for share in shares:
-            for band in Band if share.ingress_id == name else ():
-                for _ in range(share.num_by_band[band]):
-                    table.begin("a", band, 1, 1)
+            if share.ingress_id == name:
+                begin_all(table, share)
         table.record(report)
         free[name] = [only(table).num_free_slots(band) for band in Band]
     assert free["http"][:2] == [9, 8], "a worker with batch requests alone takes nothing from others"
