@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from replicas.protocol import Band, IngressShare, ReplicaStats
@@ -45,27 +46,20 @@ class _Own:
 
 
 class _Entry:
-    """Newest report of a replica; it stays the same object while the replica is known."""
+    """Newest report of a replica."""
 
-    __slots__ = (
-        "foreign_by_band", "foreign_tokens", "is_draining", "received_s", "shares", "stalled_s", "stats", "version",
-    )  # fmt: skip
+    __slots__ = ("foreign_by_band", "foreign_tokens", "received_s", "shares", "stats")
 
     stats: ReplicaStats
     received_s: float
+    """Time at which it was taken in; later polls may have repeated it."""
     foreign_by_band: tuple[int, ...]
     """Requests of other ingresses: those reported beyond this ingress's part of the report."""
     foreign_tokens: int
     shares: tuple[SlotShare, ...]
     """This ingress's share in the slots for each band."""
-    version: int | None
-    """Version of the report; None: it has none, or did not come with a poll and so lacks what only polls tell."""
-    stalled_s: float
-    """Of the report; here too, since a poll compares it with each answer."""
-    is_draining: bool
-    """Of the report."""
 
-    def take(self, stats: ReplicaStats, version: int | None, own: _Own, ingress_id: str, now_s: float) -> None:
+    def take(self, stats: ReplicaStats, own: _Own, ingress_id: str, now_s: float) -> None:
         """Take in a report, by an ingress of this id with its own requests on the replica."""
         part = next((part for part in stats.by_ingress if part.ingress_id == ingress_id), _NO_SHARE)
         self.stats, self.received_s = stats, now_s
@@ -75,7 +69,41 @@ class _Entry:
         self.foreign_by_band = tuple([sum(nums) - min(sent) for nums, sent in zip(reported, known, strict=True)])
         self.foreign_tokens = stats.outstanding_tokens - min(part.outstanding_tokens, own.outstanding_tokens)
         self.shares = shares_of(stats, ingress_id)
-        self.version, self.stalled_s, self.is_draining = version, stats.stalled_s, stats.is_draining
+
+
+class _LastPoll:
+    """Answers to the last poll of all replicas: what the next poll is compared with.
+
+    It keeps plain lists in the order of the answers, so that a poll that changes little reads little memory.
+    """
+
+    def __init__(self, replica_ids: Sequence[str] = ()) -> None:
+        self.replica_ids = list(replica_ids)
+        self.answered = frozenset(replica_ids)
+        self.answered_s = -math.inf
+        """Time at which the answers were taken in."""
+        self._versions: list[int | None] = [None] * len(self.replica_ids)
+        """Versions of the answers that the table holds; None: the next answer may say something new."""
+        self._index_of = {replica_id: index for index, replica_id in enumerate(self.replica_ids)}
+
+    def take(self, polled: Collection[ReplicaStats]) -> list[ReplicaStats]:
+        """Take in answers of the same replicas in the same order; return those that may say something new."""
+        versions = self._versions
+        # An engine that is stuck, dead or draining has the version of its last step, and more to say.
+        changed = [
+            (index, stats)
+            for index, (known, stats) in enumerate(zip(versions, polled, strict=True))
+            if known != stats.version or stats.stalled_s or stats.is_draining
+        ]
+        for index, stats in changed:
+            is_whole = stats.version and not (stats.stalled_s or stats.is_draining)
+            versions[index] = stats.version if is_whole else None
+        return [stats for _, stats in changed]
+
+    def forget(self, replica_id: str) -> None:
+        """Note that the table no longer holds the replica's answer."""
+        if (index := self._index_of.get(replica_id)) is not None:
+            self._versions[index] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +146,7 @@ class LoadTable:
         """Counts of a replica without own requests; never changed."""
         self._loads: dict[str, ReplicaView] = {}
         """Loads computed since their replicas' last change, with an age of zero."""
-        self._answered_in_order: list[str] = []
-        """Replicas that answered the last poll, in the order of their answers."""
-        self._answered: Set[str] = frozenset()
-        """The same ones. Polls are mostly answered in the same order, so that the set stays."""
-        self._known_in_order: list[_Entry | None] | None = None
-        """Their entries in the same order; None: an entry has come or gone since."""
+        self._last_poll = _LastPoll()
         self._changed: set[str] = set()
         self._subscribers = [self._changed]
         self._totals = ClusterTotals()
@@ -146,7 +169,9 @@ class LoadTable:
         A snapshot that is more than 5 s older than the known one is stored: the replica's clock was set back. A full
         table forgets the replica whose last report is oldest.
         """
-        self._record(stats, None)
+        if self._store(stats):
+            # What only polls tell is missing in it, so the next answer is new whatever its version.
+            self._last_poll.forget(stats.replica_id)
 
     def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
         """Store the answers to a poll of all replicas, and forget the replicas that did not answer.
@@ -154,28 +179,15 @@ class LoadTable:
         `asked_s` is `now()` before the poll: a replica that has reported since then stays.
         """
         replica_ids = [stats.replica_id for stats in polled]
-        before, answered = self._answered, self._answered
-        if replica_ids != self._answered_in_order:
-            answered = self._answered = frozenset(replica_ids)
-            self._answered_in_order = replica_ids
-            self._known_in_order = None
-        changed, now = [], self._clock()
-        entries = self._known_in_order or [self._entries.get(replica_id) for replica_id in replica_ids]
-        for known, stats in zip(entries, polled, strict=True):
-            # An engine that is stuck or dead has the version of its last step.
-            if (
-                known is not None
-                and known.version == stats.version
-                and known.stalled_s == stats.stalled_s
-                and known.is_draining == stats.is_draining
-            ):
-                known.received_s = now
-            else:
-                self._record(stats, stats.version or None)
-                changed.append(stats)
+        before = self._last_poll.answered
+        if replica_ids != self._last_poll.replica_ids:
+            self._last_poll = _LastPoll(replica_ids)
+        answered, changed = self._last_poll.answered, self._last_poll.take(polled)
+        self._last_poll.answered_s = self._clock()
+        for stats in changed:
+            if not self._store(stats):
+                self._last_poll.forget(stats.replica_id)
         gone = self._forget_silent(answered, asked_s)
-        if self._known_in_order is None:
-            self._known_in_order = [self._entries.get(replica_id) for replica_id in replica_ids]
         if answered is before:
             return PollChanges(changed, answered, gone)
         return PollChanges(changed, answered, gone, joined=answered - before, left=before - answered)
@@ -183,7 +195,7 @@ class LoadTable:
     def forget(self, replica_id: str) -> None:
         """Drop the report of a replica. This ingress's requests on it are counted until they end."""
         if self._entries.pop(replica_id, None) is not None:
-            self._known_in_order = None
+            self._last_poll.forget(replica_id)
             self._mark(replica_id)
 
     def begin(
@@ -239,7 +251,7 @@ class LoadTable:
             if load is not None and load.stats.num_waiting_by_band[band] and load.num_unused_slots(band) <= 0:
                 unseen = [each for each in reversed(own.requests) if each.band is band and not each.is_seen]
                 waiting = unseen[: load.stats.num_waiting_by_band[band]]
-                latest_s = self._entries[replica_id].received_s - for_s
+                latest_s = self._heard_s(replica_id) - for_s
                 found += [each for each in waiting if each.since_s <= latest_s]
         return found
 
@@ -247,14 +259,14 @@ class LoadTable:
         """Return a view of every known replica, sorted by id. Its cost grows with their number."""
         now = self._clock()
         return [
-            replace(self._view(entry), age_s=max(0.0, now - entry.received_s))
-            for _, entry in sorted(self._entries.items())
+            replace(self._view(entry), age_s=max(0.0, now - self._heard_s(replica_id)))
+            for replica_id, entry in sorted(self._entries.items())
         ]
 
     def ages_s(self) -> dict[str, float]:
         """Return the seconds since each replica's last report, by id."""
         now = self._clock()
-        return {replica_id: max(0.0, now - entry.received_s) for replica_id, entry in self._entries.items()}
+        return {replica_id: max(0.0, now - self._heard_s(replica_id)) for replica_id in self._entries}
 
     def load_of(self, replica_id: str) -> ReplicaView | None:
         """Return the load of a replica, with an age of zero; None: it is not known."""
@@ -285,8 +297,6 @@ class LoadTable:
         assert len(self._entries) <= self._max_replicas
         assert all(load == self._view(self._entries[replica_id]) for replica_id, load in self._loads.items())
         assert all(replica_id in self.ring for replica_id in self._entries)
-        if (in_order := self._known_in_order) is not None:
-            assert in_order == [self._entries.get(replica_id) for replica_id in self._answered_in_order]
         expected = ClusterTotals()
         for replica_id, entry in self._entries.items():
             expected.update(replica_id, self._view(entry))
@@ -300,24 +310,29 @@ class LoadTable:
             assert own.outstanding_tokens == sum(r.outstanding_tokens for r in own.requests)
             assert own.unseen_tokens == sum(r.prompt_tokens for r in own.requests if not r.is_seen)
 
-    def _record(self, stats: ReplicaStats, version: int | None) -> None:
-        """Store a snapshot; `version` is None unless it came with a poll."""
+    def _store(self, stats: ReplicaStats) -> bool:
+        """Store a snapshot; return False if a newer one is known."""
         known = self._entries.get(stats.replica_id)
         if known is not None and 0 < known.stats.taken_unix_s - stats.taken_unix_s < _MAX_REORDERING_S:
-            return
+            return False
         if known is None:
             self._make_place(stats.replica_id)
             known = self._entries[stats.replica_id] = _Entry()
-            self._known_in_order = None
         own = self._own.get(stats.replica_id, self._no_own)
-        known.take(stats, version, own, self.ingress_id, self._clock())
+        known.take(stats, own, self.ingress_id, self._clock())
         self._mark(stats.replica_id)
+        return True
+
+    def _heard_s(self, replica_id: str) -> float:
+        """Return the time of a replica's last report or answer to a poll."""
+        received_s = self._entries[replica_id].received_s
+        return max(received_s, self._last_poll.answered_s) if replica_id in self._last_poll.answered else received_s
 
     def _forget_silent(self, answered: Set[str], asked_s: float) -> list[str]:
         """Forget the replicas that did not answer a poll and have not reported since; return them."""
         # Each replica that answered is in the table, unless there are more of them than it may hold.
         silent = sorted(self._entries.keys() - answered) if len(self._entries) != len(answered) else []
-        gone = [replica_id for replica_id in silent if self._entries[replica_id].received_s <= asked_s]
+        gone = [replica_id for replica_id in silent if self._heard_s(replica_id) <= asked_s]
         # Those that were forgotten before, as a lost or a hung replica is, and have not come back.
         if len(self.ring) > len(self._entries):
             gone += sorted(set(self.ring) - answered - self._entries.keys())
@@ -335,7 +350,7 @@ class LoadTable:
     def _make_place(self, replica_id: str) -> None:
         """Prepare for the first report of a replica."""
         if len(self._entries) >= self._max_replicas:
-            self.forget(min(self._entries, key=lambda known: self._entries[known].received_s))
+            self.forget(min(self._entries, key=self._heard_s))
         if len(self.ring) >= 2 * self._max_replicas:
             for gone in [known for known in self.ring if known not in self._entries]:
                 self.ring.remove(gone)

@@ -283,11 +283,14 @@ def test_an_unchanged_answer_to_a_poll_is_no_change(clock: FakeClock, table: Loa
     later = replace(report, taken_unix_s=1.0)
     assert table.replace([later], clock.now).changed == []
     assert not changed and only(table).age_s == 0.0
+    table.begin("a", Band.STANDARD, 10, 10)
+    assert table.replace([later], clock.now).changed == []
     stalled = replace(report, taken_unix_s=1.0, stalled_s=0.5)
     assert table.replace([stalled], clock.now).changed == [stalled] and only(table).stats.stalled_s == 0.5
-    table.begin("a", Band.STANDARD, 10, 10)
-    assert table.replace([replace(stalled, taken_unix_s=2.0)], clock.now).changed == []
-    of_delta = replace(stalled, version=8, taken_unix_s=3.0)
+    again = replace(report, taken_unix_s=2.0)
+    assert table.replace([again], clock.now).changed == [again] and only(table).stats.stalled_s == 0.0
+    assert table.replace([again], clock.now).changed == []
+    of_delta = replace(report, version=8, taken_unix_s=3.0)
     table.record(of_delta)
     assert table.replace([of_delta], clock.now).changed == [of_delta], "only polls tell of served tokens"
 
