@@ -8,6 +8,11 @@ a delta: client adapter, dispatcher, load table, reply format, JSON, middleware.
 `python -m bench.delta_path --served [--against CHECKOUT]` serves the application on Ray over an engine that takes a
 GPU's time and computes nothing, here and from another checkout by turns. It prints the processor time per token of the
 ingress, the proxy, and the replica without its engine's thread.
+
+`python -m bench.delta_path --served 800 --throughput --ingresses 1 2 --deltas 100 num_replicas=4 cpus_per_replica=0.01
+max_num_seqs=200 step_times=slow-gpu-70b` serves one ingress and two by turns. Every stream must have the same text from
+both. Where the ingresses are the limit, two of them on cores of their own are faster by `speed_up`: twice the processor
+time of a token with one, over that with two.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import sys
@@ -267,19 +273,31 @@ _PARTS = {
 }
 
 
-async def load(url: str, num_streams: int, num_tokens: int) -> int:
-    """Read `num_streams` streams at once; return the number of their chunks."""
+@dataclass(frozen=True)
+class Variant:
+    """Application to serve by turns with others."""
+
+    checkout: str | None = None
+    """Directory of its code; None: this code."""
+    num_ingresses: int = 1
+
+
+async def load(url: str, num_streams: int, num_tokens: int) -> tuple[int, str]:
+    """Read `num_streams` streams at once; return the number of their chunks, and a digest of the texts."""
     fields = {"model": _MODEL, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, read_bufsize=2**18) as session:
 
-        async def read(number: int) -> int:
+        async def read(number: int) -> tuple[int, str]:
             async with session.post(f"{url}/v1/completions", json={**fields, "prompt": f"stream {number}"}) as response:
                 body = await response.read()
             assert response.status == 200 and body.endswith(b"data: [DONE]\n\n"), body[-300:]
-            return body.count(b"data: ") - 1
+            events = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
+            return len(events), "".join(choice["text"] for event in events for choice in event["choices"])
 
-        return sum(await asyncio.gather(*map(read, range(num_streams))))
+        answers = await asyncio.gather(*map(read, range(num_streams)))
+    digest = hashlib.sha256(json.dumps([text for _, text in answers]).encode()).hexdigest()
+    return sum(num_chunks for num_chunks, _ in answers), digest
 
 
 def cpu_seconds(served: Served) -> dict[str, float]:
@@ -304,15 +322,18 @@ def _engine_thread_s(process: psutil.Process) -> float:
     return 0.0
 
 
-def served_turn(options: argparse.Namespace, checkout: str | None, arguments: dict[str, str]) -> Shares:
-    """Serve one application, put the load on it, and return the processor time per token."""
+def served_turn(options: argparse.Namespace, variant: Variant, arguments: dict[str, str], digests: set[str]) -> Shares:
+    """Serve one application, put the load on it, and return the processor time per token. Adds the texts' digest."""
     num_streams, num_tokens = options.served, options.deltas
     fields = {"served_model_name": _MODEL, "max_num_seqs": num_streams, **arguments}
-    with serving(TIMED, fields, options.throughput, checkout) as served:
+    if variant.num_ingresses > 1:
+        fields["num_ingress_replicas"] = variant.num_ingresses
+    with serving(TIMED, fields, options.throughput, variant.checkout) as served:
         asyncio.run(load(served.url, num_streams, 8))
         before, started_s = cpu_seconds(served), time.perf_counter()
-        num_chunks = asyncio.run(load(served.url, num_streams, num_tokens))
+        num_chunks, digest = asyncio.run(load(served.url, num_streams, num_tokens))
         took_s, after = time.perf_counter() - started_s, cpu_seconds(served)
+    digests.add(digest)
     count = num_streams * num_tokens
     spent = {part: (after[part] - before[part]) / count * 1e6 for part in after}
     return Shares(
@@ -328,31 +349,39 @@ def served_turn(options: argparse.Namespace, checkout: str | None, arguments: di
 
 
 def measure_served(options: argparse.Namespace) -> None:
-    """Serve this checkout and the other one by turns, print the processor time per token, and write it."""
-    places = {"before": options.against, "after": None} if options.against else {"after": None}
+    """Serve the variants by turns, print the processor time per token, and write it."""
+    if len(options.ingresses) > 1:
+        variants = {f"ingresses_{number}": Variant(num_ingresses=number) for number in options.ingresses}
+    else:
+        variants = {"before": Variant(options.against)} if options.against else {}
+        variants["after"] = Variant(num_ingresses=options.ingresses[0])
     arguments = dict(each.split("=", 1) for each in options.arguments)
-    turns: dict[str, list[Shares]] = {name: [] for name in places}
+    turns: dict[str, list[Shares]] = {name: [] for name in variants}
+    digests: set[str] = set()
     for _ in range(options.turns):
-        for name, checkout in places.items():
-            turns[name].append(served_turn(options, checkout, arguments))
+        for name, variant in variants.items():
+            turns[name].append(served_turn(options, variant, arguments, digests))
             print(name, turns[name][-1], file=sys.stderr)
+    assert len(digests) == 1, "the texts differ"
     medians = {
         name: {part.name: round(median(getattr(turn, part.name) for turn in taken), 2) for part in fields_of(Shares)}
         for name, taken in turns.items()
     }
-    print(json.dumps(medians, indent=1))
-    figures = {
+    figures: dict[str, Any] = {
         "num_streams": options.served,
         "is_throughput_profile": options.throughput,
         "tokens_per_stream": options.deltas,
         "arguments": arguments,
+        "medians": medians,
     }
-    raw = {name: [asdict(turn) for turn in taken] for name, taken in turns.items()}
+    name = "token_path_throughput" if options.throughput else "token_path"
+    if len(options.ingresses) > 1:
+        name = "token_path_ingresses"
+        one, *_, most = (medians[variant]["ingress"] for variant in variants)
+        figures["speed_up"] = round(max(options.ingresses) / min(options.ingresses) * one / most, 2)
+    print(json.dumps(figures, indent=1))
     if options.out is None:
-        write(
-            "token_path_throughput" if options.throughput else "token_path",
-            {**figures, "medians": medians, "turns": raw},
-        )
+        write(name, {**figures, "turns": {name: [asdict(turn) for turn in taken] for name, taken in turns.items()}})
 
 
 def main() -> None:
@@ -365,6 +394,7 @@ def main() -> None:
     parser.add_argument("--served", type=int, metavar="STREAMS", help="serve on Ray, with so many streams")
     parser.add_argument("--throughput", action="store_true", help="HAProxy in front and Serve's throughput flags")
     parser.add_argument("--against", help="directory of another checkout, served by turns with this one")
+    parser.add_argument("--ingresses", type=int, nargs="+", default=[1], help="numbers of ingresses, served by turns")
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="fields of `bench.timed_app`'s configuration")
     options = parser.parse_args()
     if options.served:
