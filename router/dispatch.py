@@ -302,10 +302,12 @@ class Dispatcher:
                 # The intended replica did not take the request. It gets no more requests until it reports again.
                 self._table.forget(placement.in_flight.replica_id)
                 self._table.move(placement.in_flight, delta.stats.replica_id)
+            is_first = not placement.in_flight.is_seen
             self._flow.account.progressed(placement, request, len(delta.token_ids))
-            self._table.record(delta.stats)
-            self._watch.heard(delta.stats)
-            self._flow.notify()
+            # The deltas of one step share a report. After the first of them only a request's first output makes room.
+            if self._table.record(delta.stats) or is_first:
+                self._watch.heard(delta.stats)
+                self._flow.notify()
 
     def _learn_end(self, request: GenerateRequest, timeline: Timeline) -> None:
         assert timeline.queued_s is not None and timeline.first_delta_s is not None and timeline.finished_s is not None

@@ -163,15 +163,19 @@ class LoadTable:
         """Return the time of the table's clock, in monotonic seconds."""
         return self._clock()
 
-    def record(self, stats: ReplicaStats) -> None:
-        """Store a snapshot, unless a newer one of the same replica is known.
+    def record(self, stats: ReplicaStats) -> bool:
+        """Store a snapshot, unless a newer one of the same replica is known; return False if it was stored before.
 
         A snapshot that is more than 5 s older than the known one is stored: the replica's clock was set back. A full
         table forgets the replica whose last report is oldest.
         """
+        known = self._entries.get(stats.replica_id)
+        if known is not None and known.stats is stats:
+            return False
         if self._store(stats):
             # What only polls tell is missing in it, so the next answer is new whatever its version.
             self._last_poll.forget(stats.replica_id)
+        return True
 
     def replace(self, polled: Collection[ReplicaStats], asked_s: float) -> PollChanges:
         """Store the answers to a poll of all replicas, and forget the replicas that did not answer.

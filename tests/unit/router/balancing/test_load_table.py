@@ -131,6 +131,16 @@ def test_a_request_that_a_report_does_not_count_yet_comes_on_top(table: LoadTabl
         table.begin("a", Band.STANDARD, 10, 90)
 
 
+def test_a_report_that_several_deltas_bring_is_stored_once(clock: FakeClock, table: LoadTable):
+    report = stats(running=(0, 1, 0))
+    assert table.record(report)
+    changed = table.subscribe()
+    changed.clear()
+    assert not table.record(report) and not changed
+    table.forget("a")
+    assert table.record(report) and len(table) == 1
+
+
 def test_parts_of_a_report_are_told_apart_by_ingress():
     shares = [IngressShare("one", (1, 1, 0), 50), IngressShare("two", (0, 1, 2), 70)]
     table = LoadTable(FakeClock(), "two")
