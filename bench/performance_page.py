@@ -210,6 +210,16 @@ def _simulated(result: Result) -> Rows:
         )
 
 
+def _token_paths(result: Result) -> Rows:
+    for name, parts in result["medians"].items():
+        yield (
+            name.removeprefix("ingresses_"),
+            *(f"{parts[part]:.0f}" for part in ("ingress", "proxy", "replica_outside_engine", "rest_of_ray")),
+            f"{parts['tokens_per_s']:,.0f}",
+            f"{parts['chunks_per_token']:.2f}",
+        )
+
+
 _ENGINE_HEADINGS = ("engine", "tokens/s", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "tokens/s of one request")
 _METHOD_HEADINGS = (
     "method", "tokens/s (of continuous)", "padding efficiency", "TTFT p50 / p99 s", "latency p50 / p99 s",
@@ -308,6 +318,24 @@ SECTIONS = (
         "the same ingress, Jain's index of 0.95. Max/mean outstanding tokens (wanted: 1.2) is missed by both: 16 "
         "requests of unequal lengths are too few to even out. With 32 replicas of 256 slots it is 1.07 with one "
         "ingress and 1.12 with 8.",
+    ),
+    Section(
+        "Processor time of a token with one ingress and two",
+        "token_path_ingresses",
+        (
+            "ingresses",
+            "ingresses, us",
+            "proxy, us",
+            "replicas outside the engine, us",
+            "rest of Ray, us",
+            "tokens/s",
+            "chunks of a token",
+        ),
+        _token_paths,
+        "Streams of single tokens through `PROFILE=throughput` from four replicas; steps take a slow GPU's time and "
+        "compute nothing. Two cores are the limit here, not the ingress, so tokens/s do not grow. A replica's message "
+        "carries half as many streams to each of two ingresses. On cores of their own two ingresses carry as many more "
+        "tokens as twice the first figure over the second.",
     ),
     Section("Replicas that are killed", "routing_failover", _BAR_HEADINGS, _bars),
     Section("A burst and a square wave", "routing_burst", _BAR_HEADINGS, _bars),
