@@ -156,6 +156,7 @@ class Soak:
         self._started_s = time.monotonic()
         self._requests: set[asyncio.Task[None]] = set()
         self._num_requests = 0
+        self._is_over = False
         self.outcomes: Counter[str] = Counter()
         self.lines: list[dict[str, float]] = []
 
@@ -175,6 +176,7 @@ class Soak:
             done, _ = await asyncio.wait(tasks, timeout=min(left_s, _REPORT_S), return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 raise RuntimeError("a loop has ended") from task.exception()
+        self._is_over = True
         for task in (*tasks, *self._requests):
             task.cancel()
         await asyncio.gather(*tasks, *self._requests, return_exceptions=True)
@@ -199,7 +201,7 @@ class Soak:
         self._requests.discard(task)
         if not task.cancelled() and task.exception() is not None:
             raise RuntimeError("a request failed") from task.exception()
-        if len(self._requests) < self._options.queued + len(self._client.replicas) * _NUM_SLOTS:
+        if not self._is_over and len(self._requests) < self._options.queued + len(self._client.replicas) * _NUM_SLOTS:
             self._arrive()
 
     async def _read(self, request: GenerateRequest) -> None:
