@@ -77,12 +77,14 @@ class _LastPoll:
     It keeps plain lists in the order of the answers, so that a poll that changes little reads little memory.
     """
 
-    def __init__(self, replica_ids: Sequence[str] = ()) -> None:
+    def __init__(self, replica_ids: Sequence[str] = (), before: _LastPoll | None = None) -> None:
+        """`before`: the poll before, with other replicas or in another order; what it knows stays."""
         self.replica_ids = list(replica_ids)
         self.answered = frozenset(replica_ids)
         self.answered_s = -math.inf
         """Time at which the answers were taken in."""
-        self._versions: list[int | None] = [None] * len(self.replica_ids)
+        known = {} if before is None else dict(zip(before.replica_ids, before._versions, strict=True))
+        self._versions: list[int | None] = [known.get(replica_id) for replica_id in replica_ids]
         """Versions of the answers that the table holds; None: the next answer may say something new."""
         self._index_of = {replica_id: index for index, replica_id in enumerate(self.replica_ids)}
 
@@ -185,7 +187,7 @@ class LoadTable:
         replica_ids = [stats.replica_id for stats in polled]
         before = self._last_poll.answered
         if replica_ids != self._last_poll.replica_ids:
-            self._last_poll = _LastPoll(replica_ids)
+            self._last_poll = _LastPoll(replica_ids, self._last_poll)
         answered, changed = self._last_poll.answered, self._last_poll.take(polled)
         self._last_poll.answered_s = self._clock()
         for stats in changed:

@@ -141,6 +141,14 @@ def test_a_report_that_several_deltas_bring_is_stored_once(clock: FakeClock, tab
     assert table.record(report) and len(table) == 1
 
 
+def test_a_poll_in_another_order_changes_what_is_new(clock: FakeClock, table: LoadTable):
+    a, b, c = (replace(stats(replica_id), version=3) for replica_id in "abc")
+    table.replace([a, b], clock.now)
+    assert table.replace([c, b, a], clock.now).changed == [c]
+    assert table.replace([b], clock.now + 1).changed == [] and len(table) == 1
+    assert table.replace([b, a], clock.now).changed == [a], "it was forgotten"
+
+
 def test_parts_of_a_report_are_told_apart_by_ingress():
     shares = [IngressShare("one", (1, 1, 0), 50), IngressShare("two", (0, 1, 2), 70)]
     table = LoadTable(FakeClock(), "two")
