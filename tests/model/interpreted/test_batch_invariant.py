@@ -3,14 +3,17 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from triton.runtime import interpreter
 
 from replicas.model.attention.gather import GatherAttention
 from replicas.model.attention.kv_cache import KVCache
@@ -47,6 +50,26 @@ OPERATIONS = {
     "logsumexp": lambda rows: rows.logsumexp(dim=-1, keepdim=True),
     "softmax": lambda rows: rows.softmax(-1),
 }
+
+
+class _ExactProducts:
+    """NumPy for Triton's interpreter, with products of tiles whose rows do not depend on their place in a tile.
+
+    NumPy's own are summed by a BLAS library, on some processors in an order that depends on the row. Here the products
+    of single-precision numbers are exact, and their sums have no error that single precision shows.
+    """
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(np, name)
+
+    @staticmethod
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        return np.matmul(a.astype(np.float64), b.astype(np.float64)).astype(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "np", _ExactProducts())
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
