@@ -90,17 +90,16 @@ class _LastPoll:
 
     def take(self, polled: Collection[ReplicaStats]) -> list[ReplicaStats]:
         """Take in answers of the same replicas in the same order; return those that may say something new."""
-        versions = self._versions
         # An engine that is stuck, dead or draining has the version of its last step, and more to say.
         changed = [
-            (index, stats)
-            for index, (known, stats) in enumerate(zip(versions, polled, strict=True))
+            stats
+            for known, stats in zip(self._versions, polled, strict=True)
             if known != stats.version or stats.stalled_s or stats.is_draining
         ]
-        for index, stats in changed:
+        for stats in changed:
             is_whole = stats.version and not (stats.stalled_s or stats.is_draining)
-            versions[index] = stats.version if is_whole else None
-        return [stats for _, stats in changed]
+            self._versions[self._index_of[stats.replica_id]] = stats.version if is_whole else None
+        return changed
 
     def forget(self, replica_id: str) -> None:
         """Note that the table no longer holds the replica's answer."""
