@@ -377,8 +377,9 @@ def measure_served(options: argparse.Namespace) -> None:
     name = "token_path_throughput" if options.throughput else "token_path"
     if len(options.ingresses) > 1:
         name = "token_path_ingresses"
-        one, *_, most = (medians[variant]["ingress"] for variant in variants)
-        figures["speed_up"] = round(max(options.ingresses) / min(options.ingresses) * one / most, 2)
+        least, most = min(options.ingresses), max(options.ingresses)
+        of_least, of_most = (medians[f"ingresses_{number}"]["ingress"] for number in (least, most))
+        figures["speed_up"] = round(most / least * of_least / of_most, 2)
     print(json.dumps(figures, indent=1))
     if options.out is None:
         write(name, {**figures, "turns": {name: [asdict(turn) for turn in taken] for name, taken in turns.items()}})
@@ -397,6 +398,8 @@ def main() -> None:
     parser.add_argument("--ingresses", type=int, nargs="+", default=[1], help="numbers of ingresses, served by turns")
     parser.add_argument("arguments", nargs="*", metavar="key=value", help="fields of `bench.timed_app`'s configuration")
     options = parser.parse_args()
+    if options.against and len(options.ingresses) > 1:
+        parser.error("--against compares checkouts, and --ingresses numbers of ingresses: give one of them")
     if options.served:
         measure_served(options)
         return

@@ -329,13 +329,13 @@ SECTIONS = (
             "replicas outside the engine, us",
             "rest of Ray, us",
             "tokens/s",
-            "chunks of a token",
+            "chunks a token",
         ),
         _token_paths,
         "Streams of single tokens through `PROFILE=throughput` from four replicas; steps take a slow GPU's time and "
         "compute nothing. Two cores are the limit here, not the ingress, so tokens/s do not grow. A replica's message "
-        "carries half as many streams to each of two ingresses. On cores of their own two ingresses carry as many more "
-        "tokens as twice the first figure over the second.",
+        "carries half as many streams to each of two ingresses. On cores of their own, two are "
+        "faster than one by twice the ratio of the first figure to the second.",
     ),
     Section("Replicas that are killed", "routing_failover", _BAR_HEADINGS, _bars),
     Section("A burst and a square wave", "routing_burst", _BAR_HEADINGS, _bars),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from replicas.protocol import Band, IngressShare, ReplicaStats
@@ -83,7 +83,7 @@ class _LastPoll:
         self.answered = frozenset(replica_ids)
         self.answered_s = -math.inf
         """Time at which the answers were taken in."""
-        known = {} if before is None else dict(zip(before.replica_ids, before._versions, strict=True))
+        known = {} if before is None else dict(before.known())
         self._versions: list[int | None] = [known.get(replica_id) for replica_id in replica_ids]
         """Versions of the answers that the table holds; None: the next answer may say something new."""
         self._index_of = {replica_id: index for index, replica_id in enumerate(self.replica_ids)}
@@ -100,6 +100,12 @@ class _LastPoll:
             is_whole = stats.version and not (stats.stalled_s or stats.is_draining)
             self._versions[self._index_of[stats.replica_id]] = stats.version if is_whole else None
         return changed
+
+    def known(self) -> Iterator[tuple[str, int]]:
+        """Yield each replica whose answer the table holds, and the answer's version."""
+        for replica_id, version in zip(self.replica_ids, self._versions, strict=True):
+            if version is not None:
+                yield replica_id, version
 
     def forget(self, replica_id: str) -> None:
         """Note that the table no longer holds the replica's answer."""
@@ -174,7 +180,7 @@ class LoadTable:
         if known is not None and known.stats is stats:
             return False
         if self._store(stats):
-            # What only polls tell is missing in it, so the next answer is new whatever its version.
+            # A delta's report lacks the served tokens. The next poll brings them, so its answer is new.
             self._last_poll.forget(stats.replica_id)
         return True
 
@@ -302,6 +308,8 @@ class LoadTable:
         assert len(self._entries) <= self._max_replicas
         assert all(load == self._view(self._entries[replica_id]) for replica_id, load in self._loads.items())
         assert all(replica_id in self.ring for replica_id in self._entries)
+        for replica_id, version in self._last_poll.known():
+            assert self._entries[replica_id].stats.version == version
         expected = ClusterTotals()
         for replica_id, entry in self._entries.items():
             expected.update(replica_id, self._view(entry))
