@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from replicas.model_replica import Backend
     from replicas.options import ReplicaOptions
 
-_MAX_TRIES = 8
 _OBJECT_STORE_BYTES = 100 * 2**20
 _PLACES = {
     "num_gpus_per_replica": 1, "cpus_per_replica": 0, "num_threads": 1, "cpus_per_ingress": 1, "cpus_per_jobs": 1,
@@ -86,15 +85,21 @@ class Raylets:
         return streams
 
     def open_at(self, clients: Clients, ingress_id: str, body: dict[str, Any]) -> tuple[Stream, list[Stream]]:
-        """Open requests until one reaches this ingress; return it and the earlier ones, at other ingresses."""
+        """Open requests until one reaches this ingress; return it and the earlier ones, at other ingresses.
+
+        The proxy prefers the ingress with fewer open requests. So use a long body, unless another ingress already
+        has an open request. The proxy hears of a new ingress some time after it runs: tries go on for a while.
+        """
         others: list[Stream] = []
-        for _ in range(_MAX_TRIES):
-            # Requests at another ingress stay open: the proxy prefers the ingress with fewer requests.
+
+        def open_one() -> Stream | None:
             stream = clients.open(body)
             if self.ingress_of(stream) == ingress_id:
-                return stream, others
+                return stream
             others.append(stream)
-        raise AssertionError(f"none of {_MAX_TRIES} requests came to ingress {ingress_id}")
+            return None
+
+        return wait_for(open_one, f"a request comes to ingress {ingress_id}", period_s=0.1), others
 
     def wait_until_idle(self) -> None:
         """Return when nothing runs and every block is free."""

@@ -28,6 +28,8 @@ def test_a_killed_ingress_frees_its_slots_and_is_replaced(served: Raylets, clien
 
     wait_for(lambda: len(served.ingress_pids()) == NUM_INGRESSES, "there is another ingress")
     [replacement] = set(served.ingress_pids()) - {other}
-    stream, _ = served.open_at(clients, replacement, body(8))
-    wait_for(lambda: stream.is_done, "the replacement serves")
+    stream, others = served.open_at(clients, replacement, body(LONG))
+    for elsewhere in others:
+        elsewhere.close()
+    wait_for(lambda: stream.texts, "the replacement serves")
     assert victim not in served.ingress_pids()
