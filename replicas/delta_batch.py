@@ -10,10 +10,14 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from replicas.protocol import ReplicaStats, TokenDelta, Usage
+from replicas.errors import ServingError
+from replicas.protocol import GenerateRequest, ReplicaStats, TokenDelta, Usage
 
 PackedDelta = tuple[int, int, tuple[int, ...], str, tuple[Any, ...], tuple[Any, ...] | None]
 """Number of the stream, start, token ids, text, the fields of the usage, and the other fields if any is set."""
+
+NumberedRequest = tuple[int, GenerateRequest]
+"""Request, and the number of its stream in a channel."""
 
 
 _PACKED_APART = frozenset({"request_id", "start", "token_ids", "text", "usage", "stats"})
@@ -30,6 +34,14 @@ class ChannelId:
     ingress_id: str
     number: int
     """Number of the channel in its ingress. A channel that has ended is never opened again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFailure:
+    """Failure of one stream of a channel; its other streams go on."""
+
+    number: int
+    error: ServingError
 
 
 @dataclass(frozen=True, slots=True)

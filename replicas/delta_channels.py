@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.outbox import Outbox
-from replicas.errors import ReplicaLost
-from replicas.protocol import GenerateRequest, TokenDelta
+from replicas.errors import ReplicaLost, SequenceFailed, ServingError
+from replicas.protocol import TokenDelta
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +34,14 @@ _DEFAULT_WAITS = ChannelWaits()
 @dataclass(slots=True)
 class _Channel:
     outbox: Outbox = field(default_factory=Outbox)
+    generating: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """Task of each stream, by the stream's number."""
     deadline: asyncio.TimerHandle | None = None
     """End of the wait for a reader; None: it is there."""
+
+
+_NO_CHANNEL = _Channel()
+"""Channel without streams; never changed."""
 
 
 class DeltaChannels:
@@ -45,28 +54,52 @@ class DeltaChannels:
     """
 
     def __init__(
-        self, engine: AsyncEngine, is_lost: Callable[[str], bool], waits: ChannelWaits = _DEFAULT_WAITS
+        self, replica_id: str, engine: AsyncEngine, is_lost: Callable[[str], bool], waits: ChannelWaits = _DEFAULT_WAITS
     ) -> None:
         """`is_lost` says if the ingress with an id is gone."""
+        self._replica_id = replica_id
         self._engine = engine
         self._waits = waits
         self._is_lost = is_lost
         self._channels: dict[ChannelId, _Channel] = {}
 
-    async def generate(self, request: GenerateRequest, channel_id: ChannelId, number: int) -> None:
-        """Generate one request as stream `number` of a channel; return once the channel's reader has its last delta.
+    async def generate(
+        self, requests: Sequence[NumberedRequest], channel_id: ChannelId
+    ) -> AsyncGenerator[str | StreamFailure, None]:
+        """Generate requests as streams of a channel, until the channel's reader has the last delta of each one.
 
-        Cancelling the call aborts the request.
-
-        Raises:
-            ReplicaLost: the channel has ended before. If its ingress is alive, it resumes the request elsewhere.
+        Yields the replica's id when all have begun, then the streams that fail otherwise: the channel has ended before
+        (`ReplicaLost`; if its ingress is alive, it resumes the requests elsewhere), or there is a fault. Closing the
+        generator aborts all its requests.
         """
         channel = self._channels.get(channel_id) or self._opened(channel_id)
+        tasks = {
+            asyncio.create_task(self._engine.generate_into(request, channel.outbox, number)): number
+            for number, request in requests
+        }
+        ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+        for task, number in tasks.items():
+            task.add_done_callback(ended.put_nowait)
+            channel.generating[number] = task
         try:
-            await self._engine.generate_into(request, channel.outbox, number)
+            yield self._replica_id
+            for _ in tasks:
+                task = await ended.get()
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    yield StreamFailure(tasks[task], _as_serving_error(error))
         finally:
+            for task, number in tasks.items():
+                task.cancel()
+                del channel.generating[number]
+            await asyncio.gather(*tasks, return_exceptions=True)
             if channel.deadline is not None and channel.outbox.num_streams == 0:
                 self._close(channel_id, channel)
+
+    def abort(self, channel_id: ChannelId, numbers: Sequence[int]) -> None:
+        """Abort streams of a channel; those that are not here, or no longer, are passed by."""
+        channel = self._channels.get(channel_id, _NO_CHANNEL)
+        for number in channel.generating.keys() & set(numbers):
+            channel.generating[number].cancel()
 
     async def read(self, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of a channel's streams; closing the generator ends the channel. Ends when it is idle.
@@ -122,3 +155,10 @@ class DeltaChannels:
         if self._channels.get(channel_id) is channel:
             del self._channels[channel_id]
         channel.outbox.close(ReplicaLost("the channel to the ingress has ended", has_died=False))
+
+
+def _as_serving_error(error: BaseException) -> ServingError:
+    if isinstance(error, ServingError):
+        return error
+    logger.error("a stream failed", exc_info=error)
+    return SequenceFailed(f"the replica failed: {type(error).__name__}: {error}")

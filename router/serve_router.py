@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from ray.serve.exceptions import (
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError, is_cancelled
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.delta_channels import ChannelPool
@@ -56,17 +56,27 @@ class RankedRouter(RequestRouter):
 
 
 class ServeTransport:
-    """Calls of a channel pool over a Serve deployment handle; implements `router.delta_channels.ChannelTransport`."""
+    """Calls of a channel pool over a Serve deployment handle; implements `router.submission.ChannelTransport`."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._generate = handle.options(method_name="generate", stream=True)
         self._deltas = handle.options(method_name="deltas", stream=True)
+        self._abort = handle.options(method_name="abort")
 
     def submit(
-        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
-    ) -> AsyncGenerator[str, None]:
-        """Have a replica generate a request; yield the replica's id. Closing the generator cancels the call."""
-        return _results(self._generate.remote, request, ranking=ranking, channel_id=channel_id, number=number)
+        self, requests: Sequence[NumberedRequest], ranking: list[str], channel_id: ChannelId
+    ) -> AsyncGenerator[str | StreamFailure, None]:
+        """Have a replica generate requests; yield its id, then the streams that fail. Closing it cancels the call."""
+        return _results(self._generate.remote, requests, channel_id, ranking=ranking)
+
+    async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
+        """Abort streams of a channel.
+
+        Raises:
+            ServingError: the replica did not answer.
+        """
+        if not await _ask(self._abort, replica_id, replica_id, channel_id, numbers):
+            raise NoReplicaAvailable(f"another replica answered in the place of {replica_id}")
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of a channel; ends at once if another replica answers in the place of the one meant."""
@@ -132,7 +142,7 @@ class ServeReplicaClient:
             ServingError: the replica did not answer.
         """
         # Serve may pass by the replica, which then is not the one that answers.
-        return bool(await self._ask(self._drain, replica_id, replica_id))
+        return bool(await _ask(self._drain, replica_id, replica_id))
 
     async def exchange_key_use(self, report: Any) -> Any:
         """Publish a report in the replica with the least id; return those of the other ingresses there.
@@ -145,7 +155,7 @@ class ServeReplicaClient:
         first = min((stats.replica_id for stats in self._gossip.polled), default=None)
         if first is None:
             raise NoReplicaAvailable("no model replica is running yet")
-        return await self._ask(self._exchange_key_use, first, report)
+        return await _ask(self._exchange_key_use, first, report)
 
     async def describe(self) -> ModelCard:
         """Return the model description of any one replica. Does not have a replica started where there is none.
@@ -165,18 +175,6 @@ class ServeReplicaClient:
         except TimeoutError:
             raise NoReplicaAvailable("no model replica has answered yet", code="model_loading") from None
         return card
-
-    async def _ask(self, method: DeploymentHandle[Any], replica_id: str, *args: object) -> Any:
-        """Return the answer of one replica, or of another one in its place.
-
-        Raises:
-            ServingError: it did not answer.
-        """
-        try:
-            async with asyncio.timeout(_CALL_LIMIT_S):
-                return await _result(method.remote, *args, ranking=[replica_id])
-        except TimeoutError:
-            raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
 
     async def _poll_all(self) -> list[PollReply]:
         """Return the replies of all replicas; beside a replica that hangs, those of the others.
@@ -209,7 +207,7 @@ class ServeReplicaClient:
     async def _poll_one(self, replica_id: str) -> PollReply | None:
         """Return the poll reply of one replica, or of another one in its place; None if there is no reply in time."""
         with contextlib.suppress(ServingError):
-            reply: PollReply = await self._ask(self._poll, replica_id, self._gossip.own)
+            reply: PollReply = await _ask(self._poll, replica_id, self._gossip.own)
             return reply
         return None
 
@@ -229,6 +227,19 @@ class ServeReplicaClient:
         except HANDLE_ERRORS as error:
             raise _as_serving_error(error) from error
         return [reply for reply in replies if not isinstance(reply, BaseException)]
+
+
+async def _ask(method: DeploymentHandle[Any], replica_id: str, *args: object) -> Any:
+    """Return the answer of one replica, or of another one in its place.
+
+    Raises:
+        ServingError: it did not answer.
+    """
+    try:
+        async with asyncio.timeout(_CALL_LIMIT_S):
+            return await _result(method.remote, *args, ranking=[replica_id])
+    except TimeoutError:
+        raise NoReplicaAvailable(f"replica {replica_id} has not answered in {_CALL_LIMIT_S} s") from None
 
 
 async def _result(call: Callable[..., Any], *args: object, **kwargs: object) -> Any:

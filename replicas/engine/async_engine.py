@@ -33,6 +33,9 @@ _log = logging.getLogger(__name__)
 _STOP_LIMIT_S = 30.0
 _SLOW_STEP_FACTOR = 4.0
 _NUM_FIRST_STEPS = 16
+_CHECK_PERIOD_S = 60.0
+"""Least time between two checks of an idle engine's invariants, seconds. A check visits every block of the KV cache and
+takes milliseconds, in which no other thread of the process runs Python code."""
 
 
 @dataclass(slots=True)
@@ -110,6 +113,7 @@ class AsyncEngine:
         self._is_idle.set()
         self._stats = engine.stats()
         self._death: EngineDead | None = None
+        self._next_check_s = -math.inf
         self._thread = thread or EngineThread()
 
     def start(self) -> None:
@@ -277,7 +281,7 @@ class AsyncEngine:
         has_messages = False
         while not (self._inbox.empty() and self._engine.has_work):
             if not self._engine.has_work:
-                self._engine.check_invariants()
+                self._check_invariants()
                 self._stats = self._engine.stats()
             self._inbox.get()()
             if self._is_stopping:
@@ -287,6 +291,13 @@ class AsyncEngine:
             # Report the new work before its first step. If that step hangs, the replica must not look idle.
             self._stats = self._engine.stats()
         return True
+
+    def _check_invariants(self) -> None:
+        """Check the idle engine's invariants, if the last check was long ago; one that fails ends the engine."""
+        now = self._clock.monotonic()
+        if now >= self._next_check_s:
+            self._next_check_s = now + _CHECK_PERIOD_S
+            self._engine.check_invariants()
 
     def _add(self, request: GenerateRequest, constraint: Constraint | None) -> None:
         try:

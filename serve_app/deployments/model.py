@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
-from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.delta_channels import DeltaChannels
 from replicas.errors import EngineDead
-from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard
+from replicas.protocol import EngineMetrics, ModelCard
 from router.scaling.ingress_reports import (
     MAX_REPORT_AGE_S,
     IngressLiveness,
@@ -61,7 +61,7 @@ class Model:
         )
         self._card = replica.card
         self._engine = replica.start()
-        self._channels = DeltaChannels(self._engine, self._ingresses.is_lost)
+        self._channels = DeltaChannels(self._replica_id, self._engine, self._ingresses.is_lost)
         self._exporting = asyncio.create_task(
             export_forever(engine_exporter(config.model_name, self._engine.metrics, Instruments.of_serve()))
         )
@@ -69,18 +69,27 @@ class Model:
         gc.freeze()
 
     async def generate(
-        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
-    ) -> AsyncGenerator[str, None]:
-        """Generate one request as stream `number` of a channel. Yields this replica's id, and ends with the stream.
+        self, requests: Sequence[NumberedRequest], channel_id: ChannelId, ranking: Sequence[str] = ()
+    ) -> AsyncGenerator[str | StreamFailure, None]:
+        """Generate requests as streams of a channel. Yields this replica's id, then the streams that fail.
 
-        `ranking` is for `RankedRouter`, which has already used it to choose this replica.
-
-        Raises:
-            ReplicaLost: the channel has ended. If its ingress is alive, it resumes the request on another replica.
+        It ends with the last stream. `ranking` is for `RankedRouter`, which has already used it to choose this replica.
         """
         self._ingresses.heartbeat(channel_id.ingress_id)
-        yield self._replica_id
-        await self._channels.generate(request, channel_id, number)
+        async with aclosing(self._channels.generate(requests, channel_id)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def abort(
+        self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int], ranking: Sequence[str] = ()
+    ) -> bool:
+        """Abort streams of a channel, if this is the replica that is meant; return whether it is.
+
+        `ranking` is for `RankedRouter`.
+        """
+        if replica_id == self._replica_id:
+            self._channels.abort(channel_id, numbers)
+        return replica_id == self._replica_id
 
     async def deltas(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()

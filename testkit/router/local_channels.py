@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from replicas.delta_batch import ChannelId, DeltaBatch
+from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.delta_channels import ChannelWaits, DeltaChannels
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.batch import ItemResult, ScheduledBatch
@@ -17,7 +17,8 @@ from replicas.engine.engine import Engine
 from replicas.engine.outbox import Coalescing
 from replicas.errors import NoReplicaAvailable, ReplicaLost, ServingError
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaIdentity, ReplicaStats, TokenDelta
-from router.delta_channels import ChannelLimits, ChannelPool
+from router.delta_channels import ChannelPool
+from router.submission import ChannelLimits
 from testkit.engine.shadow_runner import ShadowRunner, config, decoders
 
 _END = object()
@@ -41,16 +42,19 @@ class LocalReplica:
         self.replica_id = replica_id
         self.engine = AsyncEngine(engine, coalescing or Coalescing())
         self.lost_ingresses: set[str] = set()
-        self.channels = DeltaChannels(self.engine, self.lost_ingresses.__contains__, waits)
+        self.channels = DeltaChannels(replica_id, self.engine, self.lost_ingresses.__contains__, waits)
         self.calls: dict[asyncio.Task[None], asyncio.Queue[object]] = {}
         self.reads: list[asyncio.Task[None]] = []
         self.is_dead = False
         self.num_batches = 0
         self.engine.start()
 
-    async def generate(self, request: GenerateRequest, channel_id: ChannelId, number: int) -> AsyncGenerator[str, None]:
-        yield self.replica_id
-        await self.channels.generate(request, channel_id, number)
+    async def generate(
+        self, requests: Sequence[NumberedRequest], channel_id: ChannelId
+    ) -> AsyncGenerator[str | StreamFailure, None]:
+        async with aclosing(self.channels.generate(requests, channel_id)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def deltas(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         if replica_id == self.replica_id:
@@ -91,6 +95,11 @@ class LocalReplica:
             task.cancel()
             self.calls[task].put_nowait(error)
 
+    def check_invariants(self) -> None:
+        """Fail if an invariant of the channels does not hold, or one of the engine, which must be idle."""
+        self.channels.check_invariants()
+        self.engine._engine.check_invariants()
+
     async def close(self) -> None:
         for task in list(self.calls):
             task.cancel()
@@ -115,14 +124,27 @@ class LocalTransport:
         """Time that a request takes to a replica, seconds."""
         self.is_cut = False
         """True if this ingress has died: no call of it is cancelled any more."""
+        self.submitted: list[Sequence[NumberedRequest]] = []
+        """Requests of each call, in order."""
+        self.num_lost_aborts = 0
+        """Next calls to abort streams that do not come to a replica."""
 
     def submit(
-        self, request: GenerateRequest, ranking: list[str], channel_id: ChannelId, number: int
-    ) -> AsyncGenerator[str, None]:
+        self, requests: Sequence[NumberedRequest], ranking: list[str], channel_id: ChannelId
+    ) -> AsyncGenerator[str | StreamFailure, None]:
+        self.submitted.append(requests)
         return self._called(
             [name for name in (*ranking, *self.replicas) if name not in self.refused],
-            lambda replica: replica.generate(request, channel_id, number),
+            lambda replica: replica.generate(requests, channel_id),
         )
+
+    async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
+        await asyncio.sleep(self.submit_s)
+        replica = self.replicas.get(replica_id)
+        if replica is None or replica.is_dead or self.is_cut or self.num_lost_aborts:
+            self.num_lost_aborts = max(0, self.num_lost_aborts - 1)
+            raise NoReplicaAvailable("the replica does not answer")
+        replica.channels.abort(channel_id, numbers)
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         return self._called([replica_id, *self.replicas], lambda replica: replica.deltas(replica_id, channel_id), True)

@@ -10,11 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from replicas.delta_batch import ChannelId, DeltaBatch, unpacked
+from replicas.delta_batch import ChannelId, DeltaBatch, StreamFailure, unpacked
 from replicas.delta_channels import ChannelWaits
-from replicas.engine.outbox import Coalescing, FlushPolicy
+from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
 from replicas.errors import NoReplicaAvailable, ReplicaLost, RequestQuarantined, SequenceFailed
 from replicas.protocol import (
+    Band,
     FinishReason,
     GenerateRequest,
     PhaseSeconds,
@@ -24,7 +25,7 @@ from replicas.protocol import (
     Usage,
     merge,
 )
-from router.delta_channels import ChannelLimits
+from router.submission import ChannelLimits
 from serve_app.metrics import HttpMetrics
 from testkit.engine.shadow_runner import continuation, request
 from testkit.http.local_service import LocalRouting
@@ -51,11 +52,17 @@ async def running(
         await until(lambda: all(each.is_whole for each in replicas if not each.is_dead))
         client.pool.check_invariants()
         assert not client.pool.serving()
+        await until(lambda: not calls_of_submissions())
         for each in replicas:
-            each.channels.check_invariants()
+            if not each.is_dead:
+                each.check_invariants()
     finally:
         for each in replicas:
             await each.close()
+
+
+def calls_of_submissions() -> list[asyncio.Task[None]]:
+    return [task for task in asyncio.all_tasks() if "Submission" in repr(task.get_coro())]
 
 
 async def until(holds) -> None:
@@ -142,8 +149,86 @@ async def test_closing_a_stream_frees_its_blocks_and_no_others() -> None:
         neighbour = asyncio.create_task(read(client, request("neighbour", max_tokens=100)))
         async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
             await anext(stream)
+        assert [len(each) for each in client.transport.submitted] == [2]
         assert token_ids(await neighbour) == continuation(PROMPT, 100)
         await until(lambda: replica.is_whole)
+
+
+async def test_a_stream_that_leaves_is_aborted_although_the_replica_does_not_answer_at_first() -> None:
+    async with running(limits=replace(QUICK, abort_again_s=0.001)) as (client, [replica]):
+        reading = asyncio.create_task(read(client, request("staying", max_tokens=100)))
+        client.transport.num_lost_aborts = 3
+        async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
+            await anext(stream)
+        assert [len(each) for each in client.transport.submitted] == [2]
+        await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
+        assert not client.transport.num_lost_aborts and not reading.done(), "it has not come to its end"
+        await reading
+
+
+async def test_a_stream_that_leaves_before_a_replica_has_taken_it_is_aborted_then() -> None:
+    async with running() as (client, [replica]):
+        client.transport.submit_s = 0.05
+        neighbour = asyncio.create_task(read(client, request("neighbour", max_tokens=100)))
+        gone = asyncio.create_task(read(client, request("gone", (9,), max_tokens=10**6)))
+        await until(lambda: client.transport.submitted)
+        gone.cancel()
+        assert [len(each) for each in client.transport.submitted] == [2]
+        assert token_ids(await neighbour) == continuation(PROMPT, 100)
+        await until(lambda: replica.is_whole)
+
+
+async def test_a_stream_that_leaves_before_it_is_submitted_is_not_sent() -> None:
+    async with running(limits=replace(QUICK, gather_batch_s=0.02)) as (client, _):
+        gone = asyncio.create_task(read(client, replace(request("gone", max_tokens=10**6), band=Band.BATCH)))
+        staying = asyncio.create_task(read(client, replace(request("staying", max_tokens=5), band=Band.BATCH)))
+        await asyncio.sleep(0)
+        gone.cancel()
+        assert token_ids(await staying) == continuation(PROMPT, 5)
+        assert [len(each) for each in client.transport.submitted] == [1]
+
+
+async def test_batch_requests_wait_for_others_and_no_longer_when_an_urgent_one_comes() -> None:
+    async with running(limits=replace(QUICK, gather_batch_s=LIMIT_S)) as (client, _):
+        batch = [
+            asyncio.create_task(read(client, replace(request(f"r{n}", (n,), max_tokens=5), band=Band.BATCH)))
+            for n in range(3)
+        ]
+        await asyncio.sleep(0.01)
+        assert not client.transport.submitted
+        assert token_ids(await read(client, request("urgent", max_tokens=5))) == continuation(PROMPT, 5)
+        for number, each in enumerate(batch):
+            assert token_ids(await each) == continuation((number,), 5)
+        assert [len(each) for each in client.transport.submitted] == [4]
+
+
+async def test_one_call_submits_so_many_requests_and_tokens_and_no_more() -> None:
+    limits = replace(QUICK, max_submitted=3, max_submitted_tokens=10)
+    async with running(limits=limits) as (client, _):
+        sizes = (1, 1, 1, 1, 9, 1, 30, 2)
+        asked = [request(f"r{n}", (n,) * size, max_tokens=3) for n, size in enumerate(sizes)]
+        outputs = await asyncio.gather(*(read(client, each) for each in asked))
+        for each, deltas in zip(asked, outputs, strict=True):
+            assert token_ids(deltas) == continuation(each.prompt_token_ids, 3)
+        submitted = [[len(one.prompt_token_ids) for _, one in each] for each in client.transport.submitted]
+        assert submitted == [[1, 1, 1], [1, 9], [1], [30], [2]]
+
+
+async def test_a_fault_with_one_request_of_a_call_fails_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as (client, [replica]):
+        generate_into = replica.engine.generate_into
+
+        async def faulty(asked: GenerateRequest, outbox: Outbox, number: int) -> None:
+            if asked.request_id == "faulty":
+                raise ValueError("a fault")
+            await generate_into(asked, outbox, number)
+
+        monkeypatch.setattr(replica.engine, "generate_into", faulty)
+        right = asyncio.create_task(read(client, request("right", max_tokens=50)))
+        with pytest.raises(SequenceFailed, match="ValueError: a fault"):
+            await read(client, request("faulty", (9,), max_tokens=50))
+        assert [len(each) for each in client.transport.submitted] == [2]
+        assert token_ids(await right) == continuation(PROMPT, 50)
 
 
 async def test_the_death_of_a_replica_ends_all_its_streams_also_one_that_is_just_being_sent() -> None:
@@ -199,9 +284,12 @@ async def test_streams_whose_channel_breaks_fail_and_leave_the_replica() -> None
 
 async def test_a_channel_that_nobody_reads_ends_and_frees_its_streams() -> None:
     async with running(waits=ChannelWaits(reader_s=0.05)) as (_, [replica]):
-        call = replica.channels.generate(request(max_tokens=100), ChannelId("gone", 1), 1)
-        with pytest.raises(ReplicaLost):
-            await asyncio.wait_for(call, LIMIT_S)
+        call = replica.channels.generate([(1, request(max_tokens=100))], ChannelId("gone", 1))
+        async with asyncio.timeout(LIMIT_S):
+            assert await anext(call) == "replica-0"
+            [failure] = [answer async for answer in call]
+        assert isinstance(failure, StreamFailure) and failure.number == 1
+        assert isinstance(failure.error, ReplicaLost) and not failure.error.has_died
         assert not replica.channels._channels
 
 
@@ -286,7 +374,8 @@ class RandomWorld:
         faults.cancel()
         await until(lambda: all(each.is_whole for each in self.replicas.values()))
         for each in self.everywhere:
-            each.channels.check_invariants()
+            if not each.is_dead:
+                each.check_invariants()
             await each.close()
 
     async def one_ingress(self) -> None:
@@ -315,9 +404,9 @@ class RandomWorld:
 
     async def one_client(self, dispatcher, number: int) -> None:
         rng = self.rng
-        await asyncio.sleep(rng.random() * 0.05)
+        await asyncio.sleep(rng.choice([0.0, rng.random() * 0.05]))
         prompt = tuple(rng.randrange(90) for _ in range(rng.randrange(1, 12)))
-        asked = request(f"r{number}", prompt, max_tokens=rng.randrange(1, 60))
+        asked = replace(request(f"r{number}", prompt, max_tokens=rng.randrange(1, 60)), band=rng.choice(list(Band)))
         leaves_after = rng.choice([None, None, 0, rng.randrange(1, 20)])
         is_slow = rng.random() < 0.3
         got: list[int] = []

@@ -58,6 +58,7 @@ async def until_idle(engine: AsyncEngine) -> None:
     async with asyncio.timeout(LIMIT_S):
         while engine.stats().num_running or engine.stats().num_waiting:
             await asyncio.sleep(0.001)
+    engine._engine.check_invariants()
 
 
 class GatedRunner(ShadowRunner):
@@ -187,6 +188,32 @@ async def test_streams_dropped_at_random_moments_leave_no_block() -> None:
         stats = engine.stats()
         assert stats.num_free_blocks == stats.num_blocks
         assert not engine._mailboxes
+
+
+async def test_an_idle_engine_checks_its_invariants_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, checked_s = [0.0], []
+    monkeypatch.setattr(Engine, "check_invariants", lambda _: checked_s.append(now[0]))
+    async with running(clock=Clock(lambda: now[0])) as engine:
+        for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0, 119.0, 130.0):
+            for _ in range(2):  # Before the second one the engine has been idle at this time.
+                await collect(engine, request())
+    assert checked_s == [0.0, 60.0, 130.0]
+
+
+async def test_a_broken_invariant_of_an_idle_engine_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    async with running(clock=Clock(lambda: now[0])) as engine:
+        await collect(engine, request())
+        await until_idle(engine)
+        now[0] = 61.0
+        engine._engine._scheduler.blocks._free.popitem()
+        last = (await collect(engine, request()))[-1]
+        assert last.finish_reason is not None
+        async with asyncio.timeout(LIMIT_S):
+            while not engine.stats().is_draining:
+                await asyncio.sleep(0.001)
+        with pytest.raises(EngineDead):
+            engine.check_alive()
 
 
 async def test_refusals_are_the_only_delta_of_their_stream() -> None:

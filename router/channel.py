@@ -1,0 +1,120 @@
+"""Channel of one ingress to one replica, and its streams as the ingress sees them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from replicas.delta_batch import ChannelId, PackedDelta, is_last, unpacked
+from replicas.errors import ReplicaLost
+from replicas.protocol import ReplicaStats, TokenDelta, merge
+
+
+class IncomingStream:
+    """Stream of one request at the ingress: merges the deltas that its reader has not taken.
+
+    It is bounded by the request's `max_tokens`, and holds up no other stream of its channel.
+    """
+
+    def __init__(self, request_id: str, number: int, channel: Channel) -> None:
+        self.number = number
+        self.channel = channel
+        self.is_accepted = False
+        """True once a replica has taken the request."""
+        self._request_id = request_id
+        self._waiting: list[tuple[PackedDelta, ReplicaStats]] = []
+        self._is_complete = False
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the last delta is here, or the stream has failed."""
+        return self._is_complete or self._error is not None
+
+    def put(self, packed: PackedDelta, stats: ReplicaStats) -> None:
+        """Add the next delta."""
+        self._waiting.append((packed, stats))
+        self._is_complete = is_last(packed)
+        self._has_news.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with `error` after the deltas that wait, unless its last delta is already here."""
+        if not self.has_ended:
+            self._error = error
+            self.channel.remove(self)
+            self._has_news.set()
+
+    async def take(self) -> TokenDelta:
+        """Wait for a delta; return all that waits as one delta.
+
+        Raises:
+            ServingError: the stream has failed, and all deltas before have been taken.
+        """
+        await self._has_news.wait()
+        if not self._waiting:
+            assert self._error is not None
+            raise self._error
+        waiting, self._waiting = self._waiting, []
+        if self._error is None:
+            self._has_news.clear()
+        return merge([unpacked(packed, self._request_id, stats) for packed, stats in waiting])
+
+
+class Channel:
+    """Channel to one replica, with its streams. Those that no replica has accepted yet are meant for it."""
+
+    def __init__(self, channel_id: ChannelId, replica_id: str, now_idle: Callable[[Channel], asyncio.TimerHandle]):
+        self.id = channel_id
+        self.replica_id = replica_id
+        self.streams: dict[int, IncomingStream] = {}
+        self.reading: asyncio.Task[None] | None = None
+        self.error: Exception | None = None
+        """End of the channel; None: it is open."""
+        self.is_stopping = False
+        """True if the replica was being stopped in order when its last deltas came."""
+        self._now_idle = now_idle
+        self._closing: asyncio.TimerHandle | None = None
+
+    @property
+    def was_closed(self) -> bool:
+        """True if the channel has ended and its replica may be alive, which ends a channel that is idle."""
+        return self.error is not None and not (isinstance(self.error, ReplicaLost) and self.error.has_died)
+
+    def add(self, stream: IncomingStream) -> None:
+        """Add a stream; it fails at once if it has been accepted and the channel has ended."""
+        self.streams[stream.number] = stream
+        stream.channel = self
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        if self.error is not None and stream.is_accepted:
+            stream.fail(self.as_stopped(self.error))
+
+    def remove(self, stream: IncomingStream) -> None:
+        """Remove a stream; deltas of it that still come are dropped."""
+        self.streams.pop(stream.number, None)
+        if not self.streams and self._closing is None and self.error is None:
+            self._closing = self._now_idle(self)
+
+    def deliver(self, deltas: Iterable[PackedDelta], stats: ReplicaStats) -> None:
+        """Give the deltas of a batch to their streams."""
+        for packed in deltas:
+            stream = self.streams.get(packed[0])
+            if stream is not None:
+                stream.put(packed, stats)
+
+    def end(self, error: Exception) -> None:
+        """End the channel, and with it every stream that the replica has accepted."""
+        self.error = error
+        for stream in list(self.streams.values()):
+            if stream.is_accepted:
+                stream.fail(self.as_stopped(error))
+
+    def as_stopped(self, error: Exception) -> Exception:
+        """Return an error of the replica; the end of one that is being stopped in order is no death."""
+        if not (self.is_stopping and isinstance(error, ReplicaLost)):
+            return error
+        stopped = ReplicaLost("the replica was stopped before the request ended", has_died=False)
+        stopped.__cause__ = error
+        return stopped

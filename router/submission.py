@@ -1,0 +1,165 @@
+"""Submission of requests to a replica by one call."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
+from replicas.errors import ReplicaLost, ServingError
+from replicas.protocol import GenerateRequest
+from router.channel import IncomingStream
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelLimits:
+    """Limits of the times in a channel's life."""
+
+    idle_s: float = 1.0
+    """Time for which a channel without streams stays open, seconds."""
+    last_delta_s: float = 5.0
+    """Longest wait for the last delta of a stream whose call has ended, seconds: the two travel apart."""
+    gather_batch_s: float = 0.015
+    """Longest wait of a batch request for others to be submitted with, seconds. A replica has batch requests ahead, so
+    no slot is idle meanwhile."""
+    abort_again_s: float = 1.0
+    """Time between two attempts to abort a stream in its replica, seconds."""
+    max_submitted: int = 64
+    """Most requests that one call submits."""
+    max_submitted_tokens: int = 16_384
+    """Most tokens of all requests that one call submits, unless it is a single one: Ray carries a message of up to
+    100 KB by itself, and larger ones by the object store."""
+
+
+class ChannelTransport(Protocol):
+    """Transport of calls to replicas; raises only `ServingError`s."""
+
+    def submit(
+        self, requests: Sequence[NumberedRequest], ranking: list[str], channel_id: ChannelId
+    ) -> AsyncGenerator[str | StreamFailure, None]:
+        """Have a replica generate requests into streams of a channel. Closing the generator aborts all of them.
+
+        Yields the id of the replica that takes them, then the streams that fail by themselves. The generator ends
+        after the last delta of the last stream, or with an error of all streams.
+        """
+
+    async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
+        """Abort streams of a channel; those that the replica does not have, or no longer, are passed by."""
+
+    def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
+        """Yield the deltas of the channel's streams on a replica; ends at once if the replica is not there."""
+
+
+class Submission:
+    """Requests that one call submits to a replica, and that call.
+
+    A stream leaves when its reader does. The last one cancels the call, which aborts what has not ended. An earlier one
+    that has not ended is aborted by another call.
+    """
+
+    def __init__(self, transport: ChannelTransport, ranking: list[str], channel_id: ChannelId, limits: ChannelLimits):
+        self._transport = transport
+        self._ranking = ranking
+        self._channel_id = channel_id
+        self._limits = limits
+        self._requests: dict[int, GenerateRequest] = {}
+        """Requests by the numbers of their streams."""
+        self._num_tokens = 0
+        self._streams: dict[int, IncomingStream] = {}
+        """Streams whose readers are there."""
+        self._beginning: asyncio.Handle | None = None
+        self._begins_s = math.inf
+        """Time of the event loop at which the call begins."""
+        self._calling: asyncio.Task[None] | None = None
+        """The call; None: it has not begun."""
+        self._replica_id: str | None = None
+        """Replica that has taken the requests; None: none yet."""
+        self._to_abort: set[int] = set()
+        self._aborting: asyncio.Task[None] | None = None
+
+    def has_room_for(self, request: GenerateRequest) -> bool:
+        """Return True if the call may submit this request besides the others."""
+        num_tokens = self._num_tokens + _num_tokens(request)
+        return not self._requests or (
+            len(self._requests) < self._limits.max_submitted and num_tokens <= self._limits.max_submitted_tokens
+        )
+
+    def add(self, stream: IncomingStream, request: GenerateRequest) -> None:
+        """Add a request, before the call begins."""
+        self._requests[stream.number] = request
+        self._streams[stream.number] = stream
+        self._num_tokens += _num_tokens(request)
+
+    def begin_within(self, wait_s: float, begin: Callable[[], None]) -> None:
+        """Call `begin` after this time, or when an earlier request is to begin, whichever comes first."""
+        loop = asyncio.get_running_loop()
+        begins_s = loop.time() + wait_s
+        if begins_s < self._begins_s:
+            if self._beginning is not None:
+                self._beginning.cancel()
+            self._beginning, self._begins_s = loop.call_later(wait_s, begin), begins_s
+
+    def begin(self, accepted: Callable[[IncomingStream, str], None]) -> None:
+        """Begin the call, unless all readers have left; `accepted` is called with each stream and its replica."""
+        if self._streams:
+            self._calling = asyncio.create_task(self._call(accepted))
+
+    def leave(self, stream: IncomingStream) -> None:
+        """Note that a stream's reader has left; the stream is aborted unless it has ended."""
+        del self._streams[stream.number]
+        if self._calling is None:
+            del self._requests[stream.number]
+        elif not self._streams:
+            self._calling.cancel()
+            if self._aborting is not None:
+                self._aborting.cancel()
+        elif not stream.has_ended:
+            self._to_abort.add(stream.number)
+            self._abort()
+
+    async def _call(self, accepted: Callable[[IncomingStream, str], None]) -> None:
+        """Submit the requests and watch over the call; an error ends their streams."""
+        requests = list(self._requests.items())
+        try:
+            async with aclosing(self._transport.submit(requests, self._ranking, self._channel_id)) as answers:
+                async for answer in answers:
+                    if isinstance(answer, StreamFailure):
+                        self._fail(answer.error, answer.number)
+                    else:
+                        self._replica_id = answer
+                        for stream in list(self._streams.values()):
+                            accepted(stream, answer)
+                        self._abort()
+        except Exception as error:  # given to the streams' readers, which raise it
+            self._fail(error, *self._streams)
+            return
+        await asyncio.sleep(self._limits.last_delta_s)
+        self._fail(ReplicaLost("the last tokens of the replica did not arrive", has_died=False), *self._streams)
+
+    def _fail(self, error: Exception, *numbers: int) -> None:
+        for number in numbers:
+            if (stream := self._streams.get(number)) is not None:
+                stream.fail(stream.channel.as_stopped(error) if stream.is_accepted else error)
+
+    def _abort(self) -> None:
+        if self._to_abort and self._replica_id is not None and self._aborting is None:
+            self._aborting = asyncio.create_task(self._abort_in(self._replica_id))
+
+    async def _abort_in(self, replica_id: str) -> None:
+        while self._to_abort:
+            numbers = sorted(self._to_abort)
+            try:
+                await self._transport.abort(replica_id, self._channel_id, numbers)
+            except ServingError:
+                await asyncio.sleep(self._limits.abort_again_s)
+            else:
+                self._to_abort.difference_update(numbers)
+        self._aborting = None
+
+
+def _num_tokens(request: GenerateRequest) -> int:
+    return len(request.prompt_token_ids) + len(request.output_token_ids)
