@@ -87,9 +87,10 @@ class Model:
 
         `ranking` is for `RankedRouter`.
         """
-        if replica_id == self._replica_id:
+        is_meant: bool = replica_id == self._replica_id
+        if is_meant:
             self._channels.abort(channel_id, numbers)
-        return replica_id == self._replica_id
+        return is_meant
 
     async def deltas(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()
