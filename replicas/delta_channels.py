@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.engine.async_engine import AsyncEngine
@@ -39,6 +40,11 @@ class _Channel:
     deadline: asyncio.TimerHandle | None = None
     """End of the wait for a reader; None: it is there."""
 
+    def ended(self, number: int, task: asyncio.Task[None]) -> None:
+        """Note the end of a stream's task."""
+        if self.generating.get(number) is task:
+            del self.generating[number]
+
 
 _NO_CHANNEL = _Channel()
 """Channel without streams; never changed."""
@@ -68,19 +74,20 @@ class DeltaChannels:
     ) -> AsyncGenerator[str | StreamFailure, None]:
         """Generate requests as streams of a channel, until the channel's reader has the last delta of each one.
 
-        Yields the replica's id when all have begun, then the streams that fail otherwise: the channel has ended before
-        (`ReplicaLost`; if its ingress is alive, it resumes the requests elsewhere), or there is a fault. Closing the
-        generator aborts all its requests.
+        Yields the replica's id when all can be aborted. Then it yields the streams that fail otherwise: the channel has
+        ended before (`ReplicaLost`; if its ingress is alive, it resumes the requests elsewhere), or there is a fault.
+        Closing the generator aborts all its requests.
         """
         channel = self._channels.get(channel_id) or self._opened(channel_id)
-        tasks = {
-            asyncio.create_task(self._engine.generate_into(request, channel.outbox, number)): number
-            for number, request in requests
-        }
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        for task, number in tasks.items():
+        tasks: dict[asyncio.Task[None], int] = {}
+        for number, request in requests:
+            if (earlier := channel.generating.get(number)) is not None:
+                earlier.cancel()  # Serve makes a call again if it does not know that the replica has taken it.
+            task = asyncio.create_task(self._engine.generate_into(request, channel.outbox, number))
+            task.add_done_callback(partial(channel.ended, number))
             task.add_done_callback(ended.put_nowait)
-            channel.generating[number] = task
+            channel.generating[number], tasks[task] = task, number
         try:
             yield self._replica_id
             for _ in tasks:
@@ -88,15 +95,14 @@ class DeltaChannels:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     yield StreamFailure(tasks[task], _as_serving_error(error))
         finally:
-            for task, number in tasks.items():
+            for task in tasks:
                 task.cancel()
-                del channel.generating[number]
             await asyncio.gather(*tasks, return_exceptions=True)
-            if channel.deadline is not None and channel.outbox.num_streams == 0:
+            if channel.deadline is not None and not channel.generating:
                 self._close(channel_id, channel)
 
     def abort(self, channel_id: ChannelId, numbers: Sequence[int]) -> None:
-        """Abort streams of a channel; those that are not here, or no longer, are passed by."""
+        """Abort streams of a channel; those that are not here, or are no longer here, are passed by."""
         channel = self._channels.get(channel_id, _NO_CHANNEL)
         for number in channel.generating.keys() & set(numbers):
             channel.generating[number].cancel()
@@ -114,7 +120,7 @@ class DeltaChannels:
         try:
             while True:
                 deltas = await self._next_deltas(channel)
-                if not deltas and channel.outbox.num_streams == 0:
+                if not deltas and not channel.generating:
                     return
                 self.check_ingress(channel_id.ingress_id)
                 if deltas:
@@ -135,7 +141,7 @@ class DeltaChannels:
         """Fail if an invariant of the class does not hold."""
         for channel in self._channels.values():
             channel.outbox.check_invariants()
-            assert channel.deadline is None or channel.outbox.num_streams > 0
+            assert channel.deadline is None or channel.generating
 
     async def _next_deltas(self, channel: _Channel) -> list[tuple[int, TokenDelta]]:
         """Return the deltas that are due next; none if there are none for a while."""

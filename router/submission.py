@@ -24,8 +24,8 @@ class ChannelLimits:
     last_delta_s: float = 5.0
     """Longest wait for the last delta of a stream whose call has ended, seconds: the two travel apart."""
     gather_batch_s: float = 0.015
-    """Longest wait of a batch request for others to be submitted with, seconds. A replica has batch requests ahead, so
-    no slot is idle meanwhile."""
+    """Longest wait of a batch request for others to be submitted with, seconds. A busy replica has batch requests ahead
+    of its slots, which it runs meanwhile."""
     abort_again_s: float = 1.0
     """Time between two attempts to abort a stream in its replica, seconds."""
     max_submitted: int = 64
@@ -48,7 +48,7 @@ class ChannelTransport(Protocol):
         """
 
     async def abort(self, replica_id: str, channel_id: ChannelId, numbers: Sequence[int]) -> None:
-        """Abort streams of a channel; those that the replica does not have, or no longer, are passed by."""
+        """Abort streams of a channel; those that the replica does not have, or has no longer, are passed by."""
 
     def read(self, replica_id: str, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of the channel's streams on a replica; ends at once if the replica is not there."""
@@ -74,11 +74,13 @@ class Submission:
         self._beginning: asyncio.Handle | None = None
         self._begins_s = math.inf
         """Time of the event loop at which the call begins."""
+        self._has_begun = False
         self._calling: asyncio.Task[None] | None = None
-        """The call; None: it has not begun."""
+        """The call, while it runs."""
         self._replica_id: str | None = None
         """Replica that has taken the requests; None: none yet."""
         self._to_abort: set[int] = set()
+        """Streams that the replica may still generate, although their readers have left."""
         self._aborting: asyncio.Task[None] | None = None
 
     def has_room_for(self, request: GenerateRequest) -> bool:
@@ -105,25 +107,28 @@ class Submission:
 
     def begin(self, accepted: Callable[[IncomingStream, str], None]) -> None:
         """Begin the call, unless all readers have left; `accepted` is called with each stream and its replica."""
+        self._has_begun, self._beginning = True, None
         if self._streams:
             self._calling = asyncio.create_task(self._call(accepted))
+            self._calling.add_done_callback(self._ended)
 
     def leave(self, stream: IncomingStream) -> None:
         """Note that a stream's reader has left; the stream is aborted unless it has ended."""
         del self._streams[stream.number]
-        if self._calling is None:
-            del self._requests[stream.number]
+        if not self._has_begun:
+            self._num_tokens -= _num_tokens(self._requests.pop(stream.number))
         elif not self._streams:
-            self._calling.cancel()
-            if self._aborting is not None:
-                self._aborting.cancel()
+            for task in (self._calling, self._aborting):
+                if task is not None:
+                    task.cancel()
         elif not stream.has_ended:
             self._to_abort.add(stream.number)
             self._abort()
 
     async def _call(self, accepted: Callable[[IncomingStream, str], None]) -> None:
         """Submit the requests and watch over the call; an error ends their streams."""
-        requests = list(self._requests.items())
+        requests = [(number, request) for number, request in self._requests.items() if number in self._streams]
+        self._requests.clear()
         try:
             async with aclosing(self._transport.submit(requests, self._ranking, self._channel_id)) as answers:
                 async for answer in answers:
@@ -137,8 +142,13 @@ class Submission:
         except Exception as error:  # given to the streams' readers, which raise it
             self._fail(error, *self._streams)
             return
+        finally:
+            self._to_abort.clear()
         await asyncio.sleep(self._limits.last_delta_s)
         self._fail(ReplicaLost("the last tokens of the replica did not arrive", has_died=False), *self._streams)
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._calling = None
 
     def _fail(self, error: Exception, *numbers: int) -> None:
         for number in numbers:
@@ -150,15 +160,17 @@ class Submission:
             self._aborting = asyncio.create_task(self._abort_in(self._replica_id))
 
     async def _abort_in(self, replica_id: str) -> None:
-        while self._to_abort:
-            numbers = sorted(self._to_abort)
-            try:
-                await self._transport.abort(replica_id, self._channel_id, numbers)
-            except ServingError:
-                await asyncio.sleep(self._limits.abort_again_s)
-            else:
-                self._to_abort.difference_update(numbers)
-        self._aborting = None
+        try:
+            while self._to_abort:
+                numbers = sorted(self._to_abort)
+                try:
+                    await self._transport.abort(replica_id, self._channel_id, numbers)
+                except ServingError:
+                    await asyncio.sleep(self._limits.abort_again_s)
+                else:
+                    self._to_abort.difference_update(numbers)
+        finally:
+            self._aborting = None
 
 
 def _num_tokens(request: GenerateRequest) -> int:

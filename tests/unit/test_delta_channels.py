@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import pickle
 import random
 from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ from replicas.protocol import (
     Usage,
     merge,
 )
-from router.submission import ChannelLimits
+from router.submission import ChannelLimits, Submission
 from serve_app.metrics import HttpMetrics
 from testkit.engine.shadow_runner import continuation, request
 from testkit.http.local_service import LocalRouting
@@ -69,6 +70,11 @@ async def until(holds) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not holds():
             await asyncio.sleep(0.002)
+
+
+async def until_gone(replica: LocalReplica) -> None:
+    """Return when the replica has no request `gone` any more."""
+    await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
 
 
 async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:
@@ -149,7 +155,8 @@ async def test_closing_a_stream_frees_its_blocks_and_no_others() -> None:
         neighbour = asyncio.create_task(read(client, request("neighbour", max_tokens=100)))
         async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
             await anext(stream)
-        assert [len(each) for each in client.transport.submitted] == [2]
+        await until_gone(replica)
+        assert [len(each) for each in client.transport.submitted] == [2] and not neighbour.done()
         assert token_ids(await neighbour) == continuation(PROMPT, 100)
         await until(lambda: replica.is_whole)
 
@@ -161,7 +168,7 @@ async def test_a_stream_that_leaves_is_aborted_although_the_replica_does_not_ans
         async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
             await anext(stream)
         assert [len(each) for each in client.transport.submitted] == [2]
-        await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
+        await until_gone(replica)
         assert not client.transport.num_lost_aborts and not reading.done(), "it has not come to its end"
         await reading
 
@@ -173,9 +180,10 @@ async def test_a_stream_that_leaves_before_a_replica_has_taken_it_is_aborted_the
         gone = asyncio.create_task(read(client, request("gone", (9,), max_tokens=10**6)))
         await until(lambda: client.transport.submitted)
         gone.cancel()
-        assert [len(each) for each in client.transport.submitted] == [2]
+        await until(lambda: replica.engine.stats().num_running)
+        await until_gone(replica)
+        assert [len(each) for each in client.transport.submitted] == [2] and not neighbour.done()
         assert token_ids(await neighbour) == continuation(PROMPT, 100)
-        await until(lambda: replica.is_whole)
 
 
 async def test_a_stream_that_leaves_before_it_is_submitted_is_not_sent() -> None:
@@ -212,6 +220,53 @@ async def test_one_call_submits_so_many_requests_and_tokens_and_no_more() -> Non
             assert token_ids(deltas) == continuation(each.prompt_token_ids, 3)
         submitted = [[len(one.prompt_token_ids) for _, one in each] for each in client.transport.submitted]
         assert submitted == [[1, 1, 1], [1, 9], [1], [30], [2]]
+
+
+async def test_a_call_that_comes_twice_takes_the_place_of_the_first_and_leaves_no_stream() -> None:
+    async with running() as (_, [replica]):
+        channel_id = ChannelId("twice", 1)
+        asked = [(number, request(f"r{number}", (number,), max_tokens=100)) for number in range(4)]
+        reading = replica.channels.read(channel_id)
+        calls = [replica.channels.generate(asked, channel_id) for _ in range(2)]
+        for call in calls:
+            assert await anext(call) == "replica-0"
+        batch = await anext(reading)
+        assert batch.deltas
+        await until(lambda: replica.engine.stats().num_running == 4)
+        for call in calls:
+            await call.aclose()
+        await until(lambda: replica.is_whole)
+        await reading.aclose()
+
+
+async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_one() -> None:
+    async with running() as (_, [replica]):
+        channel_id = ChannelId("early", 1)
+        first = replica.channels.generate([(1, request("first", max_tokens=50))], channel_id)
+        second = replica.channels.generate([(2, request("second", (9,), max_tokens=50))], channel_id)
+        await anext(first)
+        await asyncio.gather(first.aclose(), anext(second))
+        ending = asyncio.create_task(anext(second, None))
+        tokens: list[int] = []
+        async with aclosing(replica.channels.read(channel_id)) as batches:
+            async for batch in batches:
+                tokens += [token_id for packed in batch.deltas for token_id in packed[2]]
+                if len(tokens) == 50:
+                    break
+        assert tuple(tokens) == continuation((9,), 50)
+        assert await ending is None, "no stream has failed"
+
+
+async def test_a_submission_that_has_ended_is_not_kept() -> None:
+    async with running() as (client, _):
+        gc.collect()
+        gc.disable()
+        try:
+            await read(client, request(max_tokens=5))
+            await until(lambda: not calls_of_submissions())
+            assert not [each for each in gc.get_objects() if type(each) is Submission]
+        finally:
+            gc.enable()
 
 
 async def test_a_fault_with_one_request_of_a_call_fails_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
