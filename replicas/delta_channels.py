@@ -12,7 +12,7 @@ from functools import partial
 from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
 from replicas.engine.async_engine import AsyncEngine
 from replicas.engine.outbox import Outbox
-from replicas.errors import ReplicaLost, SequenceFailed, ServingError
+from replicas.errors import ReplicaLost, ServingError, as_serving_error
 from replicas.protocol import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,6 @@ class _Channel:
         """Note the end of a stream's task."""
         if self.generating.get(number) is task:
             del self.generating[number]
-
-
-_NO_CHANNEL = _Channel()
-"""Channel without streams; never changed."""
 
 
 class DeltaChannels:
@@ -93,7 +89,9 @@ class DeltaChannels:
             for _ in tasks:
                 task = await ended.get()
                 if not task.cancelled() and (error := task.exception()) is not None:
-                    yield StreamFailure(tasks[task], _as_serving_error(error))
+                    if not isinstance(error, ServingError):
+                        logger.error("a stream failed", exc_info=error)
+                    yield StreamFailure(tasks[task], as_serving_error(error))
         finally:
             for task in tasks:
                 task.cancel()
@@ -103,9 +101,9 @@ class DeltaChannels:
 
     def abort(self, channel_id: ChannelId, numbers: Sequence[int]) -> None:
         """Abort streams of a channel; those that are not here, or are no longer here, are passed by."""
-        channel = self._channels.get(channel_id, _NO_CHANNEL)
-        for number in channel.generating.keys() & set(numbers):
-            channel.generating[number].cancel()
+        if (channel := self._channels.get(channel_id)) is not None:
+            for number in channel.generating.keys() & set(numbers):
+                channel.generating[number].cancel()
 
     async def read(self, channel_id: ChannelId) -> AsyncGenerator[DeltaBatch, None]:
         """Yield the deltas of a channel's streams; closing the generator ends the channel. Ends when it is idle.
@@ -161,10 +159,3 @@ class DeltaChannels:
         if self._channels.get(channel_id) is channel:
             del self._channels[channel_id]
         channel.outbox.close(ReplicaLost("the channel to the ingress has ended", has_died=False))
-
-
-def _as_serving_error(error: BaseException) -> ServingError:
-    if isinstance(error, ServingError):
-        return error
-    logger.error("a stream failed", exc_info=error)
-    return SequenceFailed(f"the replica failed: {type(error).__name__}: {error}")

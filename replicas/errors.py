@@ -163,6 +163,13 @@ class UnsupportedModel(ModelLoadError):
         return f"models of type {self.model_type!r} cannot be served: {self.reason}"
 
 
+def as_serving_error(error: BaseException) -> ServingError:
+    """Return a `ServingError` as it is, and any other error of a replica as the failure of a sequence."""
+    if isinstance(error, ServingError):
+        return error
+    return SequenceFailed(f"the replica failed: {type(error).__name__}: {error}")
+
+
 def is_cancelled() -> bool:
     """Return True if the current task is being cancelled.
 

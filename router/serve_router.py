@@ -20,7 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
-from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed, ServingError, is_cancelled
+from replicas.errors import NoReplicaAvailable, Overloaded, ReplicaLost, ServingError, as_serving_error, is_cancelled
 from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
 from router.delta_channels import ChannelPool
 from router.scaling.ingress_reports import IngressGossip, PollReply
@@ -290,10 +290,7 @@ def in_own_context(call: Callable[..., Any], *args: object, **kwargs: object) ->
 def _as_serving_error(error: Exception) -> ServingError:
     """Translate an error of Ray's into a `ServingError`; a `ServingError` that the replica raised is unwrapped."""
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        if isinstance(cause, ServingError):
-            return cause
-        return SequenceFailed(f"the replica failed: {type(cause).__name__}: {cause}")
+        return as_serving_error(error.cause)
     if isinstance(error, BackPressureError):
         return Overloaded("too many requests wait for a model replica", retry_after_s=error.retry_after_s or 1.0)
     if isinstance(error, DeploymentUnavailableError):

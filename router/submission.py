@@ -17,15 +17,15 @@ from router.channel import IncomingStream
 
 @dataclass(frozen=True, slots=True)
 class ChannelLimits:
-    """Limits of the times in a channel's life."""
+    """Limits of a channel, and of the calls that submit its requests."""
 
     idle_s: float = 1.0
     """Time for which a channel without streams stays open, seconds."""
     last_delta_s: float = 5.0
     """Longest wait for the last delta of a stream whose call has ended, seconds: the two travel apart."""
     gather_batch_s: float = 0.015
-    """Longest wait of a batch request for others to be submitted with, seconds. A busy replica has batch requests ahead
-    of its slots, which it runs meanwhile."""
+    """Longest wait of a batch request for others to be submitted with, seconds. A busy replica holds more batch
+    requests than it has slots, so its slots stay full."""
     abort_again_s: float = 1.0
     """Time between two attempts to abort a stream in its replica, seconds."""
     max_submitted: int = 64
@@ -67,14 +67,13 @@ class Submission:
         self._channel_id = channel_id
         self._limits = limits
         self._requests: dict[int, GenerateRequest] = {}
-        """Requests by the numbers of their streams."""
+        """Requests that the call has not sent, by the numbers of their streams."""
         self._num_tokens = 0
         self._streams: dict[int, IncomingStream] = {}
         """Streams whose readers are there."""
         self._beginning: asyncio.Handle | None = None
         self._begins_s = math.inf
         """Time of the event loop at which the call begins."""
-        self._has_begun = False
         self._calling: asyncio.Task[None] | None = None
         """The call, while it runs."""
         self._replica_id: str | None = None
@@ -107,7 +106,7 @@ class Submission:
 
     def begin(self, accepted: Callable[[IncomingStream, str], None]) -> None:
         """Begin the call, unless all readers have left; `accepted` is called with each stream and its replica."""
-        self._has_begun, self._beginning = True, None
+        self._beginning = None
         if self._streams:
             self._calling = asyncio.create_task(self._call(accepted))
             self._calling.add_done_callback(self._ended)
@@ -115,19 +114,20 @@ class Submission:
     def leave(self, stream: IncomingStream) -> None:
         """Note that a stream's reader has left; the stream is aborted unless it has ended."""
         del self._streams[stream.number]
-        if not self._has_begun:
-            self._num_tokens -= _num_tokens(self._requests.pop(stream.number))
-        elif not self._streams:
+        unsent = self._requests.pop(stream.number, None)
+        if unsent is not None:
+            self._num_tokens -= _num_tokens(unsent)
+        elif self._streams and not stream.has_ended:
+            self._to_abort.add(stream.number)
+            self._abort()
+        if not self._streams:
             for task in (self._calling, self._aborting):
                 if task is not None:
                     task.cancel()
-        elif not stream.has_ended:
-            self._to_abort.add(stream.number)
-            self._abort()
 
     async def _call(self, accepted: Callable[[IncomingStream, str], None]) -> None:
         """Submit the requests and watch over the call; an error ends their streams."""
-        requests = [(number, request) for number, request in self._requests.items() if number in self._streams]
+        requests = list(self._requests.items())
         self._requests.clear()
         try:
             async with aclosing(self._transport.submit(requests, self._ranking, self._channel_id)) as answers:
@@ -148,7 +148,7 @@ class Submission:
         self._fail(ReplicaLost("the last tokens of the replica did not arrive", has_died=False), *self._streams)
 
     def _ended(self, _: asyncio.Task[None]) -> None:
-        self._calling = None
+        self._calling = None  # A cancelled task refers to its frame, which refers to this object.
 
     def _fail(self, error: Exception, *numbers: int) -> None:
         for number in numbers:

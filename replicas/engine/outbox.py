@@ -149,11 +149,6 @@ class Outbox:
         self._wake = asyncio.Event()
         self._error: ServingError | None = None
 
-    @property
-    def num_streams(self) -> int:
-        """Number of open streams."""
-        return len(self._mailboxes)
-
     def open(self, number: int, flush_policy: Callable[[], FlushPolicy], num_tokens: int = 0) -> Mailbox:
         """Return the mailbox of a new stream, to be discarded at its end; see `Mailbox` for the arguments.
 

@@ -87,10 +87,10 @@ class Model:
 
         `ranking` is for `RankedRouter`.
         """
-        is_meant: bool = replica_id == self._replica_id
-        if is_meant:
-            self._channels.abort(channel_id, numbers)
-        return is_meant
+        if replica_id != self._replica_id:
+            return False
+        self._channels.abort(channel_id, numbers)
+        return True
 
     async def deltas(
         self, replica_id: str, channel_id: ChannelId, ranking: Sequence[str] = ()

@@ -55,8 +55,7 @@ async def running(
         assert not client.pool.serving()
         await until(lambda: not calls_of_submissions())
         for each in replicas:
-            if not each.is_dead:
-                each.check_invariants()
+            each.check_invariants()
     finally:
         for each in replicas:
             await each.close()
@@ -429,8 +428,7 @@ class RandomWorld:
         faults.cancel()
         await until(lambda: all(each.is_whole for each in self.replicas.values()))
         for each in self.everywhere:
-            if not each.is_dead:
-                each.check_invariants()
+            each.check_invariants()
             await each.close()
 
     async def one_ingress(self) -> None:
