@@ -6,6 +6,7 @@ import signal
 import sys
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -43,15 +44,17 @@ async def test_figures_are_those_of_the_server(make_api: MakeApi, tmp_path: Path
     async with serving(api.app) as url:
         found = await figures(url, tmp_path / "f.json", *SMALL, "--rows", str(tmp_path / "rows"), "--concurrency", "3")
     [level] = found["levels"]
-    assert (level["outcomes"], level["output_tokens"], level["tokens_per_chunk"]) == ({"ok": 6}, 48, 2.0)
+    assert (level["outcomes"], level["output_tokens"]) == ({"ok": 6}, 48)
+    rows = read_rows(tmp_path / "rows")
+    # A slow machine reads several deltas at a time: such a chunk has their tokens together.
+    chunks = [count for row in rows for count in row.chunk_tokens]
+    assert (len(rows), sum(chunks), {count % 2 for count in chunks}) == (6, 48, {0})
+    assert level["tokens_per_chunk"] == 48 / len(chunks)
     # The server waits at least 50 ms. A slow machine only adds to it.
     assert 50 <= level["ttft_ms"]["p50"] < LIMIT_S * 1e3
-    assert 20 <= level["chunk_gap_ms"]["p50"] < LIMIT_S * 1e3
-    assert level["itl_ms"]["mean"] == pytest.approx(level["chunk_gap_ms"]["mean"] / 2)
-    assert level["tpot_ms"]["mean"] == pytest.approx(level["itl_ms"]["mean"])
+    assert level["itl_ms"]["mean"] == pytest.approx(1e3 * mean(gap for row in rows for gap in row.inter_token_s))
     prompts = [len(request.prompt_token_ids) for request in api.replica.started[-6:]]
     assert level["prompt_tokens"] == sum(prompts) and 40 <= sum(prompts) / 6 <= 80
-    assert len(read_rows(tmp_path / "rows")) == 6
 
 
 async def test_levels_get_a_line_each_and_a_plot(make_api: MakeApi, tmp_path: Path) -> None:
