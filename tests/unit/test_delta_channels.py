@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import pickle
-import random
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 from replicas.delta_batch import ChannelId, DeltaBatch, StreamFailure, unpacked
 from replicas.delta_channels import ChannelWaits
 from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
-from replicas.errors import NoReplicaAvailable, ReplicaLost, RequestQuarantined, SequenceFailed
+from replicas.errors import ReplicaLost, SequenceFailed
 from replicas.protocol import (
     Band,
     FinishReason,
@@ -27,10 +26,9 @@ from replicas.protocol import (
     merge,
 )
 from router.submission import ChannelLimits, Submission
-from serve_app.metrics import HttpMetrics
 from testkit.engine.shadow_runner import continuation, request
-from testkit.http.local_service import LocalRouting
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
+from testkit.router.channel_worlds import ChannelWorld
 from testkit.router.local_channels import LocalChannelClient, LocalReplica
 from testkit.router.simulated_replicas import stats
 from tests.seeds import Seeds
@@ -63,12 +61,6 @@ async def running(
 
 def calls_of_submissions() -> list[asyncio.Task[None]]:
     return [task for task in asyncio.all_tasks() if "Submission" in repr(task.get_coro())]
-
-
-async def until(holds) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():
-            await asyncio.sleep(0.002)
 
 
 async def until_gone(replica: LocalReplica) -> None:
@@ -404,101 +396,11 @@ async def test_an_idle_channel_is_closed_and_the_next_request_opens_another() ->
             await until(lambda: not client.pool._channels and not replica.channels._channels)
 
 
-class RandomWorld:
-    """Ingresses over replicas, with clients that read slowly, leave, and lose their replicas and ingresses."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = random.Random(seed)
-        self.replicas: dict[str, LocalReplica] = {}
-        self.everywhere: list[LocalReplica] = []
-        self.coalescing = self.rng.choice([Coalescing(), Coalescing(FlushPolicy(0.004, 4))])
-        for _ in range(self.rng.randrange(1, 4)):
-            self.add_replica()
-        self.num_ingresses = 0
-        self.num_right = 0
-
-    def add_replica(self) -> None:
-        replica = LocalReplica(f"replica-{len(self.everywhere)}", self.coalescing, waits=ChannelWaits(0.2, 0.2))
-        self.replicas[replica.replica_id] = replica
-        self.everywhere.append(replica)
-
-    async def run(self) -> None:
-        faults = asyncio.create_task(self.inject_faults())
-        await asyncio.gather(*(self.one_ingress() for _ in range(self.rng.randrange(1, 4))))
-        faults.cancel()
-        await until(lambda: all(each.is_whole for each in self.replicas.values()))
-        for each in self.everywhere:
-            each.check_invariants()
-            await each.close()
-
-    async def one_ingress(self) -> None:
-        self.num_ingresses += 1
-        ingress_id = f"ingress-{self.num_ingresses}"
-        client = LocalChannelClient(ingress_id, self.replicas, ChannelLimits(idle_s=0.02, last_delta_s=0.5))
-        dispatcher = LocalRouting(client, HttpMetrics("demo")).dispatcher
-        polling = asyncio.create_task(dispatcher.run())
-        clients = [asyncio.create_task(self.one_client(dispatcher, n)) for n in range(self.rng.randrange(3, 20))]
-        if self.rng.random() < 0.3:
-            await asyncio.sleep(self.rng.random() * 0.1)
-            client.transport.is_cut = True
-            for each in clients:
-                each.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-        client.pool.check_invariants()
-        assert not client.pool.serving()
-        if client.transport.is_cut:
-            for replica in self.everywhere:
-                replica.lost_ingresses.add(ingress_id)
-        else:
-            for each in clients:
-                if not each.cancelled():
-                    each.result()
-        polling.cancel()
-
-    async def one_client(self, dispatcher, number: int) -> None:
-        rng = self.rng
-        await asyncio.sleep(rng.choice([0.0, rng.random() * 0.05]))
-        prompt = tuple(rng.randrange(90) for _ in range(rng.randrange(1, 12)))
-        asked = replace(request(f"r{number}", prompt, max_tokens=rng.randrange(1, 60)), band=rng.choice(list(Band)))
-        leaves_after = rng.choice([None, None, 0, rng.randrange(1, 20)])
-        is_slow = rng.random() < 0.3
-        got: list[int] = []
-        with contextlib.suppress(NoReplicaAvailable, RequestQuarantined):
-            [stream] = dispatcher.start([asked])
-            async with asyncio.timeout(LIMIT_S), aclosing(stream):
-                async for delta in stream:
-                    got += delta.token_ids
-                    assert tuple(got) == continuation(prompt, len(got))
-                    if leaves_after is not None and len(got) > leaves_after:
-                        break
-                    if is_slow:
-                        await asyncio.sleep(rng.random() * 0.02)
-            assert leaves_after is not None or len(got) == asked.params.max_tokens
-            self.num_right += leaves_after is None
-
-    async def inject_faults(self) -> None:
-        while True:
-            await asyncio.sleep(self.rng.random() * 0.03)
-            replica = self.rng.choice(list(self.replicas.values()))
-            match self.rng.randrange(3):
-                case 0:
-                    replica.die()
-                    del self.replicas[replica.replica_id]
-                    self.add_replica()
-                case 1:
-                    replica.break_channels()
-                case _:
-                    self.add_replica()
-            if len(self.replicas) > 4:
-                victim = self.rng.choice(list(self.replicas))
-                self.replicas.pop(victim).die()
-
-
 @pytest.mark.random_worlds(60, per_call=5)
 async def test_every_stream_has_an_owner_and_every_block_comes_back(seeds: Seeds) -> None:
     num_right = 0
     for seed in seeds:
-        world = RandomWorld(seed)
+        world = ChannelWorld(seed)
         await world.run()
         num_right += world.num_right
     assert num_right > 5 or not seeds.are_many
