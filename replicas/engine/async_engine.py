@@ -7,7 +7,6 @@ import contextlib
 import logging
 import math
 import queue
-import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -258,8 +257,7 @@ class AsyncEngine:
         own_interval_s = request.delta_interval_s
         if own_interval_s is None:
             return partial(self.flush_policy, request.band)
-        # Flush at the request's own interval, regardless of the number of tokens that wait.
-        return lambda: FlushPolicy(own_interval_s, sys.maxsize)
+        return partial(self._coalescing.policy_without_reader, request.band, own_interval_s)
 
     def _run(self) -> None:
         try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from replicas.errors import ServingError
-from replicas.protocol import FinishReason, TokenDelta, Usage, merge
+from replicas.protocol import Band, FinishReason, TokenDelta, Usage, merge
 
 _EARLY_S = 0.005
 """Time by which a flush may be early to leave together with another one; its next flush is not earlier for that."""
@@ -24,6 +24,8 @@ class FlushPolicy(NamedTuple):
     num_tokens: int = 1
     is_aligned: bool = False
     """True if the flush times of streams with the same interval are aligned, so the event loop wakes once for all."""
+    linger_s: float = 0.0
+    """Longest wait of a delta whose flush is due, for deltas of other streams to leave with it."""
 
     def next_flush_s(self, last_s: float) -> float:
         """Return the time of the flush after the one at `last_s`.
@@ -41,7 +43,7 @@ _FLUSH_EACH_DELTA = FlushPolicy()
 
 @dataclass(frozen=True, slots=True)
 class Coalescing:
-    """Coalescing of deltas: the flush policy of streams, and the limit on chunks of all streams together."""
+    """Coalescing of deltas: the flush policies of streams, and the limit on chunks of all streams together."""
 
     flush_policy: FlushPolicy = _FLUSH_EACH_DELTA
     max_stream_chunks_per_s: float = math.inf
@@ -50,6 +52,9 @@ class Coalescing:
     align_when_throttled: bool = False
     """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
     carry the chunks. On other machines a burst of chunks would delay other messages."""
+    batch_linger_s: float = 0.02
+    """`linger_s` of batch requests that are not streamed. A busy replica holds more batch requests than it has slots,
+    so its slots stay full."""
 
     def policy_for(self, num_streams: int) -> FlushPolicy:
         """Return the flush policy of each of `num_streams` streams. A throttled one ignores the number of tokens."""
@@ -57,6 +62,10 @@ class Coalescing:
         if interval_s <= self.flush_policy.interval_s:
             return self.flush_policy
         return FlushPolicy(interval_s, sys.maxsize, self.align_when_throttled)
+
+    def policy_without_reader(self, band: Band, interval_s: float) -> FlushPolicy:
+        """Return the flush policy of a request that is not streamed: its interval, whatever the number of tokens."""
+        return FlushPolicy(interval_s, sys.maxsize, linger_s=self.batch_linger_s if band is Band.BATCH else 0.0)
 
 
 class Mailbox:
@@ -76,29 +85,35 @@ class Mailbox:
         self._waiting: list[TokenDelta] = []
         self._num_waiting = 0
         """Number of tokens in `_waiting`."""
-        self._enough_tokens = 1
+        self._policy = _FLUSH_EACH_DELTA
         self._flushed_s = -math.inf
         self._usage = Usage(0, 0, 0)
         self._is_complete = False
         self._error: ServingError | None = None
         self._is_over = asyncio.Event()
         self.due_s = -math.inf
-        """Time of the next flush; `-inf`: at once."""
+        """Time of the event loop from which what waits may leave."""
         self.has_ended = False
         """True if the reader has the last delta."""
 
+    @property
+    def latest_s(self) -> float:
+        """Time of the event loop at which what waits leaves at the latest."""
+        return self.due_s + self._policy.linger_s
+
     def put(self, delta: TokenDelta) -> None:
         """Add the next delta of the sequence."""
+        now = asyncio.get_running_loop().time()
         if not self._waiting:
-            policy = self._flush_policy()
-            self._enough_tokens, self.due_s = policy.num_tokens, policy.next_flush_s(self._flushed_s)
+            self._policy = self._flush_policy()
+            self.due_s = max(now, self._policy.next_flush_s(self._flushed_s))
         self._waiting.append(delta)
         self._num_waiting += len(delta.token_ids)
         self._num_tokens += len(delta.token_ids)
         self._usage = delta.usage
         self._is_complete = delta.finish_reason is not None
-        if self._is_complete or self._num_waiting >= self._enough_tokens:
-            self.due_s = -math.inf
+        if self._is_complete or self._num_waiting >= self._policy.num_tokens:
+            self.due_s = min(self.due_s, now)
         self._changed(self)
 
     def fail(self, request_id: str, error: ServingError) -> None:
@@ -109,7 +124,7 @@ class Mailbox:
     def take(self, now: float) -> TokenDelta:
         """Return all that waits as one delta."""
         deltas, self._waiting, self._num_waiting = self._waiting, [], 0
-        self._flushed_s = now if self.due_s == -math.inf else max(now, self.due_s)
+        self._flushed_s = max(now, self.due_s)
         if self._is_complete:
             self.has_ended = True
             self._is_over.set()
@@ -160,7 +175,7 @@ class Outbox:
 
         def changed(mailbox: Mailbox) -> None:
             self._waiting[number] = mailbox
-            if mailbox.due_s < self._wakes_s:
+            if mailbox.latest_s < self._wakes_s:
                 self._wake.set()
 
         mailbox = self._mailboxes[number] = Mailbox(changed, flush_policy, num_tokens)
@@ -172,11 +187,11 @@ class Outbox:
         self._waiting.pop(number, None)
 
     async def take(self) -> list[tuple[int, TokenDelta]]:
-        """Wait until the flush of a stream is due; return a delta of each stream that is due then or soon after."""
+        """Wait until a stream's flush can wait no longer; return a delta of each stream whose flush is due by then."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
-            next_s = min((mailbox.due_s for mailbox in self._waiting.values()), default=math.inf)
+            next_s = min((mailbox.latest_s for mailbox in self._waiting.values()), default=math.inf)
             if next_s <= now:
                 return self._taken(now)
             self._wake.clear()

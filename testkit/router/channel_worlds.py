@@ -76,7 +76,11 @@ class ChannelWorld:
         rng = self.rng
         await asyncio.sleep(rng.choice([0.0, rng.random() * 0.05]))
         prompt = tuple(rng.randrange(90) for _ in range(rng.randrange(1, 12)))
-        asked = replace(request(f"r{number}", prompt, max_tokens=rng.randrange(1, 60)), band=rng.choice(list(Band)))
+        asked = replace(
+            request(f"r{number}", prompt, max_tokens=rng.randrange(1, 60)),
+            band=rng.choice(list(Band)),
+            delta_interval_s=rng.choice([None, None, 0.01]),
+        )
         leaves_after = rng.choice([None, None, 0, rng.randrange(1, 20)])
         is_slow = rng.random() < 0.3
         got: list[int] = []

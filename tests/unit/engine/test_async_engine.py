@@ -20,12 +20,12 @@ from replicas.engine.async_engine import AsyncEngine, StepWatch
 from replicas.engine.batch import IncrementalDecoder, ItemResult, ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.engine.outbox import Coalescing, FlushPolicy
+from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
 from replicas.engine.output_processor import DecoderFactory
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed
 from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
 from testkit.engine.shadow_runner import IDENTITY, ShadowRunner, config, continuation, decoders, request
-from testkit.limits import LIMIT_S
+from testkit.limits import LIMIT_S, until
 
 
 @asynccontextmanager
@@ -116,6 +116,23 @@ async def test_coalescing_sends_one_token_at_once_and_then_several() -> None:
 async def test_unstreamed_request_has_its_own_flush_interval() -> None:
     asked = replace(request(max_tokens=11), delta_interval_s=60.0)
     assert await delta_sizes(FlushPolicy(interval_s=0.0, num_tokens=1), asked) == [1, 10]
+
+
+async def test_a_batch_request_that_is_not_streamed_ends_together_with_others() -> None:
+    outbox = Outbox()
+    async with running(coalescing=Coalescing(batch_linger_s=LIMIT_S)) as engine, asyncio.TaskGroup() as tasks:
+        asked = replace(request("line", max_tokens=11), band=Band.BATCH, delta_interval_s=60.0)
+        tasks.create_task(engine.generate_into(asked, outbox, 1))
+        await until(lambda: [each._is_complete for each in outbox._waiting.values()] == [True])
+        tasks.create_task(engine.generate_into(request("urgent", max_tokens=1), outbox, 2))
+        deltas = await outbox.take()
+    assert [(number, len(delta.token_ids)) for number, delta in deltas] == [(1, 11), (2, 1)]
+
+
+async def test_a_batch_request_waits_for_others_only_a_while() -> None:
+    asked = replace(request(max_tokens=11), band=Band.BATCH, delta_interval_s=60.0)
+    async with running(coalescing=Coalescing(batch_linger_s=0.01)) as engine, asyncio.timeout(LIMIT_S):
+        assert token_ids(await collect(engine, asked)) == continuation(asked.prompt_token_ids, 11)
 
 
 async def test_coalescing_waits_no_longer_than_its_interval() -> None:
