@@ -103,17 +103,32 @@ class ChannelPool:
         """Submit a request, together with others that are sent to the replica now or, for batch requests, soon."""
         channel = stream.channel
         submission = self._unsent.get(channel)
-        if submission is None or not submission.has_room_for(request):
+        if submission is not None and not submission.has_room_for(request):
+            self._begin_within(0.0, submission, channel)
+            submission = None
+        if submission is None:
             submission = self._unsent[channel] = Submission(self._transport, ranking, channel.id, self._limits)
         submission.add(stream, request)
-        wait_s = self._limits.gather_batch_s if request.band is Band.BATCH else 0.0
-        submission.begin_within(wait_s, partial(self._begin, submission, channel))
+        self._begin_within(self._gathering_s(channel) if request.band is Band.BATCH else 0.0, submission, channel)
         return submission
+
+    def _gathering_s(self, channel: Channel) -> float:
+        return self._limits.gather_behind_s if channel.num_calls_on_way else self._limits.gather_batch_s
+
+    def _begin_within(self, wait_s: float, submission: Submission, channel: Channel) -> None:
+        submission.begin_within(wait_s, partial(self._begin, submission, channel))
 
     def _begin(self, submission: Submission, channel: Channel) -> None:
         if self._unsent.get(channel) is submission:
             del self._unsent[channel]
-        submission.begin(self._accepted)
+        channel.num_calls_on_way += 1
+        submission.begin(self._accepted, partial(self._arrived, channel))
+
+    def _arrived(self, channel: Channel) -> None:
+        """Note that a call has reached its replica or has failed; the next one no longer waits behind it."""
+        channel.num_calls_on_way -= 1
+        if (submission := self._unsent.get(channel)) is not None:
+            self._begin_within(self._gathering_s(channel), submission, channel)
 
     def _accepted(self, stream: IncomingStream, replica_id: str) -> None:
         """Note the replica that generates a stream: from now on the stream ends with the channel to it."""

@@ -24,8 +24,11 @@ class ChannelLimits:
     last_delta_s: float = 5.0
     """Longest wait for the last delta of a stream whose call has ended, seconds: the two travel apart."""
     gather_batch_s: float = 0.015
-    """Longest wait of a batch request for others to be submitted with, seconds. A busy replica holds more batch
-    requests than it has slots, so its slots stay full."""
+    """Wait of a batch request for others to be submitted with, seconds. A busy replica holds more batch requests than
+    it has slots, so its slots stay full."""
+    gather_behind_s: float = 0.25
+    """Longest such wait while the replica has not taken an earlier call, seconds. So a machine without a free processor
+    makes fewer and larger calls."""
     abort_again_s: float = 1.0
     """Time between two attempts to abort a stream in its replica, seconds."""
     max_submitted: int = 64
@@ -71,11 +74,14 @@ class Submission:
         self._num_tokens = 0
         self._streams: dict[int, IncomingStream] = {}
         """Streams whose readers are there."""
+        self._created_s = asyncio.get_running_loop().time()
         self._beginning: asyncio.Handle | None = None
         self._begins_s = math.inf
         """Time of the event loop at which the call begins."""
         self._calling: asyncio.Task[None] | None = None
         """The call, while it runs."""
+        self._arrived: Callable[[], None] | None = None
+        """To be called when the replica has taken the requests or the call has ended; None: nobody waits for it."""
         self._replica_id: str | None = None
         """Replica that has taken the requests; None: none yet."""
         self._to_abort: set[int] = set()
@@ -96,20 +102,24 @@ class Submission:
         self._num_tokens += _num_tokens(request)
 
     def begin_within(self, wait_s: float, begin: Callable[[], None]) -> None:
-        """Call `begin` after this time, or when an earlier request is to begin, whichever comes first."""
-        loop = asyncio.get_running_loop()
-        begins_s = loop.time() + wait_s
+        """Call `begin` when the first request has waited for so long, unless an earlier time has been set."""
+        begins_s = self._created_s + wait_s
         if begins_s < self._begins_s:
             if self._beginning is not None:
                 self._beginning.cancel()
-            self._beginning, self._begins_s = loop.call_later(wait_s, begin), begins_s
+            self._beginning, self._begins_s = asyncio.get_running_loop().call_at(begins_s, begin), begins_s
 
-    def begin(self, accepted: Callable[[IncomingStream, str], None]) -> None:
-        """Begin the call, unless all readers have left; `accepted` is called with each stream and its replica."""
-        self._beginning = None
+    def begin(self, accepted: Callable[[IncomingStream, str], None], arrived: Callable[[], None]) -> None:
+        """Begin the call, unless all readers have left.
+
+        `accepted` is called with each stream and its replica, then `arrived`, also if no replica takes the requests.
+        """
+        self._beginning, self._arrived = None, arrived
         if self._streams:
             self._calling = asyncio.create_task(self._call(accepted))
             self._calling.add_done_callback(self._ended)
+        else:
+            self._has_arrived()
 
     def leave(self, stream: IncomingStream) -> None:
         """Note that a stream's reader has left; the stream is aborted unless it has ended."""
@@ -138,6 +148,7 @@ class Submission:
                         self._replica_id = answer
                         for stream in list(self._streams.values()):
                             accepted(stream, answer)
+                        self._has_arrived()
                         self._abort()
         except Exception as error:  # given to the streams' readers, which raise it
             self._fail(error, *self._streams)
@@ -149,6 +160,12 @@ class Submission:
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         self._calling = None  # A cancelled task refers to its frame, which refers to this object.
+        self._has_arrived()
+
+    def _has_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            arrived()
 
     def _fail(self, error: Exception, *numbers: int) -> None:
         for number in numbers:

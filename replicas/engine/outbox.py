@@ -38,6 +38,9 @@ class FlushPolicy(NamedTuple):
         return last_s + self.interval_s
 
 
+_LINGER_SHARE = 1 / 16
+"""Most of a stream's time so far for which a delta lingers: half of that in which a replica runs the batch requests
+that it has beyond its slots."""
 _FLUSH_EACH_DELTA = FlushPolicy()
 
 
@@ -52,7 +55,7 @@ class Coalescing:
     align_when_throttled: bool = False
     """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
     carry the chunks. On other machines a burst of chunks would delay other messages."""
-    batch_linger_s: float = 0.02
+    batch_linger_s: float = 0.05
     """`linger_s` of batch requests that are not streamed. A busy replica holds more batch requests than it has slots,
     so its slots stay full."""
 
@@ -85,6 +88,7 @@ class Mailbox:
         self._waiting: list[TokenDelta] = []
         self._num_waiting = 0
         """Number of tokens in `_waiting`."""
+        self._opened_s = asyncio.get_running_loop().time()
         self._policy = _FLUSH_EACH_DELTA
         self._flushed_s = -math.inf
         self._usage = Usage(0, 0, 0)
@@ -99,7 +103,7 @@ class Mailbox:
     @property
     def latest_s(self) -> float:
         """Time of the event loop at which what waits leaves at the latest."""
-        return self.due_s + self._policy.linger_s
+        return self.due_s + min(self._policy.linger_s, _LINGER_SHARE * (self.due_s - self._opened_s))
 
     def put(self, delta: TokenDelta) -> None:
         """Add the next delta of the sequence."""

@@ -116,6 +116,9 @@ class LocalTransport:
         """Replicas that take no request now, so that the next one of a ranking does."""
         self.submit_s = 0.0
         """Time that a request takes to a replica, seconds."""
+        self.is_open = asyncio.Event()
+        """Set if requests come to a replica at all; else they wait on their way."""
+        self.is_open.set()
         self.is_cut = False
         """True if this ingress has died: no call of it is cancelled any more."""
         self.submitted: list[Sequence[NumberedRequest]] = []
@@ -146,7 +149,9 @@ class LocalTransport:
     async def _called(
         self, ranking: list[str], make: Callable[[LocalReplica], AsyncGenerator[Any, None]], is_read: bool = False
     ) -> AsyncGenerator[Any, None]:
-        await asyncio.sleep(0 if is_read else self.submit_s)
+        if not is_read:
+            await self.is_open.wait()
+            await asyncio.sleep(self.submit_s)
         found = [self.replicas[name] for name in ranking if name in self.replicas and not self.replicas[name].is_dead]
         if not found:
             raise NoReplicaAvailable("no replica lives")

@@ -13,7 +13,7 @@ import pytest
 from replicas.delta_batch import ChannelId, DeltaBatch, StreamFailure, unpacked
 from replicas.delta_channels import ChannelWaits
 from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
-from replicas.errors import ReplicaLost, SequenceFailed
+from replicas.errors import NoReplicaAvailable, ReplicaLost, SequenceFailed
 from replicas.protocol import (
     Band,
     FinishReason,
@@ -71,6 +71,11 @@ async def until_gone(replica: LocalReplica) -> None:
 async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:
     async with asyncio.timeout(LIMIT_S):
         return [delta async for delta in client.generate(asked, [ranking])]
+
+
+def line(number: int) -> GenerateRequest:
+    """Return a batch request with a prompt of its own."""
+    return replace(request(f"line-{number}", (number,), max_tokens=5), band=Band.BATCH)
 
 
 def token_ids(deltas: list[TokenDelta]) -> tuple[int, ...]:
@@ -189,16 +194,49 @@ async def test_a_stream_that_leaves_before_it_is_submitted_is_not_sent() -> None
 
 async def test_batch_requests_wait_for_others_and_no_longer_when_an_urgent_one_comes() -> None:
     async with running(limits=replace(QUICK, gather_batch_s=LIMIT_S)) as (client, _):
-        batch = [
-            asyncio.create_task(read(client, replace(request(f"r{n}", (n,), max_tokens=5), band=Band.BATCH)))
-            for n in range(3)
-        ]
+        batch = [asyncio.create_task(read(client, line(number))) for number in range(3)]
         await asyncio.sleep(0.01)
         assert not client.transport.submitted
         assert token_ids(await read(client, request("urgent", max_tokens=5))) == continuation(PROMPT, 5)
         for number, each in enumerate(batch):
             assert token_ids(await each) == continuation((number,), 5)
         assert [len(each) for each in client.transport.submitted] == [4]
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_batch_requests_wait_while_a_call_before_them_is_on_its_way(is_refused: bool) -> None:
+    async with running(limits=replace(QUICK, gather_batch_s=0.0, gather_behind_s=LIMIT_S)) as (client, [replica]):
+        client.transport.is_open.clear()
+        first = asyncio.create_task(read(client, line(0)))
+        await until(lambda: client.transport.submitted)
+        others = [asyncio.create_task(read(client, line(number))) for number in range(1, 6)]
+        await asyncio.sleep(0.01)
+        others.pop().cancel()
+        if is_refused:
+            client.replicas.clear()
+        client.transport.is_open.set()
+        if is_refused:
+            with pytest.raises(NoReplicaAvailable):
+                await first
+            client.replicas[replica.replica_id] = replica
+        else:
+            assert token_ids(await first) == continuation((0,), 5)
+        for number, each in enumerate(others, 1):
+            assert token_ids(await each) == continuation((number,), 5)
+        assert [len(each) for each in client.transport.submitted] == [1, 4]
+        assert all(not channel.num_calls_on_way for channel in client.pool._channels.values())
+
+
+async def test_no_batch_request_waits_for_long_behind_a_call() -> None:
+    async with running(limits=replace(QUICK, gather_batch_s=0.0, gather_behind_s=0.01)) as (client, _):
+        client.transport.is_open.clear()
+        reading = [asyncio.create_task(read(client, line(0)))]
+        await until(lambda: client.transport.submitted)
+        reading.append(asyncio.create_task(read(client, line(1))))
+        await until(lambda: len(client.transport.submitted) == 2)
+        client.transport.is_open.set()
+        for number, each in enumerate(reading):
+            assert token_ids(await each) == continuation((number,), 5)
 
 
 async def test_one_call_submits_so_many_requests_and_tokens_and_no_more() -> None:

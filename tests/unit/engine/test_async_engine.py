@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ from replicas.engine.engine import Engine
 from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
 from replicas.engine.output_processor import DecoderFactory
 from replicas.errors import EngineDead, InvalidRequest, NoReplicaAvailable, Overloaded, ReplicaLost, SequenceFailed
-from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta
+from replicas.protocol import Band, FinishReason, GenerateRequest, TokenDelta, Usage
 from testkit.engine.shadow_runner import IDENTITY, ShadowRunner, config, continuation, decoders, request
-from testkit.limits import LIMIT_S, until
+from testkit.limits import LIMIT_S
+from testkit.router.simulated_time import SimulatedLoop
 
 
 @asynccontextmanager
@@ -118,21 +120,37 @@ async def test_unstreamed_request_has_its_own_flush_interval() -> None:
     assert await delta_sizes(FlushPolicy(interval_s=0.0, num_tokens=1), asked) == [1, 10]
 
 
-async def test_a_batch_request_that_is_not_streamed_ends_together_with_others() -> None:
+@pytest.mark.parametrize(("age_s", "linger_s"), [(16.0, 0.05), (0.16, 0.01)])
+def test_the_end_of_a_batch_request_waits_for_those_of_others_but_not_for_long(age_s: float, linger_s: float) -> None:
+    async def end_line_after_line() -> None:
+        outbox, start_s = Outbox(), asyncio.get_running_loop().time()
+        policy = partial(Coalescing(batch_linger_s=0.05).policy_without_reader, Band.BATCH, 60.0)
+        lines = [outbox.open(number, policy) for number in range(3)]
+        reading = asyncio.create_task(outbox.take())
+        await asyncio.sleep(age_s)
+        for line in lines:
+            line.put(last_delta())
+            await asyncio.sleep(0.6 * linger_s)
+        assert [number for number, _ in await reading] == [0, 1]
+        assert [number for number, _ in await outbox.take()] == [2]
+        assert asyncio.get_running_loop().time() - start_s == pytest.approx(age_s + 2.2 * linger_s, rel=0.02)
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        runner.run(end_line_after_line())
+
+
+async def test_what_lingers_leaves_at_once_with_a_more_urgent_delta() -> None:
     outbox = Outbox()
-    async with running(coalescing=Coalescing(batch_linger_s=LIMIT_S)) as engine, asyncio.TaskGroup() as tasks:
-        asked = replace(request("line", max_tokens=11), band=Band.BATCH, delta_interval_s=60.0)
-        tasks.create_task(engine.generate_into(asked, outbox, 1))
-        await until(lambda: [each._is_complete for each in outbox._waiting.values()] == [True])
-        tasks.create_task(engine.generate_into(request("urgent", max_tokens=1), outbox, 2))
-        deltas = await outbox.take()
-    assert [(number, len(delta.token_ids)) for number, delta in deltas] == [(1, 11), (2, 1)]
+    line = outbox.open(1, lambda: FlushPolicy(60.0, 1, linger_s=LIMIT_S))
+    urgent = outbox.open(2, FlushPolicy)
+    await asyncio.sleep(0.01)
+    for mailbox in (line, urgent):
+        mailbox.put(last_delta())
+    assert [number for number, _ in await outbox.take()] == [1, 2]
 
 
-async def test_a_batch_request_waits_for_others_only_a_while() -> None:
-    asked = replace(request(max_tokens=11), band=Band.BATCH, delta_interval_s=60.0)
-    async with running(coalescing=Coalescing(batch_linger_s=0.01)) as engine, asyncio.timeout(LIMIT_S):
-        assert token_ids(await collect(engine, asked)) == continuation(asked.prompt_token_ids, 11)
+def last_delta() -> TokenDelta:
+    return TokenDelta("r", 0, (1,), "", Usage(1, 1, 0), finish_reason=FinishReason.LENGTH)
 
 
 async def test_coalescing_waits_no_longer_than_its_interval() -> None:
