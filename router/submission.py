@@ -27,8 +27,8 @@ class ChannelLimits:
     """Wait of a batch request for others to be submitted with, seconds. A busy replica holds more batch requests than
     it has slots, so its slots stay full."""
     gather_behind_s: float = 0.25
-    """Longest such wait while the replica has not taken an earlier call, seconds. So a machine without a free processor
-    makes fewer and larger calls."""
+    """Longest such wait while an earlier call is on its way to the replica, seconds. Calls are slow on a busy machine:
+    there they become fewer and larger."""
     abort_again_s: float = 1.0
     """Time between two attempts to abort a stream in its replica, seconds."""
     max_submitted: int = 64
@@ -119,7 +119,7 @@ class Submission:
             self._calling = asyncio.create_task(self._call(accepted))
             self._calling.add_done_callback(self._ended)
         else:
-            self._has_arrived()
+            self._tell_arrival()
 
     def leave(self, stream: IncomingStream) -> None:
         """Note that a stream's reader has left; the stream is aborted unless it has ended."""
@@ -148,7 +148,7 @@ class Submission:
                         self._replica_id = answer
                         for stream in list(self._streams.values()):
                             accepted(stream, answer)
-                        self._has_arrived()
+                        self._tell_arrival()
                         self._abort()
         except Exception as error:  # given to the streams' readers, which raise it
             self._fail(error, *self._streams)
@@ -160,9 +160,9 @@ class Submission:
 
     def _ended(self, _: asyncio.Task[None]) -> None:
         self._calling = None  # A cancelled task refers to its frame, which refers to this object.
-        self._has_arrived()
+        self._tell_arrival()
 
-    def _has_arrived(self) -> None:
+    def _tell_arrival(self) -> None:
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             arrived()

@@ -11,7 +11,7 @@ START_LIMIT_S = 900.0
 """Limit in seconds for starting an application: imports, a Ray cluster, the first compilation of kernels."""
 
 
-async def until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+async def until(is_true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
     """Return once `is_true`; fail after `limit_s`."""
     async with asyncio.timeout(limit_s):
         while not is_true():

@@ -39,8 +39,8 @@ class FlushPolicy(NamedTuple):
 
 
 _LINGER_SHARE = 1 / 16
-"""Most of a stream's time so far for which a delta lingers: half of that in which a replica runs the batch requests
-that it has beyond its slots."""
+"""A delta lingers for at most this share of its stream's time so far. A replica has an eighth more batch requests than
+slots (`batch_lookahead`), so its slots stay full in the meantime."""
 _FLUSH_EACH_DELTA = FlushPolicy()
 
 
@@ -56,8 +56,7 @@ class Coalescing:
     """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
     carry the chunks. On other machines a burst of chunks would delay other messages."""
     batch_linger_s: float = 0.05
-    """`linger_s` of batch requests that are not streamed. A busy replica holds more batch requests than it has slots,
-    so its slots stay full."""
+    """`linger_s` of batch requests that are not streamed."""
 
     def policy_for(self, num_streams: int) -> FlushPolicy:
         """Return the flush policy of each of `num_streams` streams. A throttled one ignores the number of tokens."""
