@@ -11,6 +11,7 @@ there are more than eight cores, four workers must be at least 2.5 times as fast
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import time
@@ -36,7 +37,8 @@ _MIN_CORES = 8
 _LIMIT_S = 1800.0
 _NUM_WARM_UP_LINES = 800
 _STREAM = Stream(name="lines", prompt=Lengths.around(48, 0.4, 16, 256), output=Lengths.around(8, 0.4, 2, 32))
-_WORKER = "ray::ServeReplica:headway:Jobs"
+_WORKER = re.compile(r"ray::ServeReplica:\w+:Jobs")
+"""Processes of the workers; the application has another name in an old checkout."""
 _SETTINGS: dict[str, object] = {
     "num_replicas": 1, "max_num_seqs": 256, "max_num_batched_tokens": 4096, "step_times": "instant",
 }  # fmt: skip
@@ -140,7 +142,7 @@ def _run(served: Served, server: psutil.Process, path: Path, num_lines: int) -> 
 
 
 def _workers(served: Served) -> list[psutil.Process]:
-    return [process for process in served.descendants() if _command(process).startswith(_WORKER)]
+    return [process for process in served.descendants() if _WORKER.match(_command(process))]
 
 
 def _command(process: psutil.Process) -> str:

@@ -29,6 +29,8 @@ MESSAGE_IGNORED: IgnoredValues = {
     "function_call": (),
 }
 """Fields of the SDKs' message objects, which clients send back with a reply as history."""
+_BYTES_WITHOUT_TEXTS = 64
+"""Size of a message without its texts, about."""
 
 
 def _joined_text(content: object) -> object:
@@ -124,6 +126,13 @@ class ChatMessage(StrictBody):
     def _without_ignored_fields(cls, fields: object) -> object:
         return without_ignored(fields, MESSAGE_IGNORED) if isinstance(fields, dict) else fields
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the message, about."""
+        arguments = [call.function.arguments for call in self.tool_calls]
+        texts = (self.content, self.reasoning_content, self.reasoning, *arguments)
+        return _BYTES_WITHOUT_TEXTS + sum(len(text) for text in texts if text)
+
     def turn(self) -> dict[str, Any]:
         """Return the message as chat templates know it."""
         turn = self.model_dump(exclude_none=True)
@@ -152,7 +161,7 @@ class MessageList(Sequence[ChatMessage]):
         """Size of the texts or of the pickled messages, about."""
         if self._packed is not None:
             return len(self._packed)
-        return sum(len(message.content or "") for message in self._messages)
+        return sum(message.num_bytes for message in self._messages)
 
     def __reduce__(self) -> tuple[Callable[[bytes], MessageList], tuple[bytes]]:
         """Return the function and the bytes from which another process makes the list."""

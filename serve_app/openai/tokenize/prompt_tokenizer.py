@@ -1,4 +1,4 @@
-"""Tokenizer: prompts become token ids in worker threads and processes, and single tokens become text."""
+"""Tokenizer: prompts become token ids, long ones in worker threads and processes; single tokens become text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from serve_app.openai.tokenize.prompt_encoder import ChatTurns, PromptEncoder
 from serve_app.openai.tokenize.worker_threads import SERVER, WorkerThreads
 from serve_app.openai.tools.shapes.shape import marker_of, special_token_ids
 
+_LONG_PROMPT_BYTES = 2**10
+"""Size from which a prompt is tokenized in a thread. For a shorter one the way there and back would cost as much."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class PromptTokenizer:
-    """Tokenizer of messages and texts, which works in worker threads and their processes."""
+    """Tokenizer of messages and texts. Long ones, and tools, go to worker threads and their processes."""
 
     def __init__(self, encoder: PromptEncoder, workers: WorkerThreads) -> None:
         self._encoder = encoder
@@ -67,7 +69,10 @@ class PromptTokenizer:
             NoReplicaAvailable: the process that did the work has ended.
         """
         work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens, truncation)
-        return await self._workers.run_apart(work, owner, turns.messages.num_bytes)
+        num_bytes = turns.messages.num_bytes
+        if num_bytes < _LONG_PROMPT_BYTES and not turns.tools:
+            return work()
+        return await self._workers.run_apart(work, owner, num_bytes)
 
     async def encode_prompts(
         self,
@@ -87,7 +92,10 @@ class PromptTokenizer:
         """
         self._encoder.refuse_long_texts(prompts, max_prompt_tokens)  # Before the texts go to another process.
         work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens, truncation)
-        return await self._workers.run_apart(work, owner, sum(map(len, prompts)))
+        num_bytes = sum(map(len, prompts))
+        if num_bytes < _LONG_PROMPT_BYTES:
+            return work()
+        return await self._workers.run_apart(work, owner, num_bytes)
 
     async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and behind a space."""

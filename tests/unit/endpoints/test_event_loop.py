@@ -83,6 +83,26 @@ async def test_the_tokenizer_works_outside_of_the_event_loop(
     assert calls.on_event_loop("from_json", work) == [False, False]
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "is_short"),
+    [
+        ({"prompt": "fox"}, True),
+        ({"prompt": "fox " * 400}, False),
+        ({"messages": [{"role": "user", "content": "fox"}]}, True),
+        ({"messages": [{"role": "user", "content": "fox " * 400}]}, False),
+        ({"messages": [{"role": "user", "content": "fox"}], "tools": [TOOL]}, False),
+    ],
+)
+async def test_a_short_prompt_does_not_go_to_a_thread(make_api: MakeApi, body: dict[str, Any], is_short: bool) -> None:
+    api = make_api()
+    with Calls() as calls:
+        assert await post(api, "/tokenize", json.dumps(body).encode()) == 200
+    assert calls.on_event_loop("Tokenizer.encode_batch_fast") == [is_short]
+
+
 @pytest.mark.parametrize(
     ("path", "content"),
     [
