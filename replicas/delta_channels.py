@@ -40,11 +40,6 @@ class _Channel:
     deadline: asyncio.TimerHandle | None = None
     """End of the wait for a reader; None: it is there."""
 
-    def ended(self, number: int, task: asyncio.Task[None]) -> None:
-        """Note the end of a stream's task."""
-        if self.generating.get(number) is task:
-            del self.generating[number]
-
 
 class DeltaChannels:
     """Channels of a replica to the ingresses.
@@ -81,7 +76,7 @@ class DeltaChannels:
             if (earlier := channel.generating.get(number)) is not None:
                 earlier.cancel()  # Serve makes a call again if it does not know that the replica has taken it.
             task = asyncio.create_task(self._engine.generate_into(request, channel.outbox, number))
-            task.add_done_callback(partial(channel.ended, number))
+            task.add_done_callback(partial(self._ended, channel_id, channel, number))
             task.add_done_callback(ended.put_nowait)
             channel.generating[number], tasks[task] = task, number
         try:
@@ -96,8 +91,6 @@ class DeltaChannels:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if channel.deadline is not None and not channel.generating:
-                self._close(channel_id, channel)
 
     def abort(self, channel_id: ChannelId, numbers: Sequence[int]) -> None:
         """Abort streams of a channel; those that are not here, or are no longer here, are passed by."""
@@ -152,6 +145,13 @@ class DeltaChannels:
         channel = self._channels[channel_id] = _Channel()
         channel.deadline = asyncio.get_running_loop().call_later(self._waits.reader_s, self._close, channel_id, channel)
         return channel
+
+    def _ended(self, channel_id: ChannelId, channel: _Channel, number: int, task: asyncio.Task[None]) -> None:
+        """Note the end of a stream's task. Without streams there is no wait for a reader."""
+        if channel.generating.get(number) is task:
+            del channel.generating[number]
+        if channel.deadline is not None and not channel.generating:
+            self._close(channel_id, channel)
 
     def _close(self, channel_id: ChannelId, channel: _Channel) -> None:
         if channel.deadline is not None:

@@ -113,8 +113,8 @@ class GenerateRequest:
     """Ingress that sends the request; the replica's reports count the sequences of each."""
     delta_interval_s: float | None = None
     """Time between two deltas after the first, seconds, for a request that is not streamed. Fewer deltas cost less to
-    carry, and those of a batch request also wait a little for others to leave with. None: the replica's flush policy
-    for streams."""
+    carry, and those of a batch request also wait a little so that several leave together. None: the replica's flush
+    policy for streams."""
 
     @property
     def num_known_tokens(self) -> int:

@@ -68,8 +68,6 @@ class Channel:
         self.id = channel_id
         self.replica_id = replica_id
         self.streams: dict[int, IncomingStream] = {}
-        self.num_calls_on_way = 0
-        """Number of calls that have submitted requests, and that no replica has taken yet."""
         self.reading: asyncio.Task[None] | None = None
         self.error: Exception | None = None
         """End of the channel; None: it is open."""

@@ -22,7 +22,8 @@ class ChannelPool:
     """Channels of one ingress, one to each replica that serves its streams.
 
     One call submits the requests that are sent to a replica in one turn of the event loop. A batch request waits a
-    little for others, unless an urgent one comes: a call of Ray costs as much as dozens of deltas. The call tells the
+    little for others, and longer while an earlier call is on its way, unless an urgent one comes: a call of Ray costs
+    as much as dozens of deltas. The call tells the
     replica that has taken the requests, aborts them when it is closed, and fails with them. Their deltas come through
     the channel to that replica, together with those of other streams. The end of a channel is the end of all its
     streams. A channel without streams is closed after a while.
@@ -51,6 +52,8 @@ class ChannelPool:
         """Channel for new streams of each replica."""
         self._unsent: dict[Channel, Submission] = {}
         """Requests that will be submitted together, by the channel to the replica that they are meant for."""
+        self._on_way: dict[Submission, Channel] = {}
+        """Submissions that no replica has taken yet, with the channel to the replica that they are meant for."""
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request. Closing the generator aborts the request."""
@@ -104,7 +107,7 @@ class ChannelPool:
         channel = stream.channel
         submission = self._unsent.get(channel)
         if submission is not None and not submission.has_room_for(request):
-            self._begin_within(0.0, submission, channel)
+            self._begin(submission, channel)
             submission = None
         if submission is None:
             submission = self._unsent[channel] = Submission(self._transport, ranking, channel.id, self._limits)
@@ -113,7 +116,8 @@ class ChannelPool:
         return submission
 
     def _gathering_s(self, channel: Channel) -> float:
-        return self._limits.gather_behind_s if channel.num_calls_on_way else self._limits.gather_batch_s
+        is_behind = channel in self._on_way.values()
+        return self._limits.gather_behind_s if is_behind else self._limits.gather_batch_s
 
     def _begin_within(self, wait_s: float, submission: Submission, channel: Channel) -> None:
         submission.begin_within(wait_s, partial(self._begin, submission, channel))
@@ -121,14 +125,14 @@ class ChannelPool:
     def _begin(self, submission: Submission, channel: Channel) -> None:
         if self._unsent.get(channel) is submission:
             del self._unsent[channel]
-        channel.num_calls_on_way += 1
-        submission.begin(self._accepted, partial(self._arrived, channel))
+        if submission.begin(self._accepted, partial(self._arrived, submission, channel)):
+            self._on_way[submission] = channel
 
-    def _arrived(self, channel: Channel) -> None:
-        """Note that a call has reached its replica or has failed; the next one no longer waits behind it."""
-        channel.num_calls_on_way -= 1
-        if (submission := self._unsent.get(channel)) is not None:
-            self._begin_within(self._gathering_s(channel), submission, channel)
+    def _arrived(self, submission: Submission, channel: Channel) -> None:
+        """Note that a replica has taken a submission, or that it has failed; the next one no longer waits for it."""
+        self._on_way.pop(submission, None)
+        if (waiting := self._unsent.get(channel)) is not None:
+            self._begin_within(self._gathering_s(channel), waiting, channel)
 
     def _accepted(self, stream: IncomingStream, replica_id: str) -> None:
         """Note the replica that generates a stream: from now on the stream ends with the channel to it."""

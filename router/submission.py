@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
@@ -27,7 +28,7 @@ class ChannelLimits:
     """Wait of a batch request for others to be submitted with, seconds. A busy replica holds more batch requests than
     it has slots, so its slots stay full."""
     gather_behind_s: float = 0.25
-    """Longest such wait while an earlier call is on its way to the replica, seconds. Calls are slow on a busy machine:
+    """Longest wait of a batch request while an earlier call is on its way, seconds. Calls are slow on a busy machine:
     there they become fewer and larger."""
     abort_again_s: float = 1.0
     """Time between two attempts to abort a stream in its replica, seconds."""
@@ -80,8 +81,6 @@ class Submission:
         """Time of the event loop at which the call begins."""
         self._calling: asyncio.Task[None] | None = None
         """The call, while it runs."""
-        self._arrived: Callable[[], None] | None = None
-        """To be called when the replica has taken the requests or the call has ended; None: nobody waits for it."""
         self._replica_id: str | None = None
         """Replica that has taken the requests; None: none yet."""
         self._to_abort: set[int] = set()
@@ -102,24 +101,26 @@ class Submission:
         self._num_tokens += _num_tokens(request)
 
     def begin_within(self, wait_s: float, begin: Callable[[], None]) -> None:
-        """Call `begin` when the first request has waited for so long, unless an earlier time has been set."""
+        """Call `begin` when the first request has waited for `wait_s`, unless an earlier time has been set."""
         begins_s = self._created_s + wait_s
         if begins_s < self._begins_s:
             if self._beginning is not None:
                 self._beginning.cancel()
             self._beginning, self._begins_s = asyncio.get_running_loop().call_at(begins_s, begin), begins_s
 
-    def begin(self, accepted: Callable[[IncomingStream, str], None], arrived: Callable[[], None]) -> None:
-        """Begin the call, unless all readers have left.
+    def begin(self, accepted: Callable[[IncomingStream, str], None], arrived: Callable[[], None]) -> bool:
+        """Begin the call; return False if there is none, as all readers have left.
 
-        `accepted` is called with each stream and its replica, then `arrived`, also if no replica takes the requests.
+        `accepted` is called with each stream and its replica. `arrived` is called when a replica has taken the
+        requests, and at the end of the call.
         """
-        self._beginning, self._arrived = None, arrived
+        if self._beginning is not None:
+            self._beginning.cancel()
+            self._beginning = None
         if self._streams:
-            self._calling = asyncio.create_task(self._call(accepted))
-            self._calling.add_done_callback(self._ended)
-        else:
-            self._tell_arrival()
+            self._calling = asyncio.create_task(self._call(accepted, arrived))
+            self._calling.add_done_callback(partial(self._ended, arrived))
+        return self._calling is not None
 
     def leave(self, stream: IncomingStream) -> None:
         """Note that a stream's reader has left; the stream is aborted unless it has ended."""
@@ -135,7 +136,7 @@ class Submission:
                 if task is not None:
                     task.cancel()
 
-    async def _call(self, accepted: Callable[[IncomingStream, str], None]) -> None:
+    async def _call(self, accepted: Callable[[IncomingStream, str], None], arrived: Callable[[], None]) -> None:
         """Submit the requests and watch over the call; an error ends their streams."""
         requests = list(self._requests.items())
         self._requests.clear()
@@ -148,7 +149,7 @@ class Submission:
                         self._replica_id = answer
                         for stream in list(self._streams.values()):
                             accepted(stream, answer)
-                        self._tell_arrival()
+                        arrived()
                         self._abort()
         except Exception as error:  # given to the streams' readers, which raise it
             self._fail(error, *self._streams)
@@ -158,14 +159,9 @@ class Submission:
         await asyncio.sleep(self._limits.last_delta_s)
         self._fail(ReplicaLost("the last tokens of the replica did not arrive", has_died=False), *self._streams)
 
-    def _ended(self, _: asyncio.Task[None]) -> None:
+    def _ended(self, arrived: Callable[[], None], _: asyncio.Task[None]) -> None:
         self._calling = None  # A cancelled task refers to its frame, which refers to this object.
-        self._tell_arrival()
-
-    def _tell_arrival(self) -> None:
-        arrived, self._arrived = self._arrived, None
-        if arrived is not None:
-            arrived()
+        arrived()
 
     def _fail(self, error: Exception, *numbers: int) -> None:
         for number in numbers:

@@ -15,6 +15,9 @@ from replicas.protocol import Band, FinishReason, TokenDelta, Usage, merge
 
 _EARLY_S = 0.005
 """Time by which a flush may be early to leave together with another one; its next flush is not earlier for that."""
+_LINGER_SHARE = 1 / 16
+"""Longest linger as a share of the stream's age. A replica has 1/8 more batch requests than slots (`batch_lookahead`),
+so its slots stay full for about 1/8 of a request's time."""
 
 
 class FlushPolicy(NamedTuple):
@@ -25,7 +28,7 @@ class FlushPolicy(NamedTuple):
     is_aligned: bool = False
     """True if the flush times of streams with the same interval are aligned, so the event loop wakes once for all."""
     linger_s: float = 0.0
-    """Longest wait of a delta whose flush is due, for deltas of other streams to leave with it."""
+    """Longest wait of a delta whose flush is due, for those of other streams; `_LINGER_SHARE` limits it, too."""
 
     def next_flush_s(self, last_s: float) -> float:
         """Return the time of the flush after the one at `last_s`.
@@ -38,9 +41,6 @@ class FlushPolicy(NamedTuple):
         return last_s + self.interval_s
 
 
-_LINGER_SHARE = 1 / 16
-"""A delta lingers for at most this share of its stream's time so far. A replica has an eighth more batch requests than
-slots (`batch_lookahead`), so its slots stay full in the meantime."""
 _FLUSH_EACH_DELTA = FlushPolicy()
 
 
@@ -87,7 +87,8 @@ class Mailbox:
         self._waiting: list[TokenDelta] = []
         self._num_waiting = 0
         """Number of tokens in `_waiting`."""
-        self._opened_s = asyncio.get_running_loop().time()
+        self._now = asyncio.get_running_loop().time
+        self._opened_s = self._now()
         self._policy = _FLUSH_EACH_DELTA
         self._flushed_s = -math.inf
         self._usage = Usage(0, 0, 0)
@@ -96,27 +97,23 @@ class Mailbox:
         self._is_over = asyncio.Event()
         self.due_s = -math.inf
         """Time of the event loop from which what waits may leave."""
+        self.latest_s = -math.inf
+        """Time of the event loop at which what waits leaves at the latest."""
         self.has_ended = False
         """True if the reader has the last delta."""
 
-    @property
-    def latest_s(self) -> float:
-        """Time of the event loop at which what waits leaves at the latest."""
-        return self.due_s + min(self._policy.linger_s, _LINGER_SHARE * (self.due_s - self._opened_s))
-
     def put(self, delta: TokenDelta) -> None:
         """Add the next delta of the sequence."""
-        now = asyncio.get_running_loop().time()
         if not self._waiting:
             self._policy = self._flush_policy()
-            self.due_s = max(now, self._policy.next_flush_s(self._flushed_s))
+            self._set_due(max(self._now(), self._policy.next_flush_s(self._flushed_s)))
         self._waiting.append(delta)
         self._num_waiting += len(delta.token_ids)
         self._num_tokens += len(delta.token_ids)
         self._usage = delta.usage
         self._is_complete = delta.finish_reason is not None
         if self._is_complete or self._num_waiting >= self._policy.num_tokens:
-            self.due_s = min(self.due_s, now)
+            self._set_due(min(self.due_s, self._now()))
         self._changed(self)
 
     def fail(self, request_id: str, error: ServingError) -> None:
@@ -147,6 +144,11 @@ class Mailbox:
         await self._is_over.wait()
         if self._error is not None and not self.has_ended:
             raise self._error
+
+    def _set_due(self, due_s: float) -> None:
+        self.due_s = self.latest_s = due_s
+        if self._policy.linger_s:
+            self.latest_s += min(self._policy.linger_s, _LINGER_SHARE * (due_s - self._opened_s))
 
 
 class Outbox:
@@ -190,7 +192,7 @@ class Outbox:
         self._waiting.pop(number, None)
 
     async def take(self) -> list[tuple[int, TokenDelta]]:
-        """Wait until a stream's flush can wait no longer; return a delta of each stream whose flush is due by then."""
+        """Wait until a stream's flush can wait no longer; return a delta of each stream that is due then or soon."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()

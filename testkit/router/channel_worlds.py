@@ -51,7 +51,9 @@ class ChannelWorld:
     async def one_ingress(self) -> None:
         self.num_ingresses += 1
         ingress_id = f"ingress-{self.num_ingresses}"
-        client = LocalChannelClient(ingress_id, self.replicas, ChannelLimits(idle_s=0.02, last_delta_s=0.5))
+        limits = ChannelLimits(idle_s=0.02, last_delta_s=0.5, max_submitted=self.rng.choice([1, 3, 64]))
+        client = LocalChannelClient(ingress_id, self.replicas, limits)
+        client.transport.submit_s = self.rng.choice([0.0, 0.001, 0.03])
         dispatcher = LocalRouting(client, HttpMetrics("demo")).dispatcher
         polling = asyncio.create_task(dispatcher.run())
         clients = [asyncio.create_task(self.one_client(dispatcher, n)) for n in range(self.rng.randrange(3, 20))]
@@ -63,6 +65,7 @@ class ChannelWorld:
         await asyncio.gather(*clients, return_exceptions=True)
         client.pool.check_invariants()
         assert not client.pool.serving()
+        await until(lambda: not (client.pool._unsent or client.pool._on_way))
         if client.transport.is_cut:
             for replica in self.everywhere:
                 replica.lost_ingresses.add(ingress_id)

@@ -224,7 +224,7 @@ async def test_batch_requests_wait_while_a_call_before_them_is_on_its_way(is_ref
         for number, each in enumerate(others, 1):
             assert token_ids(await each) == continuation((number,), 5)
         assert [len(each) for each in client.transport.submitted] == [1, 4]
-        assert all(not channel.num_calls_on_way for channel in client.pool._channels.values())
+        assert not client.pool._on_way
 
 
 async def test_no_batch_request_waits_for_long_behind_a_call() -> None:
@@ -249,6 +249,20 @@ async def test_one_call_submits_so_many_requests_and_tokens_and_no_more() -> Non
             assert token_ids(deltas) == continuation(each.prompt_token_ids, 3)
         submitted = [[len(one.prompt_token_ids) for _, one in each] for each in client.transport.submitted]
         assert submitted == [[1, 1, 1], [1, 9], [1], [30], [2]]
+
+
+async def test_batch_requests_beyond_a_full_call_wait_behind_it() -> None:
+    limits = replace(QUICK, gather_batch_s=0.0, gather_behind_s=LIMIT_S, max_submitted=2)
+    async with running(limits=limits) as (client, _):
+        client.transport.is_open.clear()
+        reading = [asyncio.create_task(read(client, line(number))) for number in range(3)]
+        await until(lambda: client.transport.submitted)
+        reading.append(asyncio.create_task(read(client, line(3))))
+        await asyncio.sleep(0.01)
+        client.transport.is_open.set()
+        for number, each in enumerate(reading):
+            assert token_ids(await each) == continuation((number,), 5)
+        assert [len(each) for each in client.transport.submitted] == [2, 2]
 
 
 async def test_a_call_that_comes_twice_takes_the_place_of_the_first_and_leaves_no_stream() -> None:
@@ -284,6 +298,18 @@ async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_on
                     break
         assert tuple(tokens) == continuation((9,), 50)
         assert await ending is None, "no stream has failed"
+
+
+async def test_a_call_without_a_reader_that_is_cancelled_twice_leaves_no_channel() -> None:
+    async with running() as (_, [replica]):
+        calling = replica.channels.generate([(1, request(max_tokens=10**6))], ChannelId("ingress", 1))
+        await anext(calling)
+        ending = asyncio.create_task(anext(calling))
+        for _ in range(2):
+            await asyncio.sleep(0)
+            ending.cancel()
+        await asyncio.wait([ending])
+        await until(lambda: not replica.channels._channels)
 
 
 async def test_a_submission_that_has_ended_is_not_kept() -> None:
