@@ -21,6 +21,10 @@ class Band(IntEnum):
     BATCH = 2
 
 
+BANDS = tuple(Band)
+"""All bands. To iterate over an enumeration takes several times as long."""
+
+
 class FinishReason(Enum):
     """Reason for the end of a sequence. The values are OpenAI's terms; `abort` and `error` are vLLM's."""
 

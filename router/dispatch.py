@@ -57,11 +57,13 @@ class ResumableRequest:
 
     def to_resume(self) -> GenerateRequest:
         """Return the request for the next replica, which continues behind the output so far."""
+        self._num_seen_here = 0
+        if not (self.output_token_ids or self.is_isolated):
+            return self._request
         request = replace(self._request, output_token_ids=tuple(self.output_token_ids), is_isolated=self.is_isolated)
         if self.output_token_ids:
             # The prompt's log probabilities came before the first token.
             request = replace(request, params=replace(request.params, prompt_logprobs=None))
-        self._num_seen_here = 0
         return request
 
     def record(self, delta: TokenDelta, now: float, replica_id: str) -> TokenDelta:

@@ -45,6 +45,7 @@ class Part(Enum):
     """Way of the first and the last token to the client."""
 
 
+_NO_SECONDS = dict.fromkeys(Part, 0.0)
 QUEUED = (
     Part.QUEUED_COLD_START,
     Part.QUEUED_HIGHER_BAND,
@@ -126,7 +127,7 @@ class Timeline:
     num_migrations: int = 0
     intervals: list[Interval] = field(default_factory=list)
     """Intervals in their order; the one that has not ended is not in it. A token adds none."""
-    _seconds: dict[Part, float] = field(default_factory=lambda: dict.fromkeys(Part, 0.0))
+    _seconds: dict[Part, float] = field(default_factory=_NO_SECONDS.copy)
     _mark_s: float = field(init=False)
     _interval_s: float = field(init=False)
     """Start of the present interval."""
@@ -307,6 +308,9 @@ class Timeline:
 
 def _add(seconds: dict[Part, float], duration_s: float, rest: Part, split: Seconds) -> None:
     """Add `duration_s`: `split` to its parts, scaled down if it is longer, and what is left to `rest`."""
+    if not split:
+        seconds[rest] += duration_s
+        return
     total_s = sum(split.values())
     scale = duration_s / total_s if total_s > duration_s else 1.0
     for part, part_s in split.items():

@@ -55,7 +55,7 @@ class Coalescing:
     align_when_throttled: bool = False
     """True if throttled streams flush at the same time. That is best if the engine computes on the processors that
     carry the chunks. On other machines a burst of chunks would delay other messages."""
-    batch_linger_s: float = 0.05
+    batch_linger_s: float = 0.025
     """`linger_s` of batch requests that are not streamed."""
 
     def policy_for(self, num_streams: int) -> FlushPolicy:

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 from replicas.errors import Overloaded
-from replicas.protocol import Band, GenerateRequest
+from replicas.protocol import BANDS, Band, GenerateRequest
 from replicas.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import BandLimits, FlowQueue
@@ -86,7 +86,7 @@ class Admission:
         if tokens_per_s <= 0:
             return None
         now = self._table.now()
-        urgent_per_s = sum(self._wanted[other].per_s(now) for other in Band if other < band)
+        urgent_per_s = sum(self._wanted[other].per_s(now) for other in BANDS[:band])
         return self._num_before(band, tenant) / max(tokens_per_s - urgent_per_s, _LEAST_SHARE * tokens_per_s)
 
     def _drain_s(self, band: Band, tenant: str) -> float:
@@ -95,7 +95,7 @@ class Admission:
         return self._num_before(band, tenant) / tokens_per_s if tokens_per_s > 0 else 0.0
 
     def _num_before(self, band: Band, tenant: str) -> int:
-        urgent = sum(self._queue.num_tokens(other) for other in Band if other < band)
+        urgent = sum(self._queue.num_tokens(other) for other in BANDS[:band])
         if not self._queue.of_tenant(band, tenant).num_requests and self._rooms.giving_way(band).num_replicas(tenant):
             return urgent
         return urgent + self._queue.num_tokens_before(band, tenant)

@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from replicas.protocol import Band, GenerateRequest, ReplicaStats, TenantTokens
+from replicas.protocol import BANDS, Band, GenerateRequest, ReplicaStats, TenantTokens
 from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.flow_queue import FlowQueue, QueuedRequest
 from router.types import Ranking, Reason, RoutingRequest
@@ -136,7 +136,7 @@ class PlacementAccount:
         now = self._table.now()
         return {
             band
-            for band in Band
+            for band in BANDS
             if self._queue.is_starved(band, now) and (band not in self._promoted or self._promoted[band].is_seen)
         }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from replicas.protocol import Band
+from replicas.protocol import BANDS, Band
 from router.timeline import Part, Seconds
 
 _Key = tuple[Band, str]
@@ -97,10 +97,10 @@ class WaitClock:
         if self._is_cold:
             self._cold_s += elapsed_s
             return
-        for band in Band:
-            if band is min(self._next, default=None):
-                key = (band, self._next[band])
-                if key in self._turn_s:
-                    self._turn_s[key] += elapsed_s
-            elif self._next and band > min(self._next):
+        if self._next:
+            most_urgent = min(self._next)
+            key = (most_urgent, self._next[most_urgent])
+            if key in self._turn_s:
+                self._turn_s[key] += elapsed_s
+            for band in BANDS[most_urgent + 1 :]:
                 self._higher_s[band] += elapsed_s

@@ -384,7 +384,7 @@ class CompletionService:
         """Return the requests with their salt of the prefix cache: the tenant, in its scope, and the client's own."""
         scope = caller.principal.tenant if self._limits.prefix_cache_scope == "tenant" else None
         salt = None if scope is None and body.cache_salt is None else json.dumps([scope, body.cache_salt])
-        return tuple(replace(each, cache_salt=salt) for each in requests)
+        return requests if salt is None else tuple(replace(each, cache_salt=salt) for each in requests)
 
     async def _chat_grammar(self, body: ChatBody, prompt: str, owner: WorkOwner) -> OutputGrammar | None:
         if not (body.offered_tools or body.has_constraint):

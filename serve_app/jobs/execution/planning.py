@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 from types import MappingProxyType
 
-from replicas.protocol import Band
+from replicas.protocol import BANDS, Band
 from router.flow.flow_queue import FlowQueue
 from router.types import ReplicaView
 from serve_app.jobs.storage.batch_queue import OpenBatch
@@ -40,7 +40,7 @@ class LineCapacity:
         """
         views = self._load()
         num_free = sum(max(0, view.num_unused_slots(band)) for view in views if not view.stats.is_draining)
-        num_waiting = sum(self._queue.num_requests(other) for other in Band if other <= band)
+        num_waiting = sum(self._queue.num_requests(other) for other in BANDS[: band + 1])
         return ceil(num_free / num_workers) + self.num_ahead(views, num_workers) - num_waiting - num_not_sent
 
     def minimum(self, band: Band, num_workers: int = 1) -> int:

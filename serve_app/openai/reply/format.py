@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -364,6 +365,7 @@ ReplyFormat = ChatFormat | CompletionFormat
 """Format of one request's reply, streamed or whole, from the same deltas."""
 
 
+@functools.lru_cache(maxsize=16)
 def fingerprint_of(card: ModelCard) -> str:
     """Return a name for the configuration on which the output of a seed depends."""
     decisive = (card.model_id, card.dtype, card.device, card.max_model_len, card.vocab_size)

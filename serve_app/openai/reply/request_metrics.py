@@ -7,6 +7,8 @@ from typing import Any
 
 from router.timeline import QUEUED, Part, Seconds, Timeline
 
+_PARTS = tuple((part, part.value) for part in Part)
+
 
 def slowest_of(timelines: Sequence[Timeline]) -> Timeline:
     """Return the timeline of the sequence that ended last, or of one that has not ended."""
@@ -30,7 +32,7 @@ def request_metrics(timeline: Timeline, now: float) -> dict[str, Any]:
         "mean_itl_ms": _ms(decode_s / (num_tokens - 1)) if num_tokens > 1 else None,
         "tokens_per_second": _rate(num_tokens, before_s + decode_s),
         "total_ms": _ms(timeline.total_s(now)),
-        "parts_ms": {part.value: _ms(seconds[part]) for part in Part},
+        "parts_ms": {name: _ms(seconds[part]) for part, name in _PARTS},
         "placements": [
             {"replica_id": placed.replica_id, "reason": placed.reason.value, "after_ms": _ms(placed.after_s)}
             for placed in timeline.placements
