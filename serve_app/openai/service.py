@@ -223,7 +223,7 @@ class CompletionService:
         check_echo(body, len(prompt.token_ids), self._limits)
         grammar = await self._chat_grammar(body, text, owner)
         caller = replace(caller, request_id=f"chatcmpl-{caller.request_id}")
-        requests = self._salted(body, caller, chat_requests(body, prompt, caller, card, self._rng))
+        requests = chat_requests(body, prompt, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
         head = self._head(caller, card, requests)
         make_parser = self._parser_factory(body, text, is_bound=grammar is not None)
@@ -266,7 +266,7 @@ class CompletionService:
         )
         check_echo(body, sum(len(prompt.token_ids) for prompt in prompts), self._limits)
         caller = replace(caller, request_id=f"cmpl-{caller.request_id}")
-        requests = self._salted(body, caller, completion_requests(body, prompts, caller, card, self._rng))
+        requests = completion_requests(body, prompts, caller, card, self._rng, self._cache_salt(body, caller))
         requests = await self._constrained(body, requests, grammar, owner)
         if body.echo:
             prompts = [await self._with_text(prompt, owner) for prompt in prompts]
@@ -378,13 +378,10 @@ class CompletionService:
         text = None if grammar is None else grammar.grammar
         return tuple(_with_params(each, grammar=text, bad_words=bad_words) for each in requests)
 
-    def _salted(
-        self, body: GenerationBody, caller: Caller, requests: tuple[GenerateRequest, ...]
-    ) -> tuple[GenerateRequest, ...]:
-        """Return the requests with their salt of the prefix cache: the tenant, in its scope, and the client's own."""
+    def _cache_salt(self, body: GenerationBody, caller: Caller) -> str | None:
+        """Return the salt of the prefix cache: the tenant, if caches are apart by tenant, and the client's own."""
         scope = caller.principal.tenant if self._limits.prefix_cache_scope == "tenant" else None
-        salt = None if scope is None and body.cache_salt is None else json.dumps([scope, body.cache_salt])
-        return requests if salt is None else tuple(replace(each, cache_salt=salt) for each in requests)
+        return None if scope is None and body.cache_salt is None else json.dumps([scope, body.cache_salt])
 
     async def _chat_grammar(self, body: ChatBody, prompt: str, owner: WorkOwner) -> OutputGrammar | None:
         if not (body.offered_tools or body.has_constraint):

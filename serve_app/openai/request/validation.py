@@ -87,7 +87,7 @@ class BodyChecks:
 
 
 def chat_requests(
-    body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard, rng: random.Random
+    body: ChatBody, prompt: EncodedPrompt, caller: Caller, card: ModelCard, rng: random.Random, cache_salt: str | None
 ) -> tuple[GenerateRequest, ...]:
     """Return the sequences of a chat completion.
 
@@ -98,16 +98,23 @@ def chat_requests(
     _check_room("messages", prompt, field, given, card)
     num_free = card.max_model_len - len(prompt.token_ids)
     default = _default_max_tokens(num_free, field, given, caller)
-    params = replace(
-        _sampling_params(body, card, max_tokens=default if given is None else given),
+    params = _sampling_params(
+        body,
+        card,
+        max_tokens=default if given is None else given,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    return _requests(body, [prompt], [params], caller, rng)
+    return _requests(body, [prompt], [params], caller, rng, cache_salt)
 
 
 def completion_requests(
-    body: CompletionBody, prompts: Sequence[EncodedPrompt], caller: Caller, card: ModelCard, rng: random.Random
+    body: CompletionBody,
+    prompts: Sequence[EncodedPrompt],
+    caller: Caller,
+    card: ModelCard,
+    rng: random.Random,
+    cache_salt: str | None,
 ) -> tuple[GenerateRequest, ...]:
     """Return the sequences of a text completion, in order of prompts.
 
@@ -127,13 +134,9 @@ def completion_requests(
         if body.echo and (body.logprobs is not None or max_tokens == 0):
             wanted.append(body.logprobs or 0)
         params.append(
-            replace(
-                _sampling_params(body, card, max_tokens=max_tokens),
-                logprobs=body.logprobs,
-                prompt_logprobs=max(wanted, default=None),
-            )
+            _sampling_params(body, card, max_tokens, logprobs=body.logprobs, prompt_logprobs=max(wanted, default=None))
         )
-    return _requests(body, prompts, params, caller, rng)
+    return _requests(body, prompts, params, caller, rng, cache_salt)
 
 
 def refuse_unusable_prompts(prompts: Sequence[Prompt], card: ModelCard, keeps_end: bool = False) -> None:
@@ -275,7 +278,9 @@ def prompt_too_long(num_tokens: int, max_model_len: int, param: str, at_least: b
     )
 
 
-def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> SamplingParams:
+def _sampling_params(
+    body: GenerationBody, card: ModelCard, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
     """Return the sampling parameters of a body."""
     if body.min_tokens > max_tokens:
         message = f"`min_tokens` is {body.min_tokens}; at most {max_tokens} tokens can be generated"
@@ -298,6 +303,8 @@ def _sampling_params(body: GenerationBody, card: ModelCard, max_tokens: int) -> 
         logit_bias=_logit_bias(body, card),
         allowed_token_ids=tuple(body.allowed_token_ids),
         skip_special_tokens=body.skip_special_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -317,6 +324,7 @@ def _requests(
     params: Sequence[SamplingParams],
     caller: Caller,
     rng: random.Random,
+    cache_salt: str | None,
 ) -> tuple[GenerateRequest, ...]:
     """Return `n` sequences of each prompt; sample i has the seed `seed` + i, or a random one if no seed is given."""
     band, deadline_unix_s, tenant = caller.band_of(body), caller.deadline_of(body), caller.tenant_of(body)
@@ -334,6 +342,7 @@ def _requests(
                     arrival_unix_s=caller.arrival_unix_s,
                     deadline_unix_s=deadline_unix_s,
                     affinity_key=body.prompt_cache_key,
+                    cache_salt=cache_salt,
                 )
             )
     return tuple(requests)
