@@ -7,7 +7,6 @@ import contextlib
 import logging
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from pydantic_core import from_json, to_json
 
@@ -41,8 +40,6 @@ _FIRST_DELAY_S = 0.5
 _MAX_DELAY_S = 5.0
 _MAX_RETRY_AFTER_S = 10.0
 _LARGE_BODY_CHARS = 2**16
-_DELTA_INTERVAL_S = 0.5
-"""Seconds between a replica's stream chunks. If it dies, tokens since the last chunk are generated again."""
 
 _ENDPOINTS: dict[str, tuple[type[_Body], IgnoredValues]] = {
     "/v1/chat/completions": (ChatBody, CHAT_IGNORED),
@@ -115,8 +112,7 @@ class LineRunner:
             prepared = await self._service.chat(body, caller)
         else:
             prepared = await self._service.completion(body, caller)
-        requests = tuple(replace(request, delta_interval_s=_DELTA_INTERVAL_S) for request in prepared.requests)
-        attempt.prepared = prepared = replace(prepared, requests=requests)
+        attempt.prepared = prepared
         line_task.is_sent = True
         reply = await self._service.answer(prepared)
         self._metrics.count(

@@ -22,6 +22,9 @@ COMPLETION_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for text completions."""
 
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
+_UNSTREAMED_INTERVAL_S = 0.5
+"""Seconds between two deltas of a request that is not streamed. If its replica dies, the tokens since the last one are
+generated again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +346,7 @@ def _requests(
                     deadline_unix_s=deadline_unix_s,
                     affinity_key=body.prompt_cache_key,
                     cache_salt=cache_salt,
+                    delta_interval_s=None if body.stream else _UNSTREAMED_INTERVAL_S,
                 )
             )
     return tuple(requests)

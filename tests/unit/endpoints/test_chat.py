@@ -91,6 +91,12 @@ async def test_streamed_and_whole_say_the_same(make_api: MakeApi, tokens_per_del
         assert token_ids[choice.index] == choice.model_extra["token_ids"]
 
 
+async def test_only_a_streamed_request_wants_its_deltas_at_once(api: Api) -> None:
+    for is_streamed in (True, False):
+        assert (await api.chat(stream=is_streamed)).status_code == 200
+        assert (api.replica.started[-1].delta_interval_s is None) is is_streamed
+
+
 async def test_choices_stream_interleaved(api: Api) -> None:
     response = await api.chat(stream=True, n=3, max_tokens=4)
     indices = [json.loads(item)["choices"][0]["index"] for item in events(response.text)[:-1]]
