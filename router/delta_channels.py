@@ -23,10 +23,9 @@ class ChannelPool:
 
     One call submits the requests that are sent to a replica in one turn of the event loop. A batch request waits a
     little for others, and longer while an earlier call is on its way, unless an urgent one comes: a call of Ray costs
-    as much as dozens of deltas. The call tells the
-    replica that has taken the requests, aborts them when it is closed, and fails with them. Their deltas come through
-    the channel to that replica, together with those of other streams. The end of a channel is the end of all its
-    streams. A channel without streams is closed after a while.
+    as much as dozens of deltas. The call tells the replica that has taken the requests, aborts them when it is closed,
+    and fails with them. Their deltas come through the channel to that replica, together with those of other streams.
+    The end of a channel is the end of all its streams. A channel without streams is closed after a while.
 
     Invariants:
         A stream is in exactly one channel until it has ended. Once accepted, that channel leads to the replica that

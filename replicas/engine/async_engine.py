@@ -257,7 +257,7 @@ class AsyncEngine:
         own_interval_s = request.delta_interval_s
         if own_interval_s is None:
             return partial(self.flush_policy, request.band)
-        return partial(self._coalescing.policy_without_reader, request.band, own_interval_s)
+        return partial(self._coalescing.unstreamed_policy, request.band, own_interval_s)
 
     def _run(self) -> None:
         try:

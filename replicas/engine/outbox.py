@@ -65,7 +65,7 @@ class Coalescing:
             return self.flush_policy
         return FlushPolicy(interval_s, sys.maxsize, self.align_when_throttled)
 
-    def policy_without_reader(self, band: Band, interval_s: float) -> FlushPolicy:
+    def unstreamed_policy(self, band: Band, interval_s: float) -> FlushPolicy:
         """Return the flush policy of a request that is not streamed: its interval, whatever the number of tokens."""
         return FlushPolicy(interval_s, sys.maxsize, linger_s=self.batch_linger_s if band is Band.BATCH else 0.0)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, KeysView
 
 from replicas.engine.sequence import Sequence
 from replicas.fair_share import fair_share
-from replicas.protocol import Band
+from replicas.protocol import BANDS, Band
 
 
 class TenantSlots:
@@ -45,7 +45,7 @@ class TenantSlots:
 
     def share(self, band: Band, waiting: KeysView[str]) -> int:
         """Return the share of each tenant, with the tenants in `waiting`."""
-        num_slots = self._num_slots - sum(self._num_held[other] for other in Band if other < band)
+        num_slots = self._num_slots - sum(self._num_held[other] for other in BANDS[:band])
         return fair_share(num_slots, len(self._held[band].keys() | waiting))
 
     def below_share(self, band: Band, waiting: KeysView[str]) -> frozenset[str]:

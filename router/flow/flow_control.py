@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from replicas.block_hash import extend_hashes
 from replicas.errors import DeadlineExceeded, NoReplicaAvailable, Overloaded
-from replicas.protocol import Band, GenerateRequest
+from replicas.protocol import BANDS, Band, GenerateRequest
 from replicas.settings import check_bounds, setting
 from router.balancing.load_table import InFlight, LoadTable, PollChanges
 from router.flow.admission import Admission, OutputLengths
@@ -253,7 +253,7 @@ class FlowController:
         """Dispatch the first request in order for which a replica has room; return False if there is none."""
         starved = self.account.starved_bands()
         # In most calls every replica is full: then no band is open and the queue is not ordered at all.
-        rooms = {band: self.rooms.of_band(band, band in starved) for band in Band if self.queue.num_requests(band)}
+        rooms = {band: self.rooms.of_band(band, band in starved) for band in BANDS if self.queue.num_requests(band)}
         for band in self.queue.bands_in_order(starved):
             for queued in self.queue.in_order(band) if len(rooms[band]) else ():
                 pending, request = self._pending[queued.arrival_index], queued.request

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.errors import ServingError
-from replicas.protocol import Band, ReplicaStats
+from replicas.protocol import BANDS, Band, ReplicaStats
 from replicas.rates import SlidingRate
 from router.balancing.load_table import LoadTable
 from router.flow.flow_queue import FlowQueue
@@ -231,7 +231,7 @@ class AutoscalingLoop:
 
 def work_in_queue(queue: FlowQueue, settings: AutoscalingSettings, now: float) -> tuple[PendingWork, ...]:
     """Return the work that waits in flow control; batch work with similar deadlines is one entry, with the earliest."""
-    urgent = sum(queue.num_tokens(band) for band in Band if band is not Band.BATCH)
+    urgent = sum(queue.num_tokens(band) for band in BANDS[: Band.BATCH])
     without_deadline, by_deadline = queue.tokens_by_deadline(Band.BATCH)
     work = [(settings.target_drain_s, urgent), (settings.batch_drain_s, without_deadline)]
     num_seen, tokens_seen, exponent = 0, 0, math.floor(math.log2(settings.target_drain_s))

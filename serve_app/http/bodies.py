@@ -65,9 +65,7 @@ class BodyReader:
         owner = caller_of(request).unread
         parts = await self._read_all(request, owner)
         read, num_bytes = partial(read_body, schema, ignored, self._settings.limits, parts), sum(map(len, parts))
-        if num_bytes < _LARGE_BODY_BYTES:
-            return read()
-        return await self._workers.run_apart(read, owner, num_bytes)
+        return await self._workers.run_apart(read, owner, num_bytes, _LARGE_BODY_BYTES)
 
     async def convert(
         self, request: Request, make: Callable[[dict[str, object]], ResultT], owner: WorkOwner
@@ -79,10 +77,7 @@ class BodyReader:
         """
         parts = await self._read_all(request, owner)
         work = partial(_converted, make, self._settings.limits, parts)
-        num_bytes = sum(map(len, parts))
-        if num_bytes < _LARGE_BODY_BYTES:
-            return work()
-        return await self._workers.run_apart(work, owner, num_bytes)
+        return await self._workers.run_apart(work, owner, sum(map(len, parts)), _LARGE_BODY_BYTES)
 
     async def stream(self, request: Request) -> AsyncGenerator[bytes, None]:
         """Yield the body of any type and size in parts, as they arrive.

@@ -69,10 +69,8 @@ class PromptTokenizer:
             NoReplicaAvailable: the process that did the work has ended.
         """
         work = partial(self._encoder.encode_chat, turns, max_prompt_tokens, add_special_tokens, truncation)
-        num_bytes = turns.messages.num_bytes
-        if num_bytes < _LONG_PROMPT_BYTES and not turns.tools:
-            return work()
-        return await self._workers.run_apart(work, owner, num_bytes)
+        min_bytes = 0 if turns.tools else _LONG_PROMPT_BYTES
+        return await self._workers.run_apart(work, owner, turns.messages.num_bytes, min_bytes)
 
     async def encode_prompts(
         self,
@@ -92,10 +90,7 @@ class PromptTokenizer:
         """
         self._encoder.refuse_long_texts(prompts, max_prompt_tokens)  # Before the texts go to another process.
         work = partial(self._encoder.encode_prompts, prompts, max_prompt_tokens, add_special_tokens, truncation)
-        num_bytes = sum(map(len, prompts))
-        if num_bytes < _LONG_PROMPT_BYTES:
-            return work()
-        return await self._workers.run_apart(work, owner, num_bytes)
+        return await self._workers.run_apart(work, owner, sum(map(len, prompts)), _LONG_PROMPT_BYTES)
 
     async def word_tokens(self, words: Sequence[str], owner: WorkOwner = SERVER) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of words, at the beginning of a text and behind a space."""

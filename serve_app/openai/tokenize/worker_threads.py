@@ -52,15 +52,20 @@ class WorkerThreads:
         self._num_running = dict.fromkeys(Band, 0)
         self._processes = None if prepare is None else WorkProcesses(prepare, max(1, num_threads - 1))
 
-    async def run_apart(self, work: Callable[[], ResultT], owner: WorkOwner = SERVER, num_bytes: int = 0) -> ResultT:
+    async def run_apart(
+        self, work: Callable[[], ResultT], owner: WorkOwner = SERVER, num_bytes: int = 0, min_bytes: int = 0
+    ) -> ResultT:
         """Do as `run`; a process does large work of a band below `interactive` while the thread waits.
 
+        Work of less than `min_bytes` is done at once on the event loop.
         The work and its result are pickled.
 
         Raises:
             Overloaded: as `run`.
             NoReplicaAvailable: the process has ended.
         """
+        if num_bytes < min_bytes:
+            return work()
         if self._processes is not None and num_bytes >= _APART_BYTES and owner.band is not Band.INTERACTIVE:
             work = partial(self._processes.run, work)
         return await self.run(work, owner, num_bytes)

@@ -52,7 +52,9 @@ async def test_figures_are_those_of_the_server(make_api: MakeApi, tmp_path: Path
     assert level["tokens_per_chunk"] == 48 / len(chunks)
     # The server waits at least 50 ms. A slow machine only adds to it.
     assert 50 <= level["ttft_ms"]["p50"] < LIMIT_S * 1e3
+    assert level["chunk_gap_ms"]["mean"] == pytest.approx(1e3 * mean(gap for row in rows for gap in row.gaps_s))
     assert level["itl_ms"]["mean"] == pytest.approx(1e3 * mean(gap for row in rows for gap in row.inter_token_s))
+    assert level["tpot_ms"]["mean"] == pytest.approx(1e3 * mean(row.tpot_s for row in rows if row.tpot_s is not None))
     prompts = [len(request.prompt_token_ids) for request in api.replica.started[-6:]]
     assert level["prompt_tokens"] == sum(prompts) and 40 <= sum(prompts) / 6 <= 80
 

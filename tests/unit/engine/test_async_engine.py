@@ -124,7 +124,7 @@ async def test_unstreamed_request_has_its_own_flush_interval() -> None:
 def test_the_end_of_a_batch_request_waits_for_those_of_others_but_not_for_long(age_s: float, linger_s: float) -> None:
     async def end_line_after_line() -> None:
         outbox, start_s = Outbox(), asyncio.get_running_loop().time()
-        policy = partial(Coalescing(batch_linger_s=0.05).policy_without_reader, Band.BATCH, 60.0)
+        policy = partial(Coalescing(batch_linger_s=0.05).unstreamed_policy, Band.BATCH, 60.0)
         lines = [outbox.open(number, policy) for number in range(3)]
         reading = asyncio.create_task(outbox.take())
         await asyncio.sleep(age_s)
