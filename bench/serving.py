@@ -58,10 +58,10 @@ def main() -> None:
     with private_cluster(os.cpu_count() or 1, options.throughput) as cluster:
         from ray import serve
 
-        _run(options.app, fields, url)
-        places = {"url": url, "dashboard_url": cluster.dashboard_url, "token_path": str(cluster.token_path)}
-        print(json.dumps(places), flush=True)
         try:
+            _run(options.app, fields, url)
+            places = {"url": url, "dashboard_url": cluster.dashboard_url, "token_path": str(cluster.token_path)}
+            print(json.dumps(places), flush=True)
             # ray.init has made SIGTERM raise SystemExit. The input ends with the parent: a killed experiment leaves
             # no process behind.
             sys.stdin.read()

@@ -118,9 +118,13 @@ def private_cluster(
         ports = (free_port(""), free_port(""))
         os.environ.update(haproxy_environment(folder, ports, max_connections_per_address))
     use_batch_scheduling()
+    excepthook = sys.excepthook
     try:
         yield _start_ray(num_cpus, folder)
     finally:
+        # Ray's own hook tells Ray of an error that nobody catches. It would wait for a minute for daemons that have
+        # ended, and then end this process without a word about the error.
+        sys.excepthook = excepthook
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)  # they must not interrupt what follows; its time is bounded
         _stop_ray()

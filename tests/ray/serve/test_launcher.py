@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +13,15 @@ import pytest
 
 from serve_app.cli.private_cluster import free_port
 from testkit.limits import LIMIT_S, START_LIMIT_S
-from testkit.serving.served import LOG, OUTPUT, serving, start, stop
+from testkit.serving.served import LOG, OUTPUT, ROOT, clean_environment, serving, start, stop
+
+_FAILING_OWNER = """
+from serve_app.cli.private_cluster import private_cluster
+
+with private_cluster(num_cpus=1, throughput_profile=False):
+    raise LookupError("the reason")
+"""
+"""Program whose error leaves a private cluster."""
 
 
 def errors_of(home: Path, *variables: str) -> str:
@@ -45,6 +54,16 @@ def test_a_model_without_weights_ends_make_before_ray_starts(checkpoint, tmp_pat
 def test_a_failing_replica_ends_make_with_its_reason(checkpoint, tmp_path):
     errors = errors_of(tmp_path, f"MODEL={checkpoint}", "ARGS=kv_cache_bytes=1KiB")
     assert "the application did not start: kv_cache_bytes is 1024" in "".join(errors.splitlines()[-5:])
+
+
+@pytest.mark.deep
+def test_an_error_that_leaves_a_private_cluster_is_printed(tmp_path):
+    command = [sys.executable, "-c", _FAILING_OWNER]
+    ended = subprocess.run(
+        command, cwd=ROOT, env=clean_environment(tmp_path), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("LookupError: the reason\n")
 
 
 @pytest.mark.deep
