@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from replicas.delta_batch import ChannelId, DeltaBatch, NumberedRequest, StreamFailure
@@ -20,7 +20,10 @@ from replicas.protocol import EngineMetrics, GenerateRequest, ModelCard, Replica
 from router.delta_channels import ChannelPool
 from router.submission import ChannelLimits
 from testkit.engine.shadow_runner import ShadowRunner, config, decoders
+from testkit.limits import LIMIT_S, until
 
+QUICK = ChannelLimits(idle_s=0.05, last_delta_s=0.05)
+PATIENT = ChannelWaits(LIMIT_S, LIMIT_S)
 _END = object()
 _WAITS = ChannelWaits(reader_s=1.0, idle_s=0.2)
 
@@ -191,3 +194,45 @@ class LocalChannelClient:
 
     async def describe(self) -> ModelCard:
         raise NoReplicaAvailable("local replicas have no model")
+
+
+@asynccontextmanager
+async def running_channels(
+    num_replicas: int = 1, coalescing: Coalescing | None = None, waits: ChannelWaits = PATIENT,
+    limits: ChannelLimits = QUICK,
+) -> AsyncIterator[tuple[LocalChannelClient, list[LocalReplica]]]:  # fmt: skip
+    """One ingress and its replicas. At the end, no stream is left and every block of living replicas is free."""
+    replicas = [LocalReplica(f"replica-{n}", coalescing, waits) for n in range(num_replicas)]
+    client = LocalChannelClient("ingress", {each.replica_id: each for each in replicas}, limits)
+    try:
+        yield client, replicas
+        await until(lambda: all(each.is_whole for each in replicas if not each.is_dead))
+        client.pool.check_invariants()
+        assert not client.pool.serving()
+        await until(lambda: not calls_of_submissions())
+        for each in replicas:
+            each.check_invariants()
+    finally:
+        for each in replicas:
+            await each.close()
+
+
+def calls_of_submissions() -> list[asyncio.Task[None]]:
+    """Return the calls to replicas that run."""
+    return [task for task in asyncio.all_tasks() if "Submission" in repr(task.get_coro())]
+
+
+async def until_gone(replica: LocalReplica) -> None:
+    """Return when the replica has no request `gone` any more."""
+    await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
+
+
+async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:
+    """Return all deltas of a request."""
+    async with asyncio.timeout(LIMIT_S):
+        return [delta async for delta in client.generate(asked, [ranking])]
+
+
+def token_ids(deltas: list[TokenDelta]) -> tuple[int, ...]:
+    """Return the tokens of a request's deltas."""
+    return tuple(token_id for delta in deltas for token_id in delta.token_ids)

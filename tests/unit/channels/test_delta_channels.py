@@ -2,84 +2,26 @@
 
 import asyncio
 import contextlib
-import gc
 import pickle
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
 
 from replicas.delta_batch import ChannelId, DeltaBatch, StreamFailure, unpacked
 from replicas.delta_channels import ChannelWaits
-from replicas.engine.outbox import Coalescing, FlushPolicy, Outbox
-from replicas.errors import NoReplicaAvailable, ReplicaLost, SequenceFailed
-from replicas.protocol import (
-    Band,
-    FinishReason,
-    GenerateRequest,
-    PhaseSeconds,
-    PositionLogprobs,
-    TokenDelta,
-    TokenLogprob,
-    Usage,
-    merge,
-)
-from router.submission import ChannelLimits, Submission
+from replicas.engine.outbox import Coalescing, FlushPolicy
+from replicas.errors import ReplicaLost, SequenceFailed
+from replicas.protocol import FinishReason, PhaseSeconds, PositionLogprobs, TokenDelta, TokenLogprob, Usage, merge
+from router.submission import ChannelLimits
 from testkit.engine.shadow_runner import continuation, request
 from testkit.limits import LIMIT_S, until
 from testkit.router.channel_worlds import ChannelWorld
-from testkit.router.local_channels import LocalChannelClient, LocalReplica
+from testkit.router.local_channels import read, running_channels, token_ids, until_gone
 from testkit.router.simulated_replicas import stats
 from tests.seeds import Seeds
 
-QUICK = ChannelLimits(idle_s=0.05, last_delta_s=0.05)
-PATIENT = ChannelWaits(LIMIT_S, LIMIT_S)
 PROMPT = (1, 2, 3)
-
-
-@asynccontextmanager
-async def running(
-    num_replicas: int = 1, coalescing: Coalescing | None = None, waits: ChannelWaits = PATIENT,
-    limits: ChannelLimits = QUICK,
-) -> AsyncIterator[tuple[LocalChannelClient, list[LocalReplica]]]:  # fmt: skip
-    """One ingress and its replicas. At the end, no stream is left and every block of living replicas is free."""
-    replicas = [LocalReplica(f"replica-{n}", coalescing, waits) for n in range(num_replicas)]
-    client = LocalChannelClient("ingress", {each.replica_id: each for each in replicas}, limits)
-    try:
-        yield client, replicas
-        await until(lambda: all(each.is_whole for each in replicas if not each.is_dead))
-        client.pool.check_invariants()
-        assert not client.pool.serving()
-        await until(lambda: not calls_of_submissions())
-        for each in replicas:
-            each.check_invariants()
-    finally:
-        for each in replicas:
-            await each.close()
-
-
-def calls_of_submissions() -> list[asyncio.Task[None]]:
-    return [task for task in asyncio.all_tasks() if "Submission" in repr(task.get_coro())]
-
-
-async def until_gone(replica: LocalReplica) -> None:
-    """Return when the replica has no request `gone` any more."""
-    await until(lambda: not any(stream_id.startswith("gone") for stream_id in replica.engine._mailboxes))
-
-
-async def read(client: LocalChannelClient, asked: GenerateRequest, ranking: str = "replica-0") -> list[TokenDelta]:
-    async with asyncio.timeout(LIMIT_S):
-        return [delta async for delta in client.generate(asked, [ranking])]
-
-
-def line(number: int) -> GenerateRequest:
-    """Return a batch request with a prompt of its own."""
-    return replace(request(f"line-{number}", (number,), max_tokens=5), band=Band.BATCH)
-
-
-def token_ids(deltas: list[TokenDelta]) -> tuple[int, ...]:
-    return tuple(token_id for delta in deltas for token_id in delta.token_ids)
 
 
 LOGPROBS = (PositionLogprobs(TokenLogprob(7, -0.5), (TokenLogprob(7, -0.5), TokenLogprob(8, -1.5))),)
@@ -109,7 +51,7 @@ def test_a_delta_comes_out_of_a_batch_as_it_went_in(fields) -> None:
 
 
 async def test_many_streams_share_one_channel_and_one_message_a_flush() -> None:
-    async with running(coalescing=Coalescing(FlushPolicy(0.02, 1000))) as (client, [replica]):
+    async with running_channels(coalescing=Coalescing(FlushPolicy(0.02, 1000))) as (client, [replica]):
         asked = [request(f"r{n}", (1, 2, n), max_tokens=60) for n in range(16)]
         outputs = await asyncio.gather(*(read(client, each) for each in asked))
         for each, deltas in zip(asked, outputs, strict=True):
@@ -126,7 +68,7 @@ async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
         counts = Usage(merged.usage.prompt_tokens, merged.usage.completion_tokens, 0)
         return replace(merged, usage=counts, stats=None, phases=None)
 
-    async with running() as (client, [replica]):
+    async with running_channels() as (client, [replica]):
         plain, scored = request(max_tokens=30), request(prompt_logprobs=0, max_tokens=20)
         for asked in (plain, scored, request(max_tokens=10**6), replace(plain, output_token_ids=(4, 5))):
             direct = [delta async for delta in replica.engine.generate(asked)]
@@ -135,7 +77,7 @@ async def test_a_channel_changes_nothing_in_what_a_reply_is_made_of() -> None:
 
 async def test_a_slow_reader_holds_up_no_other_stream_and_gets_what_waited_in_one_delta() -> None:
     async with (
-        running() as (client, _),
+        running_channels() as (client, _),
         aclosing(client.generate(request("slow", max_tokens=80), ["replica-0"])) as slow,
     ):
         first = await anext(slow)
@@ -147,7 +89,7 @@ async def test_a_slow_reader_holds_up_no_other_stream_and_gets_what_waited_in_on
 
 
 async def test_closing_a_stream_frees_its_blocks_and_no_others() -> None:
-    async with running() as (client, [replica]):
+    async with running_channels() as (client, [replica]):
         neighbour = asyncio.create_task(read(client, request("neighbour", max_tokens=100)))
         async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
             await anext(stream)
@@ -157,116 +99,8 @@ async def test_closing_a_stream_frees_its_blocks_and_no_others() -> None:
         await until(lambda: replica.is_whole)
 
 
-async def test_a_stream_that_leaves_is_aborted_although_the_replica_does_not_answer_at_first() -> None:
-    async with running(limits=replace(QUICK, abort_again_s=0.001)) as (client, [replica]):
-        reading = asyncio.create_task(read(client, request("staying", max_tokens=100)))
-        client.transport.num_lost_aborts = 3
-        async with aclosing(client.generate(request("gone", (9,), max_tokens=100), ["replica-0"])) as stream:
-            await anext(stream)
-        assert [len(each) for each in client.transport.submitted] == [2]
-        await until_gone(replica)
-        assert not client.transport.num_lost_aborts and not reading.done(), "it has not come to its end"
-        await reading
-
-
-async def test_a_stream_that_leaves_before_a_replica_has_taken_it_is_aborted_then() -> None:
-    async with running() as (client, [replica]):
-        client.transport.submit_s = 0.05
-        neighbour = asyncio.create_task(read(client, request("neighbour", max_tokens=100)))
-        gone = asyncio.create_task(read(client, request("gone", (9,), max_tokens=10**6)))
-        await until(lambda: client.transport.submitted)
-        gone.cancel()
-        await until(lambda: replica.engine.stats().num_running)
-        await until_gone(replica)
-        assert [len(each) for each in client.transport.submitted] == [2] and not neighbour.done()
-        assert token_ids(await neighbour) == continuation(PROMPT, 100)
-
-
-async def test_a_stream_that_leaves_before_it_is_submitted_is_not_sent() -> None:
-    async with running(limits=replace(QUICK, gather_batch_s=0.02)) as (client, _):
-        gone = asyncio.create_task(read(client, replace(request("gone", max_tokens=10**6), band=Band.BATCH)))
-        staying = asyncio.create_task(read(client, replace(request("staying", max_tokens=5), band=Band.BATCH)))
-        await asyncio.sleep(0)
-        gone.cancel()
-        assert token_ids(await staying) == continuation(PROMPT, 5)
-        assert [len(each) for each in client.transport.submitted] == [1]
-
-
-async def test_batch_requests_wait_for_others_and_no_longer_when_an_urgent_one_comes() -> None:
-    async with running(limits=replace(QUICK, gather_batch_s=LIMIT_S)) as (client, _):
-        batch = [asyncio.create_task(read(client, line(number))) for number in range(3)]
-        await asyncio.sleep(0.01)
-        assert not client.transport.submitted
-        assert token_ids(await read(client, request("urgent", max_tokens=5))) == continuation(PROMPT, 5)
-        for number, each in enumerate(batch):
-            assert token_ids(await each) == continuation((number,), 5)
-        assert [len(each) for each in client.transport.submitted] == [4]
-
-
-@pytest.mark.parametrize("is_refused", [False, True])
-async def test_batch_requests_wait_while_a_call_before_them_is_on_its_way(is_refused: bool) -> None:
-    async with running(limits=replace(QUICK, gather_batch_s=0.0, gather_behind_s=LIMIT_S)) as (client, [replica]):
-        client.transport.is_open.clear()
-        first = asyncio.create_task(read(client, line(0)))
-        await until(lambda: client.transport.submitted)
-        others = [asyncio.create_task(read(client, line(number))) for number in range(1, 6)]
-        await asyncio.sleep(0.01)
-        others.pop().cancel()
-        if is_refused:
-            client.replicas.clear()
-        client.transport.is_open.set()
-        if is_refused:
-            with pytest.raises(NoReplicaAvailable):
-                await first
-            client.replicas[replica.replica_id] = replica
-        else:
-            assert token_ids(await first) == continuation((0,), 5)
-        for number, each in enumerate(others, 1):
-            assert token_ids(await each) == continuation((number,), 5)
-        assert [len(each) for each in client.transport.submitted] == [1, 4]
-        assert not client.pool._on_way
-
-
-async def test_no_batch_request_waits_for_long_behind_a_call() -> None:
-    async with running(limits=replace(QUICK, gather_batch_s=0.0, gather_behind_s=0.01)) as (client, _):
-        client.transport.is_open.clear()
-        reading = [asyncio.create_task(read(client, line(0)))]
-        await until(lambda: client.transport.submitted)
-        reading.append(asyncio.create_task(read(client, line(1))))
-        await until(lambda: len(client.transport.submitted) == 2)
-        client.transport.is_open.set()
-        for number, each in enumerate(reading):
-            assert token_ids(await each) == continuation((number,), 5)
-
-
-async def test_one_call_submits_so_many_requests_and_tokens_and_no_more() -> None:
-    limits = replace(QUICK, max_submitted=3, max_submitted_tokens=10)
-    async with running(limits=limits) as (client, _):
-        sizes = (1, 1, 1, 1, 9, 1, 30, 2)
-        asked = [request(f"r{n}", (n,) * size, max_tokens=3) for n, size in enumerate(sizes)]
-        outputs = await asyncio.gather(*(read(client, each) for each in asked))
-        for each, deltas in zip(asked, outputs, strict=True):
-            assert token_ids(deltas) == continuation(each.prompt_token_ids, 3)
-        submitted = [[len(one.prompt_token_ids) for _, one in each] for each in client.transport.submitted]
-        assert submitted == [[1, 1, 1], [1, 9], [1], [30], [2]]
-
-
-async def test_batch_requests_beyond_a_full_call_wait_behind_it() -> None:
-    limits = replace(QUICK, gather_batch_s=0.0, gather_behind_s=LIMIT_S, max_submitted=2)
-    async with running(limits=limits) as (client, _):
-        client.transport.is_open.clear()
-        reading = [asyncio.create_task(read(client, line(number))) for number in range(3)]
-        await until(lambda: client.transport.submitted)
-        reading.append(asyncio.create_task(read(client, line(3))))
-        await asyncio.sleep(0.01)
-        client.transport.is_open.set()
-        for number, each in enumerate(reading):
-            assert token_ids(await each) == continuation((number,), 5)
-        assert [len(each) for each in client.transport.submitted] == [2, 2]
-
-
 async def test_a_call_that_comes_twice_takes_the_place_of_the_first_and_leaves_no_stream() -> None:
-    async with running() as (_, [replica]):
+    async with running_channels() as (_, [replica]):
         channel_id = ChannelId("twice", 1)
         asked = [(number, request(f"r{number}", (number,), max_tokens=100)) for number in range(4)]
         reading = replica.channels.read(channel_id)
@@ -283,7 +117,7 @@ async def test_a_call_that_comes_twice_takes_the_place_of_the_first_and_leaves_n
 
 
 async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_one() -> None:
-    async with running() as (_, [replica]):
+    async with running_channels() as (_, [replica]):
         channel_id = ChannelId("early", 1)
         first = replica.channels.generate([(1, request("first", max_tokens=50))], channel_id)
         second = replica.channels.generate([(2, request("second", (9,), max_tokens=50))], channel_id)
@@ -301,7 +135,7 @@ async def test_a_call_that_ends_before_the_channel_has_a_reader_ends_no_other_on
 
 
 async def test_a_call_without_a_reader_that_is_cancelled_twice_leaves_no_channel() -> None:
-    async with running() as (_, [replica]):
+    async with running_channels() as (_, [replica]):
         calling = replica.channels.generate([(1, request(max_tokens=10**6))], ChannelId("ingress", 1))
         await anext(calling)
         ending = asyncio.create_task(anext(calling))
@@ -312,37 +146,8 @@ async def test_a_call_without_a_reader_that_is_cancelled_twice_leaves_no_channel
         await until(lambda: not replica.channels._channels)
 
 
-async def test_a_submission_that_has_ended_is_not_kept() -> None:
-    async with running() as (client, _):
-        gc.collect()
-        gc.disable()
-        try:
-            await read(client, request(max_tokens=5))
-            await until(lambda: not calls_of_submissions())
-            assert not [each for each in gc.get_objects() if type(each) is Submission]
-        finally:
-            gc.enable()
-
-
-async def test_a_fault_with_one_request_of_a_call_fails_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running() as (client, [replica]):
-        generate_into = replica.engine.generate_into
-
-        async def faulty(asked: GenerateRequest, outbox: Outbox, number: int) -> None:
-            if asked.request_id == "faulty":
-                raise ValueError("a fault")
-            await generate_into(asked, outbox, number)
-
-        monkeypatch.setattr(replica.engine, "generate_into", faulty)
-        right = asyncio.create_task(read(client, request("right", max_tokens=50)))
-        with pytest.raises(SequenceFailed, match="ValueError: a fault"):
-            await read(client, request("faulty", (9,), max_tokens=50))
-        assert [len(each) for each in client.transport.submitted] == [2]
-        assert token_ids(await right) == continuation(PROMPT, 50)
-
-
 async def test_the_death_of_a_replica_ends_all_its_streams_also_one_that_is_just_being_sent() -> None:
-    async with running(2) as (client, [replica, _]):
+    async with running_channels(2) as (client, [replica, _]):
         streams = [client.generate(request(f"r{n}", (n,), max_tokens=100), ["replica-0"]) for n in range(4)]
         for stream in streams:
             await anext(stream)
@@ -359,7 +164,7 @@ async def test_the_death_of_a_replica_ends_all_its_streams_also_one_that_is_just
 
 
 async def test_a_replica_that_is_stopped_in_order_has_not_died() -> None:
-    async with running(2) as (client, [replica, _]):
+    async with running_channels(2) as (client, [replica, _]):
         client.stopping.add("replica-0")
         async with aclosing(client.generate(request(max_tokens=100), ["replica-0"])) as stream:
             first = await anext(stream)
@@ -371,7 +176,7 @@ async def test_a_replica_that_is_stopped_in_order_has_not_died() -> None:
 
 
 async def test_a_request_that_another_replica_takes_is_read_from_there() -> None:
-    async with running(2) as (client, [_, other]):
+    async with running_channels(2) as (client, [_, other]):
         client.transport.refused.add("replica-0")
         outputs = await asyncio.gather(*(read(client, request(f"r{n}", (n,), max_tokens=9)) for n in range(4)))
         for number, deltas in enumerate(outputs):
@@ -380,7 +185,7 @@ async def test_a_request_that_another_replica_takes_is_read_from_there() -> None
 
 
 async def test_streams_whose_channel_breaks_fail_and_leave_the_replica() -> None:
-    async with running() as (client, [replica]):
+    async with running_channels() as (client, [replica]):
         streams = [client.generate(request(f"r{n}", (n,), max_tokens=100), ["replica-0"]) for n in range(3)]
         for stream in streams:
             await anext(stream)
@@ -393,7 +198,7 @@ async def test_streams_whose_channel_breaks_fail_and_leave_the_replica() -> None
 
 
 async def test_a_channel_that_nobody_reads_ends_and_frees_its_streams() -> None:
-    async with running(waits=ChannelWaits(reader_s=0.05)) as (_, [replica]):
+    async with running_channels(waits=ChannelWaits(reader_s=0.05)) as (_, [replica]):
         call = replica.channels.generate([(1, request(max_tokens=100))], ChannelId("gone", 1))
         async with asyncio.timeout(LIMIT_S):
             assert await anext(call) == "replica-0"
@@ -404,7 +209,7 @@ async def test_a_channel_that_nobody_reads_ends_and_frees_its_streams() -> None:
 
 
 async def test_the_streams_of_a_lost_ingress_leave_the_replica() -> None:
-    async with running() as (client, [replica]):
+    async with running_channels() as (client, [replica]):
         client.transport.is_cut = True
         async with aclosing(client.generate(request(max_tokens=100), ["replica-0"])) as stream:
             await anext(stream)
@@ -414,7 +219,7 @@ async def test_the_streams_of_a_lost_ingress_leave_the_replica() -> None:
 
 
 async def test_a_channel_of_a_lost_ingress_ends_while_it_is_idle_and_while_its_streams_are_silent() -> None:
-    async with running(waits=ChannelWaits(LIMIT_S, 0.05)) as (client, [replica]):
+    async with running_channels(waits=ChannelWaits(LIMIT_S, 0.05)) as (client, [replica]):
         client.transport.is_cut = True
         await read(client, request(max_tokens=5))
         assert replica.channels._channels
@@ -427,21 +232,21 @@ async def test_a_channel_of_a_lost_ingress_ends_while_it_is_idle_and_while_its_s
 
 
 async def test_a_request_that_is_long_on_its_way_finds_its_channel_open() -> None:
-    async with running(waits=ChannelWaits(LIMIT_S, 0.02)) as (client, [replica]):
+    async with running_channels(waits=ChannelWaits(LIMIT_S, 0.02)) as (client, [replica]):
         client.transport.submit_s = 0.2
         assert token_ids(await read(client, request(max_tokens=5))) == continuation(PROMPT, 5)
         assert replica.num_batches > 0
 
 
 async def test_closing_the_ingress_closes_its_channels() -> None:
-    async with running(limits=ChannelLimits(idle_s=LIMIT_S)) as (client, [replica]):
+    async with running_channels(limits=ChannelLimits(idle_s=LIMIT_S)) as (client, [replica]):
         await read(client, request(max_tokens=5))
         client.pool.close()
         await until(lambda: not replica.channels._channels)
 
 
 async def test_a_stream_whose_last_delta_is_lost_fails_after_a_while() -> None:
-    async with running() as (client, [replica]):
+    async with running_channels() as (client, [replica]):
         stream = client.generate(request(max_tokens=50), ["replica-0"])
         reading = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
@@ -453,7 +258,7 @@ async def test_a_stream_whose_last_delta_is_lost_fails_after_a_while() -> None:
 
 
 async def test_an_idle_channel_is_closed_and_the_next_request_opens_another() -> None:
-    async with running() as (client, [replica]):
+    async with running_channels() as (client, [replica]):
         for _ in range(2):
             assert token_ids(await read(client, request(max_tokens=5))) == continuation(PROMPT, 5)
             assert client.pool._channels
