@@ -1,9 +1,10 @@
 """CPU time of a batch line with several jobs workers on PostgreSQL: `python -m bench.jobs.workers [--against DIR]`.
 
-A batch runs on timed replicas whose steps take no time, so that the workers are the limit. The CPU time of all workers
-and of the database is divided by the number of lines. Each number of workers has an application and a database of its
-own. The bars: four workers take at most a tenth more CPU time a line than one, and every line has one result. Where
-there are more than eight cores, four workers must be at least 2.5 times as fast as one.
+A batch runs on a timed replica whose steps take no time and whose slots are plenty, so that the workers are the limit.
+The CPU time of all workers and of the database is divided by the number of lines. Each run has an application and a
+database of its own, and each number of workers has several runs, by turns. The bars: four workers take at most a tenth
+more CPU time a line than one, and every line has one result. Where there are more than eight cores, four workers must
+be at least 2.5 times as fast as one.
 
 `--against DIR` measures one worker of another checkout beside them: a line here takes at most half of its CPU time.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -40,7 +42,7 @@ _STREAM = Stream(name="lines", prompt=Lengths.around(48, 0.4, 16, 256), output=L
 _WORKER = re.compile(r"ray::ServeReplica:\w+:Jobs")
 """Processes of the workers; the application has another name in an old checkout."""
 _SETTINGS: dict[str, object] = {
-    "num_replicas": 1, "max_num_seqs": 256, "max_num_batched_tokens": 4096, "step_times": "instant",
+    "num_replicas": 1, "max_num_seqs": 1024, "max_num_batched_tokens": 4096, "step_times": "instant",
 }  # fmt: skip
 
 
@@ -70,7 +72,8 @@ def main() -> int:
     """Measure one worker, four, and the other checkout's one."""
     parser = option_parser(__doc__)
     parser.add_argument("--against", metavar="DIR")
-    parser.add_argument("--lines", type=int)
+    parser.add_argument("--lines", type=int, help="lines of each run")
+    parser.add_argument("--turns", type=int, default=3)
     own = parser.parse_args()
     options = options_of(own)
     num_lines = own.lines or (400 if options.is_quick else 20_000)
@@ -80,12 +83,14 @@ def main() -> int:
         raise SystemExit(NOT_INSTALLED)
     with postgresql(binaries) as server:
         server_process = psutil.Process(server.pid)
-        figures = {}
-        for run in runs:
+        measured: dict[str, list[dict[str, Any]]] = {run.name: [] for run in runs}
+        for run in runs * (1 if options.is_quick else own.turns):
             with server.fresh_database() as url:
-                figures[run.name] = _measure(run, url, server_process, num_lines, options)
-            print(run.name, figures[run.name], flush=True)
-    return report("workers", options, judge(figures), {"num_lines": num_lines, **figures}, [], family="jobs")
+                measured[run.name].append(_measure(run, url, server_process, num_lines, options))
+            print(run.name, measured[run.name][-1], flush=True)
+    figures = {name: _together(turns) for name, turns in measured.items()}
+    record = {"num_lines": num_lines, **figures, "turns": measured}
+    return report("workers", options, judge(figures), record, [], family="jobs")
 
 
 def judge(figures: dict[str, dict[str, Any]]) -> list[Bar]:
@@ -102,6 +107,13 @@ def judge(figures: dict[str, dict[str, Any]]) -> list[Bar]:
         ratio = one["cpu_s_a_line"] / other["cpu_s_a_line"]
         bars.append(Bar("CPU time a line, here / there", ratio, MAX_RATIO_AGAINST))
     return bars
+
+
+def _together(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means over all turns, and the sum of the wrong lines."""
+    names = ("cpu_s_a_line", "cpu_s_of_workers", "cpu_s_of_database", "lines_per_s")
+    means = {name: statistics.mean(turn[name] for turn in turns) for name in names}
+    return means | {"num_wrong": sum(turn["num_wrong"] for turn in turns)}
 
 
 def _measure(run: Run, url: str, server: psutil.Process, num_lines: int, options: Options) -> dict[str, Any]:

@@ -39,9 +39,10 @@ EDGE = {
 
 
 @pytest.mark.parametrize("name", ["gpu", "kuberay"])
-def test_production_has_two_ingresses(name: str) -> None:
+def test_production_has_two_ingresses_with_a_cpu_each(name: str) -> None:
     [application] = yaml.safe_load(serve_config(name))["applications"]
-    assert HeadwayConfig.model_validate(application["args"]).num_ingress_replicas >= 2
+    config = HeadwayConfig.model_validate(application["args"])
+    assert config.num_ingress_replicas >= 2 and config.cpus_per_ingress >= 1
 
 
 def test_every_node_has_the_edge() -> None:
