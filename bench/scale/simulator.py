@@ -1,12 +1,14 @@
 """Several ingresses in front of many replicas, in simulated time: `python -m bench.scale.simulator`.
 
-Every ingress has the real flow control, routing and dispatcher, and every replica the real scheduler and KV cache; a
-step takes the time of a real device (`slow-gpu`), and computes nothing. What the ingresses themselves compute takes no
-time here (see `bench.scale.decisions`). All ingresses poll all replicas, at different moments.
+Every ingress has the real flow control, routing and dispatcher. Up to 64 replicas have the real scheduler and KV cache;
+more have a model of it (`--engines` chooses). A step takes the time of a real device (`slow-gpu`), and computes
+nothing. What the ingresses themselves compute takes no time here (see `bench.scale.decisions`). All ingresses poll all
+replicas, at different moments.
 
-The load is three times what the replicas can serve, in three bands, of tenants with equal demands. Half of the tenants
-send all requests to one ingress, the others to any. The same arrivals go to one ingress for comparison, which knows of
-all requests.
+The load is three times what the replicas can serve, in three bands. `--load even`: tenants with equal demands, half of
+which send all requests to one ingress. `--load uneven`: demands by Zipf's law, half of the requests in bursts, prompts
+with shared prefixes. `--trace FILE` replays a file; `--write-trace FILE` writes the load into one. `--faults` injects
+faults, one after the other. The same arrivals go to one ingress for comparison, which knows of all requests.
 """
 
 from __future__ import annotations
@@ -14,41 +16,47 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import os
-import random
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.record import percentile, write
+from bench.scale.arrivals import (
+    LOADS,
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
+    Arrival,
+    TracedRequest,
+    arrivals_of,
+    made_up,
+    read_trace,
+    write_trace,
+)
+from bench.scale.cluster import Cluster, Fault, Tally
+from bench.scale.engine_model import ModelledEngine
 from replicas.engine.config import EngineConfig
-from replicas.errors import DeadlineExceeded, Overloaded
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, SamplingParams, TokenDelta
-from router.balancing.load_table import LoadTable
-from router.balancing.policy import LeastTokens, PrefixIndex
-from router.dispatch import Dispatcher
-from router.flow.flow_control import FlowController
-from serve_app.config import HeadwayConfig
+from replicas.protocol import Band
 from testkit.engine.timed_runner import STEP_TIMES, StepShape
-from testkit.router.simulated_engines import VOCABULARY, EngineClient, SimulatedEngine
-from testkit.router.simulated_replicas import FakeObserver
+from testkit.router.simulated_engines import SimulatedEngine, SimulatedReplica
 from testkit.router.simulated_time import FakeClock, SimulatedLoop, simulated_clock
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
-"""Tokens of a request: the prompt's, and the mean of the output's."""
-SHARES = {Band.INTERACTIVE: 0.2, Band.STANDARD: 0.4, Band.BATCH: 0.4}
-_TENANTS = 16
 _STEP_TIMES = STEP_TIMES["slow-gpu"]
 _SAMPLE_S = 0.5
+_MOST_SCHEDULERS = 64
+"""Most replicas with the real scheduler, unless `--engines` says otherwise."""
+_ENGINES: dict[str, type[SimulatedEngine | ModelledEngine]] = {"scheduler": SimulatedEngine, "model": ModelledEngine}
 _OBJECTS_PER_COLLECTION = 200_000
 """New objects between two garbage collections. With Python's 700 they take a fifth of the time and free nothing."""
 
@@ -62,6 +70,12 @@ class World:
     num_slots: int
     overload: float
     duration_s: float
+    load: str = "even"
+    trace: Path | None = None
+    """Trace to replay instead of a load."""
+    faults: tuple[Fault, ...] = ()
+    engines: str = ""
+    """Kind of replicas; empty: by their number."""
 
     @property
     def requests_per_s(self) -> float:
@@ -70,168 +84,116 @@ class World:
         prefill_s = _STEP_TIMES.per_prefill_token_s * PROMPT_TOKENS
         return self.overload * self.num_replicas / (step_s * OUTPUT_TOKENS / self.num_slots + prefill_s)
 
+    @property
+    def kind_of_engines(self) -> str:
+        """Kind of replicas."""
+        return self.engines or ("scheduler" if self.num_replicas <= _MOST_SCHEDULERS else "model")
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Request of the load."""
+    @property
+    def has_equal_tenants(self) -> bool:
+        """True if all tenants ask for the same at all times."""
+        return self.trace is None and self.load == "even"
 
-    at_s: float
-    request: GenerateRequest
-    ingress: float
-    """Place of its ingress among all, 0 to 1: the same arrivals serve any number of ingresses."""
+    def requests(self) -> Iterable[TracedRequest]:
+        """Return the requests of the load or the trace."""
+        if self.trace is not None:
+            return read_trace(self.trace)
+        return made_up(LOADS[self.load], self.requests_per_s, self.duration_s)
 
-
-@dataclass
-class Tally:
-    """Figures that are collected while the simulation runs."""
-
-    dispatched: Counter[Band] = field(default_factory=Counter)
-    before_urgent: int = 0
-    """Batch requests dispatched by an ingress while an interactive one waited there."""
-    refused: Counter[Band] = field(default_factory=Counter)
-    tokens: Counter[Band] = field(default_factory=Counter)
-    tokens_by_tenant: Counter[str] = field(default_factory=Counter)
-    ttft_s: dict[Band, list[float]] = field(default_factory=lambda: {band: [] for band in Band})
-    outstanding: list[float] = field(default_factory=list)
-    """Greatest over mean outstanding tokens of the replicas, sampled."""
-    num_sent_back: int = 0
-
-
-class Ingress:
-    """One ingress: the real parts over a client of all engines. It is the client itself, to see each dispatch."""
-
-    def __init__(self, number: int, engines: EngineClient, num_slots: int, clock: FakeClock, tally: Tally) -> None:
-        self._engines = engines
-        self._tally = tally
-        table, observer = LoadTable(clock, f"ingress-{number}"), FakeObserver()
-        limits = HeadwayConfig(max_num_seqs=num_slots).flow_limits()
-        policy = LeastTokens(random.Random(number), PrefixIndex())
-        self.flow = FlowController(limits, table, policy, observer)
-        self.dispatcher = Dispatcher(self, self.flow, observer, unix_clock=clock.unix)
-
-    async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one request, and count its dispatch."""
-        self._tally.dispatched[request.band] += 1
-        if request.band is Band.BATCH and not request.is_promoted:
-            self._tally.before_urgent += self.flow.queue.num_requests(Band.INTERACTIVE) > 0
-        try:
-            async with aclosing(self._engines.generate(request, ranking)) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except Overloaded:
-            self._tally.num_sent_back += 1
-            raise
-
-    async def poll_stats(self) -> list[ReplicaStats]:
-        """Return the load of all engines."""
-        return await self._engines.poll_stats()
-
-    async def poll_metrics(self) -> list[EngineMetrics]:
-        """Return the metrics of all engines."""
-        return await self._engines.poll_metrics()
-
-    async def drain(self, replica_id: str) -> bool:
-        """Have an engine refuse new requests."""
-        return await self._engines.drain(replica_id)
-
-    async def describe(self) -> ModelCard:
-        """Refuse: engines have no model."""
-        return await self._engines.describe()
-
-
-def arrivals_of(world: World, seed: int = 1) -> list[Arrival]:
-    """Return the load, in order of time: arrivals at random, a tenth of them in bursts of 20."""
-    rng, arrivals, at_s = random.Random(seed), list[Arrival](), 0.0
-    while at_s < world.duration_s:
-        at_s += rng.expovariate(world.requests_per_s * 0.9)
-        for _ in range(20 if rng.random() < 0.1 / 20 / 0.9 else 1):
-            arrivals.append(_arrival(rng, at_s, len(arrivals)))
-    return arrivals
-
-
-def _arrival(rng: random.Random, at_s: float, number: int) -> Arrival:
-    band = rng.choices(list(SHARES), list(SHARES.values()))[0]
-    tenant = rng.randrange(_TENANTS)
-    prompt = tuple(rng.randrange(16, VOCABULARY) for _ in range(PROMPT_TOKENS))
-    num_tokens = max(1, min(4 * OUTPUT_TOKENS, round(rng.gammavariate(2.0, OUTPUT_TOKENS / 2))))
-    params = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest(f"request-{number}", prompt, params, band, f"tenant-{tenant}")
-    return Arrival(at_s, request, tenant / _TENANTS if tenant < _TENANTS // 2 else rng.random())
+    def new_replica(self, clock: FakeClock, replica_id: str) -> SimulatedReplica:
+        """Return a replica."""
+        config = EngineConfig(
+            num_blocks=64 * self.num_slots,
+            max_model_len=2048,
+            max_num_seqs=self.num_slots,
+            max_num_batched_tokens=max(512, 4 * self.num_slots),
+            async_scheduling=True,
+        )
+        return _ENGINES[self.kind_of_engines](config, _STEP_TIMES, clock, replica_id)
 
 
 async def simulate(world: World, arrivals: list[Arrival]) -> dict[str, Any]:
     """Return the figures of a run. Runs in a `SimulatedLoop`."""
     clock, tally = simulated_clock(), Tally()
-    config = EngineConfig(
-        num_blocks=64 * world.num_slots,
-        max_model_len=2048,
-        max_num_seqs=world.num_slots,
-        max_num_batched_tokens=max(512, 4 * world.num_slots),
-        async_scheduling=True,
-    )
-    engines = [
-        SimulatedEngine(config, _STEP_TIMES, clock, f"replica-{number:04}") for number in range(world.num_replicas)
-    ]
-    client = EngineClient(engines)
-    ingresses = [Ingress(number, client, world.num_slots, clock, tally) for number in range(world.num_ingresses)]
-    tasks = [asyncio.create_task(each.run()) for each in engines]
-    for ingress in ingresses:
-        tasks.append(asyncio.create_task(ingress.dispatcher.run()))
-        await asyncio.sleep(0.5 / world.num_ingresses)
-    tasks.append(asyncio.create_task(_sample(engines, tally)))
+    new_replica = partial(world.new_replica, clock)
+    cluster = Cluster(new_replica, world.num_replicas, world.num_ingresses, world.num_slots, clock, tally)
+    await cluster.start()
     started_s, processor_s = clock.now, time.process_time()
+    tasks = [asyncio.create_task(_sample(cluster, tally)), asyncio.create_task(_inject(cluster, world))]
     for arrival in arrivals:
         await asyncio.sleep(max(0.0, started_s + arrival.at_s - clock.now))
-        ingress = ingresses[int(arrival.ingress * len(ingresses))]
-        tasks.append(asyncio.create_task(_read(ingress, arrival.request, clock, tally)))
+        tasks.append(asyncio.create_task(cluster.read(arrival.request, arrival.ingress)))
     await asyncio.sleep(max(0.0, started_s + world.duration_s - clock.now))
-    figures = _figures(world, tally, time.process_time() - processor_s)
+    figures = _figures(world, tally, arrivals, time.process_time() - processor_s)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    await cluster.stop()
+    if errors := [end for end in ends if isinstance(end, Exception)]:
+        raise errors[0]
     return figures
 
 
-async def _read(ingress: Ingress, request: GenerateRequest, clock: FakeClock, tally: Tally) -> None:
-    """Read one request to its end."""
-    begun_s, has_begun = clock.now, False
-    try:
-        async for delta in ingress.dispatcher.start([request])[0]:
-            if not has_begun:
-                has_begun = True
-                tally.ttft_s[request.band].append(clock.now - begun_s)
-            tally.tokens[request.band] += len(delta.token_ids)
-            if request.band is Band.STANDARD:
-                tally.tokens_by_tenant[request.tenant] += len(delta.token_ids)
-    except (Overloaded, DeadlineExceeded):
-        tally.refused[request.band] += 1
+async def _inject(cluster: Cluster, world: World) -> None:
+    """Inject the faults one after the other, evenly over the run."""
+
+    async def inject(number: int, fault: Fault) -> None:
+        await asyncio.sleep(world.duration_s * number / (len(world.faults) + 1))
+        await cluster.inject(fault)
+
+    await asyncio.gather(*(inject(number, fault) for number, fault in enumerate(world.faults, 1)))
 
 
-async def _sample(engines: list[SimulatedEngine], tally: Tally) -> None:
+async def _sample(cluster: Cluster, tally: Tally) -> None:
     while True:
         await asyncio.sleep(_SAMPLE_S)
-        outstanding = [each.engine.stats().outstanding_tokens for each in engines]
+        outstanding = [stats.outstanding_tokens for stats in await cluster.client.poll_stats()]
         if any(outstanding):
             tally.outstanding.append(max(outstanding) / statistics.mean(outstanding))
 
 
-def _figures(world: World, tally: Tally, processor_s: float) -> dict[str, Any]:
+def _figures(world: World, tally: Tally, arrivals: Iterable[Arrival], processor_s: float) -> dict[str, Any]:
     num_tokens = sum(tally.tokens.values())
+    demands: Counter[str] = Counter()
+    for arrival in arrivals:
+        if arrival.request.band is Band.STANDARD:
+            demands[arrival.request.tenant] += arrival.request.params.max_tokens
     return {
         "tokens_per_s": num_tokens / world.duration_s,
         "tokens_per_s_by_band": {band.name.lower(): tally.tokens[band] / world.duration_s for band in Band},
-        "ttft_p50_s": {b.name.lower(): percentile(tally.ttft_s[b], 50) for b in Band if tally.ttft_s[b]},
-        "ttft_p99_s": {b.name.lower(): percentile(tally.ttft_s[b], 99) for b in Band if tally.ttft_s[b]},
+        "queue_p50_s": _percentiles(tally.queue_s, 50),
+        "queue_p99_s": _percentiles(tally.queue_s, 99),
+        "ttft_p50_s": _percentiles(tally.ttft_s, 50),
+        "ttft_p99_s": _percentiles(tally.ttft_s, 99),
         "refused": {band.name.lower(): tally.refused[band] for band in Band},
+        "failed": tally.failed,
         "batch_before_waiting_interactive": tally.before_urgent,
         "sent_back": tally.num_sent_back,
-        "fairness_of_standard": jain(list(tally.tokens_by_tenant.values())),
+        "sent_again": tally.num_sent_again,
+        "fairness_of_standard": fairness(tally.tokens_by_tenant, demands),
         "max_over_mean_outstanding": statistics.median(tally.outstanding[len(tally.outstanding) // 4 :]),
+        "prefix_hits": tally.cached_tokens / max(1, tally.prompt_tokens),
         "processor_s_per_million_tokens": 1e6 * processor_s / num_tokens,
     }
 
 
-def jain(shares: list[int]) -> float:
+def _percentiles(seconds: Mapping[Band, list[float]], percent: float) -> dict[str, float]:
+    return {band.name.lower(): percentile(its, percent) for band, its in seconds.items() if its}
+
+
+def fairness(served: Mapping[str, int], demands: Mapping[str, int]) -> float:
+    """Return Jain's index of what tenants got of their max-min fair shares.
+
+    A fair share is what a tenant demands, or else as much as every other one whose demand is not met either.
+    """
+    shares, left, unmet = {}, float(sum(served.values())), sorted(demands, key=demands.__getitem__)
+    for number, tenant in enumerate(unmet):
+        shares[tenant] = min(demands[tenant], left / (len(unmet) - number))
+        left -= shares[tenant]
+    return jain([served.get(tenant, 0) / share for tenant, share in shares.items() if share])
+
+
+def jain(shares: list[float]) -> float:
     """Return Jain's fairness index of shares: 1 for equal ones, 1 / n if one has all."""
     return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
 
@@ -240,57 +202,91 @@ def run(world: World) -> dict[str, Any]:
     """Return the figures of a world."""
     gc.set_threshold(_OBJECTS_PER_COLLECTION)
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
-        return runner.run(simulate(world, arrivals_of(world)))
+        return runner.run(simulate(world, arrivals_of(world.requests())))
 
 
 def main() -> int:
-    """Simulate each number of ingresses beside one, each in a process; print and write the figures."""
+    """Simulate each number of ingresses and of replicas, each in a process; print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ingresses", default="8", help="numbers of ingresses, separated by commas")
-    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--replicas", default="64", help="numbers of replicas, separated by commas")
     parser.add_argument("--slots", type=int, default=16, help="sequences that a replica runs together")
     parser.add_argument("--overload", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=15.0, help="simulated time")
+    parser.add_argument("--load", choices=LOADS, default="even")
+    parser.add_argument("--trace", type=Path, help="file with the requests, one in a line of JSON")
+    parser.add_argument("--write-trace", type=Path, help="write the load into a file, and simulate nothing")
+    parser.add_argument("--faults", default="", help=f"of {', '.join(fault.value for fault in Fault)}, in their order")
+    parser.add_argument("--engines", choices=_ENGINES, help="kind of replicas; by default by their number")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="rows simulated at the same time")
     parser.add_argument("--name", default="scale_simulator", help="file in bench/results")
     options = parser.parse_args()
-    numbers = [1, *sorted({int(each) for each in options.ingresses.split(",")} - {1})]
-    worlds = [World(each, options.replicas, options.slots, options.overload, options.seconds) for each in numbers]
-    rows: dict[str, dict[str, Any]] = {}
+    worlds = [
+        World(
+            num_ingresses,
+            num_replicas,
+            options.slots,
+            options.overload,
+            options.seconds,
+            options.load,
+            options.trace,
+            tuple(Fault(name) for name in options.faults.split(",") if name),
+            options.engines or "",
+        )
+        for num_replicas, num_ingresses in itertools.product(
+            _numbers(options.replicas), sorted({1, *_numbers(options.ingresses)})
+        )
+    ]
+    if options.write_trace is not None:
+        write_trace(options.write_trace, worlds[0].requests())
+        return 0
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(min(len(worlds), options.processes)) as processes:
         for world, figures in zip(worlds, processes.map(run, worlds), strict=True):
-            rows[str(world.num_ingresses)] = figures
+            size = {"replicas": world.num_replicas, "ingresses": world.num_ingresses, "engines": world.kind_of_engines}
+            rows.append(size | figures)
+            alone = next(row for row in rows if row["replicas"] == world.num_replicas)
+            rows[-1]["over_one_ingress"] = figures["tokens_per_s"] / alone["tokens_per_s"]
+            rows[-1]["is_kept"] = is_kept(rows[-1], alone, world.has_equal_tenants)
             _show(rows)
-    for figures in rows.values():
-        figures["over_one_ingress"] = figures["tokens_per_s"] / rows["1"]["tokens_per_s"]
-    print(write(options.name, {"replicas": options.replicas, "slots": options.slots, "ingresses": rows}))
-    return 0 if all(is_kept(figures, rows["1"]) for figures in rows.values()) else 1
+    settings = {"slots": options.slots, "seconds": options.seconds, "load": options.load, "faults": options.faults}
+    print(write(options.name, settings | {"rows": rows}))
+    return 0 if all(row["is_kept"] for row in rows) else 1
 
 
-def is_kept(figures: dict[str, Any], alone: dict[str, Any]) -> bool:
+def _numbers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
+def is_kept(figures: dict[str, Any], alone: dict[str, Any], has_equal_tenants: bool = True) -> bool:
     """Return True if a run keeps the bars beside one ingress.
 
-    Outputs of unequal lengths leave replicas with unequal work even then.
+    Outputs of unequal lengths leave replicas with unequal work even then. A tenant that comes while slots are free may
+    take them all, so what tenants got says nothing of fairness unless they ask for the same at all times.
     """
     return bool(
         figures["over_one_ingress"] >= 0.97
         and figures["batch_before_waiting_interactive"] == 0
-        and figures["fairness_of_standard"] >= 0.95
+        and figures["failed"] == 0
+        and (figures["fairness_of_standard"] >= 0.95 or not has_equal_tenants)
         and figures["max_over_mean_outstanding"] <= 1.2 * alone["max_over_mean_outstanding"]
     )
 
 
-def _show(rows: dict[str, dict[str, Any]]) -> None:
-    table = Table("ingresses", *next(iter(rows.values())))
-    for number, figures in rows.items():
-        table.add_row(number, *(_cell(value) for value in figures.values()))
-    Console(width=220).print(table)
+def _show(rows: list[dict[str, Any]]) -> None:
+    """Print a column for each row: there are more figures than rows."""
+    table = Table("", *(f"{row['ingresses']} by {row['replicas']}" for row in rows))
+    for name in rows[0]:
+        table.add_row(name, *(_cell(row[name]) for row in rows))
+    Console(width=max(80, 30 + 24 * len(rows))).print(table)
 
 
-def _cell(value: float | dict[str, float]) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name} {_cell(each)}" for name, each in value.items())
-    return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if value < 100 else f"{value:,.0f}"
+    return str(value)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Protocol
 
 from replicas.clock import Clock
 from replicas.engine.batch import ScheduledBatch
 from replicas.engine.config import EngineConfig
 from replicas.engine.engine import Engine
-from replicas.errors import NoReplicaAvailable
+from replicas.errors import NoReplicaAvailable, ReplicaLost
 from replicas.protocol import (
     EngineMetrics,
     GenerateRequest,
@@ -28,8 +29,8 @@ from testkit.router.simulated_time import FakeClock, settle_down
 VOCABULARY = 5000
 _WAIT_S = 0.001
 """Time until an engine looks again that has work and could schedule none."""
-_DELTAS_TOGETHER = 8
-"""Deltas of a sequence that travel together, behind the first."""
+TOKENS_TOGETHER = 8
+"""Tokens of a sequence that travel together, behind the first."""
 
 
 class _StepRunner:
@@ -51,26 +52,69 @@ class _StepRunner:
         return _WAIT_S if step_s is None else step_s
 
 
-class _Stream:
-    """Deltas of one sequence that travel together: the first alone, then `_DELTAS_TOGETHER` or the rest."""
+class SimulatedReplica(Protocol):
+    """Replica in simulated time."""
+
+    replica_id: str
+
+    async def run(self) -> None:
+        """Run steps until cancelled."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the deltas of one request.
+
+        Raises:
+            ReplicaLost: the replica has died.
+        """
+
+    def stats(self) -> ReplicaStats:
+        """Return the answer to a poll."""
+
+    def metrics(self) -> EngineMetrics:
+        """Return everything that the engine counts."""
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+
+    def die(self) -> None:
+        """Fail all streams; the replica generates nothing more."""
+
+
+class DeltaStream:
+    """Deltas of one sequence: the first token travels alone, then `TOKENS_TOGETHER` or the rest."""
 
     def __init__(self) -> None:
         self._deltas: list[TokenDelta] = []
+        self._num_tokens = 0
+        """Number of tokens in `_deltas`."""
         self._num_together = 1
         self._is_due = asyncio.Event()
+        self._error: ReplicaLost | None = None
 
     def put(self, delta: TokenDelta) -> None:
         """Add a delta."""
         self._deltas.append(delta)
-        if len(self._deltas) >= self._num_together or delta.finish_reason is not None:
+        self._num_tokens += len(delta.token_ids)
+        if self._num_tokens >= self._num_together or delta.finish_reason is not None:
             self._is_due.set()
 
+    def fail(self) -> None:
+        """End the stream, as its replica has died."""
+        self._error = ReplicaLost("the replica has died")
+        self._is_due.set()
+
     async def take(self) -> TokenDelta:
-        """Wait until deltas are due; return all as one."""
+        """Wait until deltas are due; return all as one.
+
+        Raises:
+            ReplicaLost: the replica has died.
+        """
         await self._is_due.wait()
+        if self._error is not None:
+            raise self._error
         self._is_due.clear()
-        taken, self._deltas = self._deltas, []
-        self._num_together = _DELTAS_TOGETHER
+        taken, self._deltas, self._num_tokens = self._deltas, [], 0
+        self._num_together = TOKENS_TOGETHER
         return merge(taken)
 
 
@@ -82,10 +126,11 @@ class SimulatedEngine:
 
     def __init__(self, config: EngineConfig, step_times: StepTimes, clock: FakeClock, replica_id: str = "a") -> None:
         assert config.async_scheduling
+        self.replica_id = replica_id
         identity = ReplicaIdentity(replica_id, "node", 1)
         self._runner = _StepRunner(step_times, clock)
         self.engine = Engine(config, self._runner, decoders, identity, Clock(clock, clock.unix))
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         self._has_work = asyncio.Event()
 
     async def run(self) -> None:
@@ -104,7 +149,7 @@ class SimulatedEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request."""
         self.engine.add(request)
-        stream = self._streams[request.request_id] = _Stream()
+        stream = self._streams[request.request_id] = DeltaStream()
         self._has_work.set()
         try:
             has_ended = False
@@ -120,32 +165,52 @@ class SimulatedEngine:
         """Return the answer to a poll."""
         return replace(self.engine.stats(), served_tokens=self.engine.served_tokens())
 
+    def metrics(self) -> EngineMetrics:
+        """Return everything that the engine counts."""
+        return self.engine.metrics()
+
+    def drain(self) -> None:
+        """Refuse new requests."""
+        self.engine.drain()
+
+    def die(self) -> None:
+        """Fail all streams; the engine does nothing more."""
+        self._has_work.clear()
+        for stream in self._streams.values():
+            stream.fail()
+
 
 class EngineClient:
-    """`ReplicaClient` of simulated engines; the first engine of a ranking serves. Several ingresses may share it."""
+    """`ReplicaClient` of simulated engines; the first engine of a ranking that is there serves.
 
-    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
-        self._engines = {each.engine.stats().replica_id: each for each in engines}
+    Several ingresses may share it.
+    """
+
+    def __init__(self, engines: Sequence[SimulatedReplica]) -> None:
+        self.engines = {each.replica_id: each for each in engines}
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request."""
-        async with aclosing(self._engines[ranking[0]].generate(request)) as deltas:
+        found = next((self.engines[replica_id] for replica_id in ranking if replica_id in self.engines), None)
+        if found is None:
+            raise NoReplicaAvailable("no engine of the ranking is there")
+        async with aclosing(found.generate(request)) as deltas:
             async for delta in deltas:
                 yield delta
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """Return the load of all engines."""
-        return [each.stats() for each in self._engines.values()]
+        return [each.stats() for each in self.engines.values()]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return the metrics of all engines."""
-        return [each.engine.metrics() for each in self._engines.values()]
+        return [each.metrics() for each in self.engines.values()]
 
     async def drain(self, replica_id: str) -> bool:
         """Have an engine refuse new requests."""
-        found = self._engines.get(replica_id)
+        found = self.engines.get(replica_id)
         if found is not None:
-            found.engine.drain()
+            found.drain()
         return found is not None
 
     async def describe(self) -> ModelCard:

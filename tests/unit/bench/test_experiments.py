@@ -14,7 +14,6 @@ from bench.routing.oracle import Arrival, run_oracle
 from bench.routing.overload import Scale, goodput, is_good, recovery_s, starvation_s, sustained_rate
 from bench.routing.report import Bar, read_options
 from bench.routing.tenants import NUM_CLIENTS, measure
-from bench.scale.simulator import World, jain, run
 from serve_app.benchmark.rows import Row
 from testkit.engine.timed_runner import StepTimes
 from testkit.router.simulated_time import SimulatedLoop
@@ -183,15 +182,3 @@ def test_an_idle_tenant_is_served_at_once_beside_a_flood() -> None:
     assert figures["idle_refused"] == 0 and figures["idle_requests"] > 1
     assert figures["idle_ttft_p99_ms"] < 400, "simulated time: at most two steps with a whole prefill"
     assert 0 < figures["wasted_share_fairness"] < 0.05
-
-
-def test_ingresses_together_serve_as_much_as_one_and_keep_the_order_of_bands() -> None:
-    alone, together = (run(World(number, 4, num_slots=8, overload=3.0, duration_s=5.0)) for number in (1, 3))
-    assert together["tokens_per_s"] == pytest.approx(alone["tokens_per_s"], rel=0.1)
-    assert together["ttft_p99_s"]["interactive"] < 0.5, "simulated time: a few steps"
-    assert together["batch_before_waiting_interactive"] == 0
-
-
-def test_fairness_is_one_for_equal_shares() -> None:
-    assert jain([5, 5, 5]) == 1.0
-    assert jain([9, 0, 0]) == pytest.approx(1 / 3)
