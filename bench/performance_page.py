@@ -197,16 +197,17 @@ def _refusals(result: Result) -> Rows:
 
 
 def _simulated(result: Result) -> Rows:
-    for number, row in result["ingresses"].items():
+    for row in result["rows"]:
         yield (
-            number,
+            f"{row['ingresses']} by {row['replicas']:,}",
             f"{row['tokens_per_s']:,.0f} ({row['over_one_ingress']:.3f})",
             str(row["batch_before_waiting_interactive"]),
             f"{row['fairness_of_standard']:.3f}",
             f"{row['max_over_mean_outstanding']:.2f}",
-            str(row["sent_back"]),
-            " / ".join(f"{row['ttft_p50_s'][band]:.2f}" for band in ("interactive", "standard")),
-            f"{row['ttft_p99_s']['interactive']:.2f}",
+            f"{row['sent_back']} / {row['sent_again']}",
+            " / ".join(f"{row['queue_p99_s'][band]:.2f}" for band in ("interactive", "standard")),
+            " / ".join(f"{row['ttft_p99_s'][band]:.2f}" for band in ("interactive", "standard")),
+            f"{row['prefix_hits']:.2f}",
         )
 
 
@@ -227,6 +228,17 @@ _METHOD_HEADINGS = (
 )  # fmt: skip
 _BUDGET_HEADINGS = ("tokens of a step", "calm p50 / p99 ms", "beside a prefill p50 / p99 ms", "prefill's slowdown")
 _STEP_HEADINGS = ("sequences x tokens", "transformers' layers, ms", "Headway, ms", "Headway with `int8`, ms")
+_SIMULATED_HEADINGS = (
+    "ingresses by replicas",
+    "tokens/s (of one ingress)",
+    "batch before a waiting interactive",
+    "Jain, standard",
+    "max/mean outstanding tokens",
+    "sent back / again",
+    "queue p99 s, interactive / standard",
+    "TTFT p99 s, interactive / standard",
+    "prefix hits",
+)
 _BAR_HEADINGS = ("figure", "value", "wanted")
 
 SECTIONS = (
@@ -298,26 +310,36 @@ SECTIONS = (
     Section("Interactive requests beside a backlog", "routing_backlog", _BAR_HEADINGS, _bars),
     Section("Interactive requests beside a batch file", "jobs_interactive_timed_small", _BAR_HEADINGS, _bars),
     Section(
-        "Several ingresses in front of 256 replicas, simulated",
-        "scale_simulator_256x128",
-        (
-            "ingresses",
-            "tokens/s (of one ingress)",
-            "batch before a waiting interactive",
-            "Jain, standard",
-            "max/mean outstanding tokens",
-            "sent back",
-            "TTFT p50 s, interactive / standard",
-            "TTFT p99 s, interactive",
-        ),
+        "1 to 16 ingresses in front of 1 to 1,024 replicas, simulated",
+        "scale_simulator_sizes",
+        _SIMULATED_HEADINGS,
         _simulated,
-        "Simulated time: real routers, schedulers and KV caches; steps take a slow GPU's time and compute nothing. "
-        "Three times the load that 256 replicas of 128 slots can serve for 15 s, 16 tenants with equal demands, half "
-        "of which use one ingress alone. Outputs have unequal lengths. One ingress, which knows all requests, is "
-        "the ideal. Wanted of 8: 0.97 of its tokens/s, no batch request before an interactive one that waits at "
-        "the same ingress, Jain's index of 0.95. Max/mean outstanding tokens (wanted: 1.2) depends on the slots. With "
-        "16 it is 1.66 with one ingress and 1.42 with 8: 16 requests of unequal lengths are too few to even out. With "
-        "32 replicas of 256 slots it is 1.07 and 1.12.",
+        "Simulated time: the routers are real, and so are the schedulers and KV caches of up to 64 replicas. More "
+        "replicas have a model of the scheduler, whose figures differ from the real one's by 3 % at most. Steps take a "
+        "slow GPU's time and compute nothing. Three times the load that the replicas can serve, 16 tenants with equal "
+        "demands, half of which use one ingress alone. One ingress, which knows all requests, is the ideal. Wanted "
+        "of several: 0.97 of its tokens/s, no batch request before an interactive one that waits at the same "
+        "ingress, Jain's index of 0.95. With few replicas, Jain's index is that of few requests. `sent back`: requests "
+        "that a replica refused; `sent again`: requests whose ingress died.\n\n"
+        "![Figures by the numbers of ingresses and replicas](images/scale.svg)",
+    ),
+    Section(
+        "8 ingresses in front of 256 replicas of 256 slots, simulated",
+        "scale_simulator_256x256",
+        _SIMULATED_HEADINGS,
+        _simulated,
+        "As above. Max/mean outstanding tokens (wanted: 1.2) depends on the slots: 16 requests of unequal lengths are "
+        "too few to even out, and 256 are not.",
+    ),
+    Section(
+        "Uneven load and faults in front of 64 replicas, simulated",
+        "scale_simulator_faults",
+        _SIMULATED_HEADINGS,
+        _simulated,
+        "As above, but demands by Zipf's law, half of the requests in bursts of 100, prompts with shared prefixes. "
+        "A replica dies, an ingress dies, and every second ingress hears nothing new for 2 s. No request is lost. "
+        "With one ingress, all requests are lost with it and sent again. A tenant that comes while slots are free may "
+        "take them all, so Jain's index says little here.",
     ),
     Section(
         "Processor time of a token with one ingress and two",

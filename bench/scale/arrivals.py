@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from replicas.protocol import Band, GenerateRequest, SamplingParams
+from serve_app.benchmark.trace import TracedRequest, band_of
 from testkit.router.simulated_engines import VOCABULARY
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
@@ -19,26 +20,19 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 SHARES = {Band.INTERACTIVE: 0.2, Band.STANDARD: 0.4, Band.BATCH: 0.4}
 NUM_TENANTS = 16
 _PREFIX_TOKENS = 256
+_CHARS_PER_TOKEN = 4
 
 
-class TracedRequest(BaseModel):
-    """Request of a trace: a line of JSON."""
+class SimulatedRequest(TracedRequest):
+    """Line of a trace file of `headway bench`, with what only the simulator knows of."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    at_s: float = Field(ge=0)
-    """Time of its arrival since the start, seconds."""
-    band: Band = Band.STANDARD
-    """0 interactive, 1 standard, 2 batch."""
-    tenant: str
-    prompt_tokens: int = Field(ge=1)
-    """Tokens of the prompt behind its prefix."""
-    output_tokens: int = Field(ge=1)
+    tenant: str = "anonymous"
     prefix: str = ""
     """Name of what the prompt begins with: prompts with the same prefix share its tokens."""
     prefix_tokens: int = Field(default=0, ge=0)
-    ingress: float = Field(ge=0, lt=1)
-    """Place of its ingress among all, so that one trace serves any number of ingresses."""
+    """Tokens of the prefix, which stand before the others."""
+    ingress: float | None = Field(default=None, ge=0, lt=1)
+    """Place of its ingress among all, so that one trace serves any number of ingresses. None: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,7 @@ class Arrival:
     """Place of its ingress among all, from 0 to below 1."""
 
 
-def made_up(load: Load, requests_per_s: float, duration_s: float, seed: int = 1) -> Iterator[TracedRequest]:
+def made_up(load: Load, requests_per_s: float, duration_s: float, seed: int = 1) -> Iterator[SimulatedRequest]:
     """Yield the requests of a load, in order of time. Half of the tenants send all requests to one ingress."""
     rng, at_s = random.Random(seed), 0.0
     single_share = 1 - load.burst_share
@@ -88,50 +82,41 @@ def made_up(load: Load, requests_per_s: float, duration_s: float, seed: int = 1)
             yield _made_up_request(rng, load, at_s, tenant)
 
 
-def _made_up_request(rng: random.Random, load: Load, at_s: float, tenant: int) -> TracedRequest:
-    return TracedRequest(
-        at_s=at_s,
-        band=rng.choices(list(SHARES), list(SHARES.values()))[0],
+def _made_up_request(rng: random.Random, load: Load, at_s: float, tenant: int) -> SimulatedRequest:
+    return SimulatedRequest(
+        time=at_s,
+        band=rng.choices(list(SHARES), list(SHARES.values()))[0].name.lower(),
         tenant=f"tenant-{tenant}",
         prompt_tokens=PROMPT_TOKENS,
-        output_tokens=max(1, min(4 * OUTPUT_TOKENS, round(rng.gammavariate(2.0, OUTPUT_TOKENS / 2)))),
+        max_tokens=max(1, min(4 * OUTPUT_TOKENS, round(rng.gammavariate(2.0, OUTPUT_TOKENS / 2)))),
         prefix=f"{tenant}-{_zipf(rng, load.num_prefixes, 1.0)}" if load.num_prefixes else "",
         prefix_tokens=_PREFIX_TOKENS if load.num_prefixes else 0,
         ingress=tenant / NUM_TENANTS if tenant < NUM_TENANTS // 2 else rng.random(),
     )
 
 
-def read_trace(path: Path) -> Iterator[TracedRequest]:
-    """Yield the requests of a trace.
-
-    Raises:
-        ValueError: a line is no request; the message names its fields.
-    """
-    with path.open() as lines:
-        yield from map(TracedRequest.model_validate_json, lines)
-
-
-def write_trace(path: Path, requests: Iterable[TracedRequest]) -> None:
-    """Write a trace."""
+def write_trace(path: Path, requests: Iterable[SimulatedRequest]) -> None:
+    """Write a trace file."""
     with path.open("w") as file:
-        file.writelines(request.model_dump_json() + "\n" for request in requests)
+        file.writelines(request.model_dump_json(exclude_defaults=True) + "\n" for request in requests)
 
 
-def arrivals_of(requests: Iterable[TracedRequest], seed: int = 1) -> list[Arrival]:
+def arrivals_of(requests: Iterable[SimulatedRequest], seed: int = 1) -> list[Arrival]:
     """Return the arrivals of a trace, each with tokens of its own behind those of its prefix."""
     rng = random.Random(seed)
     return [_arrival(request, number, rng) for number, request in enumerate(requests)]
 
 
-def _arrival(traced: TracedRequest, number: int, rng: random.Random) -> Arrival:
+def _arrival(traced: SimulatedRequest, number: int, rng: random.Random) -> Arrival:
+    num_tokens = traced.prompt_tokens or max(1, len(traced.prompt or "") // _CHARS_PER_TOKEN)
     request = GenerateRequest(
         f"request-{number}",
-        _prefix(traced.prefix, traced.prefix_tokens) + _tokens(rng, traced.prompt_tokens),
-        SamplingParams(traced.output_tokens, temperature=0.0, ignore_eos=True),
-        traced.band,
+        _prefix(traced.prefix, traced.prefix_tokens) + _tokens(rng, num_tokens),
+        SamplingParams(traced.max_tokens, temperature=0.0, ignore_eos=True),
+        Band.STANDARD if traced.band is None else band_of(traced.band),
         traced.tenant,
     )
-    return Arrival(traced.at_s, request, traced.ingress)
+    return Arrival(traced.time, request, rng.random() if traced.ingress is None else traced.ingress)
 
 
 @cache

@@ -7,8 +7,9 @@ replicas, at different moments.
 
 The load is three times what the replicas can serve, in three bands. `--load even`: tenants with equal demands, half of
 which send all requests to one ingress. `--load uneven`: demands by Zipf's law, half of the requests in bursts, prompts
-with shared prefixes. `--trace FILE` replays a file; `--write-trace FILE` writes the load into one. `--faults` injects
-faults, one after the other. The same arrivals go to one ingress for comparison, which knows of all requests.
+with shared prefixes. `--trace FILE` replays a trace of `headway bench`; `--write-trace FILE` writes the load as one.
+`--faults` injects faults, one after the other. The same arrivals go to one ingress for comparison, which knows of all
+requests.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from bench.scale.arrivals import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Arrival,
-    TracedRequest,
+    SimulatedRequest,
     arrivals_of,
     made_up,
-    read_trace,
     write_trace,
 )
 from bench.scale.cluster import Cluster, Fault, Tally
 from bench.scale.engine_model import ModelledEngine
 from replicas.engine.config import EngineConfig
 from replicas.protocol import Band
+from serve_app.benchmark.trace import read_requests
 from testkit.engine.timed_runner import STEP_TIMES, StepShape
 from testkit.router.simulated_engines import SimulatedEngine, SimulatedReplica
 from testkit.router.simulated_time import FakeClock, SimulatedLoop, simulated_clock
@@ -94,10 +95,10 @@ class World:
         """True if all tenants ask for the same at all times."""
         return self.trace is None and self.load == "even"
 
-    def requests(self) -> Iterable[TracedRequest]:
+    def requests(self) -> Iterable[SimulatedRequest]:
         """Return the requests of the load or the trace."""
         if self.trace is not None:
-            return read_trace(self.trace)
+            return read_requests(self.trace, SimulatedRequest)
         return made_up(LOADS[self.load], self.requests_per_s, self.duration_s)
 
     def new_replica(self, clock: FakeClock, replica_id: str) -> SimulatedReplica:

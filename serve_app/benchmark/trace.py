@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -44,22 +44,30 @@ def band_of(name: str) -> Band:
         raise ValueError(f"band is '{name}'; it must be one of {names}") from None
 
 
+_TracedT = TypeVar("_TracedT", bound=TracedRequest)
+
+
 def read_trace(path: Path) -> list[TracedRequest]:
     """Read a file of JSON lines; return the requests by time.
 
     Raises:
         ValueError: a line is not a request; the message names its number.
     """
+    return read_requests(path, TracedRequest)
+
+
+def read_requests(path: Path, kind: type[_TracedT]) -> list[_TracedT]:
+    """Read a file of JSON lines as `read_trace` does, into requests of a kind that has more fields."""
     with path.open() as file:
-        requests = [_request(line, f"{path}, line {number}") for number, line in enumerate(file, 1)]
+        requests = [_request(line, kind, f"{path}, line {number}") for number, line in enumerate(file, 1)]
     if not requests:
         raise ValueError(f"{path} has no requests")
     return sorted(requests, key=lambda request: request.time)
 
 
-def _request(line: str, place: str) -> TracedRequest:
+def _request(line: str, kind: type[_TracedT], place: str) -> _TracedT:
     try:
-        return TracedRequest.model_validate_json(line)
+        return kind.model_validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         fields = "".join(f"{part}: " for part in first["loc"])

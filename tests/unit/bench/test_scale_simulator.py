@@ -6,15 +6,15 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from bench.scale.arrivals import LOADS, arrivals_of, made_up, read_trace, write_trace
+from bench.scale.arrivals import LOADS, SimulatedRequest, arrivals_of, made_up, write_trace
 from bench.scale.cluster import Fault
 from bench.scale.engine_model import ModelledEngine
 from bench.scale.simulator import World, fairness, jain, run
 from replicas.engine.config import EngineConfig
 from replicas.errors import ReplicaLost
-from replicas.protocol import BANDS, GenerateRequest, SamplingParams
+from replicas.protocol import BANDS, Band, GenerateRequest, SamplingParams
+from serve_app.benchmark.trace import read_requests
 from testkit.engine.timed_runner import STEP_TIMES
 from testkit.router.simulated_time import SimulatedLoop, simulated_clock
 from tests.seeds import Seeds
@@ -53,17 +53,26 @@ def test_a_trace_is_replayed_as_it_was_made_up(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     requests = list(made_up(LOADS["uneven"], requests_per_s=50.0, duration_s=5.0))
     write_trace(path, requests)
-    assert list(read_trace(path)) == requests
-    assert arrivals_of(read_trace(path)) == arrivals_of(requests)
-    path.write_text('{"at_s": 0, "tenant": "a", "prompt_tokens": 0, "output_tokens": 1, "ingress": 0}\n')
-    with pytest.raises(ValidationError, match="prompt_tokens"):
-        list(read_trace(path))
+    assert read_requests(path, SimulatedRequest) == requests
+
+
+def test_a_trace_of_headway_bench_is_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(
+        '{"time": 0.5, "prompt_tokens": 20, "max_tokens": 64, "band": "interactive"}\n'
+        '{"time": 0.1, "prompt": "What is the capital of France?", "max_tokens": 8}\n'
+    )
+    first, second = arrivals_of(read_requests(path, SimulatedRequest))
+    assert (first.at_s, len(first.request.prompt_token_ids), first.request.band) == (0.1, 7, Band.STANDARD)
+    assert (second.at_s, len(second.request.prompt_token_ids), second.request.band) == (0.5, 20, Band.INTERACTIVE)
+    figures = run(World(2, 1, 8, overload=1.0, duration_s=8.0, trace=path))
+    assert figures["tokens_per_s"] * 8.0 == 72
 
 
 def test_loads_come_in_order_at_their_rate() -> None:
     for load in LOADS.values():
         requests = list(made_up(load, requests_per_s=200.0, duration_s=50.0))
-        assert all(a.at_s <= b.at_s for a, b in pairwise(requests))
+        assert all(a.time <= b.time for a, b in pairwise(requests))
         assert len(requests) == pytest.approx(10_000, rel=0.1)
 
 
