@@ -91,7 +91,7 @@ def _made_up_request(rng: random.Random, load: Load, at_s: float, tenant: int) -
         max_tokens=max(1, min(4 * OUTPUT_TOKENS, round(rng.gammavariate(2.0, OUTPUT_TOKENS / 2)))),
         prefix=f"{tenant}-{_zipf(rng, load.num_prefixes, 1.0)}" if load.num_prefixes else "",
         prefix_tokens=_PREFIX_TOKENS if load.num_prefixes else 0,
-        ingress=tenant / NUM_TENANTS if tenant < NUM_TENANTS // 2 else rng.random(),
+        ingress=2 * tenant / NUM_TENANTS if 2 * tenant < NUM_TENANTS else rng.random(),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from replicas.errors import DeadlineExceeded, Overloaded, ServingError
-from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta
+from replicas.protocol import Band, EngineMetrics, GenerateRequest, ModelCard, ReplicaStats, TokenDelta, Usage
 from router.balancing.load_table import LoadTable
 from router.balancing.policy import LeastTokens, PrefixIndex
 from router.dispatch import Dispatcher
@@ -33,14 +33,37 @@ class Fault(Enum):
     REPLICA = "replica"
     """A replica dies. Its streams go on elsewhere."""
     INGRESS = "ingress"
-    """An ingress dies. Its clients send their requests again, to other ingresses."""
+    """The ingress with most requests dies. Its clients send them again, to other ingresses."""
     STALE = "stale"
     """Every second ingress hears nothing new of any replica's load."""
 
 
 @dataclass
+class Seconds:
+    """Times of requests, by band."""
+
+    ended: dict[Band, list[float]] = field(default_factory=lambda: {band: [] for band in Band})
+    begun: dict[str, tuple[Band, float]] = field(default_factory=dict)
+    """Requests whose time has not ended, with its beginning."""
+
+    def end(self, request: GenerateRequest, now_s: float) -> bool:
+        """End the time of a request; return False if it has ended before."""
+        begun = self.begun.pop(request.request_id, None)
+        if begun is not None:
+            self.ended[request.band].append(now_s - begun[1])
+        return begun is not None
+
+    def until(self, now_s: float) -> dict[Band, list[float]]:
+        """Return all times, also of requests that still wait: up to now."""
+        times = {band: list(ended) for band, ended in self.ended.items()}
+        for band, begun_s in self.begun.values():
+            times[band].append(now_s - begun_s)
+        return times
+
+
+@dataclass
 class Tally:
-    """Figures that are collected while the simulation runs."""
+    """Figures that are collected while the simulation runs. A request that is sent again counts once."""
 
     before_urgent: int = 0
     """Batch requests dispatched by an ingress while an interactive one waited there."""
@@ -49,17 +72,40 @@ class Tally:
     """Requests that ended with another error."""
     num_sent_again: int = 0
     """Requests whose ingress died, so that their clients sent them again."""
+    num_sent_back: int = 0
+    """Requests that a replica refused."""
     tokens: Counter[Band] = field(default_factory=Counter)
     tokens_by_tenant: Counter[str] = field(default_factory=Counter)
     """Output tokens of the band `standard`."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    queue_s: dict[Band, list[float]] = field(default_factory=lambda: {band: [] for band in Band})
-    """Time from the arrival to the first dispatch."""
-    ttft_s: dict[Band, list[float]] = field(default_factory=lambda: {band: [] for band in Band})
+    queue_s: Seconds = field(default_factory=Seconds)
+    """Time from a request's arrival to its first dispatch."""
+    ttft_s: Seconds = field(default_factory=Seconds)
     outstanding: list[float] = field(default_factory=list)
     """Greatest over mean outstanding tokens of the replicas, sampled."""
-    num_sent_back: int = 0
+
+    def arrived(self, request: GenerateRequest, now_s: float) -> None:
+        """Count a request's arrival at its client."""
+        for times in (self.queue_s, self.ttft_s):
+            times.begun[request.request_id] = request.band, now_s
+
+    def begun(self, request: GenerateRequest, usage: Usage, now_s: float) -> None:
+        """Count the first token of a request, unless it had one before it was sent again."""
+        if self.ttft_s.end(request, now_s):
+            self.prompt_tokens += usage.prompt_tokens
+            self.cached_tokens += usage.cached_tokens
+
+    def generated(self, request: GenerateRequest, num_tokens: int) -> None:
+        """Count output tokens; a negative number takes back those of an attempt that broke."""
+        self.tokens[request.band] += num_tokens
+        if request.band is Band.STANDARD:
+            self.tokens_by_tenant[request.tenant] += num_tokens
+
+    def ended(self, request: GenerateRequest) -> None:
+        """Note the end of a request: one without tokens has no times."""
+        for times in (self.queue_s, self.ttft_s):
+            times.begun.pop(request.request_id, None)
 
 
 class Ingress:
@@ -75,24 +121,14 @@ class Ingress:
         self.dispatcher = Dispatcher(self, self.flow, observer, unix_clock=clock.unix)
         self.polling: asyncio.Task[None] | None = None
         self.is_dead = False
-        self.readers: set[asyncio.Task[None]] = set()
+        self.readers: dict[asyncio.Task[None], None] = {}
         """Tasks of the clients whose requests are here."""
         self._old: dict[str, ReplicaStats] | None = None
         """Reports that it gets instead of newer ones; None: it gets the newest."""
-        self._queued_s: dict[str, float] = {}
-        """Arrivals of the requests that were not dispatched yet."""
 
     def start(self) -> None:
         """Begin to poll the replicas."""
         self.polling = asyncio.create_task(self.dispatcher.run())
-
-    def arrived(self, request: GenerateRequest) -> None:
-        """Note the arrival of a request, before it is started."""
-        self._queued_s[request.request_id] = self._clock.now
-
-    def left(self, request: GenerateRequest) -> None:
-        """Note the end of a request."""
-        self._queued_s.pop(request.request_id, None)
 
     async def hear_nothing_new(self, duration_s: float) -> None:
         """Get the reports of this moment for a while, however old they become."""
@@ -102,21 +138,22 @@ class Ingress:
 
     async def generate(self, request: GenerateRequest, ranking: list[str]) -> AsyncGenerator[TokenDelta, None]:
         """Yield the deltas of one request, and count its dispatch."""
-        if (queued_s := self._queued_s.pop(request.request_id, None)) is not None:
-            self._tally.queue_s[request.band].append(self._clock.now - queued_s)
+        self._tally.queue_s.end(request, self._clock.now)
         if request.band is Band.BATCH and not request.is_promoted:
             self._tally.before_urgent += self.flow.queue.num_requests(Band.INTERACTIVE) > 0
         try:
             async with aclosing(self._replicas.generate(request, ranking)) as deltas:
                 async for delta in deltas:
-                    yield replace(delta, stats=self._heard(delta.stats)) if self._old is not None else delta
+                    if self._old is not None and delta.stats is not None:
+                        delta = replace(delta, stats=self._heard(delta.stats))
+                    yield delta
         except Overloaded:
             self._tally.num_sent_back += 1
             raise
 
     async def poll_stats(self) -> list[ReplicaStats]:
         """Return the load of all replicas."""
-        return [self._heard(stats) or stats for stats in await self._replicas.poll_stats()]
+        return [self._heard(stats) for stats in await self._replicas.poll_stats()]
 
     async def poll_metrics(self) -> list[EngineMetrics]:
         """Return the metrics of all replicas."""
@@ -130,8 +167,8 @@ class Ingress:
         """Refuse: simulated replicas have no model."""
         return await self._replicas.describe()
 
-    def _heard(self, stats: ReplicaStats | None) -> ReplicaStats | None:
-        return stats if stats is None or self._old is None else self._old.get(stats.replica_id, stats)
+    def _heard(self, stats: ReplicaStats) -> ReplicaStats:
+        return stats if self._old is None else self._old.get(stats.replica_id, stats)
 
 
 class Cluster:
@@ -176,8 +213,10 @@ class Cluster:
 
     async def read(self, request: GenerateRequest, place: float) -> None:
         """Read one request to its end, at the ingress of that place or, if it is dead, at the next one."""
+        self._tally.arrived(request, self._clock.now)
         while not await self._read_at(await self._ingress_at(place), request):
             self._tally.num_sent_again += 1
+        self._tally.ended(request)
 
     async def _ingress_at(self, place: float) -> Ingress:
         first = int(place * len(self.ingresses))
@@ -191,17 +230,13 @@ class Cluster:
         """Read a request; return False if its ingress died."""
         reader = asyncio.current_task()
         assert reader is not None
-        begun_s, num_tokens = self._clock.now, 0
-        ingress.arrived(request)
-        ingress.readers.add(reader)
+        ingress.readers[reader] = None
+        num_tokens = 0
         try:
             async for delta in ingress.dispatcher.start([request])[0]:
-                if not num_tokens:
-                    self._tally.ttft_s[request.band].append(self._clock.now - begun_s)
-                    self._tally.prompt_tokens += delta.usage.prompt_tokens
-                    self._tally.cached_tokens += delta.usage.cached_tokens
+                self._tally.begun(request, delta.usage, self._clock.now)
+                self._tally.generated(request, len(delta.token_ids))
                 num_tokens += len(delta.token_ids)
-                self._count(request, len(delta.token_ids))
         except (Overloaded, DeadlineExceeded):
             self._tally.refused[request.band] += 1
         except ServingError:
@@ -210,17 +245,11 @@ class Cluster:
             if not ingress.is_dead:
                 raise
             reader.uncancel()
-            self._count(request, -num_tokens)
+            self._tally.generated(request, -num_tokens)
             return False
         finally:
-            ingress.readers.discard(reader)
-            ingress.left(request)
+            del ingress.readers[reader]
         return True
-
-    def _count(self, request: GenerateRequest, num_tokens: int) -> None:
-        self._tally.tokens[request.band] += num_tokens
-        if request.band is Band.STANDARD:
-            self._tally.tokens_by_tenant[request.tenant] += num_tokens
 
     async def _lose_replica(self) -> None:
         replica_id = next(iter(self.client.engines))
@@ -230,8 +259,8 @@ class Cluster:
         self._add_replica()
 
     async def _lose_ingress(self) -> None:
-        number = len(self.ingresses) // 2
-        lost = self.ingresses[number]
+        lost = max(self.ingresses, key=lambda ingress: len(ingress.readers))
+        number = self.ingresses.index(lost)
         lost.is_dead = True
         if lost.polling is not None:
             lost.polling.cancel()

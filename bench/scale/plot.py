@@ -23,9 +23,11 @@ _PANELS: tuple[tuple[str, str, Callable[[Row], float]], ...] = (
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Draw a panel for each figure, with a line for each number of ingresses."""
+    """Draw a panel for each figure, with a line for each number of ingresses. The same rows give the same file."""
+    import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcParams["svg.hashsalt"] = "headway"
     figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
     for axes, (title, unit, value) in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
         for number in sorted({row["ingresses"] for row in rows}):
@@ -37,12 +39,8 @@ def draw(rows: list[Row], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), title="ingresses", loc="outside right upper")
-    # Without these the file would differ at each call.
     figure.savefig(path, metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    import matplotlib
-
-    matplotlib.rcParams["svg.hashsalt"] = "headway"
     draw(json.loads(_RESULT.read_text())["rows"], _PICTURE)

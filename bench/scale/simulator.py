@@ -7,9 +7,9 @@ replicas, at different moments.
 
 The load is three times what the replicas can serve, in three bands. `--load even`: tenants with equal demands, half of
 which send all requests to one ingress. `--load uneven`: demands by Zipf's law, half of the requests in bursts, prompts
-with shared prefixes. `--trace FILE` replays a trace of `headway bench`; `--write-trace FILE` writes the load as one.
-`--faults` injects faults, one after the other. The same arrivals go to one ingress for comparison, which knows of all
-requests.
+with shared prefixes. `--trace FILE` replays the first `--seconds` of a trace of `headway bench`, or of a file that
+`--write-trace FILE` has written, which also has tenants, prefixes and ingresses. `--faults` injects faults, one after
+the other. The same arrivals go to one ingress for comparison, which knows of all requests.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class World:
     trace: Path | None = None
     """Trace to replay instead of a load."""
     faults: tuple[Fault, ...] = ()
-    engines: str = ""
-    """Kind of replicas; empty: by their number."""
+    engines: str | None = None
+    """Kind of replicas; None: by their number."""
 
     @property
     def requests_per_s(self) -> float:
@@ -120,12 +120,13 @@ async def simulate(world: World, arrivals: list[Arrival]) -> dict[str, Any]:
     cluster = Cluster(new_replica, world.num_replicas, world.num_ingresses, world.num_slots, clock, tally)
     await cluster.start()
     started_s, processor_s = clock.now, time.process_time()
+    arrivals = [arrival for arrival in arrivals if arrival.at_s < world.duration_s]
     tasks = [asyncio.create_task(_sample(cluster, tally)), asyncio.create_task(_inject(cluster, world))]
     for arrival in arrivals:
         await asyncio.sleep(max(0.0, started_s + arrival.at_s - clock.now))
         tasks.append(asyncio.create_task(cluster.read(arrival.request, arrival.ingress)))
     await asyncio.sleep(max(0.0, started_s + world.duration_s - clock.now))
-    figures = _figures(world, tally, arrivals, time.process_time() - processor_s)
+    figures = _figures(world, tally, arrivals, clock.now, time.process_time() - processor_s)
     for task in tasks:
         task.cancel()
     ends = await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,8 +154,11 @@ async def _sample(cluster: Cluster, tally: Tally) -> None:
             tally.outstanding.append(max(outstanding) / statistics.mean(outstanding))
 
 
-def _figures(world: World, tally: Tally, arrivals: Iterable[Arrival], processor_s: float) -> dict[str, Any]:
+def _figures(
+    world: World, tally: Tally, arrivals: Iterable[Arrival], now_s: float, processor_s: float
+) -> dict[str, Any]:
     num_tokens = sum(tally.tokens.values())
+    queue_s, ttft_s = tally.queue_s.until(now_s), tally.ttft_s.until(now_s)
     demands: Counter[str] = Counter()
     for arrival in arrivals:
         if arrival.request.band is Band.STANDARD:
@@ -162,10 +166,10 @@ def _figures(world: World, tally: Tally, arrivals: Iterable[Arrival], processor_
     return {
         "tokens_per_s": num_tokens / world.duration_s,
         "tokens_per_s_by_band": {band.name.lower(): tally.tokens[band] / world.duration_s for band in Band},
-        "queue_p50_s": _percentiles(tally.queue_s, 50),
-        "queue_p99_s": _percentiles(tally.queue_s, 99),
-        "ttft_p50_s": _percentiles(tally.ttft_s, 50),
-        "ttft_p99_s": _percentiles(tally.ttft_s, 99),
+        "queue_p50_s": _percentiles(queue_s, 50),
+        "queue_p99_s": _percentiles(queue_s, 99),
+        "ttft_p50_s": _percentiles(ttft_s, 50),
+        "ttft_p99_s": _percentiles(ttft_s, 99),
         "refused": {band.name.lower(): tally.refused[band] for band in Band},
         "failed": tally.failed,
         "batch_before_waiting_interactive": tally.before_urgent,
@@ -174,7 +178,7 @@ def _figures(world: World, tally: Tally, arrivals: Iterable[Arrival], processor_
         "fairness_of_standard": fairness(tally.tokens_by_tenant, demands),
         "max_over_mean_outstanding": statistics.median(tally.outstanding[len(tally.outstanding) // 4 :]),
         "prefix_hits": tally.cached_tokens / max(1, tally.prompt_tokens),
-        "processor_s_per_million_tokens": 1e6 * processor_s / num_tokens,
+        "processor_s_per_million_tokens": 1e6 * processor_s / max(1, num_tokens),
     }
 
 
@@ -195,19 +199,40 @@ def fairness(served: Mapping[str, int], demands: Mapping[str, int]) -> float:
 
 
 def jain(shares: list[float]) -> float:
-    """Return Jain's fairness index of shares: 1 for equal ones, 1 / n if one has all."""
-    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares))
+    """Return Jain's fairness index of shares: 1 for equal ones or none, 1 / n if one has all."""
+    return sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) if any(shares) else 1.0
 
 
 def run(world: World) -> dict[str, Any]:
     """Return the figures of a world."""
-    gc.set_threshold(_OBJECTS_PER_COLLECTION)
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(simulate(world, arrivals_of(world.requests())))
 
 
 def main() -> int:
     """Simulate each number of ingresses and of replicas, each in a process; print and write the figures."""
+    options = _options()
+    sizes = itertools.product(_numbers(options.replicas), sorted({1, *_numbers(options.ingresses)}))
+    worlds = [_world(options, num_replicas, num_ingresses) for num_replicas, num_ingresses in sizes]
+    if options.write_trace is not None:
+        write_trace(options.write_trace, worlds[0].requests())
+        return 0
+    rows: list[dict[str, Any]] = []
+    with ProcessPoolExecutor(
+        min(len(worlds), options.processes), initializer=gc.set_threshold, initargs=(_OBJECTS_PER_COLLECTION,)
+    ) as processes:
+        for world, figures in zip(worlds, processes.map(run, worlds), strict=True):
+            size = {"replicas": world.num_replicas, "ingresses": world.num_ingresses, "engines": world.kind_of_engines}
+            rows.append(size | figures)
+            alone = next(row for row in rows if row["replicas"] == world.num_replicas)
+            rows[-1]["over_one_ingress"] = figures["tokens_per_s"] / alone["tokens_per_s"]
+            rows[-1]["is_kept"] = is_kept(rows[-1], alone, world.has_equal_tenants)
+            _show(rows)
+    print(write(options.name, {"rows": rows}))
+    return 0 if all(row["is_kept"] for row in rows) else 1
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ingresses", default="8", help="numbers of ingresses, separated by commas")
     parser.add_argument("--replicas", default="64", help="numbers of replicas, separated by commas")
@@ -221,38 +246,21 @@ def main() -> int:
     parser.add_argument("--engines", choices=_ENGINES, help="kind of replicas; by default by their number")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="rows simulated at the same time")
     parser.add_argument("--name", default="scale_simulator", help="file in bench/results")
-    options = parser.parse_args()
-    worlds = [
-        World(
-            num_ingresses,
-            num_replicas,
-            options.slots,
-            options.overload,
-            options.seconds,
-            options.load,
-            options.trace,
-            tuple(Fault(name) for name in options.faults.split(",") if name),
-            options.engines or "",
-        )
-        for num_replicas, num_ingresses in itertools.product(
-            _numbers(options.replicas), sorted({1, *_numbers(options.ingresses)})
-        )
-    ]
-    if options.write_trace is not None:
-        write_trace(options.write_trace, worlds[0].requests())
-        return 0
-    rows: list[dict[str, Any]] = []
-    with ProcessPoolExecutor(min(len(worlds), options.processes)) as processes:
-        for world, figures in zip(worlds, processes.map(run, worlds), strict=True):
-            size = {"replicas": world.num_replicas, "ingresses": world.num_ingresses, "engines": world.kind_of_engines}
-            rows.append(size | figures)
-            alone = next(row for row in rows if row["replicas"] == world.num_replicas)
-            rows[-1]["over_one_ingress"] = figures["tokens_per_s"] / alone["tokens_per_s"]
-            rows[-1]["is_kept"] = is_kept(rows[-1], alone, world.has_equal_tenants)
-            _show(rows)
-    settings = {"slots": options.slots, "seconds": options.seconds, "load": options.load, "faults": options.faults}
-    print(write(options.name, settings | {"rows": rows}))
-    return 0 if all(row["is_kept"] for row in rows) else 1
+    return parser.parse_args()
+
+
+def _world(options: argparse.Namespace, num_replicas: int, num_ingresses: int) -> World:
+    return World(
+        num_ingresses=num_ingresses,
+        num_replicas=num_replicas,
+        num_slots=options.slots,
+        overload=options.overload,
+        duration_s=options.seconds,
+        load=options.load,
+        trace=options.trace,
+        faults=tuple(Fault(name) for name in options.faults.split(",") if name),
+        engines=options.engines,
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -64,7 +64,7 @@ class SimulatedReplica(Protocol):
         """Yield the deltas of one request.
 
         Raises:
-            ReplicaLost: the replica has died.
+            ReplicaLost: the replica died meanwhile.
         """
 
     def stats(self) -> ReplicaStats:
@@ -77,7 +77,7 @@ class SimulatedReplica(Protocol):
         """Refuse new requests."""
 
     def die(self) -> None:
-        """Fail all streams; the replica generates nothing more."""
+        """Fail all streams. The caller ends `run`, and sends no further request."""
 
 
 class DeltaStream:
@@ -174,8 +174,7 @@ class SimulatedEngine:
         self.engine.drain()
 
     def die(self) -> None:
-        """Fail all streams; the engine does nothing more."""
-        self._has_work.clear()
+        """Fail all streams."""
         for stream in self._streams.values():
             stream.fail()
 
