@@ -29,7 +29,7 @@ from replicas.protocol import (
     Usage,
 )
 from testkit.engine.timed_runner import StepShape, StepTimes
-from testkit.router.simulated_engines import TOKENS_TOGETHER, DeltaStream
+from testkit.router.simulated_engines import TOKENS_TOGETHER, WAIT_S, DeltaStream
 from testkit.router.simulated_time import FakeClock, settle_down
 
 _TOKEN_ID = 16
@@ -129,8 +129,10 @@ class _Step:
 class ModelledEngine:
     """Model of one replica; a `SimulatedReplica`.
 
-    Invariant: a sequence is in exactly one of `_waiting`, `_prefilling` and `_decoding`, and in the latter two it has a
-    slot in `_running`.
+    Invariants:
+        A sequence is in exactly one of `_waiting`, `_prefilling` and `_decoding`, and in the latter two it has a slot
+        in `_running`.
+        `_num_context_tokens` is the sum over the sequences that decode.
     """
 
     def __init__(self, config: EngineConfig, step_times: StepTimes, clock: FakeClock, replica_id: str) -> None:
@@ -170,7 +172,7 @@ class ModelledEngine:
             step = self._schedule()
             shape = StepShape(step.num_decodes, step.num_prefill_tokens, step.num_context_tokens)
             is_saturated = self._is_saturated(step)
-            step_s = self._step_times.of(shape)
+            step_s = self._step_times.of(shape) if shape.num_context_tokens else WAIT_S
             await asyncio.sleep(step_s)
             self._rate.step(step_s, step.num_decodes + len(step.prefilled))
             if is_saturated:

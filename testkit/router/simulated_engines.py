@@ -27,7 +27,7 @@ from testkit.engine.timed_runner import FinishedStep, StepTimes, TimedRunner, sh
 from testkit.router.simulated_time import FakeClock, settle_down
 
 VOCABULARY = 5000
-_WAIT_S = 0.001
+WAIT_S = 0.001
 """Time until an engine looks again that has work and could schedule none."""
 TOKENS_TOGETHER = 8
 """Tokens of a sequence that travel together, behind the first."""
@@ -49,7 +49,7 @@ class _StepRunner:
     def take_step_s(self) -> float:
         """Return the time of the step that was launched since the last call, or a short one if none was."""
         step_s, self._step_s = self._step_s, None
-        return _WAIT_S if step_s is None else step_s
+        return WAIT_S if step_s is None else step_s
 
 
 class SimulatedReplica(Protocol):
