@@ -14,6 +14,7 @@ Row = Mapping[str, Any]
 _RESULT = RESULTS / "scale_simulator_sizes.json"
 _PICTURE = Path("docs/images/scale.svg")
 _SIZE_INCHES = (10.0, 6.5)
+_HEADROOM = 1.05
 _PANELS: tuple[tuple[str, str, Callable[[Row], float]], ...] = (
     ("Throughput", "tokens/s, of one ingress that knows all", lambda row: row["over_one_ingress"]),
     ("Balance", "most / mean outstanding tokens", lambda row: row["max_over_mean_outstanding"]),
@@ -36,7 +37,7 @@ def draw(rows: list[Row], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(title=title, xlabel="replicas", ylabel=unit)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, _HEADROOM * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), title="ingresses", loc="outside right upper")
     figure.savefig(path, metadata={"Date": None})
